@@ -1,0 +1,39 @@
+# Two commands set up everything on a machine that has only Python 3.11+ and make:
+#   make demo    trains a small model, prints a sample, and shows where the picture lies (again: prints the result)
+#   make test    runs all tests and the example notebooks
+# Each makes .venv first where it is missing or out of date. Also: make lint, make bench, make clean.
+.PHONY: demo test lint bench install clean
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+install: $(INSTALLED)
+
+# The name of the interpreter differs between systems; the first that is new enough is taken. PYTHON=... says it.
+$(INSTALLED): pyproject.toml constraints.txt
+	@set -e; found=; \
+	for p in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	  if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$p; break; fi; \
+	done; \
+	[ -n "$$found" ] || { echo "fnmodels needs Python 3.11 or newer; none found. Say where: make PYTHON=/path/to/python"; exit 1; }; \
+	[ -x $(BIN)/python ] || $$found -m venv .venv; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python -m train --run runs/demo --resume
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest --nbmake tests examples
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python benchmarks/train_step.py
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
