@@ -1,0 +1,204 @@
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fnmodels import tree
+from train.optim import adamw, apply_updates, clip_by_global_norm, global_norm, sgd, trainable_mask
+
+STEPS = 20
+
+
+def toy(dtype=torch.float32):
+    draw = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=draw).to(dtype)  # noqa: E731
+    return {"embed": make(7, 5), "layers": [{"w": make(5, 5), "b": make(5)}, {"w": make(5, 5), "b": make(5)}]}
+
+
+def gradients(step, like):
+    draw = torch.Generator().manual_seed(100 + step)
+    return tree.map(lambda p: torch.randn(p.shape, generator=draw).to(p.dtype), like)
+
+
+def leaf(decay=True, trainable=True):
+    return SimpleNamespace(decay=decay, trainable=trainable)
+
+
+SPEC = {"embed": leaf(), "layers": [{"w": leaf(), "b": leaf(decay=False)} for _ in range(2)]}
+
+OURS = {
+    "adamw": lambda **k: adamw(1e-2, betas=(0.9, 0.95), weight_decay=0.1, **k),
+    "sgd": lambda **k: sgd(1e-2, weight_decay=0.1, **k),
+    "momentum": lambda **k: sgd(1e-2, momentum=0.9, weight_decay=0.1, **k),
+    "nesterov": lambda **k: sgd(1e-2, momentum=0.9, nesterov=True, **k),
+}
+THEIRS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, weight_decay=0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "nesterov": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True),
+}
+
+
+def run_ours(optimizer, params, *, inplace, steps=STEPS):
+    params = tree.map(torch.clone, params)
+    state = optimizer.init(params)
+    for step in range(steps):
+        grads = gradients(step, params)
+        if inplace:
+            optimizer.apply_(grads, state, params)
+        else:
+            updates, state = optimizer.update(grads, state, params)
+            params = apply_updates(params, updates)
+    return params, state
+
+
+def run_theirs(make, params, *, no_decay=(), steps=STEPS):
+    params = tree.map(lambda p: torch.nn.Parameter(p.clone()), params)
+    flat = tree.flatten(params)
+    groups = [{"params": [p for path, p in flat.items() if path.rpartition(".")[2] not in no_decay]}]
+    if no_decay:
+        groups.append({"params": [p for path, p in flat.items() if path.rpartition(".")[2] in no_decay], "weight_decay": 0.0})
+    optimizer = make(groups)
+    for step in range(steps):
+        for p, g in zip(tree.leaves(params), tree.leaves(gradients(step, params)), strict=True):
+            p.grad = g
+        optimizer.step()
+    return tree.map(torch.Tensor.detach, params)
+
+
+def assert_close(ours, theirs, **tolerance):
+    for path, value in tree.flatten(ours).items():
+        torch.testing.assert_close(value, tree.flatten(theirs)[path], **tolerance, msg=lambda m, path=path: f"{path}: {m}")
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["pure", "in place"])
+@pytest.mark.parametrize("name", OURS)
+def test_20_steps_equal_torch(name, inplace):
+    ours, state = run_ours(OURS[name](), toy(), inplace=inplace)
+    assert_close(ours, run_theirs(THEIRS[name], toy()), rtol=1e-6, atol=1e-6)
+    assert state["step"].dtype == torch.int64 and int(state["step"]) == STEPS
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["pure", "in place"])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_decay_follows_the_spec(name, inplace):
+    ours, _ = run_ours(OURS[name](spec=SPEC), toy(), inplace=inplace)
+    assert_close(ours, run_theirs(THEIRS[name], toy(), no_decay=("b",)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_fp64_stays_fp64(name):
+    pure, state = run_ours(OURS[name](), toy(torch.float64), inplace=False)
+    assert {t.dtype for t in tree.leaves(pure)} == {torch.float64}
+    assert_close(pure, run_theirs(THEIRS[name], toy(torch.float64)), rtol=1e-6, atol=1e-6)
+
+
+def test_bf16_pure_and_in_place_agree_within_one_rounding():
+    pure, _ = run_ours(OURS["adamw"](), toy(torch.bfloat16), inplace=False, steps=3)
+    inplace, _ = run_ours(OURS["adamw"](), toy(torch.bfloat16), inplace=True, steps=3)
+    assert_close(pure, inplace, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["pure", "in place"])
+def test_the_rate_is_a_function_of_the_update_counted_from_1(inplace):
+    rate = lambda step: 1e-2 / step  # noqa: E731
+    optimizer = adamw(rate, weight_decay=0.1)
+    ours, state = run_ours(optimizer, toy(), inplace=inplace, steps=5)
+    seen = []
+
+    def theirs(groups):
+        optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1e-2 / (n + 1))
+        optimizer.register_step_post_hook(lambda *_: (seen.append(schedule.get_last_lr()[0]), schedule.step()))
+        return optimizer
+
+    assert_close(ours, run_theirs(theirs, toy(), steps=5), rtol=1e-6, atol=1e-6)
+    assert seen == pytest.approx([1e-2 / n for n in range(1, 6)])
+    assert float(optimizer.lr(state)) == pytest.approx(1e-2 / 6)
+
+
+def test_update_is_pure():
+    params, grads = toy(), gradients(0, toy())
+    for make in OURS.values():
+        optimizer = make()
+        state = optimizer.init(params)
+        before = copy.deepcopy((params, grads, state))
+        optimizer.update(grads, state, params)
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves((params, grads, state)), tree.leaves(before), strict=True))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_skip_keeps_every_bit(name):
+    optimizer = OURS[name]()
+    params, state = run_ours(optimizer, toy(), inplace=True, steps=2)
+    before = copy.deepcopy((params, state))
+    poison = tree.map(lambda p: torch.full_like(p, torch.nan), params)
+    optimizer.apply_(poison, state, params, skip=torch.tensor(True))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves((params, state)), tree.leaves(before), strict=True))
+    optimizer.apply_(gradients(2, params), state, params, skip=torch.tensor(False))
+    expected, _ = run_ours(optimizer, toy(), inplace=True, steps=3)
+    assert_close(params, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@pytest.mark.parametrize("inplace", [False, True], ids=["pure", "in place"])
+def test_frozen_leaves_have_no_state_and_do_not_move(name, inplace):
+    spec = SPEC | {"embed": leaf(trainable=False)}
+    params = toy() | {"table": torch.arange(4)}
+    optimizer = OURS[name](spec=spec | {"table": leaf()})
+    mask = trainable_mask(params, optimizer.trainable)
+    assert [path for path, on in tree.flatten(mask).items() if not on] == ["embed", "table"]
+    state = optimizer.init(params)
+    grads = tree.map(lambda p, on: torch.ones_like(p) if on else None, params, mask)
+    before = copy.deepcopy(params)
+    if inplace:
+        optimizer.apply_(grads, state, params)
+    else:
+        updates, state = optimizer.update(grads, state, params)
+        params = apply_updates(params, updates)
+    assert torch.equal(params["embed"], before["embed"]) and torch.equal(params["table"], before["table"])
+    assert not torch.equal(params["layers"][0]["w"], before["layers"][0]["w"])
+    assert not [path for path in tree.flatten(state) if "embed" in path or "table" in path]
+
+
+def test_update_under_vmap_equals_a_loop():
+    optimizer = OURS["adamw"]()
+    params = tree.map(lambda p: torch.stack([p, 2 * p]), toy())
+    grads = tree.map(lambda p: torch.stack([p, -p]), gradients(0, toy()))
+    states = torch.func.vmap(optimizer.init)(params)
+    updates, _ = torch.func.vmap(optimizer.update)(grads, states, params)
+    for i in range(2):
+        one = tree.map(lambda t, i=i: t[i], params)
+        expected, _ = optimizer.update(tree.map(lambda t, i=i: t[i], grads), optimizer.init(one), one)
+        assert_close(tree.map(lambda t, i=i: t[i], updates), expected)
+
+
+def test_clip_equals_torch():
+    grads = gradients(0, toy())
+    theirs = [torch.nn.Parameter(torch.zeros_like(g)) for g in tree.leaves(grads)]
+    for p, g in zip(theirs, tree.leaves(grads), strict=True):
+        p.grad = g.clone()
+    norm = torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+    clipped, ours = clip_by_global_norm(grads, 0.5)
+    torch.testing.assert_close(ours, norm)
+    for p, g in zip(theirs, tree.leaves(clipped), strict=True):
+        torch.testing.assert_close(g, p.grad)
+    small, _ = clip_by_global_norm(grads, 1e6)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(small), tree.leaves(grads), strict=True))
+
+
+def test_global_norm_of_bf16_is_in_fp32_and_of_nothing_is_0():
+    grads = {"a": torch.full((1000,), 0.1, dtype=torch.bfloat16)}
+    expected = grads["a"].double().norm()
+    assert global_norm(grads).dtype == torch.float32
+    torch.testing.assert_close(global_norm(grads).double(), expected, rtol=1e-6, atol=0)
+    assert float(global_norm({"a": None})) == 0.0
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="betas"):
+        adamw(1e-3, betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="momentum"):
+        sgd(1e-3, nesterov=True)

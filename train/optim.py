@@ -1,0 +1,267 @@
+"""Optimizers as pairs of functions over trees, in the shape of optax.
+
+    optimizer = adamw(3e-4, weight_decay=0.1, spec=family.spec(config))
+    opt_state = optimizer.init(params)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    params = apply_updates(params, updates)
+
+`update` is written in plain tensor operations: pure, and fit for vmap, grad and compile. `apply_` is the same step with torch's
+fused kernels, writing parameters and state in place, at a fraction of the time. A frozen leaf has None in `grads`, in the
+moments and in `updates`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+Rate = float | Callable[[Tensor], "float | Tensor"]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What a train step needs of an optimizer.
+
+    init(params) -> opt_state
+    update(grads, opt_state, params) -> (updates, opt_state): pure; `updates` are to be added to the parameters.
+    apply_(grads, opt_state, params, *, skip=None): the same in place; where the 0-d bool tensor `skip` is True every tensor
+        keeps its bits, without the host having to wait for it. None: the step uses `update`.
+    lr(opt_state) -> the rate of the update that comes next, for the metrics.
+    trainable: a tree of bools over the parameters; None: every floating leaf trains.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    apply_: Callable[..., None] | None = None
+    lr: Callable[[Tree], float | Tensor] | None = None
+    trainable: Tree | None = None
+
+
+def trainable_mask(params: Tree, trainable: Tree | None = None) -> Tree:
+    """The tree of bools that says which leaves of `params` train: floating ones that `trainable` does not exclude."""
+    if trainable is None:
+        return tree.map(lambda p: p.is_floating_point(), params)
+    return tree.map(lambda p, t: bool(t) and p.is_floating_point(), params, trainable)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """params + updates, each in its parameter's dtype; leaves without an update are passed on as they are."""
+    flat = tree.flatten(updates)
+    return _with_paths(lambda path, p: (p + flat[path]).to(p.dtype) if path in flat else p, params)
+
+
+def global_norm(grads: Tree) -> Tensor:
+    """The Euclidean norm over all leaves together, a 0-d tensor in fp32 at least; 0 for a tree without leaves."""
+    norms = [torch.linalg.vector_norm(g, dtype=_wide(g.dtype)) for g in tree.leaves(grads)]
+    if not norms:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of this global norm are multiplied by so that it is at most `limit` (torch.nn.utils.clip_grad_norm_'s formula)."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def clip_by_global_norm(grads: Tree, limit: float) -> tuple[Tree, Tensor]:
+    """(gradients scaled down so that their global norm is at most `limit`, the norm before)."""
+    norm = global_norm(grads)
+    factor = clip_factor(norm, limit)
+    return tree.map(lambda g: g * factor.to(g.dtype), grads), norm
+
+
+def adamw(
+    lr: Rate,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    spec: Tree | None = None,
+) -> Optimizer:
+    """AdamW (arXiv 1711.05101), equal to torch.optim.AdamW.
+
+    lr: a float, or a function of the number of the update being made (a 0-d int64 tensor, from 1) to a float or 0-d tensor.
+    spec: the family's tree of `Leaf`, or any tree of the parameters' structure whose leaves have `decay` and `trainable`.
+        None decays and trains every floating leaf, as torch does.
+
+    The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
+    """
+    beta1, beta2 = betas
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise ValueError(f"betas are {betas}; both must be at least 0 and below 1.")
+    trainable, decays = _from_spec(spec)
+
+    def init(params: Tree) -> Tree:
+        return {"step": _first_step(params), "exp_avg": _zeros(params, trainable), "exp_avg_sq": _zeros(params, trainable)}
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        step = opt_state["step"] + 1
+        rate = _at(lr, step)
+        # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
+        correction1, correction2 = (-torch.expm1(step.to(torch.float32) * _log(beta)) for beta in betas)
+        flat = [tree.flatten(t) for t in (params, opt_state["exp_avg"], opt_state["exp_avg_sq"])]
+        updates, first, second = {}, {}, {}
+        for path, grad in tree.flatten(grads).items():
+            param, m, v = (t[path] for t in flat)
+            wide = _wide(param.dtype)
+            g, p = grad.to(wide), param.to(wide)
+            m_new = m.to(wide).lerp(g, 1 - beta1)
+            v_new = v.to(wide) * beta2 + (1 - beta2) * g * g
+            change = (m_new / correction1) / ((v_new / correction2).sqrt() + eps)
+            decay = weight_decay if decays is None or decays[path] else 0.0
+            updates[path] = -rate * (change + decay * p if decay else change)
+            first[path], second[path] = m_new.to(m.dtype), v_new.to(v.dtype)
+        new_state = {"step": step, "exp_avg": _like(grads, first), "exp_avg_sq": _like(grads, second)}
+        return _like(grads, updates), new_state
+
+    @torch.no_grad()
+    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        step = opt_state["step"]
+        rate = _at(lr, step + 1)
+        names = (opt_state["exp_avg"], opt_state["exp_avg_sq"])
+        for decay, (ps, gs, ms, vs) in _groups(grads, params, names, decays, weight_decay):
+            # found_inf is the kernels' own word for "leave everything as it is".
+            torch._fused_adamw_(
+                ps,
+                gs,
+                ms,
+                vs,
+                [],
+                [(step + 1).to(ps[0].device, torch.float32)] * len(ps),
+                lr=rate,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=decay,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+                found_inf=None if skip is None else skip.to(ps[0].device, torch.float32),
+            )
+        step.add_(1 if skip is None else (~skip).to(step))
+
+    return Optimizer(init, update, apply_, lambda opt_state: _at(lr, opt_state["step"] + 1), trainable)
+
+
+def sgd(
+    lr: Rate,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    spec: Tree | None = None,
+) -> Optimizer:
+    """Stochastic gradient descent with momentum, equal to torch.optim.SGD (weight decay is added to the gradient).
+
+    lr, spec: as in `adamw`. State: {step, momentum}, where `momentum` is None without one.
+    """
+    if nesterov and momentum <= 0:
+        raise ValueError("nesterov=True needs a momentum above 0.")
+    trainable, decays = _from_spec(spec)
+
+    def init(params: Tree) -> Tree:
+        return {"step": _first_step(params), "momentum": _zeros(params, trainable) if momentum else None}
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        step = opt_state["step"] + 1
+        rate = _at(lr, step)
+        flat_params, flat_buffers = tree.flatten(params), tree.flatten(opt_state["momentum"])
+        updates, buffers = {}, {}
+        for path, grad in tree.flatten(grads).items():
+            param = flat_params[path]
+            wide = _wide(param.dtype)
+            g = grad.to(wide)
+            if weight_decay and (decays is None or decays[path]):
+                g = g + weight_decay * param.to(wide)
+            if momentum:
+                buffer = momentum * flat_buffers[path].to(wide) + g
+                buffers[path] = buffer.to(flat_buffers[path].dtype)
+                g = g + momentum * buffer if nesterov else buffer
+            updates[path] = -rate * g
+        return _like(grads, updates), {"step": step, "momentum": _like(grads, buffers) if momentum else None}
+
+    @torch.no_grad()
+    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        step = opt_state["step"]
+        rate = _at(lr, step + 1)
+        names = (opt_state["momentum"],) if momentum else ()
+        for decay, (ps, gs, *buffers) in _groups(grads, params, names, decays, weight_decay):
+            torch._fused_sgd_(
+                ps,
+                gs,
+                buffers[0] if momentum else [],
+                lr=rate,
+                momentum=momentum,
+                nesterov=nesterov,
+                weight_decay=decay,
+                dampening=0.0,
+                maximize=False,
+                is_first_step=False,
+                found_inf=None if skip is None else skip.to(ps[0].device, torch.float32),
+            )
+        step.add_(1 if skip is None else (~skip).to(step))
+
+    return Optimizer(init, update, apply_, lambda opt_state: _at(lr, opt_state["step"] + 1), trainable)
+
+
+def _from_spec(spec: Tree | None) -> tuple[Tree | None, dict[str, bool] | None]:
+    if spec is None:
+        return None, None
+    return tree.map(lambda leaf: leaf.trainable, spec), {path: leaf.decay for path, leaf in tree.flatten(spec).items()}
+
+
+def _at(lr: Rate, step: Tensor) -> float | Tensor:
+    return lr(step) if callable(lr) else lr
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta else -math.inf
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _first_step(params: Tree) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=next(iter(tree.leaves(params))).device)
+
+
+def _zeros(params: Tree, trainable: Tree | None) -> Tree:
+    return tree.map(
+        lambda p, t: torch.zeros_like(p, memory_format=torch.contiguous_format) if t else None,
+        params,
+        trainable_mask(params, trainable),
+    )
+
+
+def _with_paths(function: Callable[[str, Any], Any], params: Tree) -> Tree:
+    paths = iter(tree.flatten(params))
+    return tree.map(lambda leaf: function(next(paths), leaf), params)
+
+
+def _like(grads: Tree, flat: dict[str, Tensor]) -> Tree:
+    return _with_paths(lambda path, _: flat[path], grads)
+
+
+def _groups(
+    grads: Tree, params: Tree, states: tuple[Tree, ...], decays: dict[str, bool] | None, weight_decay: float
+) -> Iterator[tuple[float, tuple[list[Tensor], ...]]]:
+    """(weight decay, lists of params, gradients, states): one group per device, dtype and decay, as the fused kernels want them."""
+    flat = [tree.flatten(t) for t in (params, *states)]
+    groups: dict[Any, list[list[Tensor]]] = {}
+    for path, grad in tree.flatten(grads).items():
+        param, *rest = (t[path] for t in flat)
+        decay = weight_decay if decays is None or decays[path] else 0.0
+        lists = groups.setdefault((param.device, param.dtype, decay), [[] for _ in range(2 + len(states))])
+        # The kernels walk all tensors with one index: same dtype, same memory layout.
+        for into, tensor in zip(lists, (param, grad.to(param.dtype).contiguous(), *rest), strict=True):
+            into.append(tensor)
+    for (_, _, decay), lists in groups.items():
+        yield decay, tuple(lists)

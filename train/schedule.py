@@ -1,0 +1,68 @@
+"""Learning-rate schedules: pure functions of the step, returning a multiplier of the peak rate.
+
+They take a Python number or a 0-d tensor and return the same kind, so that one function serves a plot, a loop and a
+compiled step which must not wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+
+from typing import Any
+
+import torch
+
+SHAPES = ("linear", "sqrt", "cosine")
+
+
+def warmup_stable_decay(
+    step: int | float | torch.Tensor,
+    *,
+    total: int,
+    warmup: int,
+    decay_ratio: float | None = None,
+    shape: str = "linear",
+    floor: float = 0.0,
+    base: int = 1,
+) -> float | torch.Tensor:
+    """Linear warmup, a stable stretch at 1, then a decay to `floor`, where it stays past the end.
+
+    step: the update being made, counted from `base`: 1 (the first step is never 0), or 0 for parity with trainers whose
+        first step has rate 0.
+    total, warmup: in steps; with warmup >= total the whole run is warmup.
+    decay_ratio: the decay's share of `total`; None decays from the end of the warmup on; 0 never decays. A decay that would begin
+        inside the warmup begins where the warmup ends.
+    shape: "linear", "sqrt" (1 - sqrt(progress)) or "cosine", between 1 and floor.
+
+    With base=1 the multiplier of step s is that of s whole steps of warmup, and the last decay step is one short of the
+    floor (total 10, warmup 2: .5 1 1 .875 ... .125); base=0 begins 0, .5, 1. Warmup-stable-decay: arXiv 2404.06395.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"shape is {shape!r}; it must be one of {', '.join(SHAPES)}.")
+    if base not in (0, 1):
+        raise ValueError(f"base is {base!r}; it must be 1 (the first step is step 1) or 0.")
+    if total < 1 or warmup < 0:
+        raise ValueError(f"total is {total} and warmup is {warmup}; total must be at least 1 and warmup at least 0.")
+    if decay_ratio is not None and not 0.0 <= decay_ratio <= 1.0:
+        raise ValueError(f"decay_ratio is {decay_ratio}; it must lie between 0 and 1, or be None.")
+
+    warmup = min(warmup, total)
+    decay = total - warmup if decay_ratio is None else min(round(total * decay_ratio), total - warmup)
+    # Steps before this one count from 0 either way: base moves only the warmup, by one step.
+    done = step - base
+    rise = _clip((done + base) / warmup) if warmup else _clip(done + 1)
+    if decay == 0:
+        return rise
+    progress = _clip((done - (total - decay)) / decay)
+    if shape == "linear":
+        left = 1 - progress
+    elif shape == "sqrt":
+        left = 1 - progress**0.5
+    else:
+        angle = math.pi * progress
+        left = (1 + (angle.cos() if isinstance(angle, torch.Tensor) else math.cos(angle))) / 2
+    return rise * (floor + (1 - floor) * left)
+
+
+def _clip(value: Any) -> Any:
+    return value.clamp(0.0, 1.0) if isinstance(value, torch.Tensor) else min(max(value, 0.0), 1.0)

@@ -1,0 +1,52 @@
+"""The whole of a training run between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+from .optim import Optimizer
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class State:
+    """step: steps made, a 0-d int64 tensor (skipped ones included, so that it numbers the batches); params; opt_state.
+
+    A step made with inplace=True takes a State over, as a donated argument is in JAX: it writes into the same storage and
+    returns a new State; every use of the old one raises.
+    """
+
+    step: Tensor
+    params: Tree
+    opt_state: Tree
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Python asks here only for what is missing: a field which `consume` took away, or a slip of the pen.
+        if name in {field.name for field in fields(self)}:
+            raise RuntimeError(
+                "This State was used up by a step with inplace=True, which writes new values into its tensors: "
+                "go on with the State that the step returned, or make the step with inplace=False."
+            )
+        raise AttributeError(f"A State has step, params and opt_state, no {name!r}.")
+
+
+def init_state(params: Tree, optimizer: Optimizer) -> State:
+    """A State at step 0. It copies the parameters, so that steps in place never write into the caller's tensors."""
+    with torch.no_grad():
+        owned = tree.map(lambda p: p.detach().clone(memory_format=torch.contiguous_format), params)
+        opt_state = optimizer.init(owned)
+    device = next(iter(tree.leaves(owned))).device
+    return State(torch.zeros((), dtype=torch.int64, device=device), owned, opt_state)
+
+
+def consume(state: State) -> None:
+    """Empties a State whose tensors go to its successor."""
+    for field in fields(state):
+        object.__delattr__(state, field.name)
