@@ -74,8 +74,8 @@ def pack(
     method="concat" keeps the order of the documents. With `split` they form one stream, cut every `length` tokens
     (only the last row has padding); without, a document that does not fit in the rest of a row opens the next one.
     method="first_fit" is first-fit decreasing: the longest pieces first, each in the first row with room; at most 11/9
-    of the fewest possible rows + 6/9 (Dosa 2007). With `split` only documents longer than a row are cut. The rows come out
-    sorted by their longest piece: shuffle them.
+    of the fewest possible rows + 6/9 (Dosa 2007). With `split` only documents longer than a row are cut. The rows come
+    out sorted by their longest piece (shuffle them); inside a row documents keep their order.
 
     Without `split` a document longer than `length` raises ValueError, or with overlong="drop" is left out and counted.
     `weights` has one number for each token of each document: how much PREDICTING that token counts (0 on a prompt).
@@ -93,10 +93,10 @@ def pack(
 
     too_long = (lengths > length) & (not split)
     if overlong == "raise" and too_long.any():
-        first = int(too_long.nonzero()[0])
+        first, count = int(too_long.nonzero()[0]), int(too_long.sum())
         raise ValueError(
-            f"document {first} has {int(lengths[first])} tokens and a row has {length} ({int(too_long.sum())} documents "
-            'are too long): pass split=True to cut them, or overlong="drop" to leave them out and have them counted.'
+            f"document {first} has {int(lengths[first])} tokens and a row has {length} ({count} documents are longer): "
+            'pass split=True to cut them, or overlong="drop" to leave them out and have them counted.'
         )
     kept = lengths.masked_fill(too_long, 0)
     stream = method == "concat" and split

@@ -1,0 +1,196 @@
+"""Segment ids and positions: explicit converters, none of which a model calls by itself.
+
+`segment_ids [B,S]` say which document a token belongs to (0 = padding, documents count from 1 along the row) and feed
+masks; `positions [B,S]` feed rotary tables. Neither follows from the other: positions may run on over documents, and a
+row may begin in the middle of one. What a caller knows of a batch (lengths, end tokens, restarting positions) is
+converted here, once, by the one who knows which of them is true.
+
+A function takes any leading dimensions ([B,S], or [S] under vmap) and reads no values, so that it runs under vmap and
+compile and never waits for a device; what does read values says "host-side". Results are int64 on the input's device.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def segments_from_lengths(
+    lengths: Tensor | Sequence[int] | Sequence[Sequence[int]], length: int | None = None
+) -> Tensor:
+    """Document lengths [N] or [B,N] (as lists: of unequal numbers) -> segment ids [S] or [B,S]; the rest of a row is 0.
+
+    `length` is S; None takes the longest row (host-side). The id of a document is its place in `lengths` + 1, so that
+    a document of length 0 leaves a gap in the ids. Lists, and any call without `length`, are checked host-side: a
+    negative length, or a row longer than `length`, is a ValueError. A tensor with `length` is not read, and tokens
+    beyond `length` are not part of the row.
+    """
+    read = length is None or not isinstance(lengths, Tensor)
+    lengths = (lengths if isinstance(lengths, Tensor) else _ragged(lengths)).long()
+    ends, total = lengths.cumsum(-1), lengths.sum(-1, keepdim=True)
+    if read:
+        if (lengths < 0).any():
+            raise ValueError(f"a document has {int(lengths.min())} tokens: a length is 0 or more.")
+        longest = int(total.max()) if total.numel() else 0
+        if length is not None and longest > length:
+            raise ValueError(f"the documents of a row have {longest} tokens together and the row has only {length}.")
+        length = longest if length is None else length
+    assert length is not None
+    # The id at t is 1 + the number of documents that end at or before t: mark the ends, then sum along the row.
+    marks = lengths.new_zeros((*lengths.shape[:-1], length + 1)).scatter_add(
+        -1, ends.clamp(max=length), torch.ones_like(ends)
+    )
+    inside = torch.arange(length, device=lengths.device) < total
+    return (marks.cumsum(-1)[..., :length] + 1).where(inside, 0)
+
+
+def segments_from_eos(tokens: Tensor, eos_ids: int | Sequence[int], *, valid: Tensor | None = None) -> Tensor:
+    """Tokens [B,S] -> segment ids. Each of `eos_ids` ends a document and belongs to it; what follows is the next one.
+
+    `valid` [B,S] is False (or 0) on padding, wherever that is; None says that every token is real. For a pad id that is
+    no end id it is `tokens != pad_id`. A tokenizer that pads WITH an end id leaves no trace of padding in the tokens:
+    then the mask has to come from the lengths. Nothing but an end id ends a document: two in a row make a document of
+    one token, and padding inside a document does not split it.
+    """
+    ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
+    if not ids:
+        raise ValueError("eos_ids is empty: name at least one token id that ends a document.")
+    valid = _valid(valid, tokens)
+    ends = ((tokens[..., None] == torch.tensor(ids, device=tokens.device)).any(-1) & valid).long()
+    return (ends.cumsum(-1) - ends + 1).where(valid, 0)
+
+
+def segments_from_positions(positions: Tensor, *, valid: Tensor | None = None, strict: bool = False) -> Tensor:
+    """Positions [B,S] -> segment ids: a document goes on for as long as each position is the one before it + 1.
+
+    [4,5,6,0,1,2,3,7,8,9,10] -> [1,1,1,2,2,2,2,3,3,3,3]: three documents, of which two begin in the middle.
+
+    Positions cannot say everything. [4,5,6] and [7,8] side by side read as ONE document, for nothing tells them from
+    [4,5,6,7,8]: requests whose positions happen to be consecutive are merged and see each other. Where that can happen
+    (chunked requests), keep the lengths and use `segments_from_lengths`.
+
+    Padding is 0, never n documents. `valid` [B,S] is False (or 0) there; what positions it has is not looked at, and a
+    document goes on over padding in its middle. With valid=None padding is guessed: negative positions, and two or more
+    equal positions at the end of the row, less a first one that continues the document before it: [0,1,2,0,0,0] and
+    [0,1,2,2,2,2] both end in three pads. The guess fails for documents of one token at the end of a row, a single pad
+    there, and zeros before the first document: pass `valid` where those occur.
+
+    strict=True (host-side) accepts only rows that "every document starts at 0" decides. It raises a ValueError that
+    names row and index for a document that begins elsewhere (the row's first included: a row that shows one such
+    beginning may hide another at any + 1, as [4,5,6,7,8] does), and for equal positions at the end without `valid`.
+    """
+    repeated = _repeated_at_end(positions) if valid is None else torch.zeros_like(positions, dtype=torch.bool)
+    valid = (positions >= 0) & ~repeated if valid is None else _valid(valid, positions)
+    begins = (positions != _previous(positions, valid, first=positions) + 1) & valid
+    if strict:
+        place = _first(repeated & (positions >= 0))
+        if place is not None:
+            raise ValueError(
+                f"row {place[0]}, from index {place[1]}: positions repeat to the end of the row, which is padding or "
+                "documents of one token: say which with valid=."
+            )
+        place = _first(begins & (positions != 0))
+        if place is not None:
+            raise ValueError(
+                f"row {place[0]}, index {place[1]}: a document begins at a position other than 0, so positions do not "
+                "show where documents of this row end. Use segments_from_lengths, or strict=False to take every "
+                "+ 1 as the same document."
+            )
+    return begins.cumsum(-1).where(valid, 0)
+
+
+def segments(
+    *,
+    tokens: Tensor | None = None,
+    eos_ids: int | Sequence[int] | None = None,
+    positions: Tensor | None = None,
+    rule: Literal["eos", "positions", "agree"] | None = None,
+    valid: Tensor | None = None,
+    strict: bool = False,
+) -> Tensor:
+    """Segment ids [B,S] from end tokens (`tokens` with `eos_ids`) or from `positions`; with both, `rule` says which.
+
+    There is no default between the two: they disagree on rows that begin in the middle, on text that was cut, and on
+    padding. rule="agree" (host-side) computes both and raises a ValueError that names the first row and index where
+    they differ. `valid` and `strict` are those of `segments_from_eos` and `segments_from_positions`.
+    """
+    given = [name for name, value in (("eos", eos_ids), ("positions", positions)) if value is not None]
+    needs = {"eos": ["eos"], "positions": ["positions"], "agree": ["eos", "positions"], None: given}
+    if rule not in needs:
+        raise ValueError(f'rule is {rule!r}: it is "eos", "positions" or "agree".')
+    if not given or not set(needs[rule]) <= set(given):
+        wanted = " and ".join(needs[rule]) or "eos or positions"
+        raise ValueError(f"rule is {rule!r} and needs {wanted}, given is {' and '.join(given) or 'neither'}.")
+    if rule is None and len(given) == 2:
+        raise ValueError(
+            'both eos_ids and positions are given: say with rule="eos", "positions" or "agree" which decides.'
+        )
+    ids = []
+    for name in needs[rule]:
+        if name == "positions" and positions is not None:
+            ids.append(segments_from_positions(positions, valid=valid, strict=strict))
+        elif tokens is not None and eos_ids is not None:
+            ids.append(segments_from_eos(tokens, eos_ids, valid=valid))
+        else:
+            raise ValueError("eos_ids are given without tokens: pass the tokens [B,S] to find them in.")
+    if len(ids) == 2:
+        place = _first(ids[0] != ids[1])
+        if place is not None:
+            eos, pos = (int(torch.atleast_2d(each)[place]) for each in ids)
+            raise ValueError(
+                f"row {place[0]}, index {place[1]}: end tokens give segment {eos} and positions segment {pos} (0 is "
+                "padding). Say which is right with rule=, and where padding is with valid=."
+            )
+    return ids[0]
+
+
+def positions_from_segments(segment_ids: Tensor, *, start: int | Tensor = 0) -> Tensor:
+    """Segment ids [B,S] -> positions that restart at 0 with every document; padding gets 0.
+
+    `start` (an int, or [B]) is the position of the row's first real token, for rows that begin in the middle of a
+    document; it moves the row's first document only. A document is a run of one id: padding inside it is skipped (the
+    count goes on behind it), an id that comes back after another document starts again.
+    """
+    valid = segment_ids != 0
+    begins = valid & (segment_ids != _previous(segment_ids, valid, first=0))
+    count = valid.cumsum(-1) - 1  # real tokens before this one
+    restart = count.where(begins, 0).clamp(min=0).cummax(-1).values
+    start = start[..., None] if isinstance(start, Tensor) else start
+    moved = (begins.cumsum(-1) == 1) * start
+    return (count - restart + moved).where(valid, 0)
+
+
+def _ragged(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    rows = [row for row in lengths if not isinstance(row, int)]
+    longest = max((len(row) for row in rows), default=0)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows] if rows else lengths, dtype=torch.int64)
+
+
+def _valid(valid: Tensor | None, like: Tensor) -> Tensor:
+    if valid is None:
+        return torch.ones_like(like, dtype=torch.bool)
+    if valid.shape != like.shape:
+        raise ValueError(f"valid is {tuple(valid.shape)}: it has one value for each token, {tuple(like.shape)}.")
+    return valid != 0  # also the 0/1 integers of a Hugging Face attention_mask
+
+
+def _previous(values: Tensor, valid: Tensor, *, first: Tensor | int) -> Tensor:
+    """The value at the last valid token before each token; `first` where there is none."""
+    index = torch.arange(values.shape[-1], device=values.device)
+    last = index.where(valid, -1).cummax(-1).values.roll(1, -1).masked_fill(index == 0, -1)
+    return torch.where(last >= 0, values.gather(-1, last.clamp(min=0)), first)
+
+
+def _repeated_at_end(positions: Tensor) -> Tensor:
+    """True on two or more equal positions that end the row, but for a first one that continues what is before it."""
+    run = (positions == positions[..., -1:]).flip(-1).cumprod(-1).flip(-1) == 1
+    index = torch.arange(positions.shape[-1], device=positions.device)
+    continues = (positions == positions.roll(1, -1) + 1) & (index > 0)
+    return run & ~continues & (run.sum(-1, keepdim=True) > 1)
+
+
+def _first(where: Tensor) -> tuple[int, int] | None:
+    """Row and index of the first True (host-side); a single row [S] is row 0."""
+    found = torch.atleast_2d(where).nonzero()
+    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None

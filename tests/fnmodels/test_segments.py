@@ -1,0 +1,253 @@
+"""Converters between lengths, end tokens, positions and segment ids (P2, P3): tables, round trips, transforms."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fnmodels.segments import (
+    positions_from_segments,
+    segments,
+    segments_from_eos,
+    segments_from_lengths,
+    segments_from_positions,
+)
+
+LENGTHS = [  # lengths, S, segment ids
+    ([3, 4, 4], 11, [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]),
+    ([1, 1], None, [1, 2]),
+    ([2], 4, [1, 1, 0, 0]),
+    ([], 3, [0, 0, 0]),
+    ([0, 2, 0, 1, 0], 4, [2, 2, 4, 0]),
+    ([], None, []),
+    ([[3], [1, 1, 2], []], None, [[1, 1, 1, 0], [1, 2, 3, 3], [0, 0, 0, 0]]),
+]
+
+
+@pytest.mark.parametrize(("lengths", "length", "want"), LENGTHS)
+def test_lengths_table(lengths, length, want):
+    got = segments_from_lengths(lengths, length)
+    assert got.dtype == torch.int64
+    assert got.tolist() == want
+
+
+def test_lengths_as_a_tensor_equal_the_list():
+    lengths = torch.tensor([[3, 0, 2], [1, 1, 1]], dtype=torch.int32)
+    assert segments_from_lengths(lengths, 6).tolist() == segments_from_lengths(lengths.tolist(), 6).tolist()
+    assert segments_from_lengths(lengths, 4).tolist() == [[1, 1, 1, 3], [1, 2, 3, 0]]  # not read: the row is cut
+
+
+@pytest.mark.parametrize(
+    ("lengths", "length", "sentence"),
+    [
+        ([3, 4], 6, "7 tokens together and the row has only 6"),
+        ([[3], [3, -1]], 6, "a document has -1 tokens"),
+        (torch.tensor([-2]), None, "a document has -2 tokens"),
+    ],
+)
+def test_lengths_refused(lengths, length, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        segments_from_lengths(lengths, length)
+
+
+EOS = [  # tokens, eos ids, valid, segment ids
+    ([5, 6, 9, 5, 9, 7, 7], 9, None, [1, 1, 1, 2, 2, 3, 3]),
+    ([5, 6, 9, 5, 8, 7, 7], (8, 9), None, [1, 1, 1, 2, 2, 3, 3]),  # several ends, text after the last
+    ([5, 6, 9, 5, 8, 7, 7], (8,), None, [1, 1, 1, 1, 1, 2, 2]),
+    ([9, 9, 5], 9, None, [1, 2, 3]),  # an end alone is a document of one token
+    ([5, 5, 5], 9, None, [1, 1, 1]),
+    ([5, 9, 0, 0], 9, [1, 1, 0, 0], [1, 1, 0, 0]),
+    ([5, 9, 9, 9], 9, [1, 1, 0, 0], [1, 1, 0, 0]),  # padded with the end id
+    ([9, 9, 5, 9, 6], 9, [0, 0, 1, 1, 1], [0, 0, 1, 1, 2]),  # left padding with the end id
+    ([5, 0, 0, 5, 9, 6], 9, [1, 0, 0, 1, 1, 1], [1, 0, 0, 1, 1, 2]),  # padding inside a document does not split it
+    ([0, 0], 9, [0, 0], [0, 0]),
+    ([], 9, None, []),
+]
+
+
+@pytest.mark.parametrize(("tokens", "eos_ids", "valid", "want"), EOS)
+def test_eos_table(tokens, eos_ids, valid, want):
+    tokens = torch.tensor([tokens], dtype=torch.int64)
+    valid = None if valid is None else torch.tensor([valid])
+    assert segments_from_eos(tokens, eos_ids, valid=valid).tolist() == [want]
+
+
+def test_eos_ids_are_named():
+    with pytest.raises(ValueError, match="eos_ids is empty"):
+        segments_from_eos(torch.tensor([[1]]), ())
+
+
+POSITIONS = [  # positions, valid, segment ids
+    ([4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10], None, [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]),
+    ([4, 5, 6, 7, 8], None, [1, 1, 1, 1, 1]),  # [4,5,6] and [7,8] cannot be told from one document
+    ([0, 1, 2, 0, 0, 0], None, [1, 1, 1, 0, 0, 0]),
+    ([0, 1, 2, 1, 1, 1], None, [1, 1, 1, 0, 0, 0]),
+    ([0, 1, 2, 2, 2, 2], None, [1, 1, 1, 0, 0, 0]),
+    ([0, 1, 2, -1, -1], None, [1, 1, 1, 0, 0]),
+    ([-1, -1, 0, 1], None, [0, 0, 1, 1]),
+    ([0, 0, 0, 0], None, [0, 0, 0, 0]),
+    ([0, 1, 0], None, [1, 1, 2]),  # one last token is a document
+    ([0, 0, 1], None, [1, 2, 2]),  # and so is one first token
+    ([0, 1, 2, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]),
+    ([0, 1, 2, 3, 4, 5], [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]),
+    ([0, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 1, 2, 2, 3, 4]),  # said to be documents of one token
+    ([1, 1, 0, 1, 2], [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]),
+    ([0, 1, 1, 1, 2, 3], [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1]),  # the document goes on behind its padding
+    ([0, 1, 7, 7, 0, 1], [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 2, 2]),
+    ([3, 3], [0, 0], [0, 0]),
+    ([7], None, [1]),
+    ([], None, []),
+]
+
+
+@pytest.mark.parametrize(("positions", "valid", "want"), POSITIONS)
+def test_positions_table(positions, valid, want):
+    positions = torch.tensor([positions], dtype=torch.int64)
+    valid = None if valid is None else torch.tensor([valid])
+    assert segments_from_positions(positions, valid=valid).tolist() == [want]
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1], [0, 0, 1], [0], [0, 1, -1, -1], []])
+def test_strict_accepts_what_is_decided(positions):
+    positions = torch.tensor([positions], dtype=torch.int64)
+    assert segments_from_positions(positions, strict=True).tolist() == segments_from_positions(positions).tolist()
+
+
+@pytest.mark.parametrize(
+    ("positions", "sentence"),
+    [
+        ([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]], "row 1, index 0: .* other than 0"),
+        ([[0, 1, 2, 7, 8]], "row 0, index 3: .* other than 0"),
+        ([[4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10]], "row 0, index 0: .* other than 0"),
+        ([[0, 1, 0, 0, 0]], "row 0, from index 2: positions repeat .* valid="),
+    ],
+)
+def test_strict_refuses_what_is_not(positions, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        segments_from_positions(torch.tensor(positions), strict=True)
+
+
+def test_strict_with_valid_takes_repeats_as_said():
+    positions = torch.tensor([[0, 1, 0, 0]])
+    assert segments_from_positions(positions, valid=torch.tensor([[1, 1, 0, 0]]), strict=True).tolist() == [
+        [1, 1, 0, 0]
+    ]
+    assert segments_from_positions(positions, valid=torch.ones(1, 4), strict=True).tolist() == [[1, 1, 2, 3]]
+
+
+def test_valid_has_one_value_for_each_token():
+    for convert in (segments_from_positions, lambda x, valid: segments_from_eos(x, 9, valid=valid)):
+        with pytest.raises(ValueError, match=r"valid is \(4,\)"):
+            convert(torch.zeros(2, 4, dtype=torch.int64), valid=torch.ones(4))
+
+
+def test_one_source_needs_no_rule():
+    tokens, positions = torch.tensor([[5, 9, 5]]), torch.tensor([[0, 1, 0]])
+    assert segments(tokens=tokens, eos_ids=9).tolist() == [[1, 1, 2]]
+    assert segments(positions=positions).tolist() == [[1, 1, 2]]
+
+
+def test_two_sources_need_a_rule():
+    both = {"tokens": torch.tensor([[5, 9, 5, 5]]), "eos_ids": 9, "positions": torch.tensor([[3, 0, 1, 2]])}
+    with pytest.raises(ValueError, match="both eos_ids and positions are given"):
+        segments(**both)
+    assert segments(**both, rule="eos").tolist() == [[1, 1, 2, 2]]
+    assert segments(**both, rule="positions").tolist() == [[1, 2, 2, 2]]
+    with pytest.raises(ValueError, match="row 0, index 1: end tokens give segment 1 and positions segment 2"):
+        segments(**both, rule="agree")
+    assert segments(**both | {"positions": torch.tensor([[4, 5, 0, 1]])}, rule="agree").tolist() == [[1, 1, 2, 2]]
+
+
+def test_strict_looks_only_at_the_positions_that_decide():
+    both = {"tokens": torch.tensor([[5, 9]]), "eos_ids": 9, "positions": torch.tensor([[4, 5]]), "strict": True}
+    assert segments(**both, rule="eos").tolist() == [[1, 1]]
+    with pytest.raises(ValueError, match="row 0, index 0"):
+        segments(**both, rule="agree")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({}, "given is neither"),
+        ({"eos_ids": 9}, "without tokens"),
+        ({"tokens": torch.tensor([[1]])}, "given is neither"),
+        ({"positions": torch.tensor([[1]]), "rule": "eos"}, "needs eos, given is positions"),
+        ({"positions": torch.tensor([[1]]), "rule": "agree"}, "needs eos and positions, given is positions"),
+        ({"positions": torch.tensor([[1]]), "rule": "both"}, "rule is 'both'"),
+    ],
+)
+def test_what_is_missing_is_said(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        segments(**arguments)
+
+
+RESTART = [  # segment ids, start, positions
+    ([1, 1, 1, 2, 2, 3], 0, [0, 1, 2, 0, 1, 0]),
+    ([1, 1, 1, 2, 2, 3], 4, [4, 5, 6, 0, 1, 0]),
+    ([0, 0, 1, 1, 2, 0], 0, [0, 0, 0, 1, 0, 0]),
+    ([0, 0, 1, 1, 2, 0], 7, [0, 0, 7, 8, 0, 0]),
+    ([1, 1, 0, 0, 1, 2], 0, [0, 1, 0, 0, 2, 0]),  # the count goes on behind padding
+    ([2, 2, 5, 2], 0, [0, 1, 0, 0]),  # any ids; one that comes back starts again
+    ([0, 0], 3, [0, 0]),
+    ([], 3, []),
+]
+
+
+@pytest.mark.parametrize(("ids", "start", "want"), RESTART)
+def test_positions_restart_table(ids, start, want):
+    assert positions_from_segments(torch.tensor([ids], dtype=torch.int64), start=start).tolist() == [want]
+
+
+def test_each_row_has_its_own_start():
+    ids = torch.tensor([[1, 1, 2], [1, 2, 2]])
+    assert positions_from_segments(ids, start=torch.tensor([4, 0])).tolist() == [[4, 5, 0], [0, 0, 1]]
+
+
+rows = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows, st.integers(0, 3), st.integers(0, 9))
+def test_converters_agree(lengths, extra, start):
+    length = max(sum(row) for row in lengths) + extra
+    ids = segments_from_lengths(lengths, length)
+    assert [[row.count(i + 1) for i in range(len(n))] for row, n in zip(ids.tolist(), lengths, strict=True)] == lengths
+    valid = ids != 0
+    starts = torch.full((len(lengths),), start)
+    assert segments_from_positions(positions_from_segments(ids, start=starts), valid=valid).equal(ids)
+    assert segments_from_positions(positions_from_segments(ids), valid=valid, strict=True).equal(ids)
+    ends = valid & (ids != torch.nn.functional.pad(ids, (0, 1))[:, 1:])
+    tokens = torch.full_like(ids, 5).masked_fill(ends, 9)
+    assert segments(tokens=tokens, eos_ids=9, positions=positions_from_segments(ids), rule="agree", valid=valid).equal(
+        ids
+    )
+
+
+CONVERTERS = {  # each a function of one row of ids
+    "lengths": lambda x: segments_from_lengths(x, 12),
+    "eos": lambda x: segments_from_eos(x, (0, 3), valid=x != 2),
+    "positions": segments_from_positions,
+    "positions, valid": lambda x: segments_from_positions(x, valid=x != 2),
+    "restart": lambda x: positions_from_segments(x, start=3),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_rows_under_vmap_equal_the_batch_and_nothing_is_written(name):
+    convert, x = CONVERTERS[name], torch.randint(0, 4, (5, 12), generator=torch.Generator().manual_seed(0))
+    version, want = x._version, convert(x)
+    assert torch.vmap(convert)(x).equal(want)
+    assert torch.stack([convert(row) for row in x]).equal(want)
+    assert x._version == version
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_one_graph(name):
+    convert, x = CONVERTERS[name], torch.randint(0, 4, (2, 12), generator=torch.Generator().manual_seed(0))
+    assert torch.compile(convert, fullgraph=True, backend="aot_eager")(x).equal(convert(x))
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_values_are_not_read(name):
+    # meta tensors have no values: whatever needs one fails
+    assert CONVERTERS[name](torch.zeros(2, 12, dtype=torch.int64, device="meta")).shape == (2, 12)
