@@ -1,5 +1,94 @@
-"""Models as pure functions of everything they depend on."""
+"""Models as pure functions of everything they depend on.
+
+    inputs, masks, freqs_cis = fnmodels.prepare(config, tokens)
+    logits = fnmodels.forward(params, inputs, masks, freqs_cis, config=config)
+
+Dimension letters, everywhere:
+
+    B  batch        S  query sequence   K  key sequence   D  model width
+    N  query heads  G  key/value heads  H  head width     R  rotating part of a head
+    F  MLP width    E  experts          V  vocabulary     L  layers
+
+Conventions. Weights are [out, in]. Every order-sensitive tensor has the batch in dimension 0 and the sequence in
+dimension 1. `positions` [B, S] feed rotary tables, `segment_ids` [B, S] (0 padding, documents from 1) feed masks, labels feed the
+loss; none is derived from another inside a model. Tensors are positional arguments, statics are keywords.
+"""
 
 from fnmodels import siblings
+from fnmodels.batch import permute, rows, split
+from fnmodels.errors import (
+    CheckpointError,
+    ConfigError,
+    FormatError,
+    IndexFileError,
+    MismatchError,
+    UnsafePathError,
+    UnsupportedError,
+)
+from fnmodels.families import families, family_for, family_of
+from fnmodels.front import forward, hidden, prepare, run_layers
+from fnmodels.leaf import Constant, Leaf, Normal
+from fnmodels.mask import (
+    BidirectionalWindow,
+    Causal,
+    Chunk,
+    Everything,
+    Layout,
+    Mask,
+    Rule,
+    SameSpan,
+    Window,
+    build_mask,
+    document_layout,
+    layout,
+)
+from fnmodels.packing import pack, unpack
+from fnmodels.segments import (
+    positions_from_segments,
+    segments_from_eos,
+    segments_from_lengths,
+    segments_from_positions,
+)
 
 siblings.warn_shadowed(__file__, "params", "train")
+
+__all__ = [
+    "BidirectionalWindow",
+    "Causal",
+    "CheckpointError",
+    "Chunk",
+    "ConfigError",
+    "Constant",
+    "Everything",
+    "FormatError",
+    "IndexFileError",
+    "Layout",
+    "Leaf",
+    "Mask",
+    "MismatchError",
+    "Normal",
+    "Rule",
+    "SameSpan",
+    "UnsafePathError",
+    "UnsupportedError",
+    "Window",
+    "build_mask",
+    "document_layout",
+    "families",
+    "family_for",
+    "family_of",
+    "forward",
+    "hidden",
+    "layout",
+    "pack",
+    "permute",
+    "positions_from_segments",
+    "prepare",
+    "rows",
+    "run_layers",
+    "segments_from_eos",
+    "segments_from_lengths",
+    "segments_from_positions",
+    "split",
+    "unpack",
+]

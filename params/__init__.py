@@ -1,6 +1,43 @@
-"""The tree of parameters: made, counted, loaded and saved. Users write `import params as P`."""
+"""The tree of parameters: what it holds, how it begins, and how it comes from and goes to Hugging Face checkpoints.
+
+Write `import params as P`: your own tree is what the name `params` is wanted for.
+"""
 
 from pathlib import Path
 from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels")
+
+from fnmodels import siblings
+from fnmodels.errors import (
+    CheckpointError,
+    ConfigError,
+    FormatError,
+    IndexFileError,
+    MismatchError,
+    UnsafePathError,
+    UnsupportedError,
+)
+from fnmodels.leaf import Constant, Leaf, Normal
+from fnmodels.tree import flatten, unflatten
+from params.init import abstract, count, init
+
+siblings.warn_shadowed(__file__, "train")
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Constant",
+    "FormatError",
+    "IndexFileError",
+    "Leaf",
+    "MismatchError",
+    "Normal",
+    "UnsafePathError",
+    "UnsupportedError",
+    "abstract",
+    "count",
+    "flatten",
+    "init",
+    "unflatten",
+]

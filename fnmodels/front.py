@@ -1,0 +1,220 @@
+"""The front: from a batch to logits, for every family.
+
+    inputs, masks, freqs_cis = prepare(config, tokens, positions=positions, segment_ids=segment_ids)
+    logits = forward(params, inputs, masks, freqs_cis, config=config)
+
+`prepare` runs once per batch and outside of transforms; `forward` is pure and goes through all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .families import family_of
+from .mask import Layout, MaskLike
+from .ops.attention import materialize
+from .tree import Tree
+
+Block = Callable[[Tree, Tensor, MaskLike, Tensor], tuple[Tensor, dict[str, Tensor]]]
+LayerFn = Callable[[Block], Block]
+
+
+def prepare(
+    config: Any,
+    tokens: Tensor,
+    *,
+    positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    length: int | Tensor | None = None,
+) -> tuple[dict[str, Tensor], dict[str, MaskLike], dict[str, Tensor]]:
+    """(inputs, masks, freqs_cis) of one batch, everything with batch dimension B.
+
+    tokens: [B, S] ids, or vectors [B, S, D]. segment_ids: [B, S], 0 for padding, documents from 1; without it every
+    token belongs to one document. positions: [B, S]; without it each row's document is numbered from 0, and a row that
+    holds several is an error, because what their positions are must be said. length: see `fnmodels.ops.rotary`.
+    """
+    if tokens.ndim not in (2, 3):
+        raise ValueError(f"tokens must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")
+    shape = tokens.shape[:2]
+    if segment_ids is None:
+        segment_ids = torch.ones((1, 1), dtype=torch.long, device=tokens.device)
+    if positions is None:
+        positions = _positions(segment_ids.expand(shape))
+    for name, given in (("positions", positions), ("segment_ids", segment_ids)):
+        if given.ndim != 2 or any(have not in (1, want) for have, want in zip(given.shape, shape, strict=True)):
+            raise ValueError(f"{name} must be [B, S] = {list(shape)} like the tokens, not {list(given.shape)}.")
+    positions, segment_ids = positions.expand(shape), segment_ids.expand(shape)
+    family = family_of(config)
+    inputs = {"tokens": tokens, "positions": positions, "valid": segment_ids != 0}
+    masks = family.attention_masks(config, positions, segment_ids)
+    return inputs, masks, family.freqs_cis(config, positions, length=length)
+
+
+def _positions(segment_ids: Tensor) -> Tensor:
+    valid = segment_ids != 0
+    highest = segment_ids.amax(dim=1, keepdim=True) if segment_ids.shape[1] else segment_ids.new_zeros(1, 1)
+    several = (valid & (segment_ids != highest)).any(dim=1)
+    if several.any():
+        row = int(several.nonzero()[0])
+        raise ValueError(
+            f"Row {row} holds several documents, so their positions must be given: "
+            "fnmodels.positions_from_segments(segment_ids) numbers each from 0."
+        )
+    # The first token of the document is 0, however much padding stands to its left.
+    before = valid.int().cumsum(dim=1).eq(0).sum(dim=1, keepdim=True)
+    return (torch.arange(segment_ids.shape[1], device=segment_ids.device) - before).clamp(min=0)
+
+
+def forward(
+    params: Tree,
+    inputs: Tree,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    /,
+    *,
+    config: Any,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    layer_fn: LayerFn | None = None,
+    taps: tuple[str, ...] = (),
+) -> Any:
+    """Logits [B, S, V]; with taps (logits, {name: tensor}).
+
+    params: the tree of `family.spec(config)`. inputs: `prepare`'s, or token ids [B, S], or vectors [B, S, D].
+    masks, freqs_cis: {kind: ...} for each kind of layer. kernel: "math", "sdpa" or "auto" (see `ops.attention`).
+    layout: `fnmodels.layout(masks)`, lets kernels skip what a mask rules out. layer_fn: called once per kind with the
+    block, a callable (layer, x, mask, freqs) -> (x, aux); returns the one to use (checkpointed, compiled, gathered).
+    taps: activations to return: "embed", "hidden", "layers.3.input", "layers.3.output" and the family's own TAPS, as
+    "layers.3.attention"; "layers.*.attention" for all layers.
+    """
+    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, kernel, layout, layer_fn, taps)
+    logits = family_of(config).unembed(params, x, config=config)
+    return (logits, tapped) if taps else logits
+
+
+def hidden(
+    params: Tree,
+    inputs: Tree,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    /,
+    *,
+    config: Any,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    layer_fn: LayerFn | None = None,
+    taps: tuple[str, ...] = (),
+) -> Any:
+    """The final hidden states [B, S, D], before `family.unembed` (whose first act is the final norm). As `forward`."""
+    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, kernel, layout, layer_fn, taps)
+    return (x, tapped) if taps else x
+
+
+def _hidden(
+    params: Tree,
+    inputs: Tree,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    config: Any,
+    kernel: str,
+    layout: Layout | None,
+    layer_fn: LayerFn | None,
+    taps: tuple[str, ...],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    family = family_of(config)
+    x = family.embed(params, inputs, config=config)
+    in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
+    ends = {"embed": x}
+    layers = len(family.kinds(config))
+    x, tapped = _run(params, x, masks, freqs_cis, 0, layers, config, kernel, layout, layer_fn, in_layers)
+    ends["hidden"] = x
+    for tap in taps:
+        if tap in ends:
+            tapped[tap] = ends[tap]
+        elif tap not in in_layers:
+            raise ValueError(f"The tap {tap!r} is unknown; there are embed, hidden and {_layer_taps(family)}.")
+    return x, tapped
+
+
+def run_layers(
+    params: Tree,
+    x: Tensor,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    lo: int,
+    hi: int,
+    /,
+    *,
+    config: Any,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    layer_fn: LayerFn | None = None,
+    taps: tuple[str, ...] = (),
+) -> Any:
+    """Layers lo <= i < hi on x [B, S, D]: any slice of the stack, as a pipeline stage runs it. Taps as in `forward`.
+
+    params needs nothing but "layers" here: all of them in a list, or in a stage a dict of its own under their numbers.
+    """
+    x, tapped = _run(params, x, masks, freqs_cis, lo, hi, config, kernel, layout, layer_fn, taps)
+    return (x, tapped) if taps else x
+
+
+def _run(
+    params: Tree,
+    x: Tensor,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    lo: int,
+    hi: int,
+    config: Any,
+    kernel: str,
+    layout: Layout | None,
+    layer_fn: LayerFn | None,
+    taps: tuple[str, ...],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    family = family_of(config)
+    kinds = family.kinds(config)
+    if not 0 <= lo <= hi <= len(kinds):
+        raise ValueError(f"Layers {lo} to {hi} are asked for; the model has {len(kinds)}.")
+    wanted = _wanted_taps(family, taps, len(kinds))
+    local = tuple(sorted({name for _, name in wanted} - {"input", "output"}))
+    used = sorted(set(kinds[lo:hi]))
+    for kind in used:
+        if kind not in masks or kind not in freqs_cis:
+            raise ValueError(
+                f"The model has {kind!r} layers, but masks has {sorted(masks)} and freqs_cis {sorted(freqs_cis)}."
+            )
+    ready = {kind: materialize(masks[kind], kernel, layout) for kind in used}
+    blocks: dict[str, Block] = {}
+    for kind in used:
+        bound = functools.partial(family.block, config=config, kind=kind, kernel=kernel, layout=layout, taps=local)
+        blocks[kind] = bound if layer_fn is None else layer_fn(bound)
+    tapped: dict[str, Tensor] = {}
+    for index in range(lo, hi):
+        kind, before = kinds[index], x
+        x, aux = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind])
+        for name, value in (("input", before), ("output", x), *aux.items()):
+            if (index, name) in wanted:
+                tapped[f"layers.{index}.{name}"] = value
+    return x, tapped
+
+
+def _layer_taps(family: Any) -> str:
+    return "layers.N.NAME (N a layer or *) with NAME one of " + ", ".join(("input", "output", *family.TAPS))
+
+
+def _wanted_taps(family: Any, taps: tuple[str, ...], layers: int) -> frozenset[tuple[int, str]]:
+    wanted = set()
+    for tap in taps:
+        head, _, rest = tap.partition(".")
+        number, _, name = rest.partition(".")
+        known = head == "layers" and name in ("input", "output", *family.TAPS)
+        if not known or not (number == "*" or (number.isdigit() and int(number) < layers)):
+            raise ValueError(f"The tap {tap!r} is unknown; there are {_layer_taps(family)} and {layers} layers.")
+        wanted |= {(i, name) for i in (range(layers) if number == "*" else [int(number)])}
+    return frozenset(wanted)

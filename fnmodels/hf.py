@@ -1,0 +1,200 @@
+"""Reading Hugging Face's config.json, in both dialects, so that no field which could change the maths is overlooked.
+
+A `Fields` hands out each field once, checked; `finish` refuses what nobody asked for and is not known to be harmless.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import ConfigError, UnsupportedError
+from .ops.rotary import Rope
+
+# Fields that change no output of a forward pass: bookkeeping, generation settings, what a trainer would like to know.
+_HARMLESS = """
+    _attn_implementation_autoset _name_or_path add_cross_attention architectures attn_implementation auto_map
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
+    initializer_range is_decoder label2id length_penalty max_length min_length model_max_length model_type
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
+    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+# Of those, what a saved checkpoint should keep: the rest is rewritten or means nothing.
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer_class")
+
+_MISSING = object()
+
+
+def shown(value: Any) -> str:
+    """`value` for a message, cut where it is long."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class Fields:
+    """A config.json while it is being read. Getters check type and range and raise ConfigError with the field's name."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{where} must hold a JSON object, not {shown(values)}.")
+        self.values, self.where, self.seen = values, where, set[str]()
+
+    def take(self, name: str, default: Any = _MISSING) -> Any:
+        """The raw value; JSON's null counts as absent."""
+        self.seen.add(name)
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise ConfigError(f"{self.where} has no {name!r}, which is needed.")
+        return default
+
+    def _wrong(self, name: str, value: Any, wanted: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {name!r} is {shown(value)}, but must be {wanted}.")
+
+    def integer(self, name: str, default: Any = _MISSING, *, low: int = 1, high: int = 1 << 31) -> int:
+        value = self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._wrong(name, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, default: Any = _MISSING, *, above: float = 0.0) -> float:
+        value = self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
+            raise self._wrong(name, value, f"a finite number above {above:g}")
+        return float(value)
+
+    def boolean(self, name: str, default: Any = _MISSING) -> bool:
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def choice(self, name: str, among: Sequence[str], default: Any = _MISSING) -> str:
+        value = self.take(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, f"one of {', '.join(among)}")
+        if value not in among:
+            raise UnsupportedError(f"{self.where}: {name!r} is {shown(value)}; supported are {', '.join(among)}.")
+        return value
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        value = self.take(name)
+        good = isinstance(value, list) and all(
+            isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) and v > 0 for v in value
+        )
+        if not good or len(value) != length:
+            raise self._wrong(name, value, f"a list of {length} positive numbers")
+        return tuple(float(v) for v in value)
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """A field that would change the maths and is supported at these values only (or absent)."""
+        value = self.take(name, allowed[0])
+        if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
+            wanted = " or ".join(shown(a) for a in allowed)
+            raise UnsupportedError(f"{self.where}: {name!r} is {shown(value)}; only {wanted} is supported here.")
+
+    def finish(self, ignored: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
+        """Refuses fields that were never asked for; returns those to keep for saving, as (name, JSON) pairs."""
+        unknown = [n for n in self.values if n not in self.seen and n not in HARMLESS and n not in ignored]
+        unknown = [n for n in unknown if self.values[n] is not None]
+        if unknown:
+            listed = ", ".join(f"{n} = {shown(self.values[n])}" for n in sorted(unknown))
+            raise ConfigError(
+                f"{self.where} has fields this family does not know, which may change the maths: {listed}. "
+                "Remove them if they do not, or set them to null."
+            )
+        return tuple((n, json.dumps(self.values[n], sort_keys=True)) for n in KEPT if self.values.get(n) is not None)
+
+
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+}
+
+
+def rope_from_hf(fields: Fields, *, head_dim: int, max_positions: int, theta: float) -> Rope:
+    """One table's `Rope` from either dialect: `rope_parameters`, or `rope_theta` with `rope_scaling` beside it."""
+    new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{fields.where}: {name!r} is {shown(value)}, but must be an object or null.")
+    if new is not None and old is not None and dict(new) != dict(old):
+        raise ConfigError(f"{fields.where} has both 'rope_parameters' and 'rope_scaling', and they disagree.")
+    inner = dict(new or old or {})
+    for name in ("rope_theta", "partial_rotary_factor"):
+        outer = fields.take(name, None)
+        if outer is not None and inner.setdefault(name, outer) != outer:
+            raise ConfigError(
+                f"{fields.where}: {name!r} is {shown(outer)} at the top and {shown(inner[name])} in the rope."
+            )
+    return parse_rope(
+        Fields(inner, f"{fields.where}, rope"), head_dim=head_dim, max_positions=max_positions, theta=theta
+    )
+
+
+def parse_rope(fields: Fields, *, head_dim: int, max_positions: int, theta: float) -> Rope:
+    """One rope object in Hugging Face's terms, checked."""
+    if {"rope_type", "type"} <= set(fields.values) and fields.values["rope_type"] != fields.values["type"]:
+        raise ConfigError(f"{fields.where}: 'rope_type' and 'type' disagree.")
+    fields.take("type", None)
+    kind = fields.choice("rope_type", tuple(_ROPE_KEYS), default=fields.values.get("type") or "default")
+    partial = fields.number("partial_rotary_factor", 1.0)
+    theta = fields.number("rope_theta", theta)
+    dim = int(head_dim * partial)
+    if dim % 2 or not 2 <= dim <= head_dim:
+        raise ConfigError(f"{fields.where}: {dim} of {head_dim} head dimensions would rotate; it must be even and fit.")
+    known = _ROPE_KEYS[kind]
+    original = max_positions
+    if "original_max_position_embeddings" in known:
+        original = fields.integer("original_max_position_embeddings", max_positions)
+    rest: dict[str, Any] = {}
+    for name in known:
+        if name in ("low_freq_factor", "high_freq_factor") or (
+            name in ("beta_fast", "beta_slow", "attention_factor") and fields.values.get(name) is not None
+        ):
+            rest[name] = fields.number(name)
+        elif name in ("mscale", "mscale_all_dim"):
+            rest[name] = fields.number(name, 0.0, above=-1e-9)
+    if "factor" in known:
+        default = max_positions / original if kind in ("yarn", "longrope") else _MISSING
+        rest["factor"] = fields.number("factor", default)
+    if kind == "yarn":
+        rest["truncate"] = fields.boolean("truncate", True)
+    if kind == "longrope":
+        rest |= {name: fields.numbers(name, dim // 2) for name in ("short_factor", "long_factor")}
+    if kind == "llama3" and rest["low_freq_factor"] >= rest["high_freq_factor"]:
+        raise ConfigError(f"{fields.where}: 'low_freq_factor' must be below 'high_freq_factor'.")
+    if kind == "dynamic" and dim == 2:
+        raise ConfigError(f"{fields.where}: dynamic scaling needs more than 2 rotating dimensions.")
+    # transformers writes this one beside every kind of a model that was extended; only three kinds read it
+    fields.finish(ignored=("original_max_position_embeddings",))
+    needs_original = kind not in ("default", "linear")
+    return Rope(theta, kind, partial, original_max_position_embeddings=original if needs_original else 0, **rest)
+
+
+def rope_to_hf(rope: Rope) -> dict[str, Any]:
+    """The object that `parse_rope` reads back."""
+    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.partial != 1:
+        out["partial_rotary_factor"] = rope.partial
+    for name in _ROPE_KEYS[rope.kind]:
+        value = getattr(rope, name)
+        if value is not None and not (name.startswith("mscale") and value == 0):
+            out[name] = list(value) if isinstance(value, tuple) else value
+    return out

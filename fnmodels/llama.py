@@ -1,0 +1,329 @@
+"""The Llama lineage: Llama 2 to 3.3 (arXiv 2407.21783), Mistral, Qwen 2 and 3, SmolLM 3.
+
+A pre-norm decoder with grouped queries, half-layout rotary embedding and a gated MLP. The members differ in biases,
+normalized queries and keys (Qwen 3), layers that look back a window only, and layers without position (SmolLM 3).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from .errors import ConfigError
+from .hf import Fields, rope_from_hf, rope_to_hf
+from .leaf import Leaf, bias, norm, weight
+from .mask import Causal, Create, Layout, MaskLike, Window, build_mask
+from .ops.attention import attention
+from .ops.embed import embed_tokens
+from .ops.mlp import ACTIVATIONS, gated_mlp
+from .ops.norm import rms_norm
+from .ops.rotary import Rope, apply_rotary, no_rotation, rotary_table
+from .tree import Tree, flatten
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+KINDS = ("full", "sliding", "full_nope", "sliding_nope")
+TAPS = ("attention", "middle", "mlp")  # what the sublayers add to the residual stream, and the stream between them
+
+_SAME_IN_HF = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "rms_norm_eps tie_word_embeddings hidden_act max_position_embeddings initializer_range"
+)
+_ARCHITECTURES = dict(zip(MODEL_TYPES, ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"), strict=True))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "full"."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    rope: Rope = Rope()  # noqa: RUF009 - frozen
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    layer_kinds: tuple[str, ...] = ()
+    max_position_embeddings: int = 131072
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="llama", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            if self.hidden_size % self.num_attention_heads:
+                raise ConfigError(
+                    f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
+                    f"{self.num_attention_heads}, so head_dim must be given."
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}."
+            )
+        if not self.layer_kinds:
+            object.__setattr__(self, "layer_kinds", ("full",) * self.num_hidden_layers)
+        if len(self.layer_kinds) != self.num_hidden_layers or not set(self.layer_kinds) <= set(KINDS):
+            raise ConfigError(
+                f"layer_kinds must name {self.num_hidden_layers} layers, each one of {', '.join(KINDS)}; "
+                f"it is {self.layer_kinds}."
+            )
+        if self.sliding_window is None and any(kind.startswith("sliding") for kind in self.layer_kinds):
+            raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ConfigError(f"hidden_act {self.hidden_act!r} is unknown; known are {', '.join(ACTIVATIONS)}.")
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        heads = fields.integer("num_attention_heads")
+        hidden = fields.integer("hidden_size")
+        if fields.take("head_dim", None) is None and hidden % heads:
+            raise ConfigError(
+                f"config.json: 'hidden_size' {hidden} is not a multiple of 'num_attention_heads' {heads}."
+            )
+        head_dim = fields.integer("head_dim", hidden // heads, high=1 << 16)
+        positions = fields.integer("max_position_embeddings", {"llama": 2048, "mistral": 131072}.get(model_type, 32768))
+        layers = fields.integer("num_hidden_layers", high=100_000)
+        theta = 2e6 if model_type == "smollm3" else 1e4
+        has_bias = model_type in ("llama", "qwen3", "smollm3") and fields.boolean("attention_bias", False)
+        window, kinds = _layer_kinds(fields, model_type, layers)
+        fields.expect("attention_dropout", 0, 0.0)
+        fields.expect("is_encoder_decoder", False)
+        fields.expect("quantization_config", None)
+        config = Config(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=fields.integer("num_key_value_heads", heads),
+            head_dim=head_dim,
+            rope=rope_from_hf(fields, head_dim=head_dim, max_positions=positions, theta=theta),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", model_type == "smollm3"),
+            qkv_bias=has_bias or model_type == "qwen2",
+            o_bias=has_bias,
+            mlp_bias=model_type in ("llama", "smollm3") and fields.boolean("mlp_bias", False),
+            qk_norm=model_type == "qwen3",
+            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+            sliding_window=window,
+            layer_kinds=kinds,
+            max_position_embeddings=positions,
+            initializer_range=fields.number("initializer_range", 0.02, above=-1e-9),
+            model_type=model_type,
+        )
+        object.__setattr__(config, "extra", fields.finish())
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
+        out = {name: json.loads(value) for name, value in self.extra} | {
+            "architectures": [f"{_ARCHITECTURES[self.model_type]}ForCausalLM"],
+            "model_type": self.model_type,
+            "rope_parameters": rope_to_hf(self.rope),
+        }
+        out |= {name: getattr(self, name) for name in _SAME_IN_HF.split()}
+        if self.model_type in ("llama", "qwen3", "smollm3"):
+            out["attention_bias"] = self.qkv_bias
+        if self.model_type in ("llama", "smollm3"):
+            out["mlp_bias"] = self.mlp_bias
+        if self.model_type != "llama":
+            out["sliding_window"] = self.sliding_window
+        if self.model_type in ("qwen2", "qwen3", "smollm3"):
+            slides = [kind.startswith("sliding") for kind in self.layer_kinds]
+            out["use_sliding_window"] = any(slides)
+            out["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
+        if self.model_type == "smollm3":
+            out["no_rope_layers"] = [int(not kind.endswith("nope")) for kind in self.layer_kinds]
+        again = Config.from_hf(out)
+        if again != self:
+            lost = [n for n in self.__dataclass_fields__ if getattr(again, n) != getattr(self, n) and n != "extra"]
+            raise ConfigError(f"The model type {self.model_type!r} cannot express this model's {', '.join(lost)}.")
+        return out
+
+
+def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
+    """The window and the kind of each layer, from explicit lists or each member's own rule."""
+    if model_type == "llama":
+        return None, ("full",) * layers
+    window = fields.integer("sliding_window", 0, low=0) or None
+    if model_type == "mistral":  # an absent window is the first release's 4096, an explicit null is none
+        window = 4096 if "sliding_window" not in fields.values else window
+        return window, ("sliding" if window else "full",) * layers
+    on = fields.boolean("use_sliding_window", False)
+    rope = [1] * layers
+    if model_type == "smollm3":
+        interval = fields.integer("no_rope_layer_interval", 4)
+        rope = fields.take("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
+        if not isinstance(rope, list) or len(rope) != layers or any(r not in (0, 1) for r in rope):
+            raise ConfigError(
+                f"config.json: 'no_rope_layers' must be a list of {layers} zeros (no rope) and ones (rope)."
+            )
+        slides = [on and not r for r in rope]
+    else:
+        first = fields.integer("max_window_layers", 28, low=0)
+        slides = [on and i >= first for i in range(layers)]
+    window = window if on else None
+    types = fields.take("layer_types", None)
+    if types is not None:
+        if (
+            not isinstance(types, list)
+            or len(types) != layers
+            or not set(types) <= {"full_attention", "sliding_attention"}
+        ):
+            raise ConfigError(
+                f"config.json: 'layer_types' must name {layers} layers 'full_attention' or 'sliding_attention'."
+            )
+        slides = [t == "sliding_attention" for t in types]
+    if any(slides) and window is None:
+        raise ConfigError("config.json: 'layer_types' has sliding layers, but 'sliding_window' is off.")
+    kinds = [("sliding" if s else "full") + ("" if r else "_nope") for s, r in zip(slides, rope, strict=True)]
+    return window if any(slides) else None, tuple(kinds)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, F_, H, std = config.hidden_size, config.intermediate_size, config.head_dim, config.initializer_range
+    q, kv = config.num_attention_heads * H, config.num_key_value_heads * H
+
+    def attention_spec() -> dict[str, Leaf]:
+        leaves = {
+            "q_proj": weight((q, D), ("heads", "embed"), std),
+            "k_proj": weight((kv, D), ("kv_heads", "embed"), std),
+            "v_proj": weight((kv, D), ("kv_heads", "embed"), std),
+            "o_proj": weight((D, q), ("embed", "heads"), std),
+        }
+        if config.qkv_bias:
+            leaves |= {"q_bias": bias(q, "heads"), "k_bias": bias(kv, "kv_heads"), "v_bias": bias(kv, "kv_heads")}
+        if config.o_bias:
+            leaves["o_bias"] = bias(D, "embed")
+        if config.qk_norm:
+            leaves |= {"q_norm": norm(H, "head_dim"), "k_norm": norm(H, "head_dim")}
+        return leaves
+
+    def mlp_spec() -> dict[str, Leaf]:
+        leaves = {
+            "gate_proj": weight((F_, D), ("mlp", "embed"), std),
+            "up_proj": weight((F_, D), ("mlp", "embed"), std),
+            "down_proj": weight((D, F_), ("embed", "mlp"), std),
+        }
+        if config.mlp_bias:
+            leaves |= {"gate_bias": bias(F_, "mlp"), "up_bias": bias(F_, "mlp"), "down_bias": bias(D, "embed")}
+        return leaves
+
+    def layer_spec() -> Tree:
+        return {
+            "input_layernorm": norm(D, "embed"),
+            "attention": attention_spec(),
+            "post_attention_layernorm": norm(D, "embed"),
+            "mlp": mlp_spec(),
+        }
+
+    tree: Tree = {
+        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "layers": [layer_spec() for _ in range(config.num_hidden_layers)],
+        "norm": norm(D, "embed"),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
+    return tree
+
+
+def hf_names(config: Config) -> dict[str, str]:
+    """{path of a parameter: its name on disk}."""
+    return {path: _hf_name(path) for path in flatten(spec(config))}
+
+
+def _hf_name(path: str) -> str:
+    if path == "lm_head":
+        return "lm_head.weight"
+    path = path.replace(".attention.", ".self_attn.")
+    for part in ("q", "k", "v", "o", "gate", "up", "down"):
+        if path.endswith(f".{part}_bias"):
+            return f"model.{path.removesuffix('_bias')}_proj.bias"
+    return f"model.{path}.weight"
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    return config.layer_kinds
+
+
+def attention_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    rules = {"full": Causal(), "sliding": Causal() & Window(config.sliding_window or 1)}
+    used = {kind.removesuffix("_nope") for kind in config.layer_kinds}
+    masks = {kind: build_mask(rules[kind], positions, segment_ids, create=create) for kind in sorted(used)}
+    return {kind: masks[kind.removesuffix("_nope")] for kind in sorted(set(config.layer_kinds))}
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 table [B, S, R/2, 2]}; R is 0 for layers without position."""
+    table, none = rotary_table(config.rope, config.head_dim, positions, length), no_rotation(positions)
+    return {kind: none if kind.endswith("nope") else table for kind in sorted(set(config.layer_kinds))}
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]."""
+    return embed_tokens(params["embed_tokens"], inputs)
+
+
+def block(
+    layer: Tree,
+    x: Tensor,
+    mask: MaskLike,
+    freqs: Tensor,
+    /,
+    *,
+    config: Config,
+    kind: str,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    taps: tuple[str, ...] = (),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer: x [B, S, D] -> (x, {tap: tensor})."""
+    eps, weights = config.rms_norm_eps, layer["attention"]
+    normed = rms_norm(x, layer["input_layernorm"], eps=eps)
+    q, k, v = (
+        rearrange(
+            F.linear(normed, weights[f"{p}_proj"], weights.get(f"{p}_bias")), "b s (n h) -> b s n h", h=config.head_dim
+        )
+        for p in "qkv"
+    )
+    if config.qk_norm:
+        q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
+    attended = F.linear(rearrange(mixed, "b s n h -> b s (n h)"), weights["o_proj"], weights.get("o_bias"))
+    middle = x + attended
+    fed = gated_mlp(
+        layer["mlp"], rms_norm(middle, layer["post_attention_layernorm"], eps=eps), activation=config.hidden_act
+    )
+    named = {"attention": attended, "middle": middle, "mlp": fed}
+    return middle + fed, {name: named[name] for name in taps}
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)

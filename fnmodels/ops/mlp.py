@@ -1,0 +1,26 @@
+"""Feed-forward networks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+# Hugging Face's names of activations; quick_gelu and the rest come with the families that use them.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_new": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); x [..., D]. The biases are optional leaves."""
+    gate = F.linear(x, layer["gate_proj"], layer.get("gate_bias"))
+    up = F.linear(x, layer["up_proj"], layer.get("up_bias"))
+    return F.linear(ACTIVATIONS[activation](gate) * up, layer["down_proj"], layer.get("down_bias"))

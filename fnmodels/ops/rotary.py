@@ -1,0 +1,183 @@
+"""Rotary position embedding (arXiv 2104.09864): tables from positions, and their application.
+
+A table is a function of a `Rope`, positions and (two kinds only) a length; nothing is cached and nothing depends on how
+many positions were asked for. Frequencies and angles are computed in fp64: an fp32 product of position and frequency is
+off by half an ulp of the angle, 0.06 rad at position 10^6, while the fp64 one is off by 2e-10. The table itself is
+fp32, whose rounding (6e-8 in cos or sin) is then the whole error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rope:
+    """What decides the frequencies of one table. Field names are those of Hugging Face's `rope_parameters`."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
+    partial: float = 1.0  # share of the head's dimensions that rotate
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def dim(self, head_dim: int) -> int:
+        """How many of the head's dimensions rotate."""
+        return int(head_dim * self.partial)
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """0.1 m ln(factor) + 1: YaRN's correction of the attention temperature (arXiv 2309.00071, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def attention_factor(rope: Rope) -> float:
+    """The factor on cos and sin; scores get its square. 1 unless the kind is yarn or longrope."""
+    if rope.kind not in ("yarn", "longrope"):
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.kind == "longrope":
+        ratio = math.log(rope.factor) / math.log(rope.original_max_position_embeddings) if rope.factor > 1 else 0.0
+        return math.sqrt(1 + ratio)
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_scale(rope.factor, rope.mscale) / yarn_scale(rope.factor, rope.mscale_all_dim)
+    return yarn_scale(rope.factor)
+
+
+def frequencies(rope: Rope, dim: int, length: Tensor | None = None) -> Tensor:
+    """Radians per position, fp64 [dim / 2], or [B, dim / 2] where `length` [B] decides (dynamic, longrope).
+
+    length: how many positions the whole sequence has, for the kinds whose definition needs it; 0-d or [B].
+    """
+    device = None if length is None else length.device
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
+    if rope.kind == "dynamic":
+        return _dynamic(rope, dim, exponent, length)
+    base = rope.theta**-exponent
+    if rope.kind == "linear":
+        return base / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, base)
+    if rope.kind == "yarn":
+        return _yarn(rope, dim, base)
+    if rope.kind == "longrope":
+        return _longrope(rope, base, length)
+    if rope.kind != "default":
+        raise ValueError(
+            f"The rope kind {rope.kind!r} is unknown; known are default, linear, dynamic, llama3, yarn, longrope."
+        )
+    return base
+
+
+def _dynamic(rope: Rope, dim: int, exponent: Tensor, length: Tensor | None) -> Tensor:
+    # NTK-aware: theta grows with the length past the trained one, so that the slowest pair just spans it.
+    if length is None:
+        raise ValueError("The rope kind 'dynamic' needs a length.")
+    trained = rope.original_max_position_embeddings
+    stretch = rope.factor * length.double().clamp(min=trained) / trained - (rope.factor - 1)
+    theta = rope.theta * stretch ** (dim / (dim - 2))
+    return theta[..., None] ** -exponent
+
+
+def _llama3(rope: Rope, base: Tensor) -> Tensor:
+    # Long wavelengths are interpolated, short ones kept, those between blended (Llama 3.1 model card and code).
+    original = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / base
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * base / rope.factor + smooth * base
+
+
+def _yarn(rope: Rope, dim: int, base: Tensor) -> Tensor:
+    def pair_of(rotations: float) -> float:
+        # the pair which makes `rotations` full turns over the original context
+        original = rope.original_max_position_embeddings
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64, device=base.device) - low) / (high - low)).clamp(0, 1)
+    return base / rope.factor * ramp + base * (1 - ramp)
+
+
+def _longrope(rope: Rope, base: Tensor, length: Tensor | None) -> Tensor:
+    if length is None:
+        raise ValueError("The rope kind 'longrope' needs a length.")
+    short, long = (
+        torch.tensor(f, dtype=torch.float64, device=base.device) for f in (rope.short_factor, rope.long_factor)
+    )
+    is_long = (length > rope.original_max_position_embeddings)[..., None]
+    return base / torch.where(is_long, long, short)
+
+
+def rotary_table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | None = None) -> Tensor:
+    """cos and sin of every position: fp32 [B, S, R/2, 2] with R the rotating dimensions of a head.
+
+    positions: [B, S], any integers. length: see `frequencies`; an int or [B]; None means the longest position of this
+    call + 1, so pass it where a sequence comes in pieces.
+    """
+    needs_length = rope.kind in ("dynamic", "longrope")
+    if needs_length and length is None:
+        length = positions.max() + 1
+    size = torch.as_tensor(length, device=positions.device) if needs_length else None
+    freqs = frequencies(rope, rope.dim(head_dim), size).to(positions.device)
+    if freqs.ndim == 2:  # one length per row
+        freqs = freqs[:, None]
+    angles = positions[..., None].double() * freqs
+    scale = attention_factor(rope)
+    return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=-1).float()
+
+
+def no_rotation(positions: Tensor) -> Tensor:
+    """The table of a layer without position (NoPE): it rotates none of the dimensions, [B, S, 0, 2]."""
+    return torch.empty((*positions.shape[:2], 0, 2), dtype=torch.float32, device=positions.device)
+
+
+def _cos_sin(table: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = table.unsqueeze(-3).unbind(-1)  # one table for all heads
+    return cos, sin
+
+
+def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
+    """Rotates pairs (i, i + R/2) of the first R dimensions of every head: Hugging Face's half layout.
+
+    x [B, S, N, H]; table [B|1, S, R/2, 2], R = 0 for a layer without position. Products are taken in fp32 at
+    least and cast back to x's dtype.
+    """
+    half = table.shape[-2]
+    if half == 0:
+        return x
+    cos, sin = _cos_sin(table)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+
+
+def apply_rotary_interleaved(x: Tensor, table: Tensor) -> Tensor:
+    """As `apply_rotary` for pairs (2i, 2i + 1): the original paper's layout."""
+    half = table.shape[-2]
+    if half == 0:
+        return x
+    cos, sin = _cos_sin(table)
+    even, odd = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+    return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
