@@ -1,0 +1,83 @@
+import pytest
+
+from train import corpus
+from train.corpus import Document
+from train.errors import UserError
+
+
+def texts(documents):
+    return [document.text for document in documents]
+
+
+def test_the_standard_library_is_there_without_a_download():
+    found = corpus.load()
+    names = [document.name for document in found.train + found.heldout]
+    assert names == sorted(names[: len(found.train)]) + sorted(names[len(found.train) :])
+    assert {"os.py", "json/decoder.py"} <= set(names)
+    assert not [name for name in names if "site-packages" in name or name.startswith("test/")]
+    assert 0.03 < len(found.heldout) / len(names) < 0.07
+
+
+def test_the_split_depends_on_contents_alone():
+    documents = [Document(f"{i}.txt", f"text number {i}\n" * 3) for i in range(60)]
+    train, heldout = corpus.split(documents)
+    renamed = [Document(f"other/{d.name}", d.text) for d in reversed(documents)]
+    again_train, again_heldout = corpus.split(renamed)
+    assert len(heldout) == 3
+    assert not set(texts(train)) & set(texts(heldout))
+    assert set(texts(train)) == set(texts(again_train))
+    assert set(texts(heldout)) == set(texts(again_heldout))
+
+
+def test_of_few_documents_the_tails_are_held_out_and_nothing_is_lost():
+    text = "".join(f"line {i}\n" for i in range(100))
+    (head,), (tail,) = corpus.split([Document("one", text)])
+    assert head.text + tail.text == text
+    assert head.text.endswith("\n")
+    assert 0.05 < len(tail.text) / len(text) < 0.15
+
+
+def test_a_folder_is_read_in_a_fixed_order_and_what_is_no_text_is_reported(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_bytes(b"second\r\nline\r\n" * 20)
+    (tmp_path / "a.md").write_text("first\n" * 20)
+    (tmp_path / "copy.md").write_text("first\n" * 20)
+    (tmp_path / "sub" / "c.py").write_text("third\n" * 20)
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "zeros.bin").write_bytes(b"\0" * 9)
+    (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere")
+    found = corpus.load(tmp_path)
+    assert [d.name for d in found.train] == ["a.md (head)", "b.txt (head)", "sub/c.py (head)"]
+    assert "\r\n" in found.train[1].text
+    assert [s.split(" ")[0] for s in found.skipped] == ["latin.txt", "link.txt", "zeros.bin"]
+
+
+def test_the_fingerprint_follows_the_texts_and_not_their_place(tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("some text\n" * 30)
+    first, second = corpus.load(tmp_path / "here"), corpus.load(tmp_path / "there")
+    assert corpus.fingerprint(first) == corpus.fingerprint(second)
+    (tmp_path / "there" / "a.txt").write_text("some text\n" * 31)
+    assert corpus.fingerprint(first) != corpus.fingerprint(corpus.load(tmp_path / "there"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path / "absent", "there is no such file or folder"),
+        (lambda path: path, "no text in the folder"),
+        (lambda path: _file(path / "a.bin", b"\0\xff"), r"skipped: a\.bin"),
+        (lambda path: _file(path / "a.txt", b"a"), "too little text"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_in_a_sentence(tmp_path, make, message):
+    with pytest.raises(UserError, match=message):
+        corpus.load(make(tmp_path))
+
+
+def _file(path, content):
+    path.write_bytes(content)
+    return path

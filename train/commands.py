@@ -1,0 +1,73 @@
+"""What the commands have in common: flags with checked values, and mistakes told in one sentence with exit code 2."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import NoReturn, TypeVar
+
+from fnmodels.errors import CheckpointError
+from train.errors import UserError
+
+T = TypeVar("T", int, float)
+
+EXTRA_OF = {"tokenizers": "text", "tensorboard": "log", "matplotlib": "log", "rich": "log"}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)  # argparse would print the usage before it
+
+
+def at_least(low: T) -> Callable[[str], T]:
+    """A flag's type: a number of the type of `low`, and not below it."""
+    kind = "a whole number" if isinstance(low, int) else "a number"
+
+    def convert(text: str) -> T:
+        try:
+            value = type(low)(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {low:g}")
+        return value
+
+    return convert
+
+
+def run_command(
+    name: str,
+    parser: Callable[[], Parser],
+    command: Callable[[argparse.Namespace], int],
+    argv: Sequence[str] | None,
+    needs: tuple[str, ...],
+) -> int:
+    """Parse and run; returns the exit code. 2: the user can put it right; 130: stopped by Ctrl-C."""
+    try:
+        arguments = parser().parse_args(argv)
+        check_installed(needs)
+        return command(arguments)
+    except (UserError, CheckpointError) as error:
+        print(f"{name}: {sentence(str(error))}", file=sys.stderr)
+    except OSError as error:
+        print(
+            f"{name}: {sentence(f'{error.filename}: {error.strerror}' if error.filename else str(error))}",
+            file=sys.stderr,
+        )
+    except KeyboardInterrupt:
+        print(f"{name}: stopped", file=sys.stderr)
+        return 130
+    return 2
+
+
+def check_installed(packages: tuple[str, ...]) -> None:
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        extras = ",".join(sorted({EXTRA_OF[package] for package in missing}))
+        raise UserError(f'{" and ".join(missing)} must be installed for this: pip install "fnmodels[{extras}]"')
+
+
+def sentence(text: str) -> str:
+    """One line that ends with a full stop."""
+    line = " ".join(text.split())
+    return line if line.endswith((".", "!", "?")) else line + "."

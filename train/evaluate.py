@@ -1,0 +1,33 @@
+"""Held-out loss, and what it means in bits per byte."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fnmodels.tree import Tree
+from train.data import Batch, take
+
+ROWS_AT_ONCE = 8
+
+
+def heldout_loss(loss: Callable[[Tree, Batch], tuple[Tensor, Tensor]], params: Tree, rows: Batch) -> float:
+    """Mean loss in nats per target over the rows. `loss` returns a sum and a count."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for indices in torch.arange(len(rows["tokens"])).split(ROWS_AT_ONCE):
+            part_sum, part_count = loss(params, take(rows, indices))[:2]
+            total, count = total + float(part_sum), count + int(part_count)
+    return total / max(count, 1)
+
+
+def bits_per_byte(loss: float, targets: int, size: int) -> float:
+    """`loss` in nats per target, over `targets` tokens that stand for `size` bytes of text."""
+    return loss / math.log(2) * targets / size
+
+
+def spread(rows: Batch, count: int) -> Batch:
+    """`count` rows at equal distances, so that a sample touches many documents."""
+    total = len(rows["tokens"])
+    return take(rows, torch.arange(min(count, total)) * total // min(count, total))

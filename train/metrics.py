@@ -1,0 +1,79 @@
+"""metrics.jsonl: one flushed row per optimizer step, the same bytes for a resumed run as for an uninterrupted one.
+
+Nothing in a row depends on the clock: speeds go to TensorBoard and to the progress bar.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch.utils.tensorboard import SummaryWriter
+
+from train.files import write_text
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The complete rows; a line that a kill cut short, and what follows it, are left out."""
+    rows: list[Row] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith("\n") or not isinstance(row, dict) or "step" not in row:
+                break
+            rows.append(row)
+    return rows
+
+
+def cut_after(path: Path, step: int) -> list[Row]:
+    """Drop the rows past `step` from the file, and return those that stay."""
+    kept = [row for row in read_rows(path) if row["step"] <= step]
+    write_text(path, "".join(map(line, kept)))
+    return kept
+
+
+def line(row: Row) -> str:
+    """One row of the file. JSON knows no NaN: a value that is not finite is written as null."""
+    return json.dumps({name: value if is_finite(value) else None for name, value in row.items()}) + "\n"
+
+
+def is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+class Log:
+    """The open metrics file and its TensorBoard twin."""
+
+    def __init__(self, file: TextIO, board: SummaryWriter) -> None:
+        self.file, self.board = file, board
+
+    def write(self, row: Row, **timed: float) -> None:
+        self.file.write(line(row))
+        self.file.flush()
+        for name, value in (row | timed).items():
+            if name not in ("step", "finite"):
+                self.board.add_scalar(name, value, row["step"])
+
+    def sync(self) -> None:
+        """To disk, so that a state saved after this call never knows more steps than the file has rows."""
+        os.fsync(self.file.fileno())
+        self.board.flush()
+
+
+@contextmanager
+def log(path: Path, board: Path, *, after: int) -> Iterator[Log]:
+    """Append to the file; TensorBoard hides what an earlier run wrote past the step `after`."""
+    with open(path, "a", encoding="utf-8") as file:
+        writer = SummaryWriter(str(board), purge_step=after + 1)
+        try:
+            yield Log(file, writer)
+        finally:
+            writer.close()

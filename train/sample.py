@@ -1,0 +1,114 @@
+"""Continue a prompt with a checkpoint folder that has a tokenizer.json: `python -m train.sample FOLDER --prompt TEXT`.
+
+Every token recomputes the whole context: simple, and enough for a look at what a model has learned.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels.tree import Tree
+from train.commands import Parser, at_least, run_command
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """One token from logits [V]: the best at temperature 0, else drawn from the `top_k` best (None: from all)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.float() / temperature
+    if top_k is not None and top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
+    return int(torch.multinomial(scaled.softmax(0), 1, generator=generator))
+
+
+@torch.no_grad()
+def continuation(
+    params: Tree,
+    config: Any,
+    ids: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    end: Sequence[int] = (),
+) -> Iterator[int]:
+    """Yields at most `tokens` token ids that follow `ids`, and stops at one of `end`.
+
+    The context is cut to the latest `max_position_embeddings` tokens. Raises ValueError on an empty `ids`.
+    """
+    if not ids:
+        raise ValueError("ids is empty: there must be at least one token to continue.")
+    generator = torch.Generator().manual_seed(seed)
+    family = fnmodels.family_of(config)
+    context = list(ids)
+    for _ in range(tokens):
+        context = context[-config.max_position_embeddings :]
+        inputs, masks, freqs = fnmodels.prepare(config, torch.tensor([context]))
+        x = fnmodels.hidden(params, inputs, masks, freqs, config=config)
+        logits = family.unembed(params, x[:, -1:], config=config)[0, 0]
+        token = choose(logits, temperature, top_k, generator)
+        if token in end:
+            return
+        yield token
+        context.append(token)
+
+
+def complete(params: Tree, config: Any, tokenizer: "Tokenizer", prompt: str, end: Sequence[int], **how: Any) -> str:
+    """The prompt and its continuation as text. `how` as in `continuation`."""
+    from train.errors import UserError
+
+    ids = tokenizer.encode(prompt).ids
+    if not ids:
+        raise UserError("--prompt is empty, and this tokenizer puts nothing before a text: give at least one character")
+    new = list(continuation(params, config, ids, end=end, **how))
+    # Decoded together: a character's bytes may be spread over the last token of the prompt and the first new one.
+    return tokenizer.decode(ids + new, skip_special_tokens=True)
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="fnmodels-sample",
+        description="Continue a prompt with the model of a folder: config.json, *.safetensors, tokenizer.json.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    made.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, or one from Hugging Face"
+    )
+    made.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    made.add_argument("--tokens", type=at_least(1), default=100, metavar="N", help="how many tokens at most")
+    made.add_argument(
+        "--temperature", type=at_least(0.0), default=0.8, metavar="T", help="0 takes the best token each time"
+    )
+    made.add_argument("--top-k", type=at_least(1), default=50, metavar="K", help="draw from the K best tokens")
+    made.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the draws")
+    return made
+
+
+def sample(arguments: argparse.Namespace) -> int:
+    from train.checkpoint import end_ids, load_tokenizer
+
+    folder = arguments.checkpoint
+    tokenizer = load_tokenizer(folder)
+    config, params = P.load_pretrained(folder)
+    how = {name: getattr(arguments, name) for name in ("tokens", "temperature", "top_k", "seed")}
+    print(complete(params, config, tokenizer, arguments.prompt, end_ids(folder), **how))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command("fnmodels-sample", parser, sample, argv, needs=("tokenizers",))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
