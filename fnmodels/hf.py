@@ -40,7 +40,7 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """A config.json while it is being read. Getters check type and range and raise ConfigError with the field's name."""
+    """A config.json while it is being read. Getters check type and range; ConfigError names the field."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         if not isinstance(values, Mapping):

@@ -16,7 +16,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, cast back, then times `weight` in x's dtype: Llama's order (arXiv 1910.07467).
+    """x / rms(x) over the last dimension, cast back, then times `weight` in x's dtype: Llama's (arXiv 1910.07467).
 
     x [..., D], weight [D] or None for the weightless form.
     """
