@@ -12,8 +12,9 @@ package that asks. Nothing is imported to find out: running a stranger's file is
         run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels")
 
 (`train` requires "fnmodels" and "params".) A package that needs its sibling raises; `fnmodels` needs neither and warns,
-for whoever names a script of his own train.py and uses the models alone is doing nothing wrong. `params` and `train`
-run this file by its path, before any other import, because `fnmodels` itself may be the one that is shadowed.
+for whoever names a script of his own train.py and uses the models alone is doing nothing wrong. `params` imports
+`fnmodels`, so that it need not warn of `train` a second time. `params` and `train` run this file by its path, before
+any other import, because `fnmodels` itself may be the one that is hidden.
 """
 
 import importlib.util

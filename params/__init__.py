@@ -8,7 +8,6 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels")
 
-from fnmodels import siblings
 from fnmodels.errors import (
     CheckpointError,
     ConfigError,
@@ -21,8 +20,6 @@ from fnmodels.errors import (
 from fnmodels.leaf import Constant, Leaf, Normal
 from fnmodels.tree import flatten, unflatten
 from params.init import abstract, count, init
-
-siblings.warn_shadowed(__file__, "train")
 
 __all__ = [
     "CheckpointError",

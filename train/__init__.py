@@ -1,5 +1,10 @@
 """Training as functions: losses, optimizers, schedules and the step."""
 
+from pathlib import Path
+from runpy import run_path
+
+run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels", "params")
+
 from .optim import (
     Optimizer,
     adamw,
