@@ -95,7 +95,7 @@ def visible_keys(mask: Mask, *, chunk: int = 256) -> Tensor:
 
 
 def imbalance(mask: Mask, ranks: int, order: Tensor | None = None) -> float:
-    """The largest share of visible keys over the mean one, all rows together: 1 is perfect, `ranks` is one rank alone."""
+    """The largest share of visible keys over the mean one, all rows together; 1 is perfect, `ranks` the worst."""
     area = visible_keys(mask)
     if order is not None:
         area = area.gather(1, order.expand(area.shape[0], -1))

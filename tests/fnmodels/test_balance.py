@@ -1,6 +1,7 @@
 """Orders for context parallelism: permutations, their inverses, and how even they are."""
 
 import pytest
+
 import fnmodels
 from fnmodels.balance import balance, balanced_order, head_tail_order, imbalance, inverse_order, visible_keys
 
