@@ -33,6 +33,8 @@ _SAME_IN_HF = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "rms_norm_eps tie_word_embeddings hidden_act max_position_embeddings initializer_range"
 )
+# Where the key is left out; null means as many as there are query heads.
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}
 _ARCHITECTURES = dict(zip(MODEL_TYPES, ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"), strict=True))
 
 
@@ -99,11 +101,12 @@ class Config:
             raise ConfigError(
                 f"config.json: 'hidden_size' {hidden} is not a multiple of 'num_attention_heads' {heads}."
             )
-        head_dim = fields.integer("head_dim", hidden // heads, high=1 << 16)
+        head_dim = fields.integer("head_dim", 128 if model_type == "qwen3" else hidden // heads, high=1 << 16)
         positions = fields.integer("max_position_embeddings", {"llama": 2048, "mistral": 131072}.get(model_type, 32768))
         layers = fields.integer("num_hidden_layers", high=100_000)
         theta = 2e6 if model_type == "smollm3" else 1e4
         has_bias = model_type in ("llama", "qwen3", "smollm3") and fields.boolean("attention_bias", False)
+        kv_heads = heads if "num_key_value_heads" in fields.values else _KV_HEADS.get(model_type, heads)
         window, kinds = _layer_kinds(fields, model_type, layers)
         fields.expect("attention_dropout", 0, 0.0)
         fields.expect("is_encoder_decoder", False)
@@ -114,7 +117,7 @@ class Config:
             intermediate_size=fields.integer("intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=fields.integer("num_key_value_heads", heads),
+            num_key_value_heads=fields.integer("num_key_value_heads", kv_heads),
             head_dim=head_dim,
             rope=rope_from_hf(fields, head_dim=head_dim, max_positions=positions, theta=theta),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
