@@ -1,0 +1,52 @@
+"""transformers as the reference: a tiny model with generic parameters, eager attention, no cache, fp32."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fnmodels
+from fnmodels import tree
+from tests.support import generic
+
+
+def model_of(values: dict[str, Any]) -> torch.nn.Module:
+    """A fresh model of a config.json's content, every parameter generic. The same values give the same parameters."""
+    config = AutoConfig.for_model(**values)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(generic(name, parameter))
+    assert not {n for n, _ in model.named_buffers() if "inv_freq" not in n}, "a buffer stays at its default"
+    return model
+
+
+def params_of(model: torch.nn.Module, config: Any) -> Any:
+    """The model's parameters as our tree, moved by name and by nothing else: no tensor may be left over."""
+    state = dict(model.named_parameters())  # a tied head is listed once
+    names = fnmodels.family_of(config).hf_names(config)
+    assert sorted(names.values()) == sorted(state)
+    return tree.unflatten({path: state[name].detach().clone() for path, name in names.items()})
+
+
+def logits_of(
+    values: dict[str, Any], tokens: Tensor, positions: Tensor | None = None, valid: Tensor | None = None
+) -> Tensor:
+    """The reference's logits [B, S, V] from a fresh model: its dynamic rope remembers earlier calls.
+
+    Without `valid`, documents are told apart by positions that restart, which works without cache and mask only.
+    """
+    with torch.no_grad():
+        mask = None if valid is None else valid.long()
+        return model_of(values)(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+
+
+def assert_close(ours: Tensor, theirs: Tensor, *, bound: float = 2e-5) -> None:
+    """max |difference| <= bound x max(1, std): about 5 to 10 times the reference's own noise (eager against fused)."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    std = float(theirs.std())
+    assert torch.isfinite(ours).all() and std > 0.1, "nothing is compared"
+    worst = float((ours - theirs).abs().max())
+    assert worst <= bound * max(1.0, std), f"off by {worst:.2e} at std {std:.2f}"

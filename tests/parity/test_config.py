@@ -1,0 +1,68 @@
+"""A configuration means the same in every dialect of config.json, with keys left out, and after our own writing."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import fnmodels
+from tests.parity.oracle import logits_of
+from tests.support import Case, cases, family_modules, tokens_of, variants_of
+
+WITH_REFERENCE = [case for case in cases() if case.values is not None]
+every_case = pytest.mark.parametrize("case", WITH_REFERENCE, ids=str)
+
+
+def _config(values: dict[str, Any]) -> Any:
+    return fnmodels.family_for(values["model_type"]).Config.from_hf(values)
+
+
+def published_dialect(values: dict[str, Any]) -> dict[str, Any]:
+    """The 4.x form of a 5.x config.json: `rope_theta` and `rope_scaling` at the top, rules in place of lists."""
+    old = copy.deepcopy(values)
+    rope = old.pop("rope_parameters")
+    assert all(not isinstance(value, dict) for value in rope.values()), "several tables: the family's own rule applies"
+    old["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return old
+
+
+@every_case
+def test_both_dialects_give_one_config(case: Case) -> None:
+    new = AutoConfig.for_model(**case.values).to_dict()  # every key, as save_pretrained writes it today
+    assert _config(new) == case.config
+    assert _config(published_dialect(case.values)) == case.config
+    named = published_dialect(case.values)
+    if named["rope_scaling"]:  # still older: `type` in place of `rope_type`
+        named["rope_scaling"]["type"] = named["rope_scaling"].pop("rope_type")
+    assert _config(named) == case.config
+
+
+@every_case
+def test_what_we_write_means_the_same_to_transformers(case: Case) -> None:
+    written = case.config.to_hf()
+    assert _config(written) == case.config
+    tokens = tokens_of(case.config, 1, 24)
+    assert torch.equal(logits_of(written, tokens), logits_of(case.values, tokens))
+
+
+@every_case
+def test_a_key_left_out_has_the_reference_default(case: Case) -> None:
+    full = AutoConfig.for_model(**case.values).to_dict()
+    for key in full.keys() - {"model_type"}:
+        values = {name: value for name, value in full.items() if name != key}
+        try:
+            ours = _config(values)
+        except fnmodels.CheckpointError:
+            continue  # asked for, which is as good as the right default
+        assert ours == _config(AutoConfig.for_model(**values).to_dict()), key
+
+
+@pytest.mark.parametrize("family", family_modules())
+def test_published_configs_are_read_alike(family: str) -> None:
+    for values in variants_of(family).published().values():
+        assert _config(values) == _config(AutoConfig.for_model(**values).to_dict())

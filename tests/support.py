@@ -1,0 +1,134 @@
+"""What the contract and the parity tests share: the families' variants, generic parameters, batches of every form.
+
+Families are found by looking (`fnmodels.families`). Their tiny configurations stand in `tests/variants/<family>.py`, in a
+function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
+`published() -> {name: config.json}`, the largest published members, and `sizes() -> {name: number of parameters}`.
+"""
+
+import functools
+import importlib
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels import tree
+
+
+def family_modules() -> list[str]:
+    """The short names of all family modules."""
+    return sorted({name.rpartition(".")[2] for name in fnmodels.families().values()})
+
+
+def variants_of(family: str) -> ModuleType:
+    """The module with the tiny configurations of a family; says what is missing."""
+    path = Path(__file__).parent / "variants" / f"{family}.py"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"The family {family!r} has no tests: write tests/variants/{family}.py with a function "
+            "variants() -> {name: config.json or Config}."
+        )
+    return importlib.import_module(f"tests.variants.{family}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny model: where it comes from, its config.json (None where a Config was given) and its Config."""
+
+    family: str
+    name: str
+    values: Any
+    config: Any
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    """Every variant of every family."""
+    found = []
+    for family in family_modules():
+        module = importlib.import_module(f"fnmodels.{family}")
+        given = variants_of(family).variants()
+        assert given, f"tests/variants/{family}.py has no variants."
+        for name, values in given.items():
+            is_json = isinstance(values, dict)
+            config = module.Config.from_hf(values) if is_json else values
+            found.append(Case(family, name, values if is_json else None, config))
+    names = [case.name for case in found]
+    assert len(set(names)) == len(names), f"Two variants have one name: {sorted(names)}."
+    return tuple(found)
+
+
+def structures() -> tuple[Case, ...]:
+    """The first variant of each structure: its kinds of layers and its parameters' names. For tests that are slow."""
+    first: dict[Any, Case] = {}
+    for case in cases():
+        family = fnmodels.family_of(case.config)
+        kinds = frozenset(family.kinds(case.config))
+        names = frozenset(path.split(".", 2)[-1] for path in tree.flatten(family.spec(case.config)))
+        first.setdefault((case.family, kinds, names), case)
+    return tuple(first.values())
+
+
+def kinds() -> tuple[Case, ...]:
+    """One variant per family and set of layer kinds, and one with a tied head. For tests that compile."""
+    first: dict[Any, Case] = {}
+    for case in cases():
+        first.setdefault((case.family, frozenset(fnmodels.family_of(case.config).kinds(case.config))), case)
+    return tuple(first.values())
+
+
+def generic(name: str, tensor: Tensor) -> Tensor:
+    """Values in which nothing hides: no norm at 1, no bias at 0, scores that spread. Drawn by name; fp32 like `tensor`.
+
+    Matrices have 1.3 / sqrt(fan_in); with the usual 0.02 attention is nearly uniform and tests are blind to it.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    if tensor.ndim >= 2:
+        return noise * (1.3 / math.sqrt(tensor.shape[-1]))
+    return 1 + 0.3 * noise if "norm" in name.lower() else 0.3 * noise
+
+
+def generic_params(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The parameter tree of `config` with generic values."""
+    spec = tree.flatten(fnmodels.family_of(config).spec(config))
+    return tree.unflatten(
+        {path: generic(path, torch.empty(leaf.shape, device="meta")).to(dtype) for path, leaf in spec.items()}
+    )
+
+
+def tokens_of(config: Any, batch: int, length: int, seed: int = 0) -> Tensor:
+    """Random ids [batch, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (batch, length), generator=generator)
+
+
+def segments(*rows: tuple[int, ...]) -> Tensor:
+    """segment_ids from per-row lengths; a negative length is that many pads. `segments((-2, 3, 1))` is 0 0 1 1 1 2."""
+
+    def row(lengths: tuple[int, ...]) -> list[int]:
+        ids, document = [], 0
+        for length in lengths:
+            document += length > 0
+            ids += [document if length > 0 else 0] * abs(length)
+        return ids
+
+    return torch.tensor([row(lengths) for lengths in rows])
+
+
+def positions_of(segment_ids: Tensor) -> Tensor:
+    """Each document from 0, padding 0. A loop, independent of the library's converters."""
+    out = torch.zeros_like(segment_ids)
+    for b, row in enumerate(segment_ids.tolist()):
+        for t in range(1, len(row)):
+            out[b, t] = out[b, t - 1] + 1 if row[t] == row[t - 1] and row[t] else 0
+    return out

@@ -1,0 +1,138 @@
+"""Tiny configurations of the Llama family, one per way in which its maths can differ, and its published sizes.
+
+Dimensions differ from their neighbors where they can, and the original context is 16, so that 24 tokens reach beyond it.
+"""
+
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-2,
+    "tie_word_embeddings": False,
+}
+
+
+def _llama(**changes: Any) -> dict[str, Any]:
+    return {"model_type": "llama", **TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **changes}
+
+
+def _scaled(rope_type: str, **rope: Any) -> dict[str, Any]:
+    # theta 100 spreads the four frequencies of so small a head over the range in which yarn and llama3 blend
+    return _llama(rope_parameters={"rope_type": rope_type, "rope_theta": 100.0, **rope}, max_position_embeddings=64)
+
+
+def _other(model_type: str, **changes: Any) -> dict[str, Any]:
+    return _llama(**changes) | {"model_type": model_type}
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    old = {"original_max_position_embeddings": 16}
+    yarn = {"factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5, **old}
+    long = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.2, 2.0, 3.5, 5.0]}
+    uneven = {"hidden_size": 42, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # smollm3's own lie outside of this vocabulary
+    return {
+        "llama": _llama(),
+        "llama_tied": _llama(tie_word_embeddings=True),
+        "llama_attention_bias": _llama(attention_bias=True),
+        "llama_mlp_bias": _llama(mlp_bias=True, hidden_act="gelu_pytorch_tanh"),
+        "llama_head_dim": _llama(**uneven),
+        "llama_ungrouped": _llama(num_key_value_heads=4, num_hidden_layers=1),
+        "llama_linear": _scaled("linear", factor=3.0),
+        "llama_dynamic": _scaled("dynamic", factor=3.0) | {"max_position_embeddings": 16},
+        "llama_llama3": _scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **old),
+        "llama_yarn": _scaled("yarn", **yarn),
+        "llama_yarn_mscale": _scaled("yarn", **yarn, mscale=1.3, mscale_all_dim=0.6),
+        "llama_yarn_smooth": _scaled("yarn", **yarn, truncate=False),
+        "llama_yarn_factor": _scaled("yarn", **yarn, attention_factor=1.4),
+        "llama_longrope_short": _scaled("longrope", factor=4.0, original_max_position_embeddings=32, **long),
+        "llama_longrope_long": _scaled("longrope", factor=4.0, **old, **long),
+        "llama_longrope_factor": _scaled("longrope", attention_factor=1.2, **old, **long),
+        "mistral": _other("mistral", sliding_window=None, head_dim=10),
+        "mistral_sliding": _other("mistral", sliding_window=5),
+        "qwen2": _other("qwen2", use_sliding_window=False),
+        "qwen2_sliding": _other(
+            "qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1, num_hidden_layers=3
+        ),
+        "qwen2_layer_types": _other(
+            "qwen2",
+            use_sliding_window=True,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            tie_word_embeddings=True,
+        ),
+        "qwen3": _other("qwen3", head_dim=12),
+        "qwen3_bias_sliding": _other(
+            "qwen3", head_dim=8, attention_bias=True, use_sliding_window=True, sliding_window=7, max_window_layers=1
+        ),
+        "smollm3": _other("smollm3", num_hidden_layers=4, tie_word_embeddings=True, **ids),
+        "smollm3_sliding": _other(
+            "smollm3",
+            num_hidden_layers=3,
+            no_rope_layers=[1, 0, 1],
+            use_sliding_window=True,
+            sliding_window=5,
+            attention_bias=True,
+            mlp_bias=True,
+            **ids,
+        ),
+    }
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published members, in the published dialect."""
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return {
+        "llama_3_3_70b": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 128256,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "rope_scaling": {"rope_type": "llama3", **llama3},
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "pretraining_tp": 1,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+        },
+        "qwen2_5_72b": {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "vocab_size": 152064,
+            "hidden_size": 8192,
+            "intermediate_size": 29568,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 70,
+            "sliding_window": 131072,
+            "use_sliding_window": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": False,
+        },
+    }
+
+
+def sizes() -> dict[str, int]:
+    """{name of a published member: how many parameters it has, as published}."""
+    return {"llama_3_3_70b": 70_553_706_496, "qwen2_5_72b": 72_706_203_648}
