@@ -20,6 +20,8 @@ from fnmodels.errors import (
 from fnmodels.leaf import Constant, Leaf, Normal
 from fnmodels.tree import flatten, unflatten
 from params.init import abstract, count, init
+from params.load import load_config, load_pretrained
+from params.save import save_pretrained
 
 __all__ = [
     "CheckpointError",
@@ -36,5 +38,8 @@ __all__ = [
     "count",
     "flatten",
     "init",
+    "load_config",
+    "load_pretrained",
+    "save_pretrained",
     "unflatten",
 ]

@@ -1,0 +1,76 @@
+"""The plain files of a checkpoint folder: which may be opened, JSON without surprises, flushing to the disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from fnmodels.errors import FormatError, UnsafePathError
+
+JSON_LIMIT = 100_000_000  # bytes; the largest published index has about 15 MB
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """The path of `name` in `folder`, an existing regular file that is really there.
+
+    UnsafePathError: the name is not a bare one, a link leads out of the folder, or it is a pipe or device (reading one
+    could hang). Links into the `blobs` of a Hugging Face cache are what its snapshots consist of, and pass.
+    """
+    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+        raise UnsafePathError(f"{folder}: {name!r} is not the bare name of a file in this folder.")
+    path = folder / name
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, f"The checkpoint folder has no {name}", str(path)) from None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "A folder stands where a file belongs", str(path))
+    if not stat.S_ISREG(mode):
+        raise UnsafePathError(f"{path} is not a regular file.")
+    if path.is_symlink():
+        target, here = path.resolve(), folder.resolve()
+        cached = target.parent.name == "blobs" and target.parents[1] / "snapshots" in here.parents
+        if target.parent != here and not cached:
+            raise UnsafePathError(f"{path} is a link to {target}, outside of the checkpoint folder.")
+    return path
+
+
+def read_json(path: Path) -> Any:
+    """The content of a small JSON file; FormatError if it is not JSON, names a key twice or is absurdly large."""
+    size = path.stat().st_size
+    if size > JSON_LIMIT:
+        raise FormatError(f"{path} has {size:,} bytes; no such file has more than {JSON_LIMIT:,}.")
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(data: bytes | bytearray, where: str) -> Any:
+    """`where` begins the message of the FormatError."""
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError:
+        raise FormatError(f"{where} is not valid: its JSON is nested too deeply.") from None
+    except ValueError as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
+        raise FormatError(f"{where} is not valid JSON: {error}.") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Readers differ in which of two equal keys they take, so that a check of one says nothing about the other.
+    built = dict(pairs)
+    if len(built) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in built if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return built
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

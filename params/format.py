@@ -1,0 +1,199 @@
+"""The safetensors format: eight bytes of length, a JSON header, the tensors' bytes.
+
+The header is read here rather than by the safetensors package, because what was checked must be what is used: a reader
+with another opinion about a damaged header would undo the check. Format: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.errors import FormatError, UnsupportedError
+from params.files import parse_json
+
+HEADER_LIMIT = 100_000_000  # bytes, the format's own bound
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: bytes start <= i < stop, counted from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """An open file whose header is good. Mapped tensors outlive its closing."""
+
+    path: Path
+    handle: FileIO
+    entries: dict[str, Entry]
+
+
+def open_tensors(path: Path, stack: ExitStack) -> TensorFile:
+    """Open `path` and check its header against the format and the file's size; no tensor is read. `stack` closes it.
+
+    FormatError names the file and what is wrong with it, UnsupportedError a dtype that torch does not have.
+    """
+    handle = stack.enter_context(FileIO(path))
+    return TensorFile(path, handle, _entries(path, handle))
+
+
+def _entries(path: Path, handle: FileIO) -> dict[str, Entry]:
+    size = os.fstat(handle.fileno()).st_size
+    if size < 8:
+        raise FormatError(f"{path} has {size} bytes, less than the 8 that a safetensors file begins with.")
+    length = int.from_bytes(handle.read(8), "little")
+    if length > HEADER_LIMIT:
+        raise FormatError(f"{path} announces a header of {length:,} bytes; at most {HEADER_LIMIT:,} are allowed.")
+    if 8 + length > size:
+        raise FormatError(f"{path} has {size:,} bytes, but its header alone would end at {8 + length:,}: truncated?")
+    data = bytearray(length)
+    _fill(path, handle, memoryview(data))
+    if not data.startswith(b"{"):
+        raise FormatError(f"{path}: the header must begin with '{{', not with {bytes(data[:8])!r}.")
+    header = parse_json(data, f"{path}: the header")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{path}: __metadata__ must map strings to strings.")
+    base = 8 + length
+    entries = {name: _entry(path, name, value, base) for name, value in header.items()}
+    end = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            fault = "overlaps the one before" if entry.start < end else "leaves a hole before it"
+            raise FormatError(f"{path}: the tensor {name!r} begins at byte {entry.start:,}, not {end:,}: it {fault}.")
+        end = entry.stop
+    if end != size:
+        fault = "truncated" if end > size else "bytes at the end that belong to no tensor"
+        raise FormatError(f"{path} has {size:,} bytes, but its tensors end at {end:,}: {fault}.")
+    return entries
+
+
+def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
+    def wrong(what: str) -> FormatError:
+        return FormatError(f"{path}: the tensor {name!r} {what}.")
+
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise wrong("must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not _naturals(shape):
+        raise wrong(f"has the shape {_short(shape)}; it must be a list of sizes")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong(f"has the data_offsets {_short(offsets)}; they must be [begin, end]")
+    if not isinstance(dtype, str):
+        raise wrong(f"has the dtype {_short(dtype)}; it must be a string")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"{path}: the tensor {name!r} has the dtype {_short(dtype)}, which is not supported.")
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if size != offsets[1] - offsets[0]:
+        raise wrong(f"takes {size:,} bytes as {dtype} {_short(shape)}, but spans {offsets[1] - offsets[0]:,}")
+    return Entry(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _naturals(value: Any) -> bool:
+    # The bound keeps products of a hostile shape from growing without limit.
+    good = isinstance(value, list) and len(value) <= 64
+    return good and all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 63 for v in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def map_file(file: TensorFile) -> mmap.mmap:
+    """The whole file, lazily: pages are read when touched. Private: what is written to them never reaches the file."""
+    return mmap.mmap(file.handle.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def mapped_tensor(mapping: mmap.mmap, entry: Entry) -> Tensor:
+    """A tensor that lies in the mapping, or a copy where the file is not aligned for it.
+
+    Each has a storage of its own size (as slices of one storage, a deep copy of one leaf would copy the whole file).
+    """
+    count = entry.stop - entry.start
+    if not count:
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    if entry.start % entry.dtype.itemsize:
+        data = torch.frombuffer(bytearray(mapping[entry.start : entry.stop]), dtype=torch.uint8)
+    else:
+        data = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=entry.start)
+    return data.view(entry.dtype).view(entry.shape)
+
+
+def owned_tensor(file: TensorFile, entry: Entry) -> Tensor:
+    """A tensor in memory of its own, read from the file."""
+    data = torch.empty(entry.stop - entry.start, dtype=torch.uint8, device="cpu")
+    file.handle.seek(entry.start)
+    _fill(file.path, file.handle, data.numpy().data)
+    return data.view(entry.dtype).view(entry.shape)
+
+
+def _fill(path: Path, handle: FileIO, view: memoryview) -> None:
+    # A single read returns at most 2 GiB, and memory that it left alone would look like weights.
+    done = 0
+    while done < len(view):
+        count = handle.readinto(view[done:])
+        if not count:
+            raise FormatError(f"{path} ended {len(view) - done:,} bytes early while being read: is it being rewritten?")
+        done += count
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a new file and flush it to disk. The same tensors give the same bytes, in whatever order they come.
+
+    At most one tensor is copied at a time: to the CPU, and to make it contiguous.
+    """
+    # The widest dtype first, so that each tensor is aligned for its own.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        tensor = tensors[name]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            data = tensors[name].detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+            file.write(data.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,104 @@
+"""Which file of a checkpoint folder holds which tensor: one file, or shards with an index."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fnmodels.errors import IndexFileError, UnsupportedError
+from params.files import plain_file, read_json
+from params.format import Entry, TensorFile, open_tensors
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_SHOWN = 20  # differences listed in a message
+
+
+def listed(lines: Iterable[str]) -> str:
+    """Lines for a message, one below the other and not without end."""
+    lines = list(lines)
+    more = [f"... and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+    return "".join(f"\n  {line}" for line in lines[:_SHOWN] + more)
+
+
+def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, Entry]]:
+    """{name on disk: (its file, its entry)} with every header checked; `stack` closes the files."""
+    single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
+    if index:
+        weight_map = _weight_map(plain_file(folder, INDEX))
+        shards = sorted(set(weight_map.values()))
+        if single and shards != [SINGLE]:
+            raise IndexFileError(
+                f"{folder} has both {SINGLE} and an {INDEX} that names other files: one is left from another save."
+            )
+    elif single:
+        shards = [SINGLE]
+    else:
+        raise _no_weights(folder)
+    paths, missing = [], []
+    for name in shards:
+        try:
+            paths.append(plain_file(folder, name))
+        except FileNotFoundError:
+            missing.append(name)
+    if missing:
+        text = f"{len(missing)} of {len(shards)} files with tensors are not there:{listed(missing)}\nFolder"
+        raise FileNotFoundError(errno.ENOENT, text, str(folder))
+    files = [open_tensors(path, stack) for path in paths]
+    if index:
+        _check_index(folder / INDEX, weight_map, files)
+    return {name: (file, entry) for file in files for name, entry in file.entries.items()}
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    content: Any = read_json(path)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise IndexFileError(f"{path} must have a 'weight_map' from the names of tensors to those of files.")
+    if not weight_map:
+        raise IndexFileError(f"{path}: the 'weight_map' is empty.")
+    for name in set(weight_map.values()):
+        if not name.endswith(".safetensors"):
+            raise IndexFileError(f"{path} names the file {name!r}; only .safetensors files are read.")
+    return weight_map
+
+
+def _check_index(path: Path, weight_map: dict[str, str], files: list[TensorFile]) -> None:
+    # The index's total_size is not compared: published ones count tied or dropped tensors in various ways.
+    held = {file.path.name: file.entries for file in files}
+    faults = [f"{name!r}: not in {shard}" for name, shard in weight_map.items() if name not in held[shard]]
+    for shard, entries in held.items():
+        for name in entries:
+            if name not in weight_map:
+                faults.append(f"{name!r}: in {shard}, but not in the index")
+            elif weight_map[name] != shard:
+                faults.append(f"{name!r}: in {shard}, but the index says {weight_map[name]}")
+    if faults:
+        raise IndexFileError(f"{path} and the shards disagree ({len(faults)} differences):{listed(faults)}")
+
+
+def _no_weights(folder: Path) -> Exception:
+    names = sorted(path.name for path in folder.iterdir())
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    shards = [name for name in names if name.endswith(".safetensors")]
+    if shards:
+        return FileNotFoundError(
+            errno.ENOENT, f"There is neither {SINGLE} nor {INDEX}, though there is {shards[0]}; folder", str(folder)
+        )
+    if pickled:
+        return UnsupportedError(
+            f"{folder} has only pickled weights ({pickled[0]}), and unpickling runs whatever code is in them: "
+            "this is never done here. Save the model as safetensors where you trust the file."
+        )
+    return FileNotFoundError(errno.ENOENT, f"There is neither {SINGLE} nor {INDEX}; folder", str(folder))
+
+
+def make_index(shards: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """The index of {file: {tensor: bytes}}."""
+    weight_map = {name: shard for shard, sizes in shards.items() for name in sizes}
+    total = sum(size for sizes in shards.values() for size in sizes.values())
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}

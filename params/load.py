@@ -1,0 +1,163 @@
+"""From a Hugging Face checkpoint folder to (config, params).
+
+Everything is checked before a tensor is read: the configuration gives the expected shapes, the headers what is there,
+and all differences are told at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.errors import CheckpointError, ConfigError, MismatchError
+from fnmodels.families import family_for
+from fnmodels.tree import Tree
+from params.files import plain_file, read_json
+from params.format import Entry, TensorFile, map_file, mapped_tensor, owned_tensor
+from params.index import listed, open_folder
+from params.init import leaf_dtype
+from params.names import LEFTOVERS, Slot, dtype_class, slots, ties
+
+Found = dict[str, tuple[TensorFile, Entry]]
+
+
+def load_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    plan: None = None,
+    copy: bool = False,
+) -> tuple[Any, Tree]:
+    """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
+
+    dtype: None keeps what each tensor has on disk; otherwise leaves are cast one by one, except those of a Leaf with
+    keep_dtype. device: None is the CPU. plan: sharded loading, not there yet.
+    copy=False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If the
+    file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place the leaf may
+    change. copy=True reads everything into memory of its own, as does any cast or other device. Beyond the result, at
+    most one tensor is held. A head that is tied is one leaf.
+
+    Raises CheckpointError by kind (see `fnmodels.errors`), and the operating system's own errors for what is missing.
+    """
+    if plan is not None:
+        raise NotImplementedError("Loading straight into shards is not there yet: plan must be None.")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype_class(dtype) == "floating"):
+        raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
+    folder = Path(path)
+    config = load_config(folder)
+    expected = slots(config)
+    with ExitStack() as stack:
+        found = open_folder(folder, stack)
+        _compare(folder, config, expected, found)
+        mappings: dict[Path, mmap.mmap] = {}
+        _check_ties(config, found, mappings)
+        flat = {
+            slot.path: _leaf(*found[name], mappings, _target(slot, dtype), device, copy)
+            for name, slot in expected.items()
+        }
+    return config, tree.unflatten(flat)
+
+
+def load_config(path: str | os.PathLike[str]) -> Any:
+    """The Config of a checkpoint folder; the family is found by the file's model_type."""
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(
+            errno.ENOENT, "There is no such checkpoint folder (nothing is ever downloaded)", str(path)
+        )
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "A checkpoint is a folder, not a file", str(path))
+    file = plain_file(folder, "config.json")
+    values = read_json(file)
+    try:
+        if not isinstance(values, dict):
+            raise ConfigError("it must hold a JSON object.")
+        if not isinstance(values.get("model_type"), str):
+            raise ConfigError(f"'model_type' must be a string, not {values.get('model_type')!r}.")
+        return family_for(values["model_type"]).Config.from_hf(values)
+    except CheckpointError as error:
+        raise type(error)(f"{file}: {error}") from None
+
+
+def _compare(folder: Path, config: Any, expected: dict[str, Slot], found: Found) -> None:
+    """MismatchError with every difference between the tensors called for and those that the headers announce."""
+    faults = []
+    tied = ties(config)
+    for name, slot in expected.items():
+        if name in found:
+            faults += _faults(name, slot, *found[name])
+        else:
+            faults.append(f"{name}: missing; expected {list(slot.leaf.shape)}")
+    for name, (file, entry) in found.items():
+        if name in tied:
+            twin = expected[tied[name]]
+            faults += _faults(name, twin, file, entry)
+        elif name not in expected and not name.endswith(LEFTOVERS):
+            faults.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
+    if faults:
+        raise MismatchError(
+            f"{folder}: the tensors are not those that config.json calls for "
+            f"({len(faults)} differences):{listed(faults)}"
+        )
+
+
+def _faults(name: str, slot: Slot, file: TensorFile, entry: Entry) -> list[str]:
+    faults = []
+    if entry.shape != slot.leaf.shape:
+        faults.append(f"{name} in {file.path.name}: expected {list(slot.leaf.shape)}, found {list(entry.shape)}")
+    wanted = dtype_class(slot.leaf.dtype)
+    if dtype_class(entry.dtype) != wanted:
+        faults.append(f"{name} in {file.path.name}: expected a {wanted} dtype, found {_name(entry.dtype)}")
+    return faults
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_ties(config: Any, found: Found, mappings: dict[Path, mmap.mmap]) -> None:
+    """A tied head may be on disk too if it is the same, bit for bit; else the file or the configuration is wrong."""
+    for name, twin in ties(config).items():
+        if name in found:
+            one, two = (mapped_tensor(_mapping(mappings, file), entry) for file, entry in (found[name], found[twin]))
+            # compared as bytes: NaN equals itself here, and -0 is not 0
+            if one.dtype != two.dtype or not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+                raise MismatchError(
+                    f"{found[name][0].path}: {name} differs from {twin}, but config.json says tie_word_embeddings, "
+                    "which makes them one tensor."
+                )
+
+
+def _target(slot: Slot, dtype: torch.dtype | None) -> torch.dtype | None:
+    return None if dtype is None else leaf_dtype(slot.leaf, dtype)
+
+
+def _leaf(
+    file: TensorFile,
+    entry: Entry,
+    mappings: dict[Path, mmap.mmap],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    copy: bool,
+) -> Tensor:
+    """One parameter, mapped where it can stay as and where it is on disk."""
+    stays = dtype in (None, entry.dtype) and torch.device(device or "cpu").type == "cpu"
+    if stays and not copy:
+        return mapped_tensor(_mapping(mappings, file), entry)
+    # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
+    return owned_tensor(file, entry).to(device or "cpu", dtype or entry.dtype)
+
+
+def _mapping(mappings: dict[Path, mmap.mmap], file: TensorFile) -> mmap.mmap:
+    if file.path not in mappings:
+        mappings[file.path] = map_file(file)
+    return mappings[file.path]

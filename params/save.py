@@ -1,0 +1,130 @@
+"""From (config, params) to a Hugging Face checkpoint folder: config.json and safetensors, the same bytes every time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.errors import MismatchError
+from fnmodels.tree import Tree
+from params.files import sync
+from params.format import NAMES, write_tensors
+from params.index import INDEX, SINGLE, listed, make_index
+from params.names import Slot, dtype_class, slots
+
+_OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
+
+
+def save_pretrained(
+    path: str | os.PathLike[str], config: Any, params: Tree, *, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write config.json and model.safetensors into the folder `path` (made if needed), replacing an older model there.
+
+    max_shard_size: bytes, or a text as "5GB"; a larger model goes into several files with an index. dtypes are kept;
+    other files of the folder are not touched. MismatchError names every leaf that is missing, unexpected or mis-shaped
+    by the spec of `config`.
+
+    Everything is written and flushed beside the old files first, which stay valid until then. A kill during the renames
+    that follow leaves a folder without config.json, which nothing loads, never a mix. Parameters that were mapped from
+    this very folder stay good, for renaming keeps the old files alive as long as they are mapped.
+    """
+    expected = slots(config)
+    flat = tree.flatten(params)
+    _check(expected, flat)
+    values = config.to_hf() | {"dtype": _main_dtype(flat)}
+    tensors = {name: flat[slot.path] for name, slot in expected.items()}
+    shards = _shards(tensors, _bytes(max_shard_size))
+
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
+        temporary = Path(name)
+        for file, names in shards.items():
+            write_tensors(temporary / file, {name: tensors[name] for name in names})
+        if len(shards) > 1:
+            sizes = {file: {name: tensors[name].nbytes for name in names} for file, names in shards.items()}
+            _write_json(temporary / INDEX, make_index(sizes))
+        _write_json(temporary / "config.json", values)
+        _replace(folder, temporary)
+
+
+def _replace(folder: Path, temporary: Path) -> None:
+    """config.json goes first and comes last: the folder is a checkpoint only while its files belong together."""
+    (folder / "config.json").unlink(missing_ok=True)
+    sync(folder)
+    new = {path.name for path in temporary.iterdir()}
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name) and path.name not in new:
+            path.unlink()
+    for name in sorted(new - {"config.json"}):
+        os.replace(temporary / name, folder / name)
+    sync(folder)
+    os.replace(temporary / "config.json", folder / "config.json")
+    sync(folder)
+
+
+def _check(expected: dict[str, Slot], flat: dict[str, Any]) -> None:
+    leaves = {slot.path: slot.leaf for slot in expected.values()}
+    faults = [f"{path}: missing; expected {list(leaf.shape)}" for path, leaf in leaves.items() if path not in flat]
+    for path, value in flat.items():
+        if path not in leaves:
+            faults.append(f"{path}: unexpected")
+        elif not isinstance(value, Tensor):
+            faults.append(f"{path}: a {type(value).__name__}, not a tensor")
+        elif value.shape != leaves[path].shape:
+            faults.append(f"{path}: expected {list(leaves[path].shape)}, found {list(value.shape)}")
+        elif dtype_class(value.dtype) != dtype_class(leaves[path].dtype) or value.dtype not in NAMES:
+            faults.append(f"{path}: expected a {dtype_class(leaves[path].dtype)} dtype, found {value.dtype}")
+        elif value.is_meta:
+            faults.append(f"{path}: on the meta device, so there is nothing to save")
+    if faults:
+        raise MismatchError(
+            f"The params are not those that the config calls for ({len(faults)} differences):{listed(faults)}"
+        )
+
+
+def _main_dtype(flat: dict[str, Tensor]) -> str:
+    """What config.json calls the model's dtype: that of most floating-point numbers in it."""
+    sizes: Counter[torch.dtype] = Counter()
+    for value in flat.values():
+        if value.dtype.is_floating_point:
+            sizes[value.dtype] += value.numel()
+    return str(max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))).removeprefix("torch.")
+
+
+def _bytes(size: int | str) -> int:
+    match = re.fullmatch(r"(\d+) ?([KMGT]?B|)", str(size).upper())
+    number = int(match[1]) * 1000 ** "BKMGT".index((match[2] or "B")[0]) if match else 0
+    if number < 1:
+        raise ValueError(f'max_shard_size must be a positive number of bytes or a text as "5GB", not {size!r}.')
+    return number
+
+
+def _shards(tensors: dict[str, Tensor], limit: int) -> dict[str, list[str]]:
+    """{file: names}, in the order of the spec; a tensor larger than the limit gets a file of its own."""
+    groups: list[list[str]] = []
+    size: float = math.inf
+    for name, tensor in tensors.items():
+        if size + tensor.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    sync(path)
