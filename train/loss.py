@@ -1,0 +1,222 @@
+"""Losses: each returns (sum, count), so that whoever splits a batch divides once by the global count.
+
+The head is where a language model's memory goes: [B, S, V] logits and their gradient are larger than everything else
+together. `head_loss` therefore takes the tokens in chunks and, where a gradient is wanted, makes it on the spot: the gradient of a
+cross entropy is known as soon as the logits are, so the backward has only to scale it. Nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.mask import Layout
+from fnmodels.tree import Tree
+
+IGNORE = -100
+CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
+
+Head = Callable[[list[Tensor], Tensor], Tensor]
+
+
+def next_token_loss(
+    params: Tree,
+    batch: Mapping[str, Tensor],
+    *,
+    config: Any,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    layer_fn: Any = None,
+    chunk: int | None = CHUNK,
+    length: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(sum of the tokens' cross entropies in nats, fp32 at least; count of valid labels, int64).
+
+    batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already shifted)
+    and -100 is ignored. kernel, layout, layer_fn: see `fnmodels.forward`. length: see `fnmodels.prepare`. chunk: see `head_loss`.
+    """
+    inputs, masks, freqs_cis = fnmodels.prepare(
+        config,
+        batch["tokens"],
+        positions=batch["positions"],
+        segment_ids=batch["segment_ids"],
+        length=length,
+    )
+    x = fnmodels.hidden(
+        params, inputs, masks, freqs_cis, config=config, kernel=kernel, layout=layout, layer_fn=layer_fn
+    )
+    return head_loss(params, x, batch["labels"], config=config, chunk=chunk)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) over labels [...] that are not -100; logits [..., V], taken in fp32 at least. Plain operations."""
+    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return loss, count_labels(labels)
+
+
+def count_labels(labels: Tensor) -> Tensor:
+    """How many labels count: a 0-d int64 tensor."""
+    return (labels != IGNORE).sum()
+
+
+def head_loss(
+    params: Tree, x: Tensor, labels: Tensor, *, config: Any, chunk: int | None = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy` of `family.unembed` on hidden states x [B, S, D], holding the logits of `chunk` tokens at a time.
+
+    chunk=None holds all of [B, S, V] and consists of plain operations. With a number every transform of torch.func works too, but
+    only plain reverse mode is chunked: vmap, jvp and second derivatives take the memory of chunk=None. Inside
+    torch.compile the chunks are checkpointed instead.
+    """
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
+    family = fnmodels.family_of(config)
+    # The head never reads the layers, and what is not handed in gets no gradient buffer.
+    rest = {name: value for name, value in params.items() if name != "layers"}
+    flat = tree.flatten(rest)
+    leaves = list(flat.values())
+
+    def head(leaves: list[Tensor], x: Tensor) -> Tensor:
+        values = iter(leaves)
+        return family.unembed(tree.map(lambda _: next(values), rest), x, config=config)
+
+    if chunk is None:
+        return cross_entropy(head(leaves, x), labels)
+    tokens, targets = x.flatten(0, 1)[None], labels.flatten()[None]
+    needs = tuple(t.requires_grad for t in (tokens, *leaves))
+    if torch.is_grad_enabled() and any(needs) and not torch.compiler.is_compiling():
+        loss = _HeadLoss.apply(head, chunk, needs, targets, tokens, *leaves)[0]
+        return loss, count_labels(labels)
+    loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+    def one(x: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(head(leaves, x), labels)[0]
+
+    for pair in zip(tokens.split(chunk, 1), targets.split(chunk, 1), strict=True):
+        loss = loss + (checkpoint(one, *pair, use_reentrant=False) if torch.compiler.is_compiling() else one(*pair))
+    return loss, count_labels(labels)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Loss and, in the same pass over the chunks, its gradients, which are outputs here so that setup_context can keep them.
+
+    Outputs: (loss, gradient of x, gradients of the leaves); the gradient of what needs none, or is not used, is an empty tensor.
+    They are differentiable: second derivatives, jvp and vmap go through `_dense`, the same function in plain operations.
+    """
+
+    @staticmethod
+    def forward(
+        head: Head, chunk: int, needs: tuple[bool, ...], labels: Tensor, x: Tensor, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        loss: Any = 0.0
+        parts: list[Tensor] = []
+        sums: list[Tensor | None] = [None] * len(leaves)
+        for lo in range(0, x.shape[1], chunk):
+            ins = [t.detach().requires_grad_(n) for t, n in zip((x[:, lo : lo + chunk], *leaves), needs, strict=True)]
+            with torch.enable_grad():
+                logits = head(ins[1:], ins[0])
+            part, slope = _loss_and_slope(logits.detach(), labels[:, lo : lo + chunk])
+            loss = loss + part
+            wanted = [i for i, n in enumerate(needs) if n]
+            grads = torch.autograd.grad(logits, [ins[i] for i in wanted], slope, allow_unused=True)
+            del logits, slope
+            for i, grad in zip(wanted, grads, strict=True):
+                if grad is None:
+                    continue
+                if i == 0:
+                    parts.append(grad)
+                else:
+                    sums[i - 1] = _accumulate(sums[i - 1], grad, last=lo == 0 and x.shape[1] <= chunk)
+        empty = x.new_zeros(0)
+        dx = torch.cat(parts, 1) if parts else empty
+        d_leaves = [empty if s is None else s.to(leaf.dtype) for s, leaf in zip(sums, leaves, strict=True)]
+        return torch.as_tensor(loss, dtype=_wide(x), device=x.device), dx, *d_leaves
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.head, ctx.chunk, ctx.needs, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.save_for_forward(*tensors, *output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        size = len(ctx.needs)
+        labels, *saved = ctx.saved_tensors
+        primals, firsts = saved[:size], saved[size:]
+        of_loss, *of_firsts = slopes
+        if all(s is None for s in of_firsts):
+            grads = [None if d.numel() == 0 or of_loss is None else d * of_loss.to(d.dtype) for d in firsts]
+            return None, None, None, None, *grads
+        outputs, pull = torch.func.vjp(_dense(ctx.head, labels, ctx.needs), *primals)
+        given = [
+            torch.zeros_like(out) if s is None or s.shape != out.shape else s
+            for s, out in zip(slopes, outputs, strict=True)
+        ]
+        return None, None, None, None, *pull(tuple(given))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        size = len(ctx.needs)
+        labels, *saved = ctx.saved_tensors
+        primals, firsts = saved[:size], saved[size:]
+        given = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents[4:], strict=True))
+        _, (loss, *rest) = torch.func.jvp(_dense(ctx.head, labels, ctx.needs), tuple(primals), given)
+        return loss, *(t if t.shape == d.shape else torch.zeros_like(d) for t, d in zip(rest, firsts, strict=True))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], head: Head, chunk: int, needs: tuple[bool, ...], *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        run = lambda labels, *primals: _dense(head, labels, needs)(*primals)  # noqa: E731
+        outputs = torch.func.vmap(run, in_dims=tuple(in_dims[3:]))(*tensors)
+        return outputs, (0,) * len(outputs)
+
+
+def _dense(head: Head, labels: Tensor, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    """(x, *leaves) -> (loss, gradients) as `_HeadLoss`, in plain operations and with all logits at once."""
+    wanted = tuple(i for i, n in enumerate(needs) if n)
+
+    def value(*primals: Tensor) -> Tensor:
+        return cross_entropy(head(list(primals[1:]), primals[0]), labels)[0]
+
+    def run(*primals: Tensor) -> tuple[Tensor, ...]:
+        grads, loss = torch.func.grad_and_value(value, argnums=wanted)(*primals)
+        found = dict(zip(wanted, grads, strict=True))
+        return loss, *(found[i] if i in found else p.new_zeros(0) for i, p in enumerate(primals))
+
+    return run
+
+
+def _loss_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of the cross entropies, its gradient in the logits' dtype); logits [1, T, V], not part of any graph.
+
+    One softmax gives both: log(sum(exp)) is the largest logit less the log of the largest probability. That costs two cheap
+    maxima where a log-softmax would cost a second pass of exponentials.
+    """
+    valid = labels != IGNORE
+    z, target = logits.to(_wide(logits)), torch.where(valid, labels, 0)[..., None]
+    p = torch.softmax(z, -1)
+    losses = z.amax(-1) - p.amax(-1).log() - z.gather(-1, target)[..., 0]
+    p.scatter_add_(-1, target, torch.full_like(target, -1, dtype=p.dtype))
+    p.masked_fill_(~valid[..., None], 0.0)
+    return torch.where(valid, losses, 0.0).sum(), p.to(logits.dtype)
+
+
+def _accumulate(total: Tensor | None, grad: Tensor, *, last: bool) -> Tensor:
+    """Sums over chunks in fp32 at least; a lone chunk is passed on as it is."""
+    if total is None:
+        return grad if last else grad.to(_wide(grad), copy=True)
+    return total.add_(grad)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
