@@ -86,11 +86,14 @@ def visible_keys(mask: Mask, *, chunk: int = 256) -> Tensor:
     """int64 [B, Q]: how many keys each query sees. Memory is O(chunk K), time O(Q K)."""
     counts = []
     for begin in range(0, mask.q_positions.shape[1], chunk):
-        part = {
-            name: None if (whole := getattr(mask, name)) is None else whole[:, begin : begin + chunk]
-            for name in ("q_positions", "q_segments", "q_spans")
-        }
-        counts.append(dataclasses.replace(mask, **part).dense()[:, 0].sum(-1))
+        part = slice(begin, begin + chunk)
+        queries = dataclasses.replace(
+            mask,
+            q_positions=mask.q_positions[:, part],
+            q_segments=mask.q_segments[:, part],
+            q_spans=None if mask.q_spans is None else mask.q_spans[:, part],
+        )
+        counts.append(queries.dense()[:, 0].sum(-1))
     return torch.cat(counts, dim=1)
 
 
