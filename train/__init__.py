@@ -5,6 +5,7 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels", "params")
 
+from .loss import cross_entropy, head_loss, next_token_loss
 from .optim import (
     Optimizer,
     adamw,
@@ -16,6 +17,7 @@ from .optim import (
 )
 from .schedule import warmup_stable_decay
 from .state import State, init_state
+from .step import make_step
 
 __all__ = [
     "Optimizer",
@@ -23,8 +25,12 @@ __all__ = [
     "adamw",
     "apply_updates",
     "clip_by_global_norm",
+    "cross_entropy",
     "global_norm",
+    "head_loss",
     "init_state",
+    "make_step",
+    "next_token_loss",
     "sgd",
     "trainable_mask",
     "warmup_stable_decay",

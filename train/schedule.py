@@ -7,7 +7,6 @@ compiled step which must not wait for the device.
 from __future__ import annotations
 
 import math
-
 from typing import Any
 
 import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor

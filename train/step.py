@@ -1,0 +1,262 @@
+"""The train step: gradients of sums over microbatches, one division by the global count, one update.
+
+    step = make_step(functools.partial(next_token_loss, config=config), adamw(3e-4), clip=1.0)
+    state = init_state(params, optimizer)
+    state, metrics = step(state, batch)
+
+Remat and compilation reach the model through the loss function's `layer_fn`, so nothing is patched; and since the step is
+built on `torch.autograd.grad` over detached leaves, nothing is left behind in `.grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fnmodels import document_layout, tree
+from fnmodels.mask import Layout
+from fnmodels.tree import Tree
+
+from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask
+from .state import State, consume
+
+Batch = Mapping[str, Tensor]
+LossFn = Callable[..., tuple[Tensor, ...]]
+Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+LayerFn = Callable[[Block], Block]
+
+
+def make_step(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    remat: str = "none",
+    compile: str = "none",
+    inplace: bool = True,
+) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
+    """A function step(state, batch) -> (state, metrics).
+
+    loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Where it has a keyword `layer_fn` the step passes
+        remat and compile="block" there, and where it has `layout`, the batch's `fnmodels.document_layout`, made on the
+        host. What a functools.partial has bound already stays.
+    accumulate: the rows of the batch are taken in this many parts, as equal as can be; gradients are summed in fp32 at least,
+        and the division by the number of valid tokens comes once, at the end, so that any split gives the same step.
+    clip: the largest global norm of the gradient; None: none.
+    remat: "none"; "full": a layer keeps its input only; "every:N": every Nth layer of each kind does; "selective":
+        layers keep the results of matmuls and attention and recompute what lies between.
+    compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph. Only a plain layout is passed to
+        compiled code (any other one would compile anew for each batch).
+    inplace: the State that goes in is used up and its tensors are written (see `State`). False leaves it as it was, at the
+        cost of a copy of parameters and optimizer state.
+
+    metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr, finite;
+    and aux, summed, where there is one. Where the loss or the norm is not finite, the parameters and the optimizer's state keep their
+    bits, `finite` is False, and the step counts as made. A batch without valid tokens has loss 0 and gradient 0.
+    Nothing in a step with an optimizer that has `apply_` waits for the device.
+    """
+    if accumulate < 1:
+        raise ValueError(f"accumulate is {accumulate}; it must be at least 1.")
+    if clip is not None and clip <= 0:
+        raise ValueError(f"clip is {clip}; it must be above 0, or None.")
+    if compile not in ("none", "block", "whole"):
+        raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
+    layer_fn = _layer_fn(remat, compile)
+    takes = _open_keywords(loss_fn)
+    if layer_fn is not None and "layer_fn" not in takes:
+        raise ValueError(
+            f'remat={remat!r} and compile={compile!r} wrap the model\'s layers, so the loss function needs a free keyword "layer_fn" '
+            "which it hands to fnmodels.forward or fnmodels.hidden."
+        )
+    extras = {} if layer_fn is None else {"layer_fn": layer_fn}
+    run = torch.compile(loss_fn, fullgraph=True) if compile == "whole" else loss_fn
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
+        train = trainable_mask(state.params, optimizer.trainable)
+        total, count, aux, grads = None, None, None, None
+        for part in _parts(batch, accumulate):
+            more = extras
+            if "layout" in takes:
+                layout = _layout(part)
+                plain_only = compile != "none"
+                more = extras | {"layout": None if plain_only and layout and not layout.plain else layout}
+            part_total, part_count, part_aux, part_grads = _gradients(run, state.params, train, part, more)
+            if grads is None:
+                total, count, aux, grads = part_total, part_count, part_aux, part_grads
+                if accumulate > 1:
+                    grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+            else:
+                total, count = total + part_total, count + part_count
+                aux = None if aux is None else tree.map(torch.add, aux, part_aux)
+                torch._foreach_add_(grads, part_grads)
+            del part_grads
+        with torch.no_grad():
+            scale = 1 / count.clamp(min=1)
+            loss, norm = total * scale, global_norm(grads) * scale
+            finite = loss.isfinite() & norm.isfinite()
+            for grad in grads:
+                grad.mul_(scale if clip is None else scale * clip_factor(norm, clip))
+            metrics = {"loss": loss, "count": count, "grad_norm": norm, "lr": _rate(optimizer, state), "finite": finite}
+            if aux is not None:
+                metrics["aux"] = aux
+            return _update(optimizer, state, _scatter(train, grads), ~finite, inplace), metrics
+
+    return step
+
+
+def _gradients(
+    loss_fn: LossFn, params: Tree, train: Tree, batch: Batch, extras: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tree, list[Tensor]]:
+    """(sum, count, aux, gradients of the sum for the leaves that train, which nothing else refers to)."""
+    leaves: list[Tensor] = []
+
+    def leaf(param: Tensor, trains: bool) -> Tensor:
+        fresh = param.detach()
+        if trains:
+            leaves.append(fresh.requires_grad_())
+        return fresh
+
+    total, count, *aux = loss_fn(tree.map(leaf, params, train), batch, **extras)
+    if total.ndim or not isinstance(count, Tensor) or len(aux) > 1:
+        raise ValueError("The loss function must return (sum, count) or (sum, count, aux), sum and count 0-d tensors.")
+    grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    taken = {t.untyped_storage().data_ptr() for t in (*leaves, *tree.leaves(batch)) if isinstance(t, Tensor)}
+    return total.detach(), count.detach(), tree.map(Tensor.detach, aux[0]) if aux else None, _own(grads, taken)
+
+
+def _own(grads: tuple[Tensor, ...], taken: set[int]) -> list[Tensor]:
+    """The gradients, copied where writing into one would show elsewhere: autograd may hand out views and shared tensors."""
+    owned = []
+    for grad in grads:
+        where = grad.untyped_storage().data_ptr()
+        owned.append(grad if where not in taken and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format))
+        taken.add(where)
+    return owned
+
+
+def _update(optimizer: Optimizer, state: State, grads: Tree, skip: Tensor, inplace: bool) -> State:
+    if optimizer.apply_ is None:
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = apply_updates(state.params, updates)
+        keep = functools.partial(tree.map, lambda old, new: old if old is new else torch.where(skip, old, new))
+        after = State(state.step + 1, keep(state.params, params), keep(state.opt_state, opt_state))
+        if inplace:
+            consume(state)
+        return after
+    if inplace:
+        after = State(state.step, state.params, state.opt_state)
+        consume(state)
+    else:
+        after = tree.map(torch.clone, state)
+    optimizer.apply_(grads, after.opt_state, after.params, skip=skip)
+    after.step.add_(1)
+    return after
+
+
+def _scatter(train: Tree, grads: list[Tensor]) -> Tree:
+    values = iter(grads)
+    return tree.map(lambda trains: next(values) if trains else None, train)
+
+
+def _rate(optimizer: Optimizer, state: State) -> Tensor:
+    rate = float("nan") if optimizer.lr is None else optimizer.lr(state.opt_state)
+    return torch.as_tensor(rate, dtype=torch.float32).detach()
+
+
+def _parts(batch: Batch, accumulate: int) -> list[Batch]:
+    """The rows of the batch in `accumulate` parts, the first ones one row longer where it does not divide."""
+    if accumulate == 1:
+        return [batch]
+    for name, tensor in tree.flatten(batch).items():
+        if not tensor.ndim or tensor.shape[0] < accumulate:
+            raise ValueError(f"accumulate={accumulate} cannot split {name!r}, whose shape is {tuple(tensor.shape)}, by rows.")
+    return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], batch) for i in range(accumulate)]
+
+
+def _layout(batch: Batch) -> Layout | None:
+    if "positions" not in batch or "segment_ids" not in batch:
+        return None
+    return document_layout(batch["positions"], batch["segment_ids"])
+
+
+def _open_keywords(loss_fn: LossFn) -> set[str]:
+    """Which of `layer_fn` and `layout` the step may pass: keywords that are there and that no partial has bound."""
+    parameters = inspect.signature(loss_fn).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return {"layer_fn", "layout"} - {p.name for p in parameters if p.default not in (None, p.empty)}
+    return {p.name for p in parameters if p.name in ("layer_fn", "layout") and p.default in (None, p.empty)}
+
+
+# ------------------------------------------------------------------------------------------------ layers
+
+
+def _layer_fn(remat: str, compile: str) -> LayerFn | None:
+    """The wrapper around each kind's block; None where there is nothing to wrap."""
+    kind, _, number = remat.partition(":")
+    if (remat not in ("none", "full", "selective") and kind != "every") or (kind == "every" and not number.isdigit()):
+        raise ValueError(f'remat is {remat!r}; it must be "none", "full", "selective" or "every:N" with a number N.')
+    every = int(number) if number else 1
+    if every < 1:
+        raise ValueError(f"remat is {remat!r}; N must be at least 1.")
+    if remat == "none" and compile != "block":
+        return None
+    compiled = _compile_once(_selective if remat == "selective" else lambda block: block)
+
+    def layer_fn(block: Block) -> Block:
+        if compile == "block":
+            block = compiled(block)
+        elif remat == "selective":
+            block = _selective(block)
+        return _every(block, every) if remat == "full" or kind == "every" else block
+
+    return layer_fn
+
+
+def _every(block: Block, every: int) -> Block:
+    """Checkpoints every Nth call of one forward: `layer_fn` is called anew in each, and layers run in order."""
+    calls: Counter[str] = Counter()
+
+    def run(*args: Any) -> Any:
+        calls["made"] += 1
+        return block(*args) if calls["made"] % every else checkpoint(block, *args, use_reentrant=False)
+
+    return run
+
+
+def _selective(block: Block) -> Block:
+    """Keeps what is dear to compute, the results of matmuls and attention; recomputes norms, rotary and activations."""
+    aten = torch.ops.aten
+    names = (
+        "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+    )
+    saved = [getattr(aten, name).default for name in names.split() if hasattr(aten, name)]
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+    return lambda *args: checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:
+    """torch.compile of a block, made once for equal blocks.
+
+    Every forward binds its blocks anew (functools.partial of the family's block with config, kind, kernel and layout), and each
+    torch.compile of such an object would start over; what is bound is hashable, so equal ones can share.
+    """
+    made: dict[Any, Block] = {}
+
+    def compiled(block: Block) -> Block:
+        key: Any = block
+        if isinstance(block, functools.partial):
+            key = (block.func, block.args, tuple(sorted(block.keywords.items(), key=lambda item: item[0])))
+        if key not in made:
+            made[key] = torch.compile(wrap(block), fullgraph=True)
+        return made[key]
+
+    return compiled
