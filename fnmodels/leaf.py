@@ -61,3 +61,33 @@ def norm(size: int, axis: str, value: float = 1.0) -> Leaf:
 def bias(size: int, axis: str) -> Leaf:
     """A bias: zero, no decay."""
     return Leaf((size,), torch.float32, (axis,), Constant(0.0), decay=False)
+
+
+def attention_leaves(
+    width: int, heads: int, kv_heads: int, head_dim: int, *, std: float, qkv_bias: bool = False, o_bias: bool = False
+) -> dict[str, Leaf]:
+    """q, k, v and o projections for grouped queries, with their biases."""
+    q, kv = heads * head_dim, kv_heads * head_dim
+    leaves = {
+        "q_proj": weight((q, width), ("heads", "embed"), std),
+        "k_proj": weight((kv, width), ("kv_heads", "embed"), std),
+        "v_proj": weight((kv, width), ("kv_heads", "embed"), std),
+        "o_proj": weight((width, q), ("embed", "heads"), std),
+    }
+    if qkv_bias:
+        leaves |= {"q_bias": bias(q, "heads"), "k_bias": bias(kv, "kv_heads"), "v_bias": bias(kv, "kv_heads")}
+    if o_bias:
+        leaves["o_bias"] = bias(width, "embed")
+    return leaves
+
+
+def gated_mlp_leaves(width: int, inner: int, *, std: float, biases: bool = False) -> dict[str, Leaf]:
+    """gate, up and down projections, with their biases."""
+    leaves = {
+        "gate_proj": weight((inner, width), ("mlp", "embed"), std),
+        "up_proj": weight((inner, width), ("mlp", "embed"), std),
+        "down_proj": weight((width, inner), ("embed", "mlp"), std),
+    }
+    if biases:
+        leaves |= {"gate_bias": bias(inner, "mlp"), "up_bias": bias(inner, "mlp"), "down_bias": bias(width, "embed")}
+    return leaves

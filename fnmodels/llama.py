@@ -6,20 +6,28 @@ normalized queries and keys (Qwen 3), layers that look back a window only, and l
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from .errors import ConfigError
-from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import Leaf, bias, norm, weight
-from .mask import Causal, Create, Layout, MaskLike, Window, build_mask
+from .hf import (
+    Fields,
+    decoder_name,
+    decoder_sizes,
+    decoder_to_hf,
+    layer_types,
+    rope_from_hf,
+    rope_to_hf,
+    sliding_layers,
+)
+from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
+from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import attention
 from .ops.embed import embed_tokens
+from .ops.heads import project_out, project_qkv
 from .ops.mlp import ACTIVATIONS, gated_mlp
 from .ops.norm import rms_norm
 from .ops.rotary import Rope, apply_rotary, no_rotation, rotary_table
@@ -29,10 +37,6 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 KINDS = ("full", "sliding", "full_nope", "sliding_nope")
 TAPS = ("attention", "middle", "mlp")  # what the sublayers add to the residual stream, and the stream between them
 
-_SAME_IN_HF = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "rms_norm_eps tie_word_embeddings hidden_act max_position_embeddings initializer_range"
-)
 # Where the key is left out; null means as many as there are query heads.
 _KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}
 _ARCHITECTURES = dict(zip(MODEL_TYPES, ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"), strict=True))
@@ -95,33 +99,24 @@ class Config:
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        heads = fields.integer("num_attention_heads")
-        hidden = fields.integer("hidden_size")
-        if fields.take("head_dim", None) is None and hidden % heads:
-            raise ConfigError(
-                f"config.json: 'hidden_size' {hidden} is not a multiple of 'num_attention_heads' {heads}."
-            )
-        head_dim = fields.integer("head_dim", 128 if model_type == "qwen3" else hidden // heads, high=1 << 16)
-        positions = fields.integer("max_position_embeddings", {"llama": 2048, "mistral": 131072}.get(model_type, 32768))
-        layers = fields.integer("num_hidden_layers", high=100_000)
-        theta = 2e6 if model_type == "smollm3" else 1e4
+        sizes = decoder_sizes(
+            fields,
+            max_positions={"llama": 2048, "mistral": 131072}.get(model_type, 32768),
+            tied=model_type == "smollm3",
+            kv_heads=_KV_HEADS.get(model_type, 0),
+            head_dim=128 if model_type == "qwen3" else 0,
+        )
         has_bias = model_type in ("llama", "qwen3", "smollm3") and fields.boolean("attention_bias", False)
-        kv_heads = heads if "num_key_value_heads" in fields.values else _KV_HEADS.get(model_type, heads)
-        window, kinds = _layer_kinds(fields, model_type, layers)
-        fields.expect("attention_dropout", 0, 0.0)
-        fields.expect("is_encoder_decoder", False)
-        fields.expect("quantization_config", None)
+        window, kinds = _layer_kinds(fields, model_type, sizes["num_hidden_layers"])
         config = Config(
-            vocab_size=fields.integer("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=fields.integer("intermediate_size"),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=fields.integer("num_key_value_heads", kv_heads),
-            head_dim=head_dim,
-            rope=rope_from_hf(fields, head_dim=head_dim, max_positions=positions, theta=theta),
+            **sizes,
+            rope=rope_from_hf(
+                fields,
+                head_dim=sizes["head_dim"],
+                max_positions=sizes["max_position_embeddings"],
+                theta=2e6 if model_type == "smollm3" else 1e4,
+            ),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", model_type == "smollm3"),
             qkv_bias=has_bias or model_type == "qwen2",
             o_bias=has_bias,
             mlp_bias=model_type in ("llama", "smollm3") and fields.boolean("mlp_bias", False),
@@ -129,8 +124,6 @@ class Config:
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             sliding_window=window,
             layer_kinds=kinds,
-            max_position_embeddings=positions,
-            initializer_range=fields.number("initializer_range", 0.02, above=-1e-9),
             model_type=model_type,
         )
         object.__setattr__(config, "extra", fields.finish())
@@ -138,29 +131,20 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
-        out = {name: json.loads(value) for name, value in self.extra} | {
-            "architectures": [f"{_ARCHITECTURES[self.model_type]}ForCausalLM"],
-            "model_type": self.model_type,
-            "rope_parameters": rope_to_hf(self.rope),
-        }
-        out |= {name: getattr(self, name) for name in _SAME_IN_HF.split()}
+        own: dict[str, Any] = {"rope_parameters": rope_to_hf(self.rope)}
+        own |= {"rms_norm_eps": self.rms_norm_eps, "hidden_act": self.hidden_act}
         if self.model_type in ("llama", "qwen3", "smollm3"):
-            out["attention_bias"] = self.qkv_bias
+            own["attention_bias"] = self.qkv_bias
         if self.model_type in ("llama", "smollm3"):
-            out["mlp_bias"] = self.mlp_bias
+            own["mlp_bias"] = self.mlp_bias
         if self.model_type != "llama":
-            out["sliding_window"] = self.sliding_window
+            own["sliding_window"] = self.sliding_window
         if self.model_type in ("qwen2", "qwen3", "smollm3"):
             slides = [kind.startswith("sliding") for kind in self.layer_kinds]
-            out["use_sliding_window"] = any(slides)
-            out["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
+            own |= {"use_sliding_window": any(slides), "layer_types": layer_types(slides)}
         if self.model_type == "smollm3":
-            out["no_rope_layers"] = [int(not kind.endswith("nope")) for kind in self.layer_kinds]
-        again = Config.from_hf(out)
-        if again != self:
-            lost = [n for n in self.__dataclass_fields__ if getattr(again, n) != getattr(self, n) and n != "extra"]
-            raise ConfigError(f"The model type {self.model_type!r} cannot express this model's {', '.join(lost)}.")
-        return out
+            own["no_rope_layers"] = [int(not kind.endswith("nope")) for kind in self.layer_kinds]
+        return decoder_to_hf(self, f"{_ARCHITECTURES[self.model_type]}ForCausalLM", **own)
 
 
 def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
@@ -185,17 +169,7 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
         first = fields.integer("max_window_layers", 28, low=0)
         slides = [on and i >= first for i in range(layers)]
     window = window if on else None
-    types = fields.take("layer_types", None)
-    if types is not None:
-        if (
-            not isinstance(types, list)
-            or len(types) != layers
-            or not set(types) <= {"full_attention", "sliding_attention"}
-        ):
-            raise ConfigError(
-                f"config.json: 'layer_types' must name {layers} layers 'full_attention' or 'sliding_attention'."
-            )
-        slides = [t == "sliding_attention" for t in types]
+    slides = sliding_layers(fields, slides)
     if any(slides) and window is None:
         raise ConfigError("config.json: 'layer_types' has sliding layers, but 'sliding_window' is off.")
     kinds = [("sliding" if s else "full") + ("" if r else "_nope") for s, r in zip(slides, rope, strict=True)]
@@ -204,45 +178,23 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    D, F_, H, std = config.hidden_size, config.intermediate_size, config.head_dim, config.initializer_range
-    q, kv = config.num_attention_heads * H, config.num_key_value_heads * H
+    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
 
-    def attention_spec() -> dict[str, Leaf]:
-        leaves = {
-            "q_proj": weight((q, D), ("heads", "embed"), std),
-            "k_proj": weight((kv, D), ("kv_heads", "embed"), std),
-            "v_proj": weight((kv, D), ("kv_heads", "embed"), std),
-            "o_proj": weight((D, q), ("embed", "heads"), std),
-        }
-        if config.qkv_bias:
-            leaves |= {"q_bias": bias(q, "heads"), "k_bias": bias(kv, "kv_heads"), "v_bias": bias(kv, "kv_heads")}
-        if config.o_bias:
-            leaves["o_bias"] = bias(D, "embed")
+    def layer() -> Tree:
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        attention = attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
         if config.qk_norm:
-            leaves |= {"q_norm": norm(H, "head_dim"), "k_norm": norm(H, "head_dim")}
-        return leaves
-
-    def mlp_spec() -> dict[str, Leaf]:
-        leaves = {
-            "gate_proj": weight((F_, D), ("mlp", "embed"), std),
-            "up_proj": weight((F_, D), ("mlp", "embed"), std),
-            "down_proj": weight((D, F_), ("embed", "mlp"), std),
-        }
-        if config.mlp_bias:
-            leaves |= {"gate_bias": bias(F_, "mlp"), "up_bias": bias(F_, "mlp"), "down_bias": bias(D, "embed")}
-        return leaves
-
-    def layer_spec() -> Tree:
+            attention |= {"q_norm": norm(H, "head_dim"), "k_norm": norm(H, "head_dim")}
         return {
             "input_layernorm": norm(D, "embed"),
-            "attention": attention_spec(),
+            "attention": attention,
             "post_attention_layernorm": norm(D, "embed"),
-            "mlp": mlp_spec(),
+            "mlp": gated_mlp_leaves(D, config.intermediate_size, std=std, biases=config.mlp_bias),
         }
 
     tree: Tree = {
         "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
-        "layers": [layer_spec() for _ in range(config.num_hidden_layers)],
+        "layers": [layer() for _ in range(config.num_hidden_layers)],
         "norm": norm(D, "embed"),
     }
     if not config.tie_word_embeddings:
@@ -252,17 +204,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}."""
-    return {path: _hf_name(path) for path in flatten(spec(config))}
-
-
-def _hf_name(path: str) -> str:
-    if path == "lm_head":
-        return "lm_head.weight"
-    path = path.replace(".attention.", ".self_attn.")
-    for part in ("q", "k", "v", "o", "gate", "up", "down"):
-        if path.endswith(f".{part}_bias"):
-            return f"model.{path.removesuffix('_bias')}_proj.bias"
-    return f"model.{path}.weight"
+    return {path: decoder_name(path) for path in flatten(spec(config))}
 
 
 def kinds(config: Config) -> tuple[str, ...]:
@@ -274,10 +216,7 @@ def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
     """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
-    rules = {"full": Causal(), "sliding": Causal() & Window(config.sliding_window or 1)}
-    used = {kind.removesuffix("_nope") for kind in config.layer_kinds}
-    masks = {kind: build_mask(rules[kind], positions, segment_ids, create=create) for kind in sorted(used)}
-    return {kind: masks[kind.removesuffix("_nope")] for kind in sorted(set(config.layer_kinds))}
+    return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
@@ -307,17 +246,12 @@ def block(
     """One layer: x [B, S, D] -> (x, {tap: tensor})."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
-    q, k, v = (
-        rearrange(
-            F.linear(normed, weights[f"{p}_proj"], weights.get(f"{p}_bias")), "b s (n h) -> b s n h", h=config.head_dim
-        )
-        for p in "qkv"
-    )
+    q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
     if config.qk_norm:
         q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
     mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
-    attended = F.linear(rearrange(mixed, "b s n h -> b s (n h)"), weights["o_proj"], weights.get("o_bias"))
+    attended = project_out(weights, mixed)
     middle = x + attended
     fed = gated_mlp(
         layer["mlp"], rms_norm(middle, layer["post_attention_layernorm"], eps=eps), activation=config.hidden_act

@@ -12,7 +12,7 @@ Two tokens of different segments, and padding (segment 0), never see each other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -200,6 +200,18 @@ def build_mask(
         return mask
     batch, length = positions.shape[:2]
     return create(mask.mask_mod(), batch, None, length, length, device=positions.device)
+
+
+def causal_masks(
+    kinds: Iterable[str], window: int | None, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask} of a decoder: kinds that begin with "sliding" see `window` keys, the others all before them.
+
+    Kinds with one rule share one mask.
+    """
+    rules = {kind: Causal() & Window(window or 0) if kind.startswith("sliding") else Causal() for kind in kinds}
+    masks = {rule: build_mask(rule, positions, segment_ids, create=create) for rule in dict.fromkeys(rules.values())}
+    return {kind: masks[rule] for kind, rule in sorted(rules.items())}
 
 
 @dataclass(frozen=True)
