@@ -24,6 +24,7 @@ from fnmodels.errors import FormatError, UnsupportedError
 from params.files import parse_json
 
 HEADER_LIMIT = 100_000_000  # bytes, the format's own bound
+_PIECE = 1 << 21  # numbers cast at once: few enough to stay in the cache
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -84,7 +85,7 @@ def _entries(path: Path, handle: FileIO) -> dict[str, Entry]:
     if 8 + length > size:
         raise FormatError(f"{path} has {size:,} bytes, but its header alone would end at {8 + length:,}: truncated?")
     data = bytearray(length)
-    _fill(path, handle, memoryview(data))
+    _fill(path, handle, data)
     if not data.startswith(b"{"):
         raise FormatError(f"{path}: the header must begin with '{{', not with {bytes(data[:8])!r}.")
     header = parse_json(data, f"{path}: the header")
@@ -157,19 +158,30 @@ def mapped_tensor(mapping: mmap.mmap, entry: Entry) -> Tensor:
     return data.view(entry.dtype).view(entry.shape)
 
 
-def owned_tensor(file: TensorFile, entry: Entry) -> Tensor:
-    """A tensor in memory of its own, read from the file."""
-    data = torch.empty(entry.stop - entry.start, dtype=torch.uint8, device="cpu")
+def read_tensor(file: TensorFile, entry: Entry, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor in memory of its own, read from the file and cast piece by piece; dtype None: as it is there."""
+    out = torch.empty(entry.shape, dtype=dtype or entry.dtype, device="cpu")
     file.handle.seek(entry.start)
-    _fill(file.path, file.handle, data.numpy().data)
-    return data.view(entry.dtype).view(entry.shape)
+    if out.dtype == entry.dtype:
+        _fill(file.path, file.handle, _raw(out))
+        return out
+    piece = torch.empty(min(_PIECE, out.numel()), dtype=entry.dtype, device="cpu")
+    for part in out.view(-1).split(_PIECE):
+        _fill(file.path, file.handle, _raw(piece[: len(part)]))
+        part.copy_(piece[: len(part)])
+    return out
 
 
-def _fill(path: Path, handle: FileIO, view: memoryview) -> None:
+def _raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, for reading and writing."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _fill(path: Path, handle: FileIO, view: memoryview | bytearray) -> None:
     # A single read returns at most 2 GiB, and memory that it left alone would look like weights.
     done = 0
     while done < len(view):
-        count = handle.readinto(view[done:])
+        count = handle.readinto(memoryview(view)[done:])
         if not count:
             raise FormatError(f"{path} ended {len(view) - done:,} bytes early while being read: is it being rewritten?")
         done += count
@@ -193,7 +205,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            data = tensors[name].detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-            file.write(data.numpy().data)
+            file.write(_raw(tensors[name].detach().to("cpu").contiguous()))
         file.flush()
         os.fsync(file.fileno())

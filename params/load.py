@@ -21,7 +21,7 @@ from fnmodels.errors import CheckpointError, ConfigError, MismatchError
 from fnmodels.families import family_for
 from fnmodels.tree import Tree
 from params.files import plain_file, read_json
-from params.format import Entry, TensorFile, map_file, mapped_tensor, owned_tensor
+from params.format import Entry, TensorFile, map_file, mapped_tensor, read_tensor
 from params.index import listed, open_folder
 from params.init import leaf_dtype
 from params.names import LEFTOVERS, Slot, dtype_class, slots, ties
@@ -154,7 +154,7 @@ def _leaf(
     if stays and not copy:
         return mapped_tensor(_mapping(mappings, file), entry)
     # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
-    return owned_tensor(file, entry).to(device or "cpu", dtype or entry.dtype)
+    return read_tensor(file, entry, dtype).to(device or "cpu")
 
 
 def _mapping(mappings: dict[Path, mmap.mmap], file: TensorFile) -> mmap.mmap:
