@@ -7,7 +7,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-import fnmodels
 from train.errors import UserError
 
 
@@ -44,15 +43,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> Non
             f"{folder}: the tokenizer's ids go up to {highest}, but the model's vocabulary has {vocab_size} entries: "
             "tokenizer.json and config.json belong to different models"
         )
-
-
-def load_config(folder: Path) -> Any:
-    """The family's Config of a folder's config.json. CheckpointError where a family cannot read it."""
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is not JSON that can be read ({error})") from error
-    return fnmodels.family_for(values.get("model_type")).Config.from_hf(values)
 
 
 def copy_companions(source: Path, folder: Path) -> None:

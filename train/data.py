@@ -46,7 +46,7 @@ def tokenised(corpus: Corpus, tokenizer: Tokenizer, end: int | None) -> Dataset:
     settings = f"1 {fingerprint(corpus)} {end} {tokenizer.to_str()}"
 
     def write(path: Path) -> None:
-        arrays = {}
+        arrays: dict[str, np.ndarray] = {}
         for name, part in (("train", corpus.train), ("heldout", corpus.heldout)):
             ids, lengths = encode(part, tokenizer, end)
             arrays |= {f"{name}.ids": ids, f"{name}.lengths": lengths}

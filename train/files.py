@@ -5,14 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-
-def sync(path: Path) -> None:
-    """Flush one file, or the names in one folder, to disk. A rename alone does not survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+from params.files import sync
 
 
 def move_into_place(temporary: Path, path: Path) -> None:

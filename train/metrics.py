@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from train.files import write_text
@@ -43,6 +45,11 @@ def cut_after(path: Path, step: int) -> list[Row]:
 def line(row: Row) -> str:
     """One row of the file. JSON knows no NaN: a value that is not finite is written as null."""
     return json.dumps({name: value if is_finite(value) else None for name, value in row.items()}) + "\n"
+
+
+def shortest(value: Tensor) -> float:
+    """An fp32 number as the decimal of fewest digits that is read back as the same fp32 number."""
+    return float(str(np.float32(value.item())))
 
 
 def is_finite(value: Any) -> bool:

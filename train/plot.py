@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from train.files import write_atomic
@@ -34,9 +35,10 @@ def loss_picture(
         axes.plot(rows[-1]["step"], final_loss, "*", color="tab:red", markersize=12, label="held out, all files")
     axes.axhline(zlib_bits * to_nats, color="tab:gray", linestyle="--", label=f"zlib -9: {zlib_bits:.2f} bits per byte")
     axes.set(xlabel="step", ylabel="loss in nats per token", title=title(final_loss, to_nats))
-    axes.secondary_yaxis("right", functions=(lambda nats: nats / to_nats, lambda bits: bits * to_nats)).set_ylabel(
-        "bits per byte of held-out text"
+    bits = axes.secondary_yaxis(
+        "right", functions=(lambda y: np.asarray(y) / to_nats, lambda y: np.asarray(y) * to_nats)
     )
+    bits.set_ylabel("bits per byte of held-out text")
     axes.grid(alpha=0.3)
     axes.legend()
     write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=120))

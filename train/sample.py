@@ -80,27 +80,35 @@ def parser() -> Parser:
     made = Parser(
         prog="fnmodels-sample",
         description="Continue a prompt with the model of a folder: config.json, *.safetensors, tokenizer.json.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, or one from Hugging Face"
     )
     made.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    made.add_argument("--tokens", type=at_least(1), default=100, metavar="N", help="how many tokens at most")
     made.add_argument(
-        "--temperature", type=at_least(0.0), default=0.8, metavar="T", help="0 takes the best token each time"
+        "--tokens", type=at_least(1), default=100, metavar="N", help="how many tokens at most (default %(default)s)"
     )
-    made.add_argument("--top-k", type=at_least(1), default=50, metavar="K", help="draw from the K best tokens")
-    made.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the draws")
+    made.add_argument(
+        "--temperature",
+        type=at_least(0.0),
+        default=0.8,
+        metavar="T",
+        help="0 takes the best token each time (default %(default)s)",
+    )
+    made.add_argument(
+        "--top-k", type=at_least(1), default=50, metavar="K", help="draw from the K best tokens (default %(default)s)"
+    )
+    made.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the draws (default %(default)s)")
     return made
 
 
 def sample(arguments: argparse.Namespace) -> int:
-    from train.checkpoint import end_ids, load_tokenizer
+    from train.checkpoint import check_vocabulary, end_ids, load_tokenizer
 
     folder = arguments.checkpoint
     tokenizer = load_tokenizer(folder)
     config, params = P.load_pretrained(folder)
+    check_vocabulary(tokenizer, config.vocab_size, folder)
     how = {name: getattr(arguments, name) for name in ("tokens", "temperature", "top_k", "seed")}
     print(complete(params, config, tokenizer, arguments.prompt, end_ids(folder), **how))
     return 0

@@ -45,7 +45,8 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str], end: int | None) ->
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """The entries of config.json which say where a text begins and ends."""
-    return {"bos_token_id": tokenizer.token_to_id(END), "eos_token_id": tokenizer.token_to_id(END)}
+    end = tokenizer.get_vocab()[END]
+    return {"bos_token_id": end, "eos_token_id": end}
 
 
 def tokenizer_config(*, context: int) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from train import commands
+from train.cli import main
+from train.sample import main as sample
+
+ROOT = Path(train.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def errors(path):
+    """(flags, what the sentence names): mistakes that are seen before anything is computed."""
+    (path / "file").write_text("text")
+    (path / "nothing").mkdir()
+    (path / "binary").write_bytes(bytes(range(256)))
+    run = ["--run", str(path / "run")]
+    return {
+        "no run": ([], "--run"),
+        "no steps": ([*run, "--steps", "0"], "'0' is not a whole number from 1"),
+        "words": ([*run, "--steps", "many"], "'many' is not a whole number"),
+        "negative seed": ([*run, "--seed", "-1"], "'-1' is not a whole number from 0"),
+        "never saved": ([*run, "--save-every", "0"], "--save-every"),
+        "typing error": ([*run, "--stepz", "3"], "--stepz"),
+        "mesh": ([*run, "--mesh", "fsdp=2"], "--mesh fsdp=2"),
+        "run is a file": (["--run", str(path / "file")], "cannot be made"),
+        "run below a file": (["--run", str(path / "file" / "run")], "cannot be made"),
+        "no data": ([*run, "--data", str(path / "absent")], "no such file or folder"),
+        "empty data": ([*run, "--data", str(path / "nothing")], "no text"),
+        "binary data": ([*run, "--data", str(path / "binary")], "binary"),
+        "no checkpoint": ([*run, "--data", str(path / "file"), "--init", str(path / "absent")], "no such checkpoint"),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("no run", "no steps", "words", "negative seed", "never saved", "typing error", "mesh", "run is a file"),
+        *("run below a file", "no data", "empty data", "binary data", "no checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, name):
+    flags, named = errors(tmp_path)[name]
+    assert main(flags) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.startswith("fnmodels-train: ")
+    assert error.endswith(".\n")
+    assert error.count("\n") == 1
+
+
+def test_a_mistake_leaves_a_folder_that_can_be_used_next(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["--run", str(run), "--data", str(tmp_path / "absent")]) == 2
+    assert [path.name for path in run.iterdir()] == [".lock"]
+
+
+def test_missing_packages_are_named_with_their_extra(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "find_spec", lambda name: None if name in ("rich", "tokenizers") else object())
+    assert main(["--run", str(tmp_path / "run")]) == 2
+    assert (
+        'tokenizers and rich must be installed for this: pip install "fnmodels[log,text]".' in capsys.readouterr().err
+    )
+    assert sample([str(tmp_path), "--prompt", "a"]) == 2
+    assert 'pip install "fnmodels[text]".' in capsys.readouterr().err
+
+
+def test_a_failing_disk_is_a_sentence_too(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", str(tmp_path / "run" / "state.safetensors"))
+
+    monkeypatch.setattr("train.run.train_run", full)
+    assert main(["--run", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == f"fnmodels-train: {tmp_path}/run/state.safetensors: No space left on device.\n"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("text\n" * 40)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert main(["--run", str(tmp_path / "run"), "--data", str(tmp_path / "file")]) == 2
+    assert "set XDG_CACHE_HOME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["train", "train.sample"])
+def test_help_names_every_flag(module):
+    shown = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    flags = {
+        "train": (
+            "--run DIR",
+            "--steps N",
+            "--seed N",
+            "--data PATH",
+            "--init CHECKPOINT",
+            "--resume",
+            "--save-every N",
+        ),
+        "train.sample": (
+            "CHECKPOINT_FOLDER",
+            "--prompt TEXT",
+            "--tokens N",
+            "--temperature T",
+            "--top-k K",
+            "--seed N",
+        ),
+    }[module]
+    assert [flag for flag in flags if flag not in shown.stdout] == []
+
+
+def test_the_module_exits_with_the_code_of_main(tmp_path):
+    command = [sys.executable, "-m", "train", "--run", str(tmp_path / "run"), "--data", str(tmp_path / "absent")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,382 @@
+"""The main job with a tiny model on a tiny text, called as a function; the Ctrl-C test starts a real process."""
+
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import params as P
+from train import folder, run
+from train.cli import main
+from train.preset import Preset
+
+TINY = Preset(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    row_length=32,
+    batch_rows=4,
+    steps=6,
+    evaluations=2,
+    evaluation_rows=4,
+    sample_tokens=6,
+)
+SAME = ("model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl", "summary.json", "state.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200)))
+    return path
+
+
+def train(path, text, *flags, preset=TINY):
+    return main(["--run", str(path), *(["--data", str(text)] if text else []), *map(str, flags)], preset=preset)
+
+
+def rows(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(one, other):
+    return [name for name in SAME if (one / name).read_bytes() != (other / name).read_bytes()]
+
+
+def stop_after(monkeypatch, step):
+    """As if a signal arrived while `step` was being made."""
+    real = run.stop_requests
+
+    def requests():
+        asked = real()
+
+        class Stop:
+            def __enter__(self):
+                self.inner, self.calls = asked.__enter__(), 0
+                return self.ask
+
+            def ask(self):
+                self.calls += 1
+                return self.calls >= step or self.inner()
+
+            def __exit__(self, *error):
+                return asked.__exit__(*error)
+
+        return Stop()
+
+    monkeypatch.setattr(run, "stop_requests", requests)
+
+
+def test_a_run_leaves_a_checkpoint_metrics_curves_and_a_summary(tmp_path, text, capsys):
+    path = tmp_path / "run"
+    assert train(path, text) == 0
+    out = capsys.readouterr().out
+    config, params = P.load_pretrained(path)
+    assert {leaf.dtype for leaf in P.flatten(params).values()} == {torch.float32}
+    assert config.tie_word_embeddings
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "lr", "grad_norm", "tokens", "finite"} <= rows(path)[0].keys()
+    assert [row["step"] for row in rows(path) if "heldout_loss" in row] == [3, 6]
+    assert rows(path)[0]["lr"] > 0
+    assert (path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((path / "tensorboard").glob("events.*"))
+    summary = json.loads((path / "summary.json").read_text())
+    assert f"{summary['heldout_bits_per_byte']:.3f} bits per byte" in out
+    assert "zlib -9" in out
+    assert str(path / "loss.png") in out
+    assert summary["sample"].startswith("def ")
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(tmp_path, text):
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        assert train(tmp_path / name, text, "--steps", 3, "--seed", seed) == 0
+    assert same(tmp_path / "a", tmp_path / "b") == []
+    assert "model.safetensors" in same(tmp_path / "a", tmp_path / "c")
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, text, monkeypatch, capsys, stop):
+    assert train(tmp_path / "whole", text) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, stop)
+        assert train(tmp_path / "parts", text) == 130
+    out = capsys.readouterr().out
+    assert f"stopped at step {stop} of 6" in out
+    assert f"python -m train --run {tmp_path / 'parts'} --resume" in out
+    assert len(rows(tmp_path / "parts")) == stop
+    P.load_pretrained(tmp_path / "parts")
+    assert train(tmp_path / "parts", None, "--resume") == 0
+    assert f"resuming at step {stop} of 6" in capsys.readouterr().out
+    assert same(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_after_a_kill_rows_past_the_checkpoint_are_cut(tmp_path, text, monkeypatch):
+    assert train(tmp_path / "whole", text) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        train(tmp_path / "killed", text)
+    with open(tmp_path / "killed" / "metrics.jsonl", "a") as file:  # steps made after the last save, the last cut short
+        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
+    assert train(tmp_path / "killed", text, "--resume") == 0
+    assert same(tmp_path / "whole", tmp_path / "killed") == []
+
+
+@pytest.mark.parametrize("fails", ["before the state", "between state and checkpoint", "inside the state"])
+def test_a_kill_while_saving_leaves_the_older_state_usable(tmp_path, text, monkeypatch, fails):
+    """The saving at step 4 dies; what step 2 saved, or the state of step 4 if it was complete, carries on."""
+    assert train(tmp_path / "whole", text) == 0
+    names = {"before the state": "save_state", "between state and checkpoint": "save_checkpoint"}
+    with monkeypatch.context() as patch:
+        calls = []
+
+        def die_at_second(real):
+            def function(*args):
+                calls.append(1)
+                if len(calls) == 2:
+                    if fails == "inside the state":
+                        Path(args[1]).write_bytes(b"half")
+                    raise KeyboardInterrupt
+                return real(*args)
+
+            return function
+
+        name = names.get(fails, "save_file")
+        patch.setattr(folder, name, die_at_second(getattr(folder, name)))
+        assert train(tmp_path / "killed", text, "--save-every", 2) == 130
+    assert folder.saved_progress(tmp_path / "killed" / folder.STATE)["step"] == (4 if "between" in fails else 2)
+    P.load_pretrained(tmp_path / "killed")
+    assert train(tmp_path / "killed", text, "--resume") == 0
+    assert same(tmp_path / "whole", tmp_path / "killed") == []
+
+
+def test_resume_of_a_finished_run_tells_its_result_again_without_reading_the_text(tmp_path, text, capsys):
+    assert train(tmp_path / "run", text, "--steps", 2) == 0
+    first = capsys.readouterr().out
+    before = (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns
+    text.unlink()
+    assert train(tmp_path / "run", None, "--resume") == 0
+    assert first.splitlines()[-6:] == capsys.readouterr().out.splitlines()[-6:]
+    assert (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("prepare", [None, "empty", "no state", "damaged state"])
+def test_resume_without_a_complete_checkpoint_says_so_and_starts_at_0(tmp_path, text, capsys, prepare):
+    path = tmp_path / "run"
+    if prepare == "empty":
+        path.mkdir()
+    elif prepare:
+        assert train(path, text, "--steps", 2) == 0
+        state = path / "state.safetensors"
+        state.write_bytes(state.read_bytes()[:200]) if prepare == "damaged state" else state.unlink()
+    assert train(path, text, "--steps", 2, "--resume") == 0
+    assert "no complete checkpoint" in capsys.readouterr().out
+    assert [row["step"] for row in rows(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--steps", 7), "--steps 7 differs from the run"),
+        (("--seed", 1), "--seed 1 differs from the run"),
+        (("--data", "elsewhere"), "differs from the run"),
+        (("--init", "elsewhere"), "it was not given"),
+    ],
+)
+def test_resume_refuses_flags_that_contradict_the_run(tmp_path, text, monkeypatch, capsys, flags, message):
+    stop_after(monkeypatch, 2)
+    train(tmp_path / "run", text)
+    assert train(tmp_path / "run", None, "--resume", *flags) == 2
+    assert message in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("change", ["text", "tokenizer", "config", "settings"])
+def test_resume_refuses_when_what_the_run_began_with_has_changed(tmp_path, text, monkeypatch, capsys, change):
+    path, preset = tmp_path / "run", TINY
+    stop_after(monkeypatch, 2)
+    train(path, text)
+    if change == "text":
+        text.write_text(text.read_text() + "more\n" * 50)
+    elif change == "tokenizer":
+        file = path / "tokenizer.json"
+        file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    elif change == "config":
+        file = path / "config.json"
+        file.write_text(file.read_text().replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'))
+    else:
+        preset = replace(TINY, learning_rate=1.0)
+    assert train(path, None, "--resume", preset=preset) == 2
+    assert "name another --run" in one_sentence(capsys)
+
+
+def one_sentence(capsys):
+    """What went to standard error: one line, no traceback."""
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert error.endswith(".\n")
+    assert error.startswith("fnmodels-train: ")
+    return error
+
+
+def test_a_folder_in_use_is_refused(tmp_path, text, capsys):
+    path = tmp_path / "run"
+    path.mkdir()
+    with open(path / ".lock", "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert train(path, text) == 2
+    assert "in use" in one_sentence(capsys)
+    assert train(path, text, "--steps", 1) == 0
+
+
+def test_a_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path, text, capsys):
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "thesis.txt").write_text("precious")
+    assert train(path, text) == 2
+    assert "not empty" in one_sentence(capsys)
+    (path / "model.safetensors").write_text("somebody's model")
+    assert train(path, text, "--resume") == 2
+    assert "no run wrote" in one_sentence(capsys)
+    assert (path / "model.safetensors").read_text() == "somebody's model"
+
+
+def test_a_run_starts_from_a_checkpoint_and_its_tokenizer(tmp_path, text, monkeypatch, capsys):
+    assert train(tmp_path / "first", text) == 0
+    assert train(tmp_path / "whole", text, "--init", tmp_path / "first", "--steps", 4) == 0
+    assert (tmp_path / "whole" / "tokenizer.json").read_bytes() == (tmp_path / "first" / "tokenizer.json").read_bytes()
+    assert rows(tmp_path / "whole")[0]["loss"] < rows(tmp_path / "first")[1]["loss"]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert train(tmp_path / "parts", text, "--init", tmp_path / "first", "--steps", 4) == 130
+    assert train(tmp_path / "parts", text, "--resume") == 0
+    assert same(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_a_checkpoint_that_does_not_fit_its_tokenizer_is_refused(tmp_path, text, capsys):
+    assert train(tmp_path / "first", text, "--steps", 1) == 0
+    config, params = P.load_pretrained(tmp_path / "first", copy=True)
+    small = replace(config, vocab_size=64)
+    P.save_pretrained(tmp_path / "first", small, params | {"embed_tokens": params["embed_tokens"][:64].clone()})
+    capsys.readouterr()
+    assert train(tmp_path / "second", text, "--init", tmp_path / "first") == 2
+    assert "vocabulary has 64 entries" in one_sentence(capsys)
+    (tmp_path / "first" / "tokenizer.json").write_text("{}")
+    assert train(tmp_path / "second", text, "--init", tmp_path / "first") == 2
+    assert "tokenizer.json is not a tokenizer" in one_sentence(capsys)
+    (tmp_path / "first" / "tokenizer.json").unlink()
+    assert train(tmp_path / "second", text, "--init", tmp_path / "first") == 2
+    assert "has no tokenizer.json" in one_sentence(capsys)
+    assert train(tmp_path / "second", text, "--init", tmp_path / "nowhere") == 2
+    assert "no such checkpoint folder" in one_sentence(capsys)
+
+
+def test_the_default_text_needs_no_flag(tmp_path, monkeypatch):
+    library = tmp_path / "library"
+    library.mkdir()
+    for i in range(30):
+        (library / f"m{i}.py").write_text(f"import os\n\n\ndef f{i}():\n    return os.name * {i}\n" * 4)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library)})
+    assert main(["--run", str(tmp_path / "run"), "--steps", "1"], preset=TINY) == 0
+
+
+def test_the_default_model_divides_over_every_mesh():
+    from train.preset import DEFAULT
+
+    for size in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        assert getattr(DEFAULT, size) % 2 == 0
+    assert DEFAULT.batch_rows % 4 == DEFAULT.row_length % 4 == DEFAULT.vocab_size % 64 == 0
+
+
+def test_no_global_state_is_changed(tmp_path, text):
+    def everything():
+        signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        return (
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.initial_seed(),
+            signals,
+        )
+
+    before, noise = everything(), torch.random.get_rng_state()
+    assert train(tmp_path / "run", text, "--steps", 2) == 0
+    assert everything() == before
+    assert torch.equal(torch.random.get_rng_state(), noise)
+    assert threading.active_count() < 50
+
+
+def test_transformers_opens_the_run_folder_with_the_same_logits(tmp_path, text):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer
+
+    import fnmodels
+
+    assert train(tmp_path / "run", text) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
+    config, params = P.load_pretrained(tmp_path / "run")
+    prompt = "def f7(x):\n    return <|x|> é"
+    ours = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json")).encode(prompt).ids
+    for kind in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
+        tokenizer = kind.from_pretrained(tmp_path / "run")
+        assert tokenizer(prompt)["input_ids"] == ours
+        assert tokenizer.decode(ours, skip_special_tokens=True) == prompt
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 0)
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 0
+    tokens = torch.tensor([ours])
+    with torch.no_grad():
+        logits = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config)
+        reference = theirs(tokens).logits
+    assert (logits - reference).abs().max() < 2e-5 * max(1.0, float(reference.std()))
+
+
+def start(path, text, *flags):
+    """The main job in a process of its own, with steps enough to be caught in the middle."""
+    code = "import sys; from train.cli import main; from train.preset import Preset; "
+    code += f"sys.exit(main(sys.argv[1:], preset={replace(TINY, steps=120)!r}))"
+    command = [sys.executable, "-c", code, "--run", str(path), "--data", str(text), "--save-every", "10", *flags]
+    root = Path(P.__file__).parents[1]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
+
+
+def wait_for_rows(process, path, count):
+    until = time.monotonic() + 300
+    while not (path / "metrics.jsonl").exists() or (path / "metrics.jsonl").read_text().count("\n") < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_real_process_then_resume(tmp_path, text):
+    """Ctrl-C and SIGTERM save and exit with 130; a kill leaves the last save. Either way the end is the same."""
+    whole = start(tmp_path / "whole", text)
+    assert whole.communicate()[1] == ""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        path = tmp_path / number.name
+        process = start(path, text)
+        wait_for_rows(process, path, 25)
+        process.send_signal(number)
+        out, error = process.communicate()
+        assert process.returncode == (-9 if number == signal.SIGKILL else 130)
+        assert "Traceback" not in error
+        assert number == signal.SIGKILL or "resume with: python -m train" in out
+        again = start(path, text, "--resume")
+        out, error = again.communicate()
+        assert (again.returncode, error) == (0, "")
+        assert "resuming at step" in out
+        assert same(tmp_path / "whole", path) == []

@@ -1,0 +1,175 @@
+"""What a run is before its first step: its choices, text, tokenizer and model, and their record in run.json."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels import llama, tree
+from fnmodels.mask import Layout
+from fnmodels.tree import Tree
+from train import checkpoint, corpus, data, evaluate, folder
+from train.cache import cached
+from train.errors import UserError
+from train.files import write_text
+from train.loss import next_token_loss
+from train.optim import Optimizer, adamw
+from train.preset import Preset, hf_config
+from train.schedule import warmup_stable_decay
+from train.tokenizer import special_ids, tokenizer_config, train
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What decides the run's numbers, as run.json keeps it."""
+
+    steps: int
+    seed: int
+    data: str | None
+    init: str | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that training needs and that does not change while it runs."""
+
+    path: Path
+    choices: Choices
+    preset: Preset
+    config: Any
+    tokenizer: Tokenizer
+    ends: tuple[int, ...]
+    texts: corpus.Corpus
+    dataset: data.Dataset
+    rows: data.Batch
+    heldout: data.Batch
+    loss: Callable[..., tuple[Tensor, Tensor]]
+    optimizer: Optimizer
+
+    @property
+    def heldout_targets(self) -> int:
+        return int((self.heldout["labels"] >= 0).sum())
+
+    def bits_per_byte(self, loss: float) -> float:
+        return evaluate.bits_per_byte(loss, self.heldout_targets, self.dataset.heldout.bytes)
+
+
+def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None) -> tuple[Tree, Job]:
+    """Text, tokenizer and model: new ones, those of --init, or on resume (`recorded`) those in the run folder."""
+    texts = corpus.load(Path(choices.data) if choices.data else None)
+    source = path if recorded else Path(choices.init) if choices.init else None
+    if source is None:
+        tokenizer = new_tokenizer(texts, preset.vocab_size)
+        ids = special_ids(tokenizer)
+        config: Any = llama.Config.from_hf(hf_config(preset, tokenizer.get_vocab_size(), ids))
+        params = P.init(config, choices.seed, dtype=torch.float32)
+        ends: tuple[int, ...] = (ids["eos_token_id"],)
+    else:
+        tokenizer, ends = checkpoint.load_tokenizer(source), checkpoint.end_ids(source)
+        if recorded:
+            config = P.load_config(source)
+            params = P.init(config, choices.seed, dtype=torch.float32)  # shapes only: the saved state fills them
+        else:
+            config, params = P.load_pretrained(source, dtype=torch.float32, copy=True)
+    checkpoint.check_vocabulary(tokenizer, config.vocab_size, source or path)
+    identity = json.loads(
+        json.dumps(
+            {
+                "choices": asdict(choices),
+                "preset": asdict(preset),
+                "corpus": corpus.fingerprint(texts),
+                "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+                "config": config.to_hf(),
+            }
+        )
+    )
+    if recorded:
+        check_agreement(recorded, identity, path)
+    else:
+        begin_folder(path, identity, tokenizer, source, preset)
+    dataset = data.tokenised(texts, tokenizer, ends[0] if ends else None)
+    length = min(preset.row_length, config.max_position_embeddings)
+    return params, Job(
+        path=path,
+        choices=choices,
+        preset=preset,
+        config=config,
+        tokenizer=tokenizer,
+        ends=ends,
+        texts=texts,
+        dataset=dataset,
+        rows=data.rows(dataset.train, length),
+        heldout=data.rows(dataset.heldout, length),
+        loss=loss_function(config, getattr(torch, preset.compute_dtype)),
+        optimizer=optimizer_for(config, choices, preset),
+    )
+
+
+def new_tokenizer(texts: corpus.Corpus, vocab_size: int) -> Tokenizer:
+    """A tokenizer made of the train documents, from the cache where an equal corpus had one before."""
+    return cached(
+        f"tokenizer-{corpus.fingerprint(texts)[:32]}-{vocab_size}.json",
+        lambda path: train((document.text for document in texts.train), vocab_size).save(str(path)),
+        lambda path: Tokenizer.from_file(str(path)),
+    )
+
+
+def begin_folder(path: Path, identity: Json, tokenizer: Tokenizer, source: Path | None, preset: Preset) -> None:
+    """What never changes during a run. run.json makes the folder known as a run's, which may be resumed."""
+    for stale in (folder.STATE, folder.SUMMARY):
+        (path / stale).unlink(missing_ok=True)
+    folder.write_json(path / folder.RUN, identity)
+    write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
+    folder.write_json(path / "config.json", identity["config"])
+    if source is None:
+        folder.write_json(path / "tokenizer_config.json", tokenizer_config(context=preset.row_length))
+    else:
+        checkpoint.copy_companions(source, path)
+
+
+def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
+    """UserError where resuming would go on with something else than what the run began with."""
+    what = {
+        "corpus": "the text has changed since the run began",
+        "tokenizer": "tokenizer.json is not the one that the run began with",
+        "config": "config.json is not the one that the run began with",
+        "preset": "this version trains with other settings than the run began with",
+    }
+    for name, change in what.items():
+        if recorded.get(name) != identity[name]:
+            raise UserError(
+                f"--run {path}: {change}, so that resuming would not give the same result: name another --run"
+            )
+
+
+def loss_function(config: Any, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Computes in `dtype`; the parameters, their gradients and the loss stay fp32."""
+
+    def loss(params: Tree, batch: data.Batch, *, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
+        return next_token_loss(tree.map(lambda p: p.to(dtype), params), batch, config=config, layout=layout)
+
+    return loss
+
+
+def optimizer_for(config: Any, choices: Choices, preset: Preset) -> Optimizer:
+    peak = preset.init_learning_rate if choices.init else preset.learning_rate
+    warmup = min(preset.warmup, choices.steps // 10)
+
+    def rate(step: Tensor) -> float:
+        return peak * float(
+            warmup_stable_decay(int(step), total=choices.steps, warmup=warmup, decay_ratio=preset.decay_ratio)
+        )
+
+    return adamw(
+        rate, betas=preset.betas, weight_decay=preset.weight_decay, spec=fnmodels.family_of(config).spec(config)
+    )

@@ -1,0 +1,52 @@
+"""What the main job tells its user: lines on standard output, and loss.png."""
+
+import shlex
+from pathlib import Path
+
+import params as P
+from train import folder
+from train.corpus import Corpus
+from train.job import Job, Json
+from train.metrics import Row
+from train.plot import loss_picture
+
+
+def how_to_resume(path: Path) -> str:
+    return f"resume with: python -m train --run {shlex.quote(str(path))} --resume"
+
+
+def draw(job: Job, rows: list[Row], final_loss: float | None) -> None:
+    heldout = job.dataset.heldout
+    loss_picture(
+        job.path / folder.PICTURE,
+        rows,
+        bytes_per_token=heldout.bytes / job.heldout_targets,
+        zlib_bits=8 * job.dataset.zlib_bytes / heldout.bytes,
+        final_loss=final_loss,
+    )
+
+
+def skipped(texts: Corpus) -> None:
+    if texts.skipped:
+        shown = ", ".join(texts.skipped[:5]) + (", ..." if len(texts.skipped) > 5 else "")
+        print(f"skipped {len(texts.skipped)} files: {shown}")
+
+
+def prepared(job: Job, seconds: float) -> None:
+    what = job.choices.data or "the Python standard library"
+    sizes = job.dataset.train.bytes / 1e6, job.dataset.heldout.bytes / 1e6
+    print(f"text: {what}, {sizes[0]:.2f} MB to learn from and {sizes[1]:.2f} MB held out, ready in {seconds:.0f} s")
+    print(
+        f"model: {job.config.model_type} with {P.count(job.config) / 1e6:.1f} million parameters; "
+        f"{job.choices.steps} steps of {job.preset.batch_rows} rows of {job.rows['tokens'].shape[1]} tokens",
+        flush=True,
+    )
+
+
+def result(summary: Json, path: Path) -> None:
+    print(
+        f"held out: {summary['heldout_bits_per_byte']:.3f} bits per byte over {summary['heldout_bytes']:,} bytes "
+        f"(zlib -9, all of them as one stream: {summary['zlib_bits_per_byte']:.3f})"
+    )
+    print(f"a sample:\n{summary['sample']}\n")
+    print(f"curves: {path / folder.PICTURE}\ncheckpoint: {path}")
