@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/python -m train --run runs/demo --resume
+	$(BIN)/python -m train --run runs/demo $(if $(wildcard runs/demo),--resume)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --nbmake tests examples
