@@ -73,6 +73,8 @@ def _math(
 ) -> Tensor:
     """Written out, in at least fp32 from the scores to the probabilities: every transform works."""
     groups = k.shape[-2]
+    if not k.shape[1]:  # amax refuses an empty dimension
+        return v.new_zeros((*q.shape[:-1], v.shape[-1]))
     q = rearrange(q, "b q (g r) h -> b g r q h", g=groups)
     scores = upcast(torch.einsum("bgrqh,bkgh->bgrqk", q, k)) * scale
     if softcap is not None:
