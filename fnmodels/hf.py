@@ -230,6 +230,27 @@ def rope_from_hf(fields: Fields, *, head_dim: int, max_positions: int, theta: fl
     )
 
 
+def ropes_by_layer_type(
+    fields: Fields, thetas: Mapping[str, float], *, scaled: str, head_dim: int, max_positions: int
+) -> dict[str, Rope]:
+    """A `Rope` for each layer type, from `rope_parameters` nested by layer type or from the older fields at the top.
+
+    thetas: the family's defaults. scaled: the layer type that an older `rope_theta` and `rope_scaling` speak of.
+    """
+    nested = fields.take("rope_parameters", None)
+    if not isinstance(nested, Mapping) or not set(nested) & set(thetas):
+        ropes = {scaled: rope_from_hf(fields, head_dim=head_dim, max_positions=max_positions, theta=thetas[scaled])}
+        return ropes | {name: Rope(theta) for name, theta in thetas.items() if name != scaled}
+    unknown = sorted(set(nested) - set(thetas))
+    if unknown:
+        raise ConfigError(f"{fields.where}: 'rope_parameters' has {', '.join(unknown)} beside {', '.join(thetas)}.")
+    ropes = {}
+    for name, theta in thetas.items():
+        inner = Fields(nested.get(name) or {}, f"{fields.where}, rope of {name}")
+        ropes[name] = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta)
+    return ropes
+
+
 def parse_rope(fields: Fields, *, head_dim: int, max_positions: int, theta: float) -> Rope:
     """One rope object in Hugging Face's terms, checked."""
     if {"rope_type", "type"} <= set(fields.values) and fields.values["rope_type"] != fields.values["type"]:

@@ -19,7 +19,8 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(generic(name, parameter))
-    assert not {n for n, _ in model.named_buffers() if "inv_freq" not in n}, "a buffer stays at its default"
+    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    assert not buffers, f"persistent buffers stay at their default: {sorted(buffers)}"
     return model
 
 

@@ -23,7 +23,10 @@ def published_dialect(values: dict[str, Any]) -> dict[str, Any]:
     """The 4.x form of a 5.x config.json: `rope_theta` and `rope_scaling` at the top, rules in place of lists."""
     old = copy.deepcopy(values)
     rope = old.pop("rope_parameters")
-    assert all(not isinstance(value, dict) for value in rope.values()), "several tables: the family's own rule applies"
+    if any(isinstance(value, dict) for value in rope.values()):  # a table for each layer type
+        scaled, older = variants_of(fnmodels.family_for(values["model_type"]).__name__.rpartition(".")[2]).OLDER_ROPES
+        old |= {key: rope[layer_type]["rope_theta"] for layer_type, key in older.items()}
+        rope = dict(rope[scaled])
     old["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")

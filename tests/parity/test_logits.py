@@ -12,7 +12,7 @@ from tests.support import Case, cases, positions_of, segments, tokens_of
 LENGTH = 24
 WITH_REFERENCE = [case for case in cases() if case.values is not None]
 every_case = pytest.mark.parametrize("case", WITH_REFERENCE, ids=str)
-every_kernel = pytest.mark.parametrize("kernel", ["math", "sdpa"])
+every_kernel = pytest.mark.parametrize("kernel", ["math", "auto"])
 
 FORMS = {
     "plain": segments((24,), (24,)),

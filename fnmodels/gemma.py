@@ -1,0 +1,271 @@
+"""Gemma 1, 2 and 3 (text): arXiv 2403.08295, 2408.00118, 2503.19786.
+
+A decoder whose norms multiply by 1 + weight and whose embedding is scaled by sqrt(D). Gemma 2 puts a norm on both sides of
+each sublayer, caps logits, and lets every second layer look back a window only; Gemma 3 normalizes queries and keys in
+place of capping them, has five sliding layers to one full, and a rotary table for each. EmbeddingGemma is Gemma 3 that
+looks both ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import ConfigError
+from .hf import (
+    Fields,
+    decoder_name,
+    decoder_sizes,
+    decoder_to_hf,
+    layer_types,
+    rope_from_hf,
+    rope_to_hf,
+    ropes_by_layer_type,
+    sliding_layers,
+)
+from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
+from .mask import BidirectionalWindow, Create, Everything, Layout, MaskLike, build_mask, causal_masks
+from .ops.attention import attention
+from .ops.embed import embed_tokens
+from .ops.heads import project_out, project_qkv
+from .ops.mlp import ACTIVATIONS, gated_mlp
+from .ops.norm import rms_norm_zero_centered
+from .ops.rotary import Rope, apply_rotary, rotary_table
+from .tree import Tree, flatten
+
+MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
+TAPS = ("attention", "middle", "mlp")
+
+_GELU = "gelu_pytorch_tanh"
+_ARCHITECTURES = dict(zip(MODEL_TYPES, ("Gemma", "Gemma2", "Gemma3"), strict=True))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches. `layer_kinds` names "full" or "sliding" per layer; left empty, every layer is "full"."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope: Rope = Rope()  # noqa: RUF009 - frozen
+    local_rope: Rope = Rope()  # noqa: RUF009 - of sliding layers
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    sandwich: bool = False  # norms after the sublayers too
+    qk_norm: bool = False
+    query_scalar: float = 0.0  # scores are divided by its root; 0: head_dim
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    hidden_act: str = "gelu_pytorch_tanh"
+    sliding_window: int | None = None
+    bidirectional: bool = False
+    layer_kinds: tuple[str, ...] = ()
+    max_position_embeddings: int = 8192
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="gemma", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.layer_kinds:
+            object.__setattr__(self, "layer_kinds", ("full",) * self.num_hidden_layers)
+        if not self.query_scalar:
+            object.__setattr__(self, "query_scalar", float(self.head_dim))
+        if len(self.layer_kinds) != self.num_hidden_layers or not set(self.layer_kinds) <= {"full", "sliding"}:
+            raise ConfigError(
+                f"layer_kinds must name {self.num_hidden_layers} layers full or sliding: {self.layer_kinds}."
+            )
+        if self.sliding_window is None and "sliding" in self.layer_kinds:
+            raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}."
+            )
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        first, third = model_type == "gemma", model_type == "gemma3_text"
+        positions = 131072 if third else 8192
+        sizes = decoder_sizes(fields, max_positions=positions, tied=True, kv_heads=16 if first else 4, head_dim=256)
+        layers, head_dim, positions = sizes["num_hidden_layers"], sizes["head_dim"], sizes["max_position_embeddings"]
+        if third:
+            pattern = fields.integer("sliding_window_pattern", fields.take("_sliding_window_pattern", 6))
+            rule = [(i + 1) % pattern != 0 for i in range(layers)]
+            thetas = {"full_attention": 1e6, "sliding_attention": fields.number("rope_local_base_freq", 1e4)}
+            ropes = ropes_by_layer_type(
+                fields, thetas, scaled="full_attention", head_dim=head_dim, max_positions=positions
+            )
+            rope, local = ropes["full_attention"], ropes["sliding_attention"]
+        else:
+            rule = [not first and i % 2 == 0 for i in range(layers)]
+            rope = local = rope_from_hf(fields, head_dim=head_dim, max_positions=positions, theta=1e4)
+        slides = rule if first else sliding_layers(fields, rule)
+        activation = fields.choice("hidden_act" if first else "hidden_activation", tuple(ACTIVATIONS), _GELU)
+        if first:
+            fields.expect("hidden_activation", None, _GELU)
+            activation = _GELU if activation == "gelu" else activation  # what the first files wrote and did not mean
+        if third:
+            fields.expect("attn_logit_softcapping", None)
+        else:
+            fields.expect("use_bidirectional_attention", None, False)
+        config = Config(
+            **sizes,
+            rope=rope,
+            local_rope=local,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            attention_bias=fields.boolean("attention_bias", False),
+            sandwich=not first,
+            qk_norm=third,
+            query_scalar=float(head_dim) if first else fields.number("query_pre_attn_scalar", 256),
+            attention_softcap=_softcap(fields, "attn_logit_softcapping", 50.0) if model_type == "gemma2" else None,
+            final_softcap=None if first else _softcap(fields, "final_logit_softcapping", None if third else 30.0),
+            hidden_act=activation,
+            sliding_window=None if first else fields.integer("sliding_window", 4096),
+            bidirectional=third and fields.boolean("use_bidirectional_attention", False),
+            layer_kinds=tuple("sliding" if s else "full" for s in slides),
+            model_type=model_type,
+        )
+        object.__setattr__(config, "extra", fields.finish())
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
+        ropes = {"sliding_attention": rope_to_hf(self.local_rope), "full_attention": rope_to_hf(self.rope)}
+        own: dict[str, Any] = {"rms_norm_eps": self.rms_norm_eps, "attention_bias": self.attention_bias}
+        own["rope_parameters"] = ropes if self.model_type == "gemma3_text" else ropes["full_attention"]
+        own["hidden_act" if self.model_type == "gemma" else "hidden_activation"] = self.hidden_act
+        if self.model_type != "gemma":
+            whole = int(self.query_scalar) if self.query_scalar.is_integer() else self.query_scalar  # HF wants an int
+            own |= {"query_pre_attn_scalar": whole, "sliding_window": self.sliding_window}
+            own |= {"layer_types": layer_types([kind == "sliding" for kind in self.layer_kinds])}
+            own |= {"final_logit_softcapping": self.final_softcap, "attn_logit_softcapping": self.attention_softcap}
+        if self.model_type == "gemma3_text":
+            own["use_bidirectional_attention"] = self.bidirectional
+        return decoder_to_hf(self, f"{_ARCHITECTURES[self.model_type]}ForCausalLM", **own)
+
+
+def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
+    """A cap that is on by default and off where it is explicitly null."""
+    if fields.take(name, None) is None:
+        return None if name in fields.values else default
+    return fields.number(name)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]; norms begin at 0, which multiplies by 1."""
+    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
+    biases = {"qkv_bias": config.attention_bias, "o_bias": config.attention_bias}
+
+    def layer() -> Tree:
+        attention = attention_leaves(D, config.num_attention_heads, config.num_key_value_heads, H, std=std, **biases)
+        if config.qk_norm:
+            attention |= {"q_norm": norm(H, "head_dim", 0.0), "k_norm": norm(H, "head_dim", 0.0)}
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if config.sandwich:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        mlp = gated_mlp_leaves(D, config.intermediate_size, std=std)
+        return {name: norm(D, "embed", 0.0) for name in norms} | {"attention": attention, "mlp": mlp}
+
+    tree: Tree = {
+        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "layers": [layer() for _ in range(config.num_hidden_layers)],
+        "norm": norm(D, "embed", 0.0),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
+    return tree
+
+
+def hf_names(config: Config) -> dict[str, str]:
+    """{path of a parameter: its name on disk}."""
+    return {path: decoder_name(path) for path in flatten(spec(config))}
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    return config.layer_kinds
+
+
+def attention_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    if not config.bidirectional:
+        return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
+    rules = {"full": Everything(), "sliding": BidirectionalWindow((config.sliding_window or 0) // 2)}
+    used = sorted(set(config.layer_kinds))
+    return {kind: build_mask(rules[kind], positions, segment_ids, create=create) for kind in used}
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 table [B, S, R/2, 2]}."""
+    ropes = {"full": config.rope, "sliding": config.local_rope}
+    used = sorted(set(config.layer_kinds))
+    return {kind: rotary_table(ropes[kind], config.head_dim, positions, length) for kind in used}
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]; token embeddings are scaled by sqrt(D) rounded to their dtype, vectors pass through."""
+    tokens = inputs["tokens"] if isinstance(inputs, dict) else inputs
+    x = embed_tokens(params["embed_tokens"], tokens)
+    return x if tokens.is_floating_point() else x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
+
+
+def block(
+    layer: Tree,
+    x: Tensor,
+    mask: MaskLike,
+    freqs: Tensor,
+    /,
+    *,
+    config: Config,
+    kind: str,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    taps: tuple[str, ...] = (),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer: x [B, S, D] -> (x, {tap: tensor})."""
+    weights, eps = layer["attention"], config.rms_norm_eps
+    q, k, v = project_qkv(
+        weights, rms_norm_zero_centered(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim
+    )
+    if config.qk_norm:
+        q = rms_norm_zero_centered(q, weights["q_norm"], eps=eps)
+        k = rms_norm_zero_centered(k, weights["k_norm"], eps=eps)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    scale, softcap = config.query_scalar**-0.5, config.attention_softcap
+    mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, softcap=softcap, layout=layout)
+    attended = project_out(weights, mixed)
+    before_mlp = "post_attention_layernorm"
+    if config.sandwich:
+        attended = rms_norm_zero_centered(attended, layer["post_attention_layernorm"], eps=eps)
+        before_mlp = "pre_feedforward_layernorm"
+    middle = x + attended
+    fed = gated_mlp(
+        layer["mlp"], rms_norm_zero_centered(middle, layer[before_mlp], eps=eps), activation=config.hidden_act
+    )
+    if config.sandwich:
+        fed = rms_norm_zero_centered(fed, layer["post_feedforward_layernorm"], eps=eps)
+    named = {"attention": attended, "middle": middle, "mlp": fed}
+    return middle + fed, {name: named[name] for name in taps}
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head, capped where the config says so: logits [B, S, V]."""
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    logits = F.linear(rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps), head)
+    cap = config.final_softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
