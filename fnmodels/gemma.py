@@ -1,9 +1,9 @@
 """Gemma 1, 2 and 3 (text): arXiv 2403.08295, 2408.00118, 2503.19786.
 
-A decoder whose norms multiply by 1 + weight and whose embedding is scaled by sqrt(D). Gemma 2 puts a norm on both sides of
-each sublayer, caps logits, and lets every second layer look back a window only; Gemma 3 normalizes queries and keys in
-place of capping them, has five sliding layers to one full, and a rotary table for each. EmbeddingGemma is Gemma 3 that
-looks both ways.
+A decoder whose norms multiply by 1 + weight and whose embedding is scaled by sqrt(D). Gemma 2 puts a norm on both sides
+of each sublayer, caps logits, and lets every second layer look back a window only; Gemma 3 normalizes queries and keys
+in place of capping them, has five sliding layers to one full, and a rotary table for each. EmbeddingGemma is Gemma 3
+that looks both ways.
 """
 
 from __future__ import annotations
@@ -15,18 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import ConfigError
-from .hf import (
-    Fields,
-    decoder_name,
-    decoder_sizes,
-    decoder_to_hf,
-    layer_types,
-    rope_from_hf,
-    rope_to_hf,
-    ropes_by_layer_type,
-    sliding_layers,
-)
+from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
+from .hf import Fields, rope_from_hf, rope_to_hf, ropes_by_layer_type
 from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
 from .mask import BidirectionalWindow, Create, Everything, Layout, MaskLike, build_mask, causal_masks
 from .ops.attention import attention
@@ -54,7 +44,7 @@ class Config:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
     rope: Rope = Rope()  # noqa: RUF009 - frozen
     local_rope: Rope = Rope()  # noqa: RUF009 - of sliding layers
     rms_norm_eps: float = 1e-6
@@ -76,21 +66,9 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.layer_kinds:
-            object.__setattr__(self, "layer_kinds", ("full",) * self.num_hidden_layers)
+        check_decoder(self, ("full", "sliding"))
         if not self.query_scalar:
             object.__setattr__(self, "query_scalar", float(self.head_dim))
-        if len(self.layer_kinds) != self.num_hidden_layers or not set(self.layer_kinds) <= {"full", "sliding"}:
-            raise ConfigError(
-                f"layer_kinds must name {self.num_hidden_layers} layers full or sliding: {self.layer_kinds}."
-            )
-        if self.sliding_window is None and "sliding" in self.layer_kinds:
-            raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}."
-            )
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:

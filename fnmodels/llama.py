@@ -12,17 +12,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
 from .errors import ConfigError
-from .hf import (
-    Fields,
-    decoder_name,
-    decoder_sizes,
-    decoder_to_hf,
-    layer_types,
-    rope_from_hf,
-    rope_to_hf,
-    sliding_layers,
-)
+from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import attention
@@ -70,27 +62,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.head_dim:
-            if self.hidden_size % self.num_attention_heads:
-                raise ConfigError(
-                    f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
-                    f"{self.num_attention_heads}, so head_dim must be given."
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}."
-            )
-        if not self.layer_kinds:
-            object.__setattr__(self, "layer_kinds", ("full",) * self.num_hidden_layers)
-        if len(self.layer_kinds) != self.num_hidden_layers or not set(self.layer_kinds) <= set(KINDS):
-            raise ConfigError(
-                f"layer_kinds must name {self.num_hidden_layers} layers, each one of {', '.join(KINDS)}; "
-                f"it is {self.layer_kinds}."
-            )
-        if self.sliding_window is None and any(kind.startswith("sliding") for kind in self.layer_kinds):
-            raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
+        check_decoder(self, KINDS)
         if self.hidden_act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {self.hidden_act!r} is unknown; known are {', '.join(ACTIVATIONS)}.")
 

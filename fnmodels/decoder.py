@@ -1,0 +1,120 @@
+"""What the configurations of decoders share: their sizes on disk, the usual names, the kinds of their layers.
+
+Functions that a family calls where it is usual; a family that differs writes its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import ConfigError
+from .hf import Fields
+
+
+def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
+    """For `Config.__post_init__`: fills what was left empty (head_dim 0, layer_kinds ()) and refuses what cannot be."""
+    if not config.head_dim:
+        if config.hidden_size % config.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads "
+                f"{config.num_attention_heads}, so head_dim must be given."
+            )
+        object.__setattr__(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError(
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {config.num_key_value_heads}."
+        )
+    if not config.layer_kinds:
+        object.__setattr__(config, "layer_kinds", (known_kinds[0],) * config.num_hidden_layers)
+    if len(config.layer_kinds) != config.num_hidden_layers or not set(config.layer_kinds) <= set(known_kinds):
+        raise ConfigError(
+            f"layer_kinds must name {config.num_hidden_layers} layers, each one of {', '.join(known_kinds)}; "
+            f"it is {config.layer_kinds}."
+        )
+    if config.sliding_window is None and any(kind.startswith("sliding") for kind in config.layer_kinds):
+        raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
+
+
+def decoder_sizes(
+    fields: Fields, *, max_positions: int, tied: bool, kv_heads: int = 0, head_dim: int = 0
+) -> dict[str, Any]:
+    """The fields that every decoder has, under Hugging Face's names; the arguments are the family's defaults.
+
+    kv_heads 0: as many as query heads, which is also what an explicit null means. head_dim 0: hidden_size / heads.
+    """
+    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    if "num_key_value_heads" in fields.values:
+        kv_heads = 0
+    if not head_dim and fields.take("head_dim", None) is None and hidden % heads:
+        raise ConfigError(
+            f"{fields.where}: 'hidden_size' {hidden} is not a multiple of 'num_attention_heads' {heads}, "
+            "so 'head_dim' must be given."
+        )
+    fields.expect("attention_dropout", 0, 0.0)
+    fields.expect("is_encoder_decoder", False)
+    fields.expect("quantization_config", None)
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_hidden_layers": fields.integer("num_hidden_layers", high=100_000),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.integer("num_key_value_heads", kv_heads or heads),
+        "head_dim": fields.integer("head_dim", head_dim or hidden // heads, high=1 << 16),
+        "max_position_embeddings": fields.integer("max_position_embeddings", max_positions),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", tied),
+        "initializer_range": fields.number("initializer_range", 0.02, above=-1e-9),
+    }
+
+
+_DECODER_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "initializer_range"),
+)
+
+
+def decoder_to_hf(config: Any, architecture: str, **rest: Any) -> dict[str, Any]:
+    """A config.json in the current dialect: what `decoder_sizes` reads, what `finish` kept, and the family's own.
+
+    Raises ConfigError where `config.model_type` has no word for something: it would not be read back as it is.
+    """
+    kept = {name: json.loads(value) for name, value in config.extra}
+    sizes = {name: getattr(config, name) for name in _DECODER_FIELDS}
+    out = kept | {"architectures": [architecture], "model_type": config.model_type} | sizes | rest
+    again = type(config).from_hf(out)
+    if again != config:
+        fields = [f.name for f in dataclasses.fields(config) if f.compare]
+        lost = [name for name in fields if getattr(again, name) != getattr(config, name)]
+        raise ConfigError(f"The model type {config.model_type!r} cannot express this model's {', '.join(lost)}.")
+    return out
+
+
+def sliding_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
+    """Which layers look back a window only: `layer_types` where it is given, else the family's rule."""
+    types = fields.take("layer_types", None)
+    if types is None:
+        return list(default)
+    known = {"full_attention": False, "sliding_attention": True}
+    if not isinstance(types, list) or len(types) != len(default) or not all(t in known for t in types):
+        raise ConfigError(
+            f"{fields.where}: 'layer_types' must name {len(default)} layers, each {' or '.join(map(repr, known))}."
+        )
+    return [known[t] for t in types]
+
+
+def layer_types(slides: Sequence[bool]) -> list[str]:
+    """The list that `sliding_layers` reads back."""
+    return ["sliding_attention" if s else "full_attention" for s in slides]
+
+
+def decoder_name(path: str) -> str:
+    """The usual name on disk of the parameter at `path`: model.layers.0.self_attn.q_proj.weight."""
+    if path == "lm_head":
+        return "lm_head.weight"
+    path = path.replace(".attention.", ".self_attn.")
+    head, _, last = path.rpartition("_")
+    return f"model.{head}_proj.bias" if last == "bias" else f"model.{path}.weight"
