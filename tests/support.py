@@ -1,8 +1,9 @@
 """What the contract and the parity tests share: the families' variants, generic parameters, batches of every form.
 
-Families are found by looking (`fnmodels.families`). Their tiny configurations stand in `tests/variants/<family>.py`, in a
-function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
-`published() -> {name: config.json}`, the largest published members, and `sizes() -> {name: number of parameters}`.
+Families are found by looking (`fnmodels.families`). Their tiny configurations stand in `tests/variants/<family>.py`, in
+a function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
+`published() -> {name: config.json}`, the largest published members, `sizes() -> {name: number of parameters}`, and
+`CAUSAL = False` for a family whose tokens see later ones.
 """
 
 import functools
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fnmodels
@@ -79,7 +81,7 @@ def structures() -> tuple[Case, ...]:
 
 
 def kinds() -> tuple[Case, ...]:
-    """One variant per family and set of layer kinds, and one with a tied head. For tests that compile."""
+    """The first variant of each family and set of layer kinds. For tests that are very slow."""
     first: dict[Any, Case] = {}
     for case in cases():
         first.setdefault((case.family, frozenset(fnmodels.family_of(case.config).kinds(case.config))), case)
@@ -98,12 +100,91 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     return 1 + 0.3 * noise if "norm" in name.lower() else 0.3 * noise
 
 
+@functools.cache
 def generic_params(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """The parameter tree of `config` with generic values."""
+    """The parameter tree of `config` with generic values. Shared between tests, which must not write to it."""
     spec = tree.flatten(fnmodels.family_of(config).spec(config))
     return tree.unflatten(
         {path: generic(path, torch.empty(leaf.shape, device="meta")).to(dtype) for path, leaf in spec.items()}
     )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens with everything that says how to read them, each [B, S]; and what `prepare` makes of it."""
+
+    config: Any
+    tokens: Tensor
+    positions: Tensor
+    segment_ids: Tensor
+    length: int
+
+    @property
+    def valid(self) -> Tensor:
+        return self.segment_ids > 0
+
+    @property
+    def labels(self) -> Tensor:
+        """The next token of the same document, else -100."""
+        labels = torch.full_like(self.tokens, -100)
+        same = (self.segment_ids[:, 1:] == self.segment_ids[:, :-1]) & self.valid[:, 1:]
+        labels[:, :-1] = torch.where(same, self.tokens[:, 1:], -100)
+        return labels
+
+    def prepared(self) -> tuple[Any, Any, Any]:
+        return fnmodels.prepare(
+            self.config, self.tokens, positions=self.positions, segment_ids=self.segment_ids, length=self.length
+        )
+
+    def forward(self, params: Any, **options: Any) -> Any:
+        return fnmodels.forward(params, *self.prepared(), config=self.config, **{"kernel": "math", **options})
+
+    def take(self, rows: slice, columns: slice) -> "Batch":
+        """A part of it, with the positions, segments and length that it had in the whole."""
+        parts = (t[rows, columns] for t in (self.tokens, self.positions, self.segment_ids))
+        return Batch(self.config, *parts, length=self.length)
+
+
+def batch_of(config: Any, segment_ids: Tensor, *, seed: int = 0, first_position: int = 0) -> Batch:
+    """Random tokens under given segments. The length that some rope scalings need is said: 24, beyond the original 16.
+
+    first_position: where the first document of each row begins, other than 0 if the row begins in its middle.
+    """
+    positions = positions_of(segment_ids) + first_position * (segment_ids == 1)
+    return Batch(config, tokens_of(config, *segment_ids.shape, seed=seed), positions, segment_ids, length=24)
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy summed over the labelled tokens; exactly 0 without one."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def gradients(loss: Tensor, params: Any) -> Any:
+    """The tree of gradients by the leaves of `params`; zeros where the loss has no path to a leaf."""
+    flat = tree.flatten(params)
+    found = torch.autograd.grad(loss, list(flat.values()), allow_unused=True, materialize_grads=True)
+    return tree.unflatten(dict(zip(flat, found, strict=True)))
+
+
+def trainable(params: Any) -> Any:
+    """The same values as leaves of autograd."""
+    return tree.map(lambda p: p.detach().clone().requires_grad_(), params)
+
+
+def off(a: Any, b: Any) -> float:
+    """The largest difference of two trees relative to the larger of 1 and the size of their values, leaf by leaf."""
+    left, right = tree.flatten(a), tree.flatten(b)
+    assert left.keys() == right.keys()
+    worst = 0.0
+    for path, x in left.items():
+        y = right[path]
+        assert x.shape == y.shape, path
+        assert x.dtype == y.dtype, path
+        if x.numel():
+            x, y = x.detach(), y.detach()
+            difference = float((x - y).abs().max()) / max(1.0, float(y.abs().max()))
+            worst = max(worst, difference if difference == difference else math.inf)
+    return worst
 
 
 def tokens_of(config: Any, batch: int, length: int, seed: int = 0) -> Tensor:

@@ -1,6 +1,6 @@
 """Tiny configurations of the Llama family, one per way in which its maths can differ, and its published sizes.
 
-Dimensions differ from their neighbors where they can, and the original context is 16, so that 24 tokens reach beyond it.
+Dimensions differ from their neighbors where they can. The original context is 16, so that 24 tokens reach beyond it.
 """
 
 from typing import Any

@@ -1,0 +1,193 @@
+"""What every family is made of: variants, spec, its parameters' beginning; and that it keeps nothing to itself."""
+
+import ast
+import gc
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from params.init import draw
+from tests.support import Case, batch_of, cases, family_modules, generic_params, segments, variants_of
+
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_family = pytest.mark.parametrize("family", family_modules())
+MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))
+FILES = sorted(Path(fnmodels.__file__).parent.rglob("*.py"))
+
+
+def test_families_are_found() -> None:
+    assert "llama" in family_modules()
+
+
+def test_a_family_without_variants_fails() -> None:
+    with pytest.raises(FileNotFoundError, match="write tests/variants/unheard_of"):
+        variants_of("unheard_of")
+
+
+@every_family
+def test_published_sizes_on_meta(family: str) -> None:
+    """The largest published member runs in shapes alone: spec, masks, tables, every layer, the head."""
+    module = importlib.import_module(f"fnmodels.{family}")
+    published = variants_of(family).published()
+    assert published, "a family names its largest published members"
+    for name, values in published.items():
+        config = module.Config.from_hf(values)
+        assert P.count(config) == variants_of(family).sizes()[name]
+        weights = P.abstract(config, dtype=torch.bfloat16)
+        assert all(leaf.device.type == "meta" for leaf in tree.leaves(weights))
+        tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+        segment_ids = torch.ones_like(tokens)
+        prepared = fnmodels.prepare(config, tokens, positions=segment_ids, segment_ids=segment_ids, length=16)
+        logits = fnmodels.forward(weights, *prepared, config=config)
+        assert logits.shape == (2, 16, config.vocab_size) and logits.dtype == torch.bfloat16
+
+
+@every_case
+@pytest.mark.parametrize("kernel", ["math", "sdpa"])
+def test_forward_reads_no_values(case: Case, kernel: str) -> None:
+    """On meta there are none: `.item()`, boolean indexing and shapes that depend on data would raise."""
+    mixed = batch_of(case.config, MIXED)
+    weights, *prepared = tree.map(lambda t: t.to("meta"), (generic_params(case.config), *mixed.prepared()))
+    logits = fnmodels.forward(weights, *prepared, config=case.config, kernel=kernel)
+    assert logits.shape == (*MIXED.shape, case.config.vocab_size)
+
+
+@every_case
+def test_spec_is_the_tree(case: Case) -> None:
+    family = fnmodels.family_of(case.config)
+    spec = tree.flatten(family.spec(case.config))
+    weights, shapes = tree.flatten(P.init(case.config, 0)), tree.flatten(P.abstract(case.config))
+    assert list(spec) == list(weights) == list(shapes)
+    for path, leaf in spec.items():
+        assert leaf.shape == weights[path].shape == shapes[path].shape, path
+        assert leaf.dtype == weights[path].dtype == shapes[path].dtype, path
+    assert P.count(case.config) == sum(w.numel() for w in weights.values())
+    kinds = set(family.kinds(case.config))
+    mixed = batch_of(case.config, MIXED)
+    _, masks, freqs_cis = mixed.prepared()
+    assert masks.keys() == freqs_cis.keys() == kinds
+    assert hash(case.config) == hash(type(case.config).from_hf(case.config.to_hf()))
+
+
+@every_case
+def test_init_is_a_function_of_seed_and_path(case: Case) -> None:
+    before = torch.get_rng_state()
+    first = tree.flatten(P.init(case.config, 3))
+    torch.manual_seed(17)
+    second = tree.flatten(P.init(case.config, 3))
+    third = tree.flatten(P.init(case.config, 4))
+    torch.set_rng_state(before)
+    spec = tree.flatten(fnmodels.family_of(case.config).spec(case.config))
+    alone = {path: draw(leaf, 3, path) for path, leaf in reversed(spec.items())}
+    for path, tensor in first.items():
+        assert torch.equal(tensor, second[path]) and torch.equal(tensor, alone[path]), path
+        constant = bool((tensor == tensor.flatten()[0]).all())
+        assert torch.equal(tensor, third[path]) == constant, path
+    drawn = [t.flatten()[:16] for t in first.values() if t.std() > 0]
+    assert len({tuple(t.tolist()) for t in drawn}) == len(drawn), "two leaves begin alike"
+    half = tree.flatten(P.init(case.config, 3, dtype=torch.bfloat16))
+    assert all(torch.equal(first[path].to(tensor.dtype), tensor) for path, tensor in half.items())
+
+
+@every_case
+def test_params_are_the_whole_state(case: Case) -> None:
+    """B1: built abstract, filled with NaN, loaded: the same bits. And NaN in any one leaf reaches the logits."""
+    mixed, weights = batch_of(case.config, MIXED), generic_params(case.config)
+    poisoned = tree.map(lambda t: torch.full(t.shape, torch.nan, dtype=t.dtype), P.abstract(case.config))
+    wanted = mixed.forward(weights)
+    for target, source in zip(tree.leaves(poisoned), tree.leaves(weights), strict=True):
+        target.copy_(source)
+    assert torch.isfinite(wanted[mixed.valid]).all()
+    assert torch.equal(mixed.forward(poisoned), wanted)
+    flat = tree.flatten(weights)
+    for path, tensor in flat.items():
+        spoiled = tree.unflatten(flat | {path: torch.full_like(tensor, torch.nan)})
+        assert mixed.forward(spoiled).isnan().any(), path
+
+
+@every_case
+def test_building_changes_no_global_state(case: Case) -> None:
+    def state() -> tuple[Any, ...]:
+        return (
+            *(torch.get_rng_state().tolist(), torch.get_default_dtype(), torch.get_num_threads()),
+            *(torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), dict(os.environ)),
+            *(torch.get_float32_matmul_precision(), torch.distributed.is_initialized()),
+        )
+
+    before = state()
+    batch_of(case.config, MIXED).forward(P.init(case.config, 0))
+    assert state() == before
+
+
+def _modules() -> Iterator[Any]:
+    for info in pkgutil.walk_packages(fnmodels.__path__, "fnmodels."):
+        importlib.import_module(info.name)
+    yield from (module for name, module in sys.modules.items() if name.partition(".")[0] == "fnmodels")
+
+
+def held_tensors() -> list[str]:
+    """Names of tensors that are reachable from the library's modules, through containers, functions and classes."""
+
+    def reach(value: Any, name: str, depth: int) -> Iterator[str]:
+        if isinstance(value, torch.Tensor):
+            yield name
+        elif depth and isinstance(value, (dict, list, tuple, set, frozenset)):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in inner:
+                yield from reach(item, f"{name}[{key!r}]", depth - 1)
+        elif depth and str(getattr(value, "__module__", "")).partition(".")[0] == "fnmodels":
+            for key, item in list(getattr(value, "__dict__", {}).items()):
+                yield from reach(item, f"{name}.{key}", depth - 1)
+            for cell in getattr(value, "__closure__", None) or ():
+                yield from reach(cell.cell_contents, f"{name}'s closure", depth - 1)
+            yield from reach(getattr(value, "__defaults__", None), f"{name}'s defaults", depth - 1)
+
+    named = [(f"{module.__name__}.{key}", value) for module in list(_modules()) for key, value in vars(module).items()]
+    return [found for name, value in named for found in reach(value, name, 4)]
+
+
+@every_family
+def test_no_tensor_is_kept(family: str) -> None:
+    """No module holds a tensor, and a forward leaves none behind."""
+    assert held_tensors() == []
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    ready = [(batch_of(c.config, MIXED), generic_params(c.config)) for c in cases() if c.family == family]
+    before = alive()
+    for mixed, weights in ready:
+        mixed.forward(weights)
+        mixed.forward(weights, kernel="sdpa")
+    assert alive() == before
+    assert held_tensors() == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_source_is_pure(file: Path) -> None:
+    """No modules with state, no buffers, no `global`, no caches; imports of torch, einops and the standard library."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef):
+            assert not any("Module" in ast.unparse(base) for base in node.bases), node.name
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            assert name not in {"register_buffer", "register_parameter", "cache", "lru_cache", "cached_property"}
+        assert not isinstance(node, (ast.Global, ast.Nonlocal)), ast.unparse(node)
+        if isinstance(node, ast.Import):
+            roots = {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            roots = {str(node.module).partition(".")[0]}
+        else:
+            continue
+        assert roots <= {"torch", "einops", "fnmodels"} | sys.stdlib_module_names, roots

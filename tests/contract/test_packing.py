@@ -1,0 +1,158 @@
+"""Documents packed in one row are what they are alone; rows without a token to learn give nothing, and no NaN."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels import tree
+from tests.support import (
+    Batch,
+    Case,
+    batch_of,
+    cases,
+    generic_params,
+    gradients,
+    off,
+    segments,
+    structures,
+    summed_loss,
+    tokens_of,
+    trainable,
+)
+
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_structure = pytest.mark.parametrize("case", structures(), ids=str)
+every_kernel = pytest.mark.parametrize("kernel", ["math", "sdpa"])
+# lengths 1, at both ends of a row; pads at the end, at the start and between documents
+ROWS = {
+    "ones": segments((1, 6, 4, 1)),
+    "trailing_pad": segments((5, 4, -3)),
+    "leading_pad": segments((-2, 1, 9)),
+    "inner_pad": segments((3, -2, 6, -1)),
+}
+
+
+def documents(row: Batch) -> list[Batch]:
+    """Each document of a [1, S] row as a batch of its own, with the positions it had."""
+    ids = row.segment_ids[0]
+    found = []
+    for document in sorted(set(ids.tolist()) - {0}):
+        where = (ids == document).nonzero().flatten()
+        found.append(row.take(slice(None), slice(int(where[0]), int(where[-1]) + 1)))
+    return found
+
+
+def check_packed(row: Batch, dtype: torch.dtype, kernel: str, bound: float) -> None:
+    weights = trainable(generic_params(row.config, dtype))
+    logits = row.forward(weights, kernel=kernel)
+    loss = summed_loss(logits, row.labels)
+    alone = documents(row)
+    separate = [one.forward(weights, kernel=kernel) for one in alone]
+    losses = torch.stack([summed_loss(x, one.labels) for x, one in zip(separate, alone, strict=True)])
+    assert off(logits[row.valid], torch.cat([x[0] for x in separate])) < bound
+    assert off(loss, losses.sum()) < bound
+    assert off(gradients(loss, weights), gradients(losses.sum(), weights)) < bound
+
+
+@every_case
+@every_kernel
+@pytest.mark.parametrize("first_position", [0, 5])
+def test_packed_equals_separate(case: Case, kernel: str, first_position: int) -> None:
+    """P1 in fp64, also where the row begins in the middle of a document: logits, loss sum and every gradient."""
+    for segment_ids in ROWS.values():
+        row = batch_of(case.config, segment_ids, first_position=first_position)
+        check_packed(row, torch.float64, kernel, 1e-10)
+
+
+@every_structure
+@every_kernel
+@pytest.mark.parametrize("name", ROWS)
+def test_packed_equals_separate_in_single_precision(case: Case, kernel: str, name: str) -> None:
+    check_packed(batch_of(case.config, ROWS[name]), torch.float32, kernel, 1e-5)
+
+
+@every_case
+@every_kernel
+def test_a_document_does_not_hear_its_neighbor(case: Case, kernel: str) -> None:
+    """P1's canary: other tokens in document 1 move document 2 by exactly 0, and document 1 by something."""
+    weights, row = generic_params(case.config), batch_of(case.config, segments((5, 6, -1)))
+    other = row.tokens.clone()
+    other[0, 1] = (other[0, 1] + 1) % case.config.vocab_size
+    before = row.forward(weights, kernel=kernel)
+    after = Batch(case.config, other, row.positions, row.segment_ids, row.length).forward(weights, kernel=kernel)
+    assert torch.equal(before[0, 5:11], after[0, 5:11])
+    assert not torch.equal(before[0, 1:5], after[0, 1:5])
+
+
+@every_case
+@every_kernel
+def test_what_stands_in_padding_does_not_matter(case: Case, kernel: str) -> None:
+    weights, row = generic_params(case.config), batch_of(case.config, segments((-2, 4, -1, 3, -2)))
+    other = torch.where(row.valid, row.tokens, (row.tokens + 7) % case.config.vocab_size)
+    positions = torch.where(row.valid, row.positions, row.positions + 3)
+    before = row.forward(weights, kernel=kernel)
+    after = Batch(case.config, other, positions, row.segment_ids, row.length).forward(weights, kernel=kernel)
+    assert torch.equal(before[row.valid], after[row.valid])
+
+
+def _embedding_gradient(batch: Batch, labels: Tensor, kernel: str) -> tuple[Tensor, Tensor, Any]:
+    weights = trainable(generic_params(batch.config))
+    x = fnmodels.family_of(batch.config).embed(weights, batch.tokens, config=batch.config).detach().requires_grad_()
+    _, masks, freqs_cis = batch.prepared()
+    logits = fnmodels.forward(weights, x, masks, freqs_cis, config=batch.config, kernel=kernel)
+    loss = summed_loss(logits, labels)
+    got = gradients(loss, {"x": x, "weights": weights})
+    assert logits.isfinite().all()
+    return loss, got["x"], got["weights"]
+
+
+@every_case
+@every_kernel
+def test_rows_of_padding_and_of_one_token(case: Case, kernel: str) -> None:
+    """P4: finite everywhere, and no gradient from or to padding."""
+    mixed = batch_of(case.config, segments((-6,), (1, -5), (6,), (-5, 1), (1, 1, 1, 1, 1, 1)))
+    loss, to_embedding, to_weights = _embedding_gradient(mixed, mixed.labels, kernel)
+    assert loss > 0 and to_embedding.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in tree.leaves(to_weights))
+    assert not to_embedding[~mixed.valid].any()
+    assert not to_embedding[[1, 3, 4]].any()  # a document of one token has nothing to predict
+    assert to_embedding[2, :5].any(-1).all()
+
+
+@every_case
+@every_kernel
+def test_a_batch_without_a_label(case: Case, kernel: str) -> None:
+    """P4: zero loss and zero gradient, with all rows padding or all documents of one token."""
+    for segment_ids in (segments((-4,), (-4,)), segments((1, 1, 1, 1)), segments((1,), (1,)), segments((-1,))):
+        batch = batch_of(case.config, segment_ids)
+        loss, to_embedding, to_weights = _embedding_gradient(batch, batch.labels, kernel)
+        assert loss == 0 and not to_embedding.any()
+        assert not any(gradient.any() for gradient in tree.leaves(to_weights))
+
+
+@every_structure
+@every_kernel
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
+def test_empty_batches(case: Case, kernel: str, shape: tuple[int, int]) -> None:
+    """P4: no rows, or rows of nothing."""
+    tokens = tokens_of(case.config, *shape)
+    prepared = fnmodels.prepare(case.config, tokens, length=24)
+    logits = fnmodels.forward(generic_params(case.config), *prepared, config=case.config, kernel=kernel)
+    assert logits.shape == (*shape, case.config.vocab_size)
+    assert fnmodels.prepare(case.config, tokens)[0]["positions"].shape == shape
+
+
+@every_structure
+@every_kernel
+def test_uneven_parts_sum_to_the_whole(case: Case, kernel: str) -> None:
+    """P5: sums over parts with 10, 1 and 0 labels have the gradient of the sum over all."""
+    batch = batch_of(case.config, segments((11,), (2, 1, -8), (1, -10)))
+    weights = trainable(generic_params(case.config, torch.float64))
+    whole = gradients(summed_loss(batch.forward(weights, kernel=kernel), batch.labels), weights)
+    parts = [batch.take(slice(b, b + 1), slice(None)) for b in range(3)]
+    losses = [summed_loss(part.forward(weights, kernel=kernel), part.labels) for part in parts]
+    total = tree.map(lambda *parts: torch.stack(parts).sum(0), *(gradients(loss, weights) for loss in losses))
+    assert off(total, whole) < 1e-10

@@ -1,0 +1,340 @@
+"""The model is a function: every transform of torch.func goes through it, alone and composed, and agrees with a loop.
+
+All with kernel="math", in fp64 where derivatives are compared with differences.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.utils.checkpoint import checkpoint
+
+import fnmodels
+from fnmodels import tree
+from tests.support import (
+    Batch,
+    Case,
+    batch_of,
+    cases,
+    family_modules,
+    generic,
+    generic_params,
+    gradients,
+    off,
+    segments,
+    structures,
+    summed_loss,
+    trainable,
+)
+
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_structure = pytest.mark.parametrize("case", structures(), ids=str)
+every_kernel = pytest.mark.parametrize("kernel", ["math", "sdpa"])
+MIXED = segments((-2, 3, 2), (7,), (4, 1, -2), (-7,))
+
+
+def direction_of(params: Any, name: str = "direction") -> Any:
+    """A generic tangent of unit size per leaf."""
+    flat = tree.flatten(params)
+    made = {path: generic(f"{name}.{path}", torch.empty(p.shape)).to(p.dtype) for path, p in flat.items()}
+    return tree.unflatten({path: value / value.norm() for path, value in made.items()})
+
+
+def dot(a: Any, b: Any) -> Tensor:
+    return sum(((x * y).sum() for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True)), torch.zeros(()))
+
+
+class Problem:
+    """The mixed batch's loss as a function of the parameters, in fp64."""
+
+    def __init__(self, case: Case, segment_ids: Tensor = MIXED) -> None:
+        self.batch: Batch = batch_of(case.config, segment_ids)
+        self.config = case.config
+        self.prepared, self.labels = self.batch.prepared(), self.batch.labels
+        self.weights = generic_params(case.config, torch.float64)
+        self.direction = direction_of(self.weights)
+
+    def loss(self, weights: Any) -> Tensor:
+        return self.loss_of(weights, self.prepared, self.labels)
+
+    def loss_of(self, weights: Any, prepared: Any, labels: Tensor) -> Tensor:
+        return summed_loss(fnmodels.forward(weights, *prepared, config=self.config, kernel="math"), labels)
+
+    def moved(self, step: float) -> Any:
+        return tree.map(lambda p, d: p + step * d, self.weights, self.direction)
+
+
+def difference(f: Callable[[Any], Any], problem: Problem, step: float = 1e-5) -> Any:
+    """Central difference of `f` along the direction: exact to about 1e-9 here."""
+    return tree.map(lambda hi, lo: (hi - lo) / (2 * step), f(problem.moved(step)), f(problem.moved(-step)))
+
+
+@every_structure
+def test_grad_is_autograd(case: Case) -> None:
+    """F1: grad, grad_and_value, vjp; and the directional derivative by differences."""
+    p = Problem(case)
+    leaves = trainable(p.weights)
+    wanted = gradients(p.loss(leaves), leaves)
+    assert off(grad(p.loss)(p.weights), wanted) < 1e-12
+    got, value = grad_and_value(p.loss)(p.weights)
+    assert off(got, wanted) < 1e-12 and off(value, p.loss(p.weights)) < 1e-12
+    _, pull = vjp(p.loss, p.weights)
+    assert off(pull(torch.ones((), dtype=torch.float64))[0], wanted) < 1e-12
+    assert off(dot(wanted, p.direction), difference(p.loss, p)) < 1e-7
+
+
+@every_structure
+def test_jvp(case: Case) -> None:
+    """F1: forward mode equals differences, and <w, J u> = <J^T w, u>."""
+    p = Problem(case)
+
+    def logits(weights: Any) -> Tensor:
+        return fnmodels.forward(weights, *p.prepared, config=p.config, kernel="math")
+
+    out, tangent = jvp(logits, (p.weights,), (p.direction,))
+    assert off(out, logits(p.weights)) == 0
+    assert off(tangent, difference(logits, p)) < 1e-7
+    w = generic("cotangent", torch.empty(out.shape)).double()
+    _, pull = vjp(logits, p.weights)
+    assert off((w * tangent).sum(), dot(pull(w)[0], p.direction)) < 1e-10
+
+
+@pytest.mark.parametrize("family", family_modules())
+def test_linearize(family: str) -> None:
+    """F6: traced once, applied often. (Tracing takes seconds, so one variant stands for all.)"""
+    p = Problem(next(case for case in structures() if case.family == family))
+    _, push = linearize(p.loss, p.weights)
+    assert off(push(p.direction), jvp(p.loss, (p.weights,), (p.direction,))[1]) < 1e-12
+
+
+@every_structure
+def test_hessian_vector_products(case: Case) -> None:
+    """F1: forward over reverse, reverse over either, double backward and differences give one result."""
+    p = Problem(case)
+    wanted = jvp(grad(p.loss), (p.weights,), (p.direction,))[1]
+    assert off(grad(lambda w: dot(grad(p.loss)(w), p.direction))(p.weights), wanted) < 1e-10
+    assert off(grad(lambda w: jvp(p.loss, (w,), (p.direction,))[1])(p.weights), wanted) < 1e-10
+    leaves = trainable(p.weights)
+    first = torch.autograd.grad(p.loss(leaves), tree.leaves(leaves), create_graph=True)
+    inner = sum((g * d).sum() for g, d in zip(first, tree.leaves(p.direction), strict=True))
+    assert off(gradients(inner, leaves), wanted) < 1e-10
+    assert off(difference(grad(p.loss), p), wanted) < 1e-6
+
+
+@every_structure
+def test_jacobians(case: Case) -> None:
+    """F1, F6: jacrev equals jacfwd, of some logits by a token's embedding and by a norm's weight; and the Hessian."""
+    p = Problem(case, segments((-1, 3, 2)))
+    x = fnmodels.family_of(p.config).embed(p.weights, p.batch.tokens, config=p.config)
+
+    def logits(vector: Tensor, norm: Tensor) -> Tensor:
+        inputs = torch.cat((x[:, :2], vector[None, None], x[:, 3:]), dim=1)
+        weights = {**p.weights, "norm": norm}
+        return fnmodels.forward(weights, inputs, *p.prepared[1:], config=p.config, kernel="math")[0, 1:, :3]
+
+    at = (x[0, 2], p.weights["norm"])
+    backward, forward = jacrev(logits, argnums=(0, 1))(*at), jacfwd(logits, argnums=(0, 1))(*at)
+    assert off(forward, backward) < 1e-10
+    assert backward[0][1:3].any() and not backward[0][0].any() and not backward[0][3:].any()
+    curvature = hessian(lambda vector: logits(vector, at[1]).sin().sum())(at[0])
+    assert off(curvature, curvature.mT) < 1e-10 and curvature.any()
+
+
+@every_case
+def test_vmap_over_rows(case: Case) -> None:
+    """F2: logits row by row, and vmap(grad) equals a loop, with masks and pads; an all-pad row gives 0."""
+    p = Problem(case)
+    rows, labels = fnmodels.rows(p.prepared), fnmodels.rows(p.labels)
+    weights = generic_params(case.config)
+    mapped = vmap(lambda prepared: fnmodels.forward(weights, *prepared, config=p.config, kernel="math"), in_dims=(0,))(
+        rows
+    )
+    assert off(mapped[:, 0], p.batch.forward(weights)) < 1e-5
+    per_row = vmap(grad(p.loss_of), in_dims=(None, 0, 0))(weights, rows, labels)
+    for b in range(len(MIXED)):
+        part = tree.map(lambda t, b=b: t[b], (rows, labels))
+        wanted = grad(p.loss_of)(weights, *part)
+        assert off(tree.map(lambda t, b=b: t[b], per_row), wanted) < 1e-5
+    assert not any(t[3].any() for t in tree.leaves(per_row))
+
+
+@every_structure
+def test_compositions(case: Case) -> None:
+    """F6: jvp of vmap, vmap of jvp, grad of vmap, vmap of hvp."""
+    p = Problem(case)
+    rows, labels = fnmodels.rows(p.prepared), fnmodels.rows(p.labels)
+    each = vmap(p.loss_of, in_dims=(None, 0, 0))
+    total = p.loss(p.weights)
+    assert off(each(p.weights, rows, labels).sum(), total) < 1e-10
+    assert off(grad(lambda w: each(w, rows, labels).sum())(p.weights), grad(p.loss)(p.weights)) < 1e-10
+    outer = jvp(lambda w: each(w, rows, labels), (p.weights,), (p.direction,))[1]
+
+    def along(prepared: Any, targets: Tensor) -> Tensor:
+        return jvp(lambda w: p.loss_of(w, prepared, targets), (p.weights,), (p.direction,))[1]
+
+    assert off(vmap(along)(rows, labels), outer) < 1e-10
+    assert off(outer.sum(), difference(p.loss, p)) < 1e-7
+
+    def bend(prepared: Any, targets: Tensor) -> Any:
+        return jvp(grad(lambda w: p.loss_of(w, prepared, targets)), (p.weights,), (p.direction,))[1]
+
+    summed = tree.map(lambda t: t.sum(0), vmap(bend)(rows, labels))
+    assert off(summed, jvp(grad(p.loss), (p.weights,), (p.direction,))[1]) < 1e-10
+
+
+@every_structure
+def test_ensembles(case: Case) -> None:
+    """F9: vmap over stacked parameters equals a loop, forward and gradient."""
+    p = Problem(case)
+    members = [p.weights, p.moved(0.3), p.moved(-0.5)]
+    stacked = tree.map(lambda *leaves: torch.stack(leaves), *members)
+    losses, grads = vmap(lambda w: grad_and_value(p.loss)(w)[::-1])(stacked)
+    for i, member in enumerate(members):
+        wanted, value = grad_and_value(p.loss)(member)
+        assert off(losses[i], value) < 1e-10
+        assert off(tree.map(lambda t, i=i: t[i], grads), wanted) < 1e-10
+
+
+@every_structure
+def test_one_adapted_leaf(case: Case) -> None:
+    """F9: a function of one leaf, the rest held: what adapters and probes do."""
+    p = Problem(case)
+    flat = tree.flatten(p.weights)
+    path = next(path for path in flat if path.startswith("layers.1.") and flat[path].ndim == 2)
+    offsets = torch.stack([0.1 * generic(f"{path}.{i}", flat[path]).double() for i in range(3)])
+
+    def loss(offset: Tensor) -> Tensor:
+        return p.loss(tree.unflatten(flat | {path: flat[path] + offset}))
+
+    losses, grads = vmap(loss)(offsets), vmap(grad(loss))(offsets)
+    for i in range(3):
+        assert off(losses[i], loss(offsets[i])) < 1e-10 and off(grads[i], grad(loss)(offsets[i])) < 1e-10
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if getattr(c.config, "tie_word_embeddings", False)], ids=str)
+@every_kernel
+def test_a_tied_head_is_one_leaf_read_twice(case: Case, kernel: str) -> None:
+    """F7: its gradient is the sum of what the two uses give where they are two leaves of equal values."""
+    batch, config = batch_of(case.config, MIXED), replace(case.config, tie_word_embeddings=False)
+    tied = trainable(generic_params(case.config))
+    untied = trainable({**tied, "lm_head": tied["embed_tokens"]})
+    one = gradients(summed_loss(batch.forward(tied, kernel=kernel), batch.labels), tied)
+    two = gradients(summed_loss(replace(batch, config=config).forward(untied, kernel=kernel), batch.labels), untied)
+    assert two["lm_head"].any() and two["embed_tokens"].any()
+    two["embed_tokens"] = two["embed_tokens"] + two.pop("lm_head")
+    assert off(one, two) < 1e-5
+
+
+@every_case
+@every_kernel
+def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
+    """F8: embed, layers in two slices, head: the bits of forward; `hidden` is what the head reads, also in chunks."""
+    batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
+    inputs, masks, freqs_cis = batch.prepared()
+    options: dict[str, Any] = {"config": case.config, "kernel": kernel}
+    whole = fnmodels.forward(weights, inputs, masks, freqs_cis, **options)
+    hidden = fnmodels.hidden(weights, inputs, masks, freqs_cis, **options)
+    layers = len(family.kinds(case.config))
+    x = family.embed(weights, inputs, config=case.config)
+    for cut in range(layers + 1):
+        middle = fnmodels.run_layers(weights, x, masks, freqs_cis, 0, cut, **options)
+        assert torch.equal(fnmodels.run_layers(weights, middle, masks, freqs_cis, cut, layers, **options), hidden)
+    assert torch.equal(family.unembed(weights, hidden, config=case.config), whole)
+    chunks = [family.unembed(weights, part, config=case.config) for part in hidden.split(3, dim=1)]
+    assert off(torch.cat(chunks, dim=1), whole) < 1e-6
+    assert torch.equal(fnmodels.forward(weights, x, masks, freqs_cis, **options), whole)
+    with pytest.raises(ValueError, match=f"the model has {layers}"):
+        fnmodels.run_layers(weights, x, masks, freqs_cis, 0, layers + 1, **options)
+
+
+@every_case
+@every_kernel
+def test_taps_are_outputs(case: Case, kernel: str) -> None:
+    """Asking for activations changes no bit, names all of them, and they carry gradients."""
+    batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
+    layers = len(family.kinds(case.config))
+    names = ("input", "output", *family.TAPS)
+    wanted = ("embed", "hidden", *(f"layers.*.{name}" for name in names))
+    logits, tapped = batch.forward(weights, kernel=kernel, taps=wanted)
+    assert torch.equal(logits, batch.forward(weights, kernel=kernel))
+    assert tapped.keys() == {"embed", "hidden"} | {f"layers.{i}.{name}" for i in range(layers) for name in names}
+    assert torch.equal(tapped["embed"], tapped["layers.0.input"])
+    assert torch.equal(tapped["hidden"], tapped[f"layers.{layers - 1}.output"])
+    for i in range(1, layers):
+        assert torch.equal(tapped[f"layers.{i}.input"], tapped[f"layers.{i - 1}.output"])
+    _, only = batch.forward(weights, kernel=kernel, taps=(f"layers.1.{family.TAPS[0]}",) if layers > 1 else ("embed",))
+    assert len(only) == 1 and all(torch.equal(value, tapped[name]) for name, value in only.items())
+    leaves = trainable(weights)
+    _, last = batch.forward(leaves, taps=("layers.0.output",))
+    to_embedding = tree.flatten(gradients(last["layers.0.output"].square().sum(), leaves))
+    assert any(gradient.any() for path, gradient in to_embedding.items() if "embed" in path)
+    for wrong in ("layers.0.nothing", f"layers.{layers}.output", "nothing", "layers.x.output"):
+        with pytest.raises(ValueError, match="unknown"):
+            batch.forward(weights, taps=(wrong,))
+
+
+@every_case
+@every_kernel
+def test_layer_fn_wraps_each_kind_once(case: Case, kernel: str) -> None:
+    """And rematerialization (F3) changes no bit of loss or gradient."""
+    batch, weights = batch_of(case.config, MIXED), trainable(generic_params(case.config))
+    seen: list[Any] = []
+
+    def remat(block: Any) -> Any:
+        seen.append(block.keywords["kind"])
+        return partial(checkpoint, block, use_reentrant=False)
+
+    plain = summed_loss(batch.forward(weights, kernel=kernel), batch.labels)
+    saved = summed_loss(batch.forward(weights, kernel=kernel, layer_fn=remat), batch.labels)
+    assert sorted(seen) == sorted(set(fnmodels.family_of(case.config).kinds(case.config)))
+    assert torch.equal(plain, saved)
+    assert off(gradients(saved, weights), gradients(plain, weights)) == 0
+
+
+@every_structure
+def test_a_module_around_it_is_the_callers_business(case: Case) -> None:
+    """functional_call over a user's own module, with our tree as its parameters."""
+    batch = batch_of(case.config, MIXED)
+    flat = tree.flatten(generic_params(case.config))
+
+    class Shell(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for path, leaf in flat.items():
+                self.register_parameter(path.replace(".", "/"), torch.nn.Parameter(leaf))
+
+        def forward(self) -> Tensor:
+            named = {path.replace("/", "."): leaf for path, leaf in self.named_parameters()}
+            return batch.forward(tree.unflatten(named))
+
+    doubled = {path.replace(".", "/"): 2 * leaf for path, leaf in flat.items()}
+    wanted = batch.forward(tree.unflatten({path: 2 * leaf for path, leaf in flat.items()}))
+    assert torch.equal(functional_call(Shell(), doubled, ()), wanted)
+
+
+@every_structure
+def test_the_fused_kernel_names_the_one_that_can(case: Case) -> None:
+    """F1: grad, vmap and vmap(grad) go through "sdpa"; forward mode does not, and is told of kernel="math"."""
+    p = Problem(case)
+    weights = generic_params(case.config)
+    direction = direction_of(weights)
+
+    def loss(weights: Any, prepared: Any = p.prepared, labels: Tensor = p.labels) -> Tensor:
+        return summed_loss(fnmodels.forward(weights, *prepared, config=p.config, kernel="sdpa"), labels)
+
+    assert off(grad(loss)(weights), grad(p.loss)(weights)) < 1e-4
+    rows, labels = fnmodels.rows(p.prepared), fnmodels.rows(p.labels)
+    assert (
+        off(
+            vmap(grad(loss), in_dims=(None, 0, 0))(weights, rows, labels),
+            vmap(grad(p.loss_of), in_dims=(None, 0, 0))(weights, rows, labels),
+        )
+        < 1e-4
+    )
+    with pytest.raises(NotImplementedError, match='kernel="math"'):
+        jvp(loss, (weights,), (direction,))
