@@ -1,0 +1,374 @@
+"""Time one training step (forward, backward, AdamW) of the same 26M-parameter Llama in several libraries.
+
+    python benchmarks/train_step.py                      all contenders, fp32 and bf16
+    python benchmarks/train_step.py --quick              one short round, to see that everything runs
+    python benchmarks/train_step.py --dtype float32 --contenders fnmodels transformers
+
+Every contender is a process of its own (contenders.py) that stays alive; each in turn takes a few steps, A B C, A B C,
+..., so that a slow minute of the machine hits all of them. Reported are medians over all timed steps and ratios of
+medians. All start from the same weights and batch; before anything is timed fnmodels and transformers must agree on the
+first loss and on the updated weights. litgpt and JAX may live in other environments: --litgpt-python and --jax-python,
+or the variables FNMODELS_BENCH_LITGPT and FNMODELS_BENCH_JAX, name their interpreters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+CONFIG: dict[str, Any] = {
+    "vocab_size": 8192,
+    "dim": 512,
+    "layers": 6,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "ffn": 1408,
+    "batch": 4,
+    "sequence": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+# name -> (library, compiled). "compiled" is compile="block" for fnmodels, torch.compile(model) for the modules.
+CONTENDERS: dict[str, tuple[str, bool]] = {
+    "fnmodels": ("fnmodels", False),
+    "fnmodels block-compiled": ("fnmodels", True),
+    "transformers": ("transformers", False),
+    "transformers compiled": ("transformers", True),
+    "litgpt": ("litgpt", False),
+    "litgpt compiled": ("litgpt", True),
+    "JAX jit": ("jax", True),
+}
+PAIRS = (("fnmodels", "transformers"), ("fnmodels block-compiled", "transformers compiled"))
+# Largest accepted distance of the updated weights, |ours - theirs| / |theirs - start|. AdamW's first update is about
+# lr * sign(gradient), so that a gradient near zero may flip; in bf16 gradients differ by rounding, about 2^-8.
+TOLERANCE = {"float32": {"loss": 1e-5, "update": 1e-2}, "bfloat16": {"loss": 2e-2, "update": 0.3}}
+
+
+@dataclass
+class Contender:
+    name: str
+    process: subprocess.Popen[str]
+    version: str = ""
+    before: int = 0  # resident bytes after the imports, before the weights
+    first_seconds: float = 0.0
+    first_loss: float = 0.0
+    peak: int = 0  # highest resident bytes while the timed steps ran
+    peak_start: int = 0  # the same from the build to the second step, compiling included
+    seconds: list[float] = field(default_factory=list)
+
+    def ask(self, kind: str, **request: Any) -> dict[str, Any]:
+        """One request, one answer; an answer with an error raises it here."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"kind": kind, **request}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "the process ended without an answer"}
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process.wait()
+
+
+def flops_per_step(config: dict[str, Any]) -> float:
+    """Per token 2 per weight of a matmul and 2 S D per layer for causal attention; times 3 with the backward."""
+    dim, kv_dim = config["dim"], config["kv_heads"] * config["head_dim"]
+    weights = (
+        config["layers"] * (2 * dim * dim + 2 * dim * kv_dim + 3 * dim * config["ffn"]) + config["vocab_size"] * dim
+    )
+    attention = config["layers"] * 2 * config["sequence"] * dim
+    return 3.0 * config["batch"] * config["sequence"] * (2 * weights + attention)
+
+
+def draw(config: dict[str, Any], seed: int) -> dict[str, Any]:
+    """What all start from: fp32 weights under Hugging Face names, one batch of tokens and shifted labels."""
+    rng = np.random.default_rng(seed)
+    dim, kv_dim, ffn = config["dim"], config["kv_heads"] * config["head_dim"], config["ffn"]
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], dim)}
+    for i in range(config["layers"]):
+        names = {"q_proj": (dim, dim), "k_proj": (kv_dim, dim), "v_proj": (kv_dim, dim), "o_proj": (dim, dim)}
+        shapes |= {f"model.layers.{i}.self_attn.{name}.weight": shape for name, shape in names.items()}
+        names = {"gate_proj": (ffn, dim), "up_proj": (ffn, dim), "down_proj": (dim, ffn)}
+        shapes |= {f"model.layers.{i}.mlp.{name}.weight": shape for name, shape in names.items()}
+    shapes["lm_head.weight"] = (config["vocab_size"], dim)
+    start = {name: rng.standard_normal(shape, dtype=np.float32) * 0.02 for name, shape in shapes.items()}
+    norms = [
+        f"model.layers.{i}.{n}.weight"
+        for i in range(config["layers"])
+        for n in ("input_layernorm", "post_attention_layernorm")
+    ]
+    start |= {name: np.ones(dim, np.float32) for name in [*norms, "model.norm.weight"]}
+    tokens = rng.integers(0, config["vocab_size"], (config["batch"], config["sequence"]))
+    labels = np.concatenate([tokens[:, 1:], np.full_like(tokens[:, :1], -100)], axis=1)
+    return start | {"tokens": tokens, "labels": labels}
+
+
+def launch(name: str, python: str, scratch: Path) -> Contender:
+    environment = dict(os.environ)
+    # An empty cache for each, so that the first step counts what compiling costs on a fresh machine.
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / f"inductor-{name.replace(' ', '-')}")
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), environment.get("PYTHONPATH", "")])
+    errors = (scratch / f"{name}.log").open("w")
+    process = subprocess.Popen(
+        [python, str(HERE / "contenders.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        cwd=scratch,
+        env=environment,
+    )
+    return Contender(name, process)
+
+
+def start(names: list[str], pythons: dict[str, str], dtype: str, threads: int, scratch: Path) -> list[Contender]:
+    """Build every contender and take its first two steps; one that cannot run is named and left out."""
+    started = []
+    for name in names:
+        library, compiled = CONTENDERS[name]
+        one = launch(name, pythons[library], scratch)
+        data = str(scratch / "start.npz")
+        try:
+            built = one.ask(
+                "build", library=library, threads=threads, data=data, config=CONFIG, dtype=dtype, compiled=compiled
+            )
+            one.version, one.before = built["version"], built["before"]
+            one.ask("reset_peak")
+            first = one.ask("steps", count=1)
+            one.first_seconds, one.first_loss = first["seconds"][0], first["losses"][0]
+            one.ask("weights", path=str(scratch / f"{name}.npz"))
+            one.ask("steps", count=1)
+            one.peak_start = one.ask("memory")["peak"]
+            one.ask("reset_peak")
+        except (RuntimeError, OSError) as error:
+            print(f"  {name}: left out ({error})", flush=True)
+            one.close()
+            continue
+        print(f"  {name} {one.version}: first step {one.first_seconds:.1f} s, loss {one.first_loss:.6f}", flush=True)
+        started.append(one)
+    return started
+
+
+def update_distance(ours: Path, theirs: Path, begin: Path) -> float:
+    """|ours - theirs| / |theirs - start| over all weights."""
+    a, b, zero = np.load(ours), np.load(theirs), np.load(begin)
+    apart = sum(float(((a[name] - b[name]) ** 2).sum()) for name in b.files)
+    moved = sum(float(((b[name] - zero[name]) ** 2).sum()) for name in b.files)
+    return (apart / moved) ** 0.5
+
+
+def check(started: list[Contender], dtype: str, scratch: Path) -> dict[str, dict[str, float]]:
+    """First loss and first update against transformers; raises when fnmodels disagrees."""
+    base = next((one for one in started if one.name == "transformers"), None)
+    if base is None:
+        return {}
+    found = {}
+    for one in started:
+        distance = update_distance(scratch / f"{one.name}.npz", scratch / "transformers.npz", scratch / "start.npz")
+        found[one.name] = {"loss": abs(one.first_loss - base.first_loss), "update": distance}
+        print(
+            f"  {one.name}: first loss off by {found[one.name]['loss']:.1e}, first update by {distance:.1e} (relative)"
+        )
+        if one.name.startswith("fnmodels"):
+            for key, limit in TOLERANCE[dtype].items():
+                if not found[one.name][key] <= limit:
+                    gap = f"{found[one.name][key]:.2e} > {limit:.0e}"
+                    raise SystemExit(f"{one.name} and transformers differ in {key} ({dtype}): {gap}")
+    return found
+
+
+def measure(started: list[Contender], dtype: str, rounds: int, steps: int) -> float:
+    """The rounds; returns the best matmul rate seen, in FLOP/s. The order rotates: nobody has a fixed place."""
+    gauge = next((one for one in started if CONTENDERS[one.name][0] != "jax"), None)
+    peak = 0.0
+    for i in range(rounds):
+        if gauge is not None:
+            peak = max(peak, gauge.ask("matmul", dtype=dtype)["flops"])
+        turn = i % len(started)
+        for one in started[turn:] + started[:turn]:
+            one.seconds += one.ask("steps", count=steps)["seconds"]
+        print(
+            f"  round {i + 1}/{rounds}: " + ", ".join(f"{one.name} {one.seconds[-1]:.2f} s" for one in started),
+            flush=True,
+        )
+    for one in started:
+        one.peak = one.ask("memory")["peak"]
+    return peak
+
+
+def run(names: list[str], pythons: dict[str, str], dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+    print(f"{dtype}: starting", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        np.savez(scratch / "start.npz", **draw(CONFIG, options.seed))
+        started = start(names, pythons, dtype, options.threads, scratch)
+        try:
+            checks = check(started, dtype, scratch)
+            peak = measure(started, dtype, options.rounds, options.steps) if started else 0.0
+        finally:
+            for one in started:
+                one.close()
+    tokens = CONFIG["batch"] * CONFIG["sequence"]
+    rows = {}
+    for one in started:
+        median = statistics.median(one.seconds)
+        rows[one.name] = {
+            "version": one.version,
+            "tokens_per_second": tokens / median,
+            "median_seconds": median,
+            "spread_seconds": [min(one.seconds), max(one.seconds)],
+            "share_of_matmul_peak": flops_per_step(CONFIG) / median / peak if peak else None,
+            "first_step_seconds": one.first_seconds,
+            "first_loss": one.first_loss,
+            "peak_bytes": one.peak,
+            "peak_bytes_above_imports": one.peak - one.before,
+            "peak_bytes_first_steps": one.peak_start,
+            **({"against_transformers": checks[one.name]} if one.name in checks else {}),
+        }
+    return {"dtype": dtype, "matmul_peak_flops": peak, "contenders": rows, "ratios": ratios(rows)}
+
+
+def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Ours over theirs: speed above 1 and memory below 1 are good."""
+    pairs = [*PAIRS, ("fnmodels", "JAX jit"), ("fnmodels block-compiled", "JAX jit")]
+    pairs += [(ours, ours.replace("fnmodels block-", "litgpt ").replace("fnmodels", "litgpt")) for ours, _ in PAIRS]
+    return {
+        f"{ours} / {theirs}": {
+            "speed": rows[ours]["tokens_per_second"] / rows[theirs]["tokens_per_second"],
+            "peak": rows[ours]["peak_bytes"] / max(1, rows[theirs]["peak_bytes"]),
+        }
+        for ours, theirs in pairs
+        if ours in rows and theirs in rows
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    head = ("dtype", "contender", "tokens/s", "x transformers eager", "of matmul peak", "peak memory", "above imports")
+    lines = [f"| {' | '.join(head)} | first step |", "|---|---|---:|---:|---:|---:|---:|---:|"]
+    for result in results:
+        rows = result["contenders"]
+        base = rows.get("transformers", {}).get("tokens_per_second")
+        for name, row in rows.items():
+            speed, share = row["tokens_per_second"], row["share_of_matmul_peak"]
+            lines.append(
+                f"| {result['dtype']} | {name} | {speed:,.0f} | {f'{speed / base:.2f}' if base else '-'} "
+                f"| {f'{share:.0%}' if share else '-'} | {row['peak_bytes'] / 2**20:,.0f} MiB "
+                f"| {row['peak_bytes_above_imports'] / 2**20:,.0f} MiB | {row['first_step_seconds']:.1f} s |"
+            )
+    lines += ["", "| dtype | pair | speed | peak memory |", "|---|---|---:|---:|"]
+    for result in results:
+        for pair, ratio in result["ratios"].items():
+            lines.append(f"| {result['dtype']} | {pair} | {ratio['speed']:.2f}x | {ratio['peak']:.2f}x |")
+    return "\n".join(lines)
+
+
+def chart(results: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    colors = {"fnmodels": "#1b6ca8", "transformers": "#e0a030", "litgpt": "#8f8f8f", "jax": "#7a5195"}
+    tallest = max(len(result["contenders"]) for result in results)
+    figure, axes = plt.subplots(1, len(results), figsize=(5.6 * len(results), 0.9 + 0.42 * tallest), squeeze=False)
+    for axis, result in zip(axes[0], results, strict=True):
+        names = list(result["contenders"])[::-1]
+        speeds = [result["contenders"][name]["tokens_per_second"] for name in names]
+        bars = axis.barh(names, speeds, color=[colors[CONTENDERS[name][0]] for name in names], height=0.7)
+        shares = [result["contenders"][name]["share_of_matmul_peak"] or 0.0 for name in names]
+        texts = [f"{speed:,.0f}  ({share:.0%})" for speed, share in zip(speeds, shares, strict=True)]
+        axis.bar_label(bars, texts, padding=3, fontsize=8.5)
+        axis.set_xlim(0, max(speeds) * 1.28)
+        axis.set_title(f"{result['dtype']}: tokens/s (share of matmul peak)", fontsize=10)
+        axis.tick_params(labelsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=["float32", "bfloat16"],
+        default=["float32", "bfloat16"],
+        help="of parameters, activations and moments",
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=list(CONTENDERS),
+        default=list(CONTENDERS),
+        metavar="NAME",
+        help=", ".join(CONTENDERS),
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each contender (default 6)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps in one turn (default 3)")
+    parser.add_argument(
+        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="cores for each process (default 2)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="one round of one step, nothing written")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for train_step.json, .md and .png")
+    for library in ("litgpt", "jax"):
+        default = os.environ.get(f"FNMODELS_BENCH_{library.upper()}", sys.executable)
+        parser.add_argument(
+            f"--{library}-python", default=default, metavar="PYTHON", help=f"interpreter that has {library}"
+        )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    if options.quick:
+        options.rounds, options.steps = 1, 1
+    pythons = {library: sys.executable for library, _ in CONTENDERS.values()}
+    pythons |= {"litgpt": options.litgpt_python, "jax": options.jax_python}
+    results = [run(options.contenders, pythons, dtype, options) for dtype in options.dtype]
+    machine = {"processor": processor(), "threads": options.threads, "system": platform.system()}
+    text = table(results)
+    print("\n" + text)
+    if not options.quick:
+        options.out.mkdir(parents=True, exist_ok=True)
+        record = {
+            "config": CONFIG,
+            "machine": machine,
+            "rounds": options.rounds,
+            "steps": options.steps,
+            "results": results,
+        }
+        (options.out / "train_step.json").write_text(json.dumps(record, indent=1) + "\n")
+        (options.out / "train_step.md").write_text(text + "\n")
+        chart(results, options.out / "train_step.png")
+        print(f"\nwritten to {options.out}: train_step.json, train_step.md, train_step.png")
+
+
+if __name__ == "__main__":
+    main()
