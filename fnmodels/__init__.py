@@ -16,6 +16,7 @@ labels feed the loss; none is derived from another inside a model. Tensors are p
 
 from fnmodels import siblings
 from fnmodels.batch import permute, rows, split
+from fnmodels.convert import to_block_mask, to_cu_seqlens, to_dense
 from fnmodels.errors import (
     CheckpointError,
     ConfigError,
@@ -28,21 +29,10 @@ from fnmodels.errors import (
 from fnmodels.families import families, family_for, family_of
 from fnmodels.front import forward, hidden, prepare, run_layers
 from fnmodels.leaf import Constant, Leaf, Normal
-from fnmodels.mask import (
-    BidirectionalWindow,
-    Causal,
-    Chunk,
-    Everything,
-    Layout,
-    Mask,
-    Rule,
-    SameSpan,
-    Window,
-    build_mask,
-    document_layout,
-    layout,
-)
+from fnmodels.mask import Layout, Mask, build_mask, document_layout, layout
+from fnmodels.ops.attention import explain_kernel
 from fnmodels.packing import pack, unpack
+from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
 from fnmodels.segments import (
     positions_from_segments,
     segments_from_eos,
@@ -74,6 +64,7 @@ __all__ = [
     "Window",
     "build_mask",
     "document_layout",
+    "explain_kernel",
     "families",
     "family_for",
     "family_of",
@@ -90,5 +81,8 @@ __all__ = [
     "segments_from_lengths",
     "segments_from_positions",
     "split",
+    "to_block_mask",
+    "to_cu_seqlens",
+    "to_dense",
     "unpack",
 ]

@@ -86,7 +86,7 @@ def forward(
     """Logits [B, S, V]; with taps (logits, {name: tensor}).
 
     params: the tree of `family.spec(config)`. inputs: `prepare`'s, or token ids [B, S], or vectors [B, S, D].
-    masks, freqs_cis: {kind: ...} for each kind of layer. kernel: "math", "sdpa" or "auto" (see `ops.attention`).
+    masks, freqs_cis: {kind: ...} for each kind of layer. kernel: see `ops.attention`.
     layout: `fnmodels.layout(masks)`, lets kernels skip what a mask rules out. layer_fn: called once per kind with the
     block, a callable (layer, x, mask, freqs) -> (x, aux); returns the one to use (checkpointed, compiled, gathered).
     taps: activations to return: "embed", "hidden", "layers.3.input", "layers.3.output" and the family's own TAPS, as
@@ -189,7 +189,10 @@ def _run(
             raise ValueError(
                 f"The model has {kind!r} layers, but masks has {sorted(masks)} and freqs_cis {sorted(freqs_cis)}."
             )
-    ready = {kind: materialize(masks[kind], kernel, layout) for kind in used}
+    ready: dict[str, MaskLike] = {}
+    for kind in used:
+        twin = next((other for other in ready if masks[other] is masks[kind]), None)
+        ready[kind] = materialize(masks[kind], kernel, layout) if twin is None else ready[twin]
     blocks: dict[str, Block] = {}
     for kind in used:
         bound = functools.partial(family.block, config=config, kind=kind, kernel=kernel, layout=layout, taps=local)

@@ -4,9 +4,6 @@ A `Mask` holds positions and segment ids of queries and keys (tensors) and a rul
 what a token is, never on where it stands in the row, so permuting, sharding or slicing a sequence is the same slicing
 of these tensors. Memory is linear in the sequence until a kernel asks for more (`Mask.dense`).
 
-    rule = Causal() & Window(128)         # sliding window: 128 keys, the query's own among them
-    rule = Causal() | SameSpan()          # text with bidirectional images; a prefix LM is one span at the start
-
 Two tokens of different segments, and padding (segment 0), never see each other under any rule.
 """
 
@@ -14,127 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tree
-
-
-class Tokens(NamedTuple):
-    """What a rule may look at, shaped to broadcast: queries [..., Q, 1], keys [..., 1, K]."""
-
-    positions: Tensor
-    segments: Tensor
-    spans: Tensor | None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A static predicate on (query, key). Compose with `&` and `|`."""
-
-    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} must say which keys a query may see.")
-
-    def __and__(self, other: Rule) -> Rule:
-        return And(self, other)
-
-    def __or__(self, other: Rule) -> Rule:
-        return Or(self, other)
-
-
-@dataclass(frozen=True)
-class And(Rule):
-    """Both rules allow it."""
-
-    left: Rule
-    right: Rule
-
-    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        return self.left(q, kv) & self.right(q, kv)
-
-
-@dataclass(frozen=True)
-class Or(Rule):
-    """One of the rules allows it."""
-
-    left: Rule
-    right: Rule
-
-    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        return self.left(q, kv) | self.right(q, kv)
-
-
-@dataclass(frozen=True)
-class Everything(Rule):
-    """Every key of the segment: an encoder."""
-
-    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        return q.segments == kv.segments
-
-
-@dataclass(frozen=True)
-class Causal(Rule):
-    """No key later than the query."""
-
-    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        return kv.positions <= q.positions
-
-
-def _positive(rule: Rule, size: int) -> None:
-    if size < 1:
-        raise ValueError(f"{rule!r}: the size must be at least 1.")
-
-
-@dataclass(frozen=True)
-class Window(Rule):
-    """No key `size` or more positions before the query: with `Causal`, `size` keys including the query's own."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        _positive(self, self.size)
-
-    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        return q.positions - kv.positions < self.size
-
-
-@dataclass(frozen=True)
-class BidirectionalWindow(Rule):
-    """Keys at most `size` positions away on either side: 2 size + 1 keys."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        if self.size < 0:
-            raise ValueError(f"{self!r}: the size must be at least 0.")
-
-    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        return (q.positions - kv.positions).abs() <= self.size
-
-
-@dataclass(frozen=True)
-class Chunk(Rule):
-    """Only keys of the same fixed block of `size` positions, counted within the document (Llama 4)."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        _positive(self, self.size)
-
-    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        return q.positions // self.size == kv.positions // self.size
-
-
-@dataclass(frozen=True)
-class SameSpan(Rule):
-    """Both tokens lie in one bidirectional span (ids from 1; 0 is no span): an image, or the prefix of a prefix LM."""
-
-    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        if q.spans is None or kv.spans is None:
-            raise ValueError("The rule SameSpan needs span ids: pass `spans` [B, S] where the mask is built.")
-        return (q.spans == kv.spans) & (q.spans > 0)
+from .rules import Causal, Rule, Tokens, Window
 
 
 @tree.pytree
@@ -224,6 +107,7 @@ class Layout:
 
     rows: tuple[tuple[tuple[int, int], ...], ...]
     length: int
+    firsts: tuple[tuple[int, ...], ...]  # the position of each document's first token: a row may begin mid-document
 
     @property
     def plain(self) -> bool:
@@ -240,15 +124,16 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     if length:
         changed = segment_ids[:, 1:] != segment_ids[:, :-1]
         starts[:, 1:] = changed | ((positions[:, 1:] != positions[:, :-1] + 1) & (segment_ids[:, 1:] > 0))
-    rows = []
-    for row_starts, row_segments in zip(starts, segment_ids, strict=True):
+    rows, firsts = [], []
+    for row_starts, row_segments, row_positions in zip(starts, segment_ids, positions, strict=True):
         begin = row_starts.nonzero().flatten().tolist()
         runs = zip(begin, [*begin[1:], length], row_segments[begin].tolist(), strict=True)
         documents = [(start, stop, segment) for start, stop, segment in runs if segment > 0]
         if len({segment for _, _, segment in documents}) < len(documents):
             return None
         rows.append(tuple((start, stop) for start, stop, _ in documents))
-    return Layout(tuple(rows), length)
+        firsts.append(tuple(int(row_positions[start]) for start, _, _ in documents))
+    return Layout(tuple(rows), length, tuple(firsts))
 
 
 def layout(masks: Mapping[str, MaskLike]) -> Layout | None:

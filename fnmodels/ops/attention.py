@@ -2,40 +2,32 @@
 
 q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv] with N a multiple of G (grouped queries, arXiv 2305.13245).
 The result is [B, Q, N, Hv]; a query that sees no key gives 0, and 0 gradient.
+
+    kernel    needs                     what it is for
+    math      -                         every transform: jvp, Hessian products, second derivatives
+    sdpa      -                         fused; a dense mask unless the layout shows that the triangle, or none, will do
+    blocks    Mask and layout           CPU and eager mode: packed documents, windows, chunks; memory linear in S
+    flex      Mask or BlockMask         CUDA; on the CPU without gradients
+    varlen    Mask and layout, CUDA     packed documents in fp16 or bf16
+    auto      -                         one of them, see `explain_kernel`
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
-from ..mask import Causal, Layout, Mask, MaskLike
-from .norm import upcast
+from ..convert import is_block_mask, to_block_mask, to_cu_seqlens, to_dense
+from ..mask import Layout, Mask, MaskLike
+from ..rules import Causal, Everything, Rule, simplify
+from .attention_blocks import Plan, blocks_attention, plan_blocks
+from .attention_flex import flex_attention
+from .attention_math import math_attention
+from .attention_sdpa import sdpa_attention
+from .attention_varlen import varlen_attention, varlen_window
+from .first_order import first_order
 
-KERNELS = ("auto", "math", "sdpa")
-
-
-def choose_kernel(mask: MaskLike, *, softcap: float | None = None, sinks: Tensor | None = None) -> tuple[str, str]:
-    """What kernel="auto" uses, and why: (name, reason)."""
-    if softcap is not None or sinks is not None:
-        return "math", "scores are changed between the product and the softmax, which fused attention cannot do"
-    return "sdpa", "fused, and no other kernel knows more about this mask"
-
-
-def materialize(mask: MaskLike, kernel: str, layout: Layout | None) -> MaskLike:
-    """The mask in the form the kernel reads, made once for all layers: dense unless the kernel can do without."""
-    if kernel not in KERNELS:
-        raise ValueError(f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}.")
-    if not isinstance(mask, Mask) or is_plain_causal(mask, layout):
-        return mask
-    return mask.dense()
-
-
-def is_plain_causal(mask: MaskLike, layout: Layout | None) -> bool:
-    """Whether the triangle over indices is this mask."""
-    return isinstance(mask, Mask) and layout is not None and layout.plain and mask.rule == Causal()
+KERNELS = ("auto", "math", "sdpa", "blocks", "flex", "varlen")
 
 
 def attention(
@@ -52,65 +44,126 @@ def attention(
 ) -> Tensor:
     """softmax(scale q k^T, masked) v.
 
-    mask: `Mask`, or bool [B or 1, 1, Q, K] with True where a query may look. softcap c replaces scores s by c tanh(s / c)
-    before the mask. sinks [N]: one more logit per head that takes probability and gives nothing. layout: see
-    `fnmodels.layout`. Raises ValueError where the kernel cannot express what is asked, naming one that can.
+    mask: `Mask`, BlockMask, bool [B or 1, N or 1, Q, K] with True where a query may look, or what `materialize` made of
+    one of them. softcap c replaces scores s by c tanh(s / c) before the mask. sinks [N]: one more logit per head that
+    takes probability and gives nothing (gpt-oss). layout: `fnmodels.layout(masks)`.
+    Raises ValueError where the kernel cannot express what is asked, and NotImplementedError for a transform that it
+    does not support; both name a kernel that can.
     """
     if kernel == "auto":
-        kernel, _ = choose_kernel(mask, softcap=softcap, sinks=sinks)
+        kernel, _ = _choose(mask, layout, q.device.type, q.dtype, softcap is not None, sinks is not None)
+    form = materialize(mask, kernel, layout)
     if kernel == "math":
-        allowed = mask.dense() if isinstance(mask, Mask) else mask
-        return _math(q, k, v, allowed, scale, softcap, sinks)
+        return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
+    q, k, v = first_order(kernel, q, k, v)
     if kernel == "sdpa":
-        if softcap is not None or sinks is not None:
-            raise ValueError('The kernel "sdpa" has no softcap and no sinks; kernel="math" has both.')
-        return _sdpa(q, k, v, mask, scale, layout)
-    raise ValueError(f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}.")
+        if softcap is not None:
+            raise ValueError(
+                'kernel="sdpa" has no softcap; "blocks" (with a layout), "flex" and kernel="math" have it.'
+            )
+        rule = by_index(form, layout)
+        allowed = None if rule is not None else form
+        return sdpa_attention(q, k, v, allowed, causal=rule == Causal(), scale=scale, sinks=sinks)
+    if kernel == "blocks":
+        return blocks_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
+    if kernel == "flex":
+        return flex_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
+    return _varlen(q, k, v, mask, layout, scale, softcap, sinks)
 
 
-def _math(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Written out, in at least fp32 from the scores to the probabilities: every transform works."""
-    groups = k.shape[-2]
-    if not k.shape[1]:  # amax refuses an empty dimension
-        return v.new_zeros((*q.shape[:-1], v.shape[-1]))
-    q = rearrange(q, "b q (g r) h -> b g r q h", g=groups)
-    scores = upcast(torch.einsum("bgrqh,bkgh->bgrqk", q, k)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~allowed[:, :, None], -torch.inf)
-    # Subtracting the maximum changes no value, so it needs no gradient; a row without keys has maximum -inf.
-    top = scores.detach().amax(dim=-1, keepdim=True)
-    if sinks is not None:
-        sinks = rearrange(upcast(sinks), "(g r) -> g r 1 1", g=groups)
-        top = torch.maximum(top, sinks.detach())
-    top = top.masked_fill(top == -torch.inf, 0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(dim=-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
-    weights = weights / total.masked_fill(total == 0, 1)
-    out = torch.einsum("bgrqk,bkgh->bgrqh", weights.to(v.dtype), v)
-    return rearrange(out, "b g r q h -> b q (g r) h")
+def materialize(mask: MaskLike, kernel: str, layout: Layout | None) -> MaskLike:
+    """The mask in the form that the kernel reads, made once for all layers; a form is returned as it is."""
+    if kernel not in KERNELS:
+        raise ValueError(f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}.")
+    if isinstance(mask, Plan):
+        return mask
+    if kernel == "auto":
+        device = mask.q_positions.device.type if isinstance(mask, Mask) else "cpu"
+        kernel, _ = _choose(mask, layout, device, torch.bfloat16, softcap=False, sinks=False)
+    if kernel == "blocks":
+        return plan_blocks(*_with_layout(mask, layout, kernel))
+    if kernel == "flex":
+        return to_block_mask(mask)
+    if kernel == "varlen" or (kernel == "sdpa" and by_index(mask, layout) is not None):
+        return mask
+    return to_dense(mask)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float, layout: Layout | None) -> Tensor:
-    """Torch's fused attention: by causality alone where the layout says that this is the mask, else with a dense one."""
-    plain = is_plain_causal(mask, layout)
-    allowed = None if plain else mask.dense() if isinstance(mask, Mask) else mask
-    try:
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=allowed,
-            is_causal=plain,
-            scale=scale,
-            enable_gqa=q.shape[-2] != k.shape[-2],
+def explain_kernel(
+    mask: MaskLike,
+    *,
+    layout: Layout | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[str, str]:
+    """(kernel, reason): what kernel="auto" uses for this mask of a batch."""
+    return _choose(mask, layout, torch.device(device).type, dtype, softcap is not None, sinks is not None)
+
+
+def _choose(
+    mask: MaskLike, layout: Layout | None, device: str, dtype: torch.dtype, softcap: bool, sinks: bool
+) -> tuple[str, str]:
+    if isinstance(mask, Plan):
+        return "blocks", "the mask was made ready for it"
+    cuda = device == "cuda"
+    if cuda and is_block_mask(mask):
+        return "flex", "a BlockMask is its form of a mask"
+    if not isinstance(mask, Mask) or layout is None:
+        why = "no layout says where documents lie" if isinstance(mask, Mask) else "the mask holds no rule"
+        if softcap:
+            return "math", f"softcap, and {why}: the scores are written out"
+        return "sdpa", f"{why}: one fused call with a dense mask"
+    if by_index(mask, layout) is not None and not softcap:
+        return "sdpa", "every row is one document, and its rule is plain causality or none: a fused call without a mask"
+    if not cuda:
+        return "blocks", "the layout and the rule say which parts of the mask are empty"
+    if varlen_window(mask.rule) is not None and dtype in (torch.float16, torch.bfloat16) and not (softcap or sinks):
+        return "varlen", "documents one after another under causality or a window, in half precision"
+    return "flex", "a rule, or a change of the scores, that only FlexAttention fuses on this device"
+
+
+def by_index(mask: MaskLike, layout: Layout | None) -> Rule | None:
+    """`Causal()` where the triangle over indices is this mask, `Everything()` where all is visible; else None."""
+    if not isinstance(mask, Mask) or layout is None or not layout.plain:
+        return None
+    spans = [(first, first + layout.length - 1) for (first,) in layout.firsts]
+    rules = [simplify(mask.rule, span, span) for span in spans]
+    plain = rules[0] in (Causal(), Everything()) and all(rule == rules[0] for rule in rules)
+    return rules[0] if plain else None
+
+
+def _with_layout(mask: MaskLike, layout: Layout | None, kernel: str) -> tuple[Mask, Layout]:
+    if not isinstance(mask, Mask):
+        raise ValueError(f'kernel="{kernel}" reads rules: give it a fnmodels.Mask, or take kernel="sdpa".')
+    if layout is None:
+        raise ValueError(
+            f'kernel="{kernel}" has to know where documents lie: pass layout=fnmodels.layout(masks), '
+            'or take kernel="sdpa", which needs none. (Where documents are not whole and in order there is no layout.)'
         )
-    except NotImplementedError as error:  # forward-mode differentiation of a fused kernel
-        raise NotImplementedError(
-            'This transform does not go through kernel="sdpa"; kernel="math" supports all.'
-        ) from error
-    return out.transpose(1, 2)
+    return mask, layout
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike,
+    layout: Layout | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    mask, layout = _with_layout(mask, layout, "varlen")
+    window = varlen_window(mask.rule)
+    if window is None:
+        raise ValueError(f'kernel="varlen" knows causality and windows, not {mask.rule}; kernel="flex" does.')
+    if softcap is not None or sinks is not None or v.shape[-1] != q.shape[-1]:
+        raise ValueError('kernel="varlen" has no softcap, no sinks and one head width; kernel="flex" has them.')
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f'kernel="varlen" runs in fp16 and bf16 on CUDA, not in {q.dtype} on {q.device.type}; '
+            'kernel="blocks" does the same work there.'
+        )
+    return varlen_attention(q, k, v, to_cu_seqlens(layout, device=q.device), window=window, scale=scale)

@@ -1,0 +1,201 @@
+"""kernel="blocks": only those parts of a mask that are not empty, on the CPU and in eager mode.
+
+The layout of a batch says where documents lie, and a rule says which positions can be seen at all. From both follows,
+on the host and once per batch, a plan: the sequence is cut in pieces, and each piece of queries attends to a run of
+pieces of keys, without mask, by causality, or with a small dense mask that pieces of one geometry share. A whole
+document under `Causal` is one piece; a window cuts it in blocks. Padding is never read, and gives 0.
+
+Memory is linear in the sequence, but for a rule that looks at more than positions (`SameSpan`, your own): then it is
+the square of the longest document.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..mask import Layout, Mask
+from ..rules import Causal, Everything, Rule, simplify
+from .attention_math import math_attention
+from .attention_sdpa import sdpa_attention
+
+Part = tuple[int, int]  # offset and count
+
+
+@dataclass(frozen=True)
+class Step:
+    """One piece of queries: the pieces of keys that it sees, [start, stop), and how."""
+
+    start: int
+    stop: int
+    causal: bool = False
+    mask: int | None = None  # which of the plan's masks
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class Plan:
+    """What to compute for one batch and rule. `steps` has one entry per piece, None where there is only padding."""
+
+    masks: tuple[Tensor, ...]  # bool [B or 1, 1, q, k]
+    steps: tuple[Step | None, ...] = tree.static()
+    sizes: tuple[int, ...] = tree.static()
+    shape: tuple[int, int] = tree.static()  # of the batch, B and S
+    merged: bool = tree.static()  # the rows differ, and are pieces of one long row
+
+
+def plan_blocks(mask: Mask, layout: Layout) -> Plan:
+    """The plan of `mask` on a batch with this layout (of `mask` itself: `fnmodels.layout`)."""
+    merged = len(set(zip(layout.rows, layout.firsts, strict=True))) > 1
+    builder = _Builder(mask)
+    for row in range(len(layout.rows) if merged else 1):
+        end = 0
+        for (start, stop), first in zip(layout.rows[row], layout.firsts[row], strict=True):
+            builder.skip(start - end)
+            for begin, length in _independent(mask.rule, first, stop - start):
+                builder.part(row if merged else None, start + begin, first + begin, length)
+            end = stop
+        builder.skip(layout.length - end)
+    shape = (len(layout.rows), layout.length)
+    return Plan(tuple(builder.masks), tuple(builder.steps), tuple(builder.sizes), shape, merged)
+
+
+def blocks_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Shapes as in `ops.attention`. Raises ValueError for tensors of another batch than the plan's."""
+    batch, length = plan.shape
+    if q.shape[:2] != k.shape[:2] or q.shape[1] != length or (q.shape[0] != batch and (plan.merged or batch != 1)):
+        raise ValueError(
+            f"The layout describes {batch} rows of {length} tokens, the queries are {list(q.shape[:2])} and the keys "
+            f'{list(k.shape[:2])}: make it of this batch, or leave it out (kernel="sdpa" needs none).'
+        )
+    # One split and one concatenation per tensor: a slice's gradient would be a tensor of the full length.
+    qs, ks, vs = (t.reshape(1, -1, *t.shape[2:]) if plan.merged else t for t in (q, k, v))
+    qs, ks, vs = (t.split(plan.sizes, dim=1) for t in (qs, ks, vs))
+    out = []
+    for piece, step in zip(qs, plan.steps, strict=True):
+        if step is None:
+            out.append(piece.new_zeros(*piece.shape[:-1], v.shape[-1]))
+            continue
+        keys, values = (_join(pieces[step.start : step.stop]) for pieces in (ks, vs))
+        allowed = None if step.mask is None else plan.masks[step.mask]
+        if softcap is None:
+            out.append(sdpa_attention(piece, keys, values, allowed, causal=step.causal, scale=scale, sinks=sinks))
+        else:
+            if allowed is None:
+                allowed = torch.ones(1, 1, piece.shape[1], keys.shape[1], dtype=torch.bool, device=q.device)
+                allowed = allowed.tril() if step.causal else allowed
+            out.append(math_attention(piece, keys, values, allowed, scale=scale, softcap=softcap, sinks=sinks))
+    return _join(out).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _join(pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+def _independent(rule: Rule, first: int, length: int) -> list[tuple[int, int]]:
+    """(begin, length) of the parts of a document that do not see each other: the chunks of `Chunk`.
+
+    first: the position of its first token. Cuts can only be where the rule repeats.
+    """
+    period, last = rule.period(), first + length - 1
+    cuts = [0]
+    if period > 1:
+        for cut in range(period - first % period, length, period):
+            at = first + cut
+            if rule.visible((first, at - 1))[1] < at and rule.visible((at, last))[0] >= at:
+                cuts.append(cut)
+    return [(begin, end - begin) for begin, end in itertools.pairwise([*cuts, length])]
+
+
+def block_size(reach: int, length: int) -> int:
+    """How many of `length` queries to take at a time, if each sees `reach` keys.
+
+    Measured: with a quarter of the reach a quarter too much is computed, and calls are long enough to hide their cost.
+    """
+    size = min(max(64, reach // 4), 1024)
+    return length if size + reach >= length and length <= 1024 else size
+
+
+class _Builder:
+    """Collects pieces and steps from the left to the right of one row (or of all rows, one after another)."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        self.sizes: list[int] = []
+        self.steps: list[Step | None] = []
+        self.masks: list[Tensor] = []
+        self.known: dict[tuple[Rule, int, int, int, int], int] = {}
+
+    def skip(self, length: int) -> None:
+        """Padding."""
+        if length:
+            self.sizes.append(length)
+            self.steps.append(None)
+
+    def part(self, row: int | None, start: int, first: int, length: int) -> None:
+        """Tokens that see nothing but each other: from index `start` of the row and position `first` on."""
+        last, here = first + length - 1, len(self.sizes)
+        rule = simplify(self.mask.rule, (first, last), (first, last))
+        middle = first + length // 2
+        low, high = rule.visible((middle, middle))
+        reach = int(min(high, last) - max(low, first)) + 1
+        size = length if rule in (Everything(), Causal()) else block_size(reach, length)
+        sizes = [min(size, length - begin) for begin in range(0, length, size)]
+        for i, count in enumerate(sizes):
+            begin = first + i * size
+            low, high = rule.visible((begin, begin + count - 1))
+            lo, hi = int(max(low, first) - first) // size, int(min(high, last) - first) // size + 1
+            if lo >= hi:
+                self.steps.append(None)
+                continue
+            q, kv = (i * size, count), (lo * size, min(hi * size, length) - lo * size)
+            causal, which = self.how(rule, row, start, first, q, kv)
+            self.steps.append(Step(here + lo, here + hi, causal, which))
+        self.sizes += sizes
+
+    def how(self, rule: Rule, row: int | None, start: int, first: int, q: Part, kv: Part) -> tuple[bool, int | None]:
+        """(causal, mask) of the step in which the one part of these tokens attends to the other."""
+        rule = simplify(rule, *((first + begin, first + begin + count - 1) for begin, count in (q, kv)))
+        if rule == Everything() or (rule == Causal() and q == kv):
+            return rule == Causal(), None
+        period = rule.period()
+        if not period:  # more than positions counts: this place's own mask
+            self.masks.append(_cut(self.mask, row, start, q, kv).dense())
+            return False, len(self.masks) - 1
+        key = (rule, (first + kv[0]) % period, q[0] - kv[0], q[1], kv[1])
+        if key not in self.known:
+            self.known[key] = len(self.masks)
+            self.masks.append(_by_position(*key, device=self.mask.q_positions.device))
+        return False, self.known[key]
+
+
+def _cut(mask: Mask, row: int | None, start: int, q: Part, kv: Part) -> Mask:
+    """The part of a mask for these queries and keys; row None for all rows."""
+
+    def cut(tensor: Tensor, part: Part) -> Tensor:
+        rows = slice(None) if row is None else slice(row, row + 1) if tensor.shape[0] > 1 else slice(0, 1)
+        return tensor[rows, start + part[0] : start + part[0] + part[1]]
+
+    spans = [None if t is None else cut(t, part) for t, part in ((mask.q_spans, q), (mask.kv_spans, kv))]
+    return Mask(
+        cut(mask.q_positions, q),
+        cut(mask.q_segments, q),
+        cut(mask.kv_positions, kv),
+        cut(mask.kv_segments, kv),
+        *spans,
+        mask.rule,
+    )
+
+
+def _by_position(rule: Rule, first: int, ahead: int, queries: int, keys: int, *, device: torch.device) -> Tensor:
+    """The mask of queries that begin `ahead` of the keys, which begin at position `first`."""
+    q_positions = torch.arange(first + ahead, first + ahead + queries, device=device)[None]
+    kv_positions = torch.arange(first, first + keys, device=device)[None]
+    q_ones, kv_ones = torch.ones_like(q_positions), torch.ones_like(kv_positions)
+    return Mask(q_positions, q_ones, kv_positions, kv_ones, None, None, rule).dense()

@@ -1,0 +1,48 @@
+"""kernel="math": attention written out, in at least fp32 from scores to probabilities. Every transform works."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from .norm import upcast
+
+
+def math_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Shapes as in `ops.attention`; allowed: bool [B or 1, N or 1, Q, K].
+
+    A masked key has weight 0, and 0 times NaN is NaN: values that may hold garbage have to be cleared before.
+    """
+    groups = k.shape[-2]
+    if not k.shape[1]:  # amax refuses an empty dimension
+        return v.new_zeros((*q.shape[:-1], v.shape[-1]))
+    q = rearrange(q, "b q (g r) h -> b g r q h", g=groups)
+    scores = upcast(torch.einsum("bgrqh,bkgh->bgrqk", q, k)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    per_head = allowed.shape[1] > 1
+    allowed = rearrange(allowed, "b (g r) q k -> b g r q k", g=groups) if per_head else allowed[:, :, None]
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    # Subtracting the maximum changes no value, so it needs no gradient; a row without keys has maximum -inf.
+    top = scores.detach().amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        sinks = rearrange(upcast(sinks), "(g r) -> g r 1 1", g=groups)
+        top = torch.maximum(top, sinks.detach())
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    weights = weights / total.masked_fill(total == 0, 1)
+    out = torch.einsum("bgrqk,bkgh->bgrqh", weights.to(v.dtype), v)
+    return rearrange(out, "b g r q h -> b q (g r) h")

@@ -1,0 +1,219 @@
+"""Rules: static predicates on what a query and a key are, and what can be known of them without looking.
+
+rule = Causal() & Window(128)         # sliding window: 128 keys, the query's own among them
+rule = Causal() | SameSpan()          # text with bidirectional images; a prefix LM is one span at the start
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    """What a rule may look at, shaped to broadcast: queries [..., Q, 1], keys [..., 1, K]."""
+
+    positions: Tensor
+    segments: Tensor
+    spans: Tensor | None
+
+
+Range = tuple[int, int]  # positions, the first and the last of them
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A static predicate on (query, key). Compose with `&` and `|`.
+
+    Three facts beside the predicate tell kernels what they need not compute. What they say by default is true of every
+    rule, so a rule of your own may leave them out.
+    """
+
+    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must say which keys a query may see.")
+
+    def visible(self, q: Range) -> tuple[float, float]:
+        """Queries at the positions `q` see no key before the first nor after the second position returned."""
+        return -math.inf, math.inf
+
+    def covers(self, q: Range, kv: Range) -> bool:
+        """True only if every query at `q` sees every key at `kv`, whatever else they are."""
+        return False
+
+    def period(self) -> int:
+        """Adding this to all positions changes nothing; 0: none is known, or more than positions counts."""
+        return 0
+
+    def __and__(self, other: Rule) -> Rule:
+        return And(self, other)
+
+    def __or__(self, other: Rule) -> Rule:
+        return Or(self, other)
+
+
+@dataclass(frozen=True)
+class And(Rule):
+    """Both rules allow it."""
+
+    left: Rule
+    right: Rule
+
+    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
+        return self.left(q, kv) & self.right(q, kv)
+
+    def visible(self, q: Range) -> tuple[float, float]:
+        (low, high), (other_low, other_high) = self.left.visible(q), self.right.visible(q)
+        return max(low, other_low), min(high, other_high)
+
+    def covers(self, q: Range, kv: Range) -> bool:
+        return self.left.covers(q, kv) and self.right.covers(q, kv)
+
+    def period(self) -> int:
+        return math.lcm(self.left.period(), self.right.period())
+
+
+@dataclass(frozen=True)
+class Or(Rule):
+    """One of the rules allows it."""
+
+    left: Rule
+    right: Rule
+
+    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
+        return self.left(q, kv) | self.right(q, kv)
+
+    def visible(self, q: Range) -> tuple[float, float]:
+        (low, high), (other_low, other_high) = self.left.visible(q), self.right.visible(q)
+        return min(low, other_low), max(high, other_high)
+
+    def covers(self, q: Range, kv: Range) -> bool:
+        return self.left.covers(q, kv) or self.right.covers(q, kv)
+
+    def period(self) -> int:
+        return math.lcm(self.left.period(), self.right.period())
+
+
+@dataclass(frozen=True)
+class Everything(Rule):
+    """Every key of the segment: an encoder."""
+
+    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
+        return q.segments == kv.segments
+
+    def covers(self, q: Range, kv: Range) -> bool:
+        return True
+
+    def period(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Causal(Rule):
+    """No key later than the query."""
+
+    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
+        return kv.positions <= q.positions
+
+    def visible(self, q: Range) -> tuple[float, float]:
+        return -math.inf, q[1]
+
+    def covers(self, q: Range, kv: Range) -> bool:
+        return kv[1] <= q[0]
+
+    def period(self) -> int:
+        return 1
+
+
+def _positive(rule: Rule, size: int) -> None:
+    if size < 1:
+        raise ValueError(f"{rule!r}: the size must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Window(Rule):
+    """No key `size` or more positions before the query: with `Causal`, `size` keys including the query's own."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _positive(self, self.size)
+
+    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
+        return q.positions - kv.positions < self.size
+
+    def visible(self, q: Range) -> tuple[float, float]:
+        return q[0] - self.size + 1, math.inf
+
+    def covers(self, q: Range, kv: Range) -> bool:
+        return q[1] - kv[0] < self.size
+
+    def period(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class BidirectionalWindow(Rule):
+    """Keys at most `size` positions away on either side: 2 size + 1 keys."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"{self!r}: the size must be at least 0.")
+
+    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
+        return (q.positions - kv.positions).abs() <= self.size
+
+    def visible(self, q: Range) -> tuple[float, float]:
+        return q[0] - self.size, q[1] + self.size
+
+    def covers(self, q: Range, kv: Range) -> bool:
+        return max(q[1] - kv[0], kv[1] - q[0]) <= self.size
+
+    def period(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Chunk(Rule):
+    """Only keys of the same fixed block of `size` positions, counted within the document (Llama 4)."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _positive(self, self.size)
+
+    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
+        return q.positions // self.size == kv.positions // self.size
+
+    def visible(self, q: Range) -> tuple[float, float]:
+        return q[0] // self.size * self.size, (q[1] // self.size + 1) * self.size - 1
+
+    def covers(self, q: Range, kv: Range) -> bool:
+        return min(q[0], kv[0]) // self.size == max(q[1], kv[1]) // self.size
+
+    def period(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True)
+class SameSpan(Rule):
+    """Both tokens lie in one bidirectional span (ids from 1; 0 is no span): an image, or the prefix of a prefix LM."""
+
+    def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
+        if q.spans is None or kv.spans is None:
+            raise ValueError("The rule SameSpan needs span ids: pass `spans` [B, S] where the mask is built.")
+        return (q.spans == kv.spans) & (q.spans > 0)
+
+
+def simplify(rule: Rule, q: Range, kv: Range) -> Rule:
+    """An equal rule for queries at `q` and keys at `kv`: without the parts that rule nothing out there."""
+    if rule.covers(q, kv):
+        return Everything()
+    if isinstance(rule, And):
+        left, right = simplify(rule.left, q, kv), simplify(rule.right, q, kv)
+        return right if left == Everything() else left if right == Everything() else And(left, right)
+    return rule
