@@ -18,13 +18,14 @@ from torch import Tensor
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
 from .hf import Fields, rope_from_hf, rope_to_hf, ropes_by_layer_type
 from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
-from .mask import BidirectionalWindow, Create, Everything, Layout, MaskLike, build_mask, causal_masks
+from .mask import Create, Layout, MaskLike, build_mask, causal_masks
 from .ops.attention import attention
 from .ops.embed import embed_tokens
 from .ops.heads import project_out, project_qkv
 from .ops.mlp import ACTIVATIONS, gated_mlp
 from .ops.norm import rms_norm_zero_centered
 from .ops.rotary import Rope, apply_rotary, rotary_table
+from .rules import BidirectionalWindow, Everything
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
