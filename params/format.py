@@ -24,7 +24,7 @@ from fnmodels.errors import FormatError, UnsupportedError
 from params.files import parse_json
 
 HEADER_LIMIT = 100_000_000  # bytes, the format's own bound
-_PIECE = 1 << 21  # numbers cast at once: few enough to stay in the cache
+_PIECE = 1 << 18  # numbers cast at once: few enough to stay in the cache
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

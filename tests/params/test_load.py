@@ -1,0 +1,593 @@
+"""Reading checkpoints: what is strict, what is lazy, what memory it takes."""
+
+import gc
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels import llama, tree
+from tests.support import Case, cases, generic_params, structures, tokens_of
+
+SMALL = llama.Config(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+NAME = "model.layers.1.mlp.up_proj.weight"
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A good checkpoint in a single file."""
+    P.save_pretrained(tmp_path / "model", SMALL, generic_params(SMALL))
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A good checkpoint in three files and more."""
+    P.save_pretrained(tmp_path / "sharded", SMALL, generic_params(SMALL), max_shard_size=4000)
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) >= 3
+    return tmp_path / "sharded"
+
+
+def change(folder: Path, **tensors: Tensor | None) -> None:
+    """Rewrite the single file with some tensors replaced, added, or dropped (None); dots are written as __."""
+    content = load_file(folder / FILE) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file({name: tensor.clone() for name, tensor in content.items() if tensor is not None}, folder / FILE)
+
+
+def configure(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def equal_trees(one: Any, two: Any) -> bool:
+    flat, other = tree.flatten(one), tree.flatten(two)
+    return list(flat) == list(other) and all(
+        leaf.dtype == other[path].dtype and torch.equal(leaf, other[path]) for path, leaf in flat.items()
+    )
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_bit_equal_and_mapped_or_owned(folder: Path, copy: bool) -> None:
+    reference = load_file(folder / FILE)
+    config, loaded = P.load_pretrained(folder, copy=copy)
+    names = llama.hf_names(config)
+    flat = P.flatten(loaded)
+    assert config == SMALL and names.keys() == flat.keys() and sorted(names.values()) == sorted(reference)
+    for path, leaf in flat.items():
+        assert torch.equal(leaf, reference[names[path]]) and leaf.dtype == torch.float32
+        assert not leaf.requires_grad and leaf.is_contiguous() and leaf.is_leaf
+        # not a slice of the file's storage: pickling or copying one leaf takes that leaf
+        assert leaf.untyped_storage().nbytes() == leaf.nbytes
+
+    before = (folder / FILE).read_bytes()
+    flat["norm"].zero_()
+    again = P.load_pretrained(folder)[1]
+    assert (folder / FILE).read_bytes() == before and again["norm"].abs().sum() > 0
+
+    saved = flat["embed_tokens"].clone()
+    if copy:
+        (folder / FILE).write_bytes(b"\0" * len(before))  # in place, as nothing of ours does
+    else:
+        (folder / FILE).unlink()
+    gc.collect()
+    assert torch.equal(flat["embed_tokens"], saved)
+
+
+def test_shards_equal_the_single_file(folder: Path, sharded: Path) -> None:
+    assert equal_trees(P.load_pretrained(folder)[1], P.load_pretrained(sharded)[1])
+    assert equal_trees(P.load_pretrained(folder)[1], P.load_pretrained(str(sharded), copy=True)[1])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16])
+def test_dtype_changes_when_asked_only(tmp_path: Path, stored: torch.dtype, asked: torch.dtype | None) -> None:
+    params = generic_params(SMALL, stored)
+    params = params | {"norm": params["norm"].float()}  # each tensor has its own dtype
+    P.save_pretrained(tmp_path, SMALL, params)
+    loaded = P.load_pretrained(tmp_path, dtype=asked)[1]
+    assert equal_trees(loaded, tree.map(lambda leaf: leaf.to(asked or leaf.dtype), params))
+
+
+def test_casting_goes_over_all_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("params.format._PIECE", 7)
+    loaded = P.load_pretrained(folder, dtype=torch.bfloat16)[1]
+    assert equal_trees(loaded, generic_params(SMALL, torch.bfloat16))
+
+
+def test_leaves_that_keep_their_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = llama.spec
+
+    def spec(config: llama.Config) -> Any:
+        made = plain(config)
+        made["norm"] = P.Leaf((16,), torch.float32, ("embed",), P.Constant(1.0), keep_dtype=True)
+        return made
+
+    monkeypatch.setattr(llama, "spec", spec)
+    loaded = P.load_pretrained(folder, dtype=torch.bfloat16)[1]
+    assert loaded["norm"].dtype == torch.float32 and loaded["embed_tokens"].dtype == torch.bfloat16
+
+
+def test_unaligned_files(folder: Path) -> None:
+    """Old writers did not align: a single byte before the rest shifts everything."""
+    content = load_file(folder / FILE)
+    entries: dict[str, Any] = {"model.rotary_emb.inv_freq": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    data = b"\0"
+    for name, tensor in content.items():
+        entries[name] = {"dtype": "F32", "shape": list(tensor.shape)}
+        entries[name]["data_offsets"] = [len(data), len(data) + tensor.nbytes]
+        data += tensor.numpy().tobytes()
+    write_raw(folder / FILE, entries, data)
+    for kwargs in ({}, {"copy": True}, {"dtype": torch.float64}):
+        loaded = P.load_pretrained(folder, **kwargs)[1]
+        assert equal_trees(tree.map(lambda leaf: leaf.float(), loaded), generic_params(SMALL))
+        assert all(leaf.data_ptr() % leaf.itemsize == 0 for leaf in tree.leaves(loaded))
+
+
+def test_leftover_buffers_are_ignored(folder: Path) -> None:
+    change(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
+    assert equal_trees(P.load_pretrained(folder)[1], generic_params(SMALL))
+
+
+def test_default_device_does_not_leak_in(folder: Path) -> None:
+    with torch.device("meta"):
+        for kwargs in ({}, {"copy": True}, {"dtype": torch.bfloat16}):
+            assert not any(leaf.is_meta for leaf in tree.leaves(P.load_pretrained(folder, **kwargs)[1]))
+
+
+@pytest.mark.parametrize("case", structures(), ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_nothing_is_left_unfilled(
+    case: Case, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory comes as NaN, in the reader's buffers and in a tree made from meta; the forward is a normal build's."""
+    params = generic_params(case.config)
+    P.save_pretrained(tmp_path, case.config, params)
+    plain = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        made = plain(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() and not made.is_meta else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    config, loaded = P.load_pretrained(tmp_path, dtype=dtype, copy=True)
+    monkeypatch.undo()
+    target = tree.map(
+        lambda leaf: torch.full(leaf.shape, float("nan"), dtype=leaf.dtype), P.abstract(config, dtype=dtype)
+    )
+    tree.map(lambda slot, leaf: slot.copy_(leaf), target, loaded)
+    expected = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), params)
+    ready = fnmodels.prepare(config, tokens_of(config, 2, 9))
+    outputs = [fnmodels.forward(weights, *ready, config=config) for weights in (target, loaded, expected)]
+    assert torch.isfinite(outputs[0]).all()
+    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[2])
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_saving_and_loading_gives_the_same_back(case: Case, tmp_path: Path) -> None:
+    params = generic_params(case.config)
+    P.save_pretrained(tmp_path, case.config, params, max_shard_size=20_000)
+    config, loaded = P.load_pretrained(tmp_path)
+    assert config == case.config and equal_trees(loaded, params)
+
+
+MEMORY = """
+import sys, torch, params as P
+def memory(key):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
+def measure(**kwargs):
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    before = memory("VmRSS")
+    loaded = P.load_pretrained(sys.argv[1], **kwargs)[1]
+    return memory("VmHWM") - before, sum(leaf.nbytes for leaf in P.flatten(loaded).values())
+measure()
+for kwargs in ({}, {"copy": True}, {"dtype": torch.float32}):
+    print(*measure(**kwargs))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures by /proc")
+def test_memory(tmp_path: Path) -> None:
+    """Lazy: nothing. Owned: the result. Cast: the result and not even one tensor more."""
+    config = llama.Config(
+        vocab_size=8000, hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=8,
+    )  # fmt: skip
+    P.save_pretrained(tmp_path, config, P.init(config, 0, dtype=torch.bfloat16))
+    largest = 8000 * 512 * 4
+    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(P.__file__).parents[1]).stdout
+    lazy, owned, cast = (tuple(map(int, line.split())) for line in output.splitlines())
+    assert cast[1] == 2 * owned[1] == 2 * lazy[1] > 200e6
+    assert lazy[0] < 4e6
+    assert owned[0] <= owned[1] + largest
+    assert cast[0] <= cast[1] + largest
+
+
+# Tied heads: config tied? x head on disk? x equal?
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("head", ["absent", "equal", "different", "other dtype", "other shape", "one sign"])
+def test_ties(folder: Path, tied: bool, head: str) -> None:
+    embedding = load_file(folder / FILE)["model.embed_tokens.weight"]
+    embedding[3, 3] = 0.0
+    heads = {"absent": None, "equal": embedding, "different": embedding + 1, "other dtype": embedding.bfloat16()}
+    heads |= {"other shape": embedding[1:], "one sign": embedding.clone()}
+    heads["one sign"][3, 3] = -0.0
+    change(folder, model__embed_tokens__weight=embedding, lm_head__weight=heads[head])
+    configure(folder, tie_word_embeddings=tied)
+    bad = {"different", "other dtype", "other shape", "one sign"} if tied else {"absent", "other shape"}
+    if head in bad:
+        with pytest.raises(P.MismatchError, match=r"lm_head\.weight"):
+            P.load_pretrained(folder)
+        return
+    config, loaded = P.load_pretrained(folder)
+    assert config.tie_word_embeddings == tied and ("lm_head" in loaded) != tied
+    if not tied:
+        assert torch.equal(loaded["lm_head"], heads[head])
+        assert loaded["lm_head"].data_ptr() != loaded["embed_tokens"].data_ptr(), "two leaves, even when equal"
+
+
+# Strict both ways
+
+
+def test_all_differences_are_in_one_error(folder: Path) -> None:
+    content = load_file(folder / FILE)
+    change(
+        folder,
+        **{
+            "model.norm.weight": None,
+            "model.layers.0.input_layernorm.weight": torch.ones(17),
+            NAME: content[NAME].T.contiguous(),
+            "model.layers.0.mlp.up_proj.weight": torch.ones(24, 16, dtype=torch.int32),
+            "model.layers.0.mlp.gate_proj.weight": torch.ones(24, 16).to(torch.float8_e4m3fn),
+            "model.layers.0.mlp.down_proj.weight": torch.ones(16, 24, dtype=torch.bool),
+            "model.layers.0.self_attn.o_proj.weight": torch.ones(16, 16, dtype=torch.complex64),
+            "model.layers.2.input_layernorm.weight": torch.ones(16),
+            "transformer.wte": torch.ones(3),
+        },
+    )
+    with pytest.raises(P.MismatchError) as caught:
+        P.load_pretrained(folder)
+    message = str(caught.value)
+    for part in (
+        str(folder),
+        "9 differences",
+        "model.norm.weight: missing; expected [16]",
+        f"model.layers.0.input_layernorm.weight in {FILE}: expected [16], found [17]",
+        f"{NAME} in {FILE}: expected [24, 16], found [16, 24]",
+        "model.layers.0.mlp.up_proj.weight in model.safetensors: expected a floating dtype, found int32",
+        "expected a floating dtype, found float8_e4m3fn",
+        "expected a floating dtype, found bool",
+        "expected a floating dtype, found complex64",
+        "'model.layers.2.input_layernorm.weight' in model.safetensors: unexpected, [16] of float32",
+        "'transformer.wte' in model.safetensors: unexpected, [3] of float32",
+    ):
+        assert part in message, message
+
+
+def test_long_lists_are_cut(folder: Path) -> None:
+    configure(folder, num_hidden_layers=40)
+    with pytest.raises(P.MismatchError, match=r"342 differences(?s:.*)\.\.\. and 322 more") as caught:
+        P.load_pretrained(folder)
+    assert len(str(caught.value)) < 3000
+
+
+def test_a_config_that_disagrees(folder: Path) -> None:
+    configure(folder, hidden_size=32, head_dim=8)
+    with pytest.raises(P.MismatchError, match=r"expected \[40, 32\], found \[40, 16\]"):
+        P.load_pretrained(folder)
+
+
+# Files that are not there, or not what they should be
+
+
+def write_raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def entry(begin: int = 0, end: int = 8, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
+
+
+DEEP = b'{"a":' + b"[" * 100_000
+HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
+    "length beyond the file": ({}, b"", 1000, r"has 10 bytes.*1,008: truncated"),
+    "length enormous": ({}, b"", 1 << 60, "announces a header of"),
+    "not JSON": (b"hello!!!", b"", None, "must begin with"),
+    "blank before": (b"  {}", b"", None, "must begin with"),
+    "not UTF-8": (b'{"\xff":1}', b"", None, "not valid JSON"),
+    "key twice": (b'{"a":1,"a":1}', b"", None, "'a' is there twice"),
+    "nested": (DEEP, b"", None, "nested too deeply"),
+    "huge number": (b'{"a":' + b"9" * 10_000 + b"}", b"", None, "not valid JSON"),
+    "metadata": ({"__metadata__": {"a": 1}}, b"", None, "__metadata__ must map strings"),
+    "no object": ({"a": 3}, b"", None, "'a' must have exactly"),
+    "key missing": ({"a": {"dtype": "F32", "shape": [2]}}, b"", None, "must have exactly"),
+    "key too many": ({"a": entry() | {"x": 1}}, b"\0" * 8, None, "must have exactly"),
+    "negative size": ({"a": entry(shape=(-2,))}, b"\0" * 8, None, "a list of sizes"),
+    "size true": ({"a": entry(0, 4, shape=(True,))}, b"\0" * 4, None, "a list of sizes"),
+    "size fractional": ({"a": entry(shape=(2.0,))}, b"\0" * 8, None, "a list of sizes"),
+    "shape no list": ({"a": entry(shape="2")}, b"\0" * 8, None, "a list of sizes"),
+    "dtype no text": ({"a": entry(dtype=3)}, b"\0" * 8, None, "must be a string"),
+    "offsets reversed": ({"a": entry(8, 0)}, b"\0" * 8, None, "must be .begin, end."),
+    "product": ({"a": entry(shape=(3,))}, b"\0" * 8, None, "takes 12 bytes as F32 .3., but spans 8"),
+    "truncated": ({"a": entry()}, b"\0" * 4, None, "tensors end at .*: truncated"),
+    "trailing": ({"a": entry()}, b"\0" * 9, None, "belong to no tensor"),
+    "hole": ({"a": entry(), "b": entry(9, 17)}, b"\0" * 17, None, "'b' begins at .* leaves a hole"),
+    "overlap": ({"a": entry(), "b": entry(4, 12)}, b"\0" * 12, None, "'b' begins at .* overlaps"),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_damaged_headers(folder: Path, kind: str) -> None:
+    header, data, length, words = HEADERS[kind]
+    write_raw(folder / FILE, header, data, length)
+    with pytest.raises(P.FormatError, match=words) as caught:
+        P.load_pretrained(folder)
+    assert str(folder / FILE) in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 40, -1])
+def test_truncated_at(folder: Path, size: int) -> None:
+    os.truncate(folder / FILE, size % (folder / FILE).stat().st_size)
+    with pytest.raises(P.FormatError, match=r"model\.safetensors.* bytes"):
+        P.load_pretrained(folder)
+
+
+def test_unknown_dtype(folder: Path) -> None:
+    write_raw(folder / FILE, {"a": entry(dtype="F4")}, b"\0" * 8)
+    with pytest.raises(P.UnsupportedError, match="'a' has the dtype 'F4'"):
+        P.load_pretrained(folder)
+
+
+def test_good_borderline_headers(folder: Path) -> None:
+    """No metadata, spaces after the header, tensors in another order than the header's: all within the format."""
+    content = load_file(folder / FILE)
+    entries, data = {}, b""
+    for name, tensor in content.items():
+        entries[name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + tensor.nbytes],
+        }
+        data += tensor.numpy().tobytes()
+    write_raw(folder / FILE, json.dumps(dict(reversed(entries.items()))).encode() + b"   ", data)
+    assert equal_trees(P.load_pretrained(folder)[1], generic_params(SMALL))
+
+
+def test_a_file_that_shrinks_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import params.load
+
+    plain = params.load._compare
+
+    def shrink(*args: Any) -> None:
+        plain(*args)
+        os.truncate(folder / FILE, (folder / FILE).stat().st_size - 4)
+
+    monkeypatch.setattr(params.load, "_compare", shrink)
+    with pytest.raises(P.FormatError, match="ended 4 bytes early"):
+        P.load_pretrained(folder, copy=True)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something done to a good sharded checkpoint, the error it must give, and words of its message."""
+
+    do: Callable[[Path, dict[str, Any]], None]
+    kind: type[Exception]
+    words: str
+
+
+def _set(shard: str | int) -> Callable[[Path, dict[str, Any]], None]:
+    def do(folder: Path, index: dict[str, Any]) -> None:
+        index["weight_map"][NAME] = shard
+
+    return do
+
+
+def _swap(folder: Path, index: dict[str, Any]) -> None:
+    one, two, *_ = sorted(folder.glob("model-*"))
+    one.rename(folder / "x")
+    two.rename(one)
+    (folder / "x").rename(two)
+
+
+def _fifo(folder: Path, index: dict[str, Any]) -> None:
+    path = folder / index["weight_map"][NAME]
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _outside(folder: Path, index: dict[str, Any]) -> None:
+    path = folder / index["weight_map"][NAME]
+    shutil.move(path, folder.parent / "elsewhere.safetensors")
+    path.symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+def _folder(folder: Path, index: dict[str, Any]) -> None:
+    path = folder / index["weight_map"][NAME]
+    path.unlink()
+    path.mkdir()
+
+
+def _twice(folder: Path, index: dict[str, Any]) -> None:
+    shard = next(shard for shard in set(index["weight_map"].values()) if shard != index["weight_map"][NAME])
+    save_file(load_file(folder / shard) | {NAME: torch.ones(24, 16)}, folder / shard)
+
+
+def _replaced(key: str, value: Any) -> Callable[[Path, dict[str, Any]], None]:
+    return lambda folder, index: index.update({key: value})
+
+
+FAULTS = {
+    "parent": Fault(_set("../model.safetensors"), P.UnsafePathError, "'../model.safetensors' is not the bare name"),
+    "absolute": Fault(_set("/etc/x.safetensors"), P.UnsafePathError, "bare name"),
+    "below": Fault(_set("a/x.safetensors"), P.UnsafePathError, "bare name"),
+    "backslash": Fault(_set("a\\x.safetensors"), P.UnsafePathError, "bare name"),
+    "nul": Fault(_set("a\0.safetensors"), P.UnsafePathError, "bare name"),
+    "pickle": Fault(_set("pytorch_model.bin"), P.IndexFileError, "only .safetensors files"),
+    "no text": Fault(_set(3), P.IndexFileError, "must have a 'weight_map'"),
+    "no map": Fault(_replaced("weight_map", []), P.IndexFileError, "must have a 'weight_map'"),
+    "empty map": Fault(_replaced("weight_map", {}), P.IndexFileError, "is empty"),
+    "missing shard": Fault(
+        _set("model-00099-of-00003.safetensors"), FileNotFoundError, "1 of .*files.*\n  model-00099"
+    ),
+    "missing tensor": Fault(lambda f, i: i["weight_map"].pop(NAME), P.IndexFileError, "not in the index"),
+    "extra tensor": Fault(
+        lambda f, i: i["weight_map"].update(x=i["weight_map"][NAME]), P.IndexFileError, "'x': not in"
+    ),
+    "twice": Fault(_twice, P.IndexFileError, f"'{NAME}': in model-.*, but the index says model-"),
+    "swapped": Fault(_swap, P.IndexFileError, "disagree"),
+    "fifo": Fault(_fifo, P.UnsafePathError, "not a regular file"),
+    "link out": Fault(_outside, P.UnsafePathError, "is a link to .*elsewhere"),
+    "folder": Fault(_folder, IsADirectoryError, "A folder stands where a file belongs"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_damaged_indexes(sharded: Path, kind: str) -> None:
+    fault = FAULTS[kind]
+    index = json.loads((sharded / INDEX).read_text())
+    fault.do(sharded, index)
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(fault.kind, match=fault.words):
+        P.load_pretrained(sharded)
+
+
+def test_a_tensor_under_the_wrong_shard(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    other = next(shard for shard in index["weight_map"].values() if shard != index["weight_map"][NAME])
+    index["weight_map"][NAME] = other
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(P.IndexFileError, match="2 differences"):
+        P.load_pretrained(sharded)
+
+
+def test_index_that_is_not_json(sharded: Path) -> None:
+    (sharded / INDEX).write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
+    with pytest.raises(P.FormatError, match=r"index\.json is not valid JSON: the key 'a' is there twice"):
+        P.load_pretrained(sharded)
+
+
+def test_index_beside_a_single_file(folder: Path, sharded: Path) -> None:
+    shutil.copy(folder / FILE, sharded / FILE)
+    with pytest.raises(P.IndexFileError, match="both"):
+        P.load_pretrained(sharded)
+    names = load_file(folder / FILE).keys()
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, FILE)}))
+    assert equal_trees(P.load_pretrained(folder)[1], generic_params(SMALL)), (
+        "an index of the single file is no conflict"
+    )
+
+
+def test_the_layout_of_the_hub_cache(sharded: Path, tmp_path: Path) -> None:
+    """Snapshots consist of links into blobs, with a folder of their own per revision."""
+    cache = tmp_path / "models--someone--something"
+    snapshot, blobs = cache / "snapshots" / "0123abc", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in list(sharded.iterdir()):
+        shutil.move(path, blobs / f"sha-{path.name}")
+        (snapshot / path.name).symlink_to(Path("../../blobs") / f"sha-{path.name}")
+    assert equal_trees(P.load_pretrained(snapshot)[1], generic_params(SMALL))
+
+
+def test_folders_without_weights(folder: Path, tmp_path: Path) -> None:
+    (folder / FILE).rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"neither.*though there is model-00001-of-00002\.safetensors"):
+        P.load_pretrained(folder)
+    (folder / "model-00001-of-00002.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(P.UnsupportedError, match=r"only pickled weights \(pytorch_model\.bin\)"):
+        P.load_pretrained(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        P.load_pretrained(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        P.load_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match="no such checkpoint folder"):
+        P.load_pretrained("meta-llama/Llama-3.1-8B")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        P.load_pretrained(tmp_path / "file")
+
+
+CONFIGS = {
+    "[]": (P.ConfigError, "JSON object"),
+    "{}": (P.ConfigError, "'model_type' must be a string"),
+    '{"model_type": 3}': (P.ConfigError, "'model_type' must be a string"),
+    '{"model_type": "gptx"}': (P.UnsupportedError, "'gptx' is not supported"),
+    '{"model_type": "llama"}': (P.ConfigError, "which is needed"),
+    '{"model_type": "llama", "model_type": "llama"}': (P.FormatError, "is there twice"),
+    "not json": (P.FormatError, "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_configs(folder: Path, text: str) -> None:
+    kind, words = CONFIGS[text]
+    (folder / "config.json").write_text(text)
+    with pytest.raises(kind, match=words) as caught:
+        P.load_pretrained(folder)
+    assert str(folder / "config.json") in str(caught.value)
+
+
+def test_quantized_checkpoints_are_refused(folder: Path) -> None:
+    configure(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(P.UnsupportedError, match="quantization_config"):
+        P.load_pretrained(folder)
+
+
+def test_arguments(folder: Path) -> None:
+    with pytest.raises(NotImplementedError, match="plan must be None"):
+        P.load_pretrained(folder, plan={})  # type: ignore[arg-type]
+    for dtype in (torch.int8, torch.float8_e4m3fn, "bfloat16"):
+        with pytest.raises(TypeError, match=r"floating torch\.dtype"):
+            P.load_pretrained(folder, dtype=dtype)  # type: ignore[arg-type]
+
+
+def test_no_handle_stays_open(sharded: Path) -> None:
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("counts by /proc")
+
+    def count() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    loaded = P.load_pretrained(sharded, copy=True)[1]
+    assert count() == before
+    loaded = P.load_pretrained(sharded)[1]
+    del loaded
+    assert count() == before
+    (sharded / INDEX).unlink()
+    with pytest.raises(FileNotFoundError):
+        P.load_pretrained(sharded)
+    assert count() == before

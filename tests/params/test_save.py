@@ -1,0 +1,295 @@
+"""Writing checkpoints: what transformers reads, the same bytes every time, never a mix of two models."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import fnmodels
+import params as P
+from fnmodels import llama, tree
+from params import save
+from tests.parity.oracle import model_of
+from tests.support import Case, cases, generic_params, structures, tokens_of
+
+SMALL = llama.Config(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+with_reference = pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: leaf for path in sorted(folder.glob("*.safetensors")) for name, leaf in load_file(path).items()}
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def equal(one: Any, two: Any) -> bool:
+    flat, other = tree.flatten(one), tree.flatten(two)
+    return flat.keys() == other.keys() and all(torch.equal(leaf, other[path]) for path, leaf in flat.items())
+
+
+# With transformers
+
+
+@with_reference
+@pytest.mark.parametrize("limit", ["5GB", "10KB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back(case: Case, limit: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """transformers' files -> params -> files: the same names, bits and dtypes, and a config that says the same."""
+    model_of(case.values).to(dtype).save_pretrained(tmp_path / "theirs", max_shard_size=limit)
+    config, loaded = P.load_pretrained(tmp_path / "theirs")
+    assert config == case.config
+    P.save_pretrained(tmp_path / "ours", config, loaded, max_shard_size=limit)
+    theirs, ours = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "ours")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(leaf, ours[name]) and leaf.dtype == ours[name].dtype for name, leaf in theirs.items())
+    assert (len(list((tmp_path / "ours").iterdir())) > 2) == (limit == "10KB")
+    values = [json.loads((tmp_path / who / "config.json").read_text()) for who in ("theirs", "ours")]
+    assert values[0]["dtype"] == values[1]["dtype"] == str(dtype).removeprefix("torch.")
+    assert values[0]["architectures"] == values[1]["architectures"]
+
+
+@with_reference
+@pytest.mark.parametrize("limit", ["5GB", "10KB"])
+def test_transformers_opens_ours(case: Case, limit: str, tmp_path: Path) -> None:
+    """And computes the same logits, bit for bit, as from the parameters set by hand."""
+    original = model_of(case.values)
+    config, names = case.config, fnmodels.family_of(case.config).hf_names(case.config)
+    state = dict(original.named_parameters())
+    weights = tree.unflatten({path: state[name] for path, name in names.items()})
+    P.save_pretrained(tmp_path, config, weights, max_shard_size=limit)
+    opened, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager", dtype="auto"
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert opened.dtype == torch.float32
+    tokens = tokens_of(config, 2, 20)
+    with torch.no_grad():
+        one, two = (model.eval()(tokens, use_cache=False).logits for model in (opened, original))
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_the_config_survives(case: Case, tmp_path: Path) -> None:
+    """With what is kept for saving only, and from the second time on in the same bytes."""
+    P.save_pretrained(tmp_path / "one", case.config, generic_params(case.config))
+    config, loaded = P.load_pretrained(tmp_path / "one")
+    P.save_pretrained(tmp_path / "two", config, loaded)
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
+
+
+def test_special_tokens_are_kept(tmp_path: Path) -> None:
+    values = SMALL.to_hf() | {"eos_token_id": [2, 7], "bos_token_id": 1, "use_cache": False}
+    P.save_pretrained(tmp_path, llama.Config.from_hf(values), generic_params(SMALL))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["eos_token_id"] == [2, 7] and written["bos_token_id"] == 1
+
+
+# The bytes
+
+
+def test_the_same_bytes_whatever_the_order(tmp_path: Path) -> None:
+    weights = generic_params(SMALL, torch.bfloat16)
+    weights = weights | {"norm": weights["norm"].float()}
+    backwards = dict(reversed(weights.items()))
+    for name, given in (("one", weights), ("two", backwards)):
+        P.save_pretrained(tmp_path / name, SMALL, given, max_shard_size=4000)
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_same_bytes_as_the_safetensors_package(tmp_path: Path, mixed: bool) -> None:
+    weights = generic_params(SMALL, torch.bfloat16)
+    if mixed:
+        weights = weights | {"norm": weights["norm"].float(), "lm_head": weights["lm_head"].double()}
+    P.save_pretrained(tmp_path / "ours", SMALL, weights)
+    save_file(tensors_of(tmp_path / "ours"), tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+
+
+def test_views_and_parameters_are_written_as_they_look(tmp_path: Path) -> None:
+    def strided(leaf: torch.Tensor) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.stack([leaf, leaf + 1], dim=-1)[..., 0])
+
+    weights = tree.map(strided, generic_params(SMALL))
+    assert not weights["embed_tokens"].is_contiguous()
+    weights["norm"] = torch.tensor([2.0]).expand(16)
+    P.save_pretrained(tmp_path, SMALL, weights)
+    assert equal(P.load_pretrained(tmp_path)[1], weights)
+
+
+def test_shards(tmp_path: Path) -> None:
+    weights = generic_params(SMALL)
+    P.save_pretrained(tmp_path, SMALL, weights, max_shard_size=3000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert len(files) > 3 and sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in tree.leaves(weights))
+    for name in files:
+        with safe_open(tmp_path / name, "pt") as file:
+            names = list(file.keys())
+            sizes = [file.get_tensor(name).nbytes for name in names]
+            assert file.metadata() == {"format": "pt"}
+        assert sum(sizes) <= 3000 or len(sizes) == 1
+        assert all(index["weight_map"][key] == name for key in names)
+
+
+@pytest.mark.parametrize(
+    ("size", "number"), [(1, 1), ("7", 7), ("2KB", 2000), ("3 mb", 3_000_000), ("5GB", 5 * 10**9), ("1TB", 10**12)]
+)
+def test_sizes(size: int | str, number: int) -> None:
+    assert save._bytes(size) == number
+
+
+@pytest.mark.parametrize("size", [0, -1, "", "5XB", "GB", "1.5GB", "-1GB"])
+def test_wrong_sizes(size: int | str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_shard_size must be"):
+        P.save_pretrained(tmp_path / "new", SMALL, generic_params(SMALL), max_shard_size=size)
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_honor_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        P.save_pretrained(tmp_path, SMALL, generic_params(SMALL))
+    finally:
+        os.umask(old)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
+# What is refused
+
+
+def test_all_wrong_leaves_are_in_one_error(tmp_path: Path) -> None:
+    flat = P.flatten(generic_params(SMALL))
+    del flat["norm"]
+    flat["layers.0.input_layernorm"] = torch.ones(17)
+    flat["layers.1.input_layernorm"] = torch.ones(16, dtype=torch.int64)
+    flat["layers.0.mlp.up_proj"] = flat["layers.0.mlp.up_proj"].to("meta")
+    flat["layers.1.mlp.up_proj"] = flat["layers.1.mlp.up_proj"].tolist()
+    flat["adapter"] = torch.ones(3)
+    with pytest.raises(P.MismatchError) as caught:
+        P.save_pretrained(tmp_path / "new", SMALL, P.unflatten({k: v for k, v in flat.items() if type(v) is not list}))
+    message = str(caught.value)
+    for part in (
+        "6 differences",
+        "norm: missing; expected [16]",
+        "layers.1.mlp.up_proj: missing; expected [24, 16]",
+        "layers.0.input_layernorm: expected [16], found [17]",
+        "layers.1.input_layernorm: expected a floating dtype, found torch.int64",
+        "layers.0.mlp.up_proj: on the meta device",
+        "adapter: unexpected",
+    ):
+        assert part in message, message
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(P.MismatchError, match="norm: a float, not a tensor"):
+        P.save_pretrained(tmp_path / "new", SMALL, generic_params(SMALL) | {"norm": 1.0})
+
+
+def test_a_tied_config_has_no_head(tmp_path: Path) -> None:
+    tied = llama.Config(**{**SMALL.__dict__, "tie_word_embeddings": True})
+    with pytest.raises(P.MismatchError, match="lm_head: unexpected"):
+        P.save_pretrained(tmp_path, tied, generic_params(SMALL))
+
+
+# Over an older checkpoint
+
+
+@pytest.mark.parametrize("before", ["5GB", "3KB", "6KB"])
+@pytest.mark.parametrize("after", ["5GB", "3KB", "6KB"])
+def test_over_the_folder_it_was_loaded_from(before: str, after: str, tmp_path: Path) -> None:
+    """Mapped leaves stay good while their files are replaced, and nothing of the old save stays."""
+    original = generic_params(SMALL)
+    P.save_pretrained(tmp_path, SMALL, original, max_shard_size=before)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config, mapped = P.load_pretrained(tmp_path)
+    changed = mapped | {"norm": mapped["norm"] + 1}
+    P.save_pretrained(tmp_path, config, changed, max_shard_size=after)
+    assert equal(mapped, original)
+    assert equal(P.load_pretrained(tmp_path)[1], changed)
+    P.save_pretrained(tmp_path / "fresh", config, changed, max_shard_size=after)
+    fresh = bytes_of(tmp_path / "fresh")
+    assert fresh == {name: (tmp_path / name).read_bytes() for name in fresh}
+    assert {path.name for path in tmp_path.iterdir()} == {*fresh, "fresh", "tokenizer.json"}
+
+
+class Killed(BaseException):
+    """The process ends here, as far as the folder can tell."""
+
+
+@pytest.mark.parametrize("before", ["5GB", "8KB"])
+@pytest.mark.parametrize("after", ["5GB", "8KB"])
+def test_a_kill_leaves_old_or_new_or_nothing(
+    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = generic_params(SMALL), tree.map(lambda leaf: leaf + 1, generic_params(SMALL))
+    outcomes = set()
+    for step in range(100):
+        folder = tmp_path / str(step)
+        P.save_pretrained(folder, SMALL, old, max_shard_size=before)
+        left = step
+
+        def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise Killed
+                return call(*args, **kwargs)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", dying(os.replace))
+            patch.setattr(Path, "unlink", dying(Path.unlink))
+            patch.setattr(save, "write_tensors", dying(save.write_tensors))
+            patch.setattr(save, "_write_json", dying(save._write_json))
+            # a kill cleans nothing up
+            patch.setattr("tempfile.TemporaryDirectory.__exit__", lambda *_: None)
+            try:
+                P.save_pretrained(folder, SMALL, new, max_shard_size=after)
+                finished = True
+            except Killed:
+                finished = False
+        if (folder / "config.json").exists():
+            loaded = P.load_pretrained(folder)[1]
+            assert equal(loaded, old) or equal(loaded, new)
+            outcomes.add("new" if equal(loaded, new) else "old")
+        else:
+            with pytest.raises(FileNotFoundError, match=r"config\.json"):
+                P.load_pretrained(folder)
+            outcomes.add("refused")
+        if finished:
+            assert equal(loaded, new)
+            break
+    assert finished and outcomes == {"old", "refused", "new"}
+
+
+def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    P.save_pretrained(tmp_path, SMALL, generic_params(SMALL))
+    before = bytes_of(tmp_path)
+
+    def full(path: Path, values: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save, "_write_json", full)
+    with pytest.raises(OSError, match="No space"):
+        P.save_pretrained(tmp_path, SMALL, P.init(SMALL, 0))
+    assert bytes_of(tmp_path) == before
