@@ -33,8 +33,11 @@ class Corpus:
     skipped: tuple[str, ...] = ()
 
 
-def load(data: Path | None = None) -> Corpus:
-    """Read the standard library (None), one text file, or a folder's text files. UserError when nothing is left."""
+def load(data: Path | None = None, *, without: Path | None = None) -> Corpus:
+    """Read the standard library (None), one text file, or a folder's text files except those below `without`.
+
+    UserError when nothing is left.
+    """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [path for path in files_under(root) if is_library_source(path.relative_to(root))]
@@ -43,6 +46,7 @@ def load(data: Path | None = None) -> Corpus:
         root, files, source = data.parent, [data], str(data)
     elif data.is_dir():
         root, files, source = data, files_under(data), f"the folder {data}"
+        files = [path for path in files if without is None or without.resolve() not in path.resolve().parents]
     else:
         raise UserError(f"--data {data}: there is no such file or folder")
     documents, skipped = read_all(files, root)

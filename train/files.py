@@ -7,6 +7,8 @@ from pathlib import Path
 
 from params.files import sync
 
+WRITING = ".writing-"  # begins the names of unfinished files
+
 
 def move_into_place(temporary: Path, path: Path) -> None:
     """Replace `path` by the finished file `temporary` (same file system), so that no reader ever sees half of it."""
@@ -18,7 +20,7 @@ def move_into_place(temporary: Path, path: Path) -> None:
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write(temporary)` make the file, then rename it to `path`. A failed or killed write leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=WRITING) as folder:
         temporary = Path(folder) / path.name
         write(temporary)
         move_into_place(temporary, path)

@@ -11,6 +11,7 @@ rename replaces it, so that no kill, whenever it comes, pairs the parameters of 
 
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from safetensors.torch import save_file
 import params as P
 from fnmodels import tree
 from train.errors import UserError
-from train.files import move_into_place, write_atomic, write_text
+from train.files import WRITING, move_into_place, write_atomic, write_text
 from train.state import State
 
 LOCK = ".lock"
@@ -49,6 +50,8 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UserError(f"--run {folder}: the folder is in use by another process") from error
+        for leftover in folder.glob(f"{WRITING}*"):  # of a run that was killed while it wrote
+            shutil.rmtree(leftover)
         yield
 
 
@@ -105,7 +108,7 @@ def load_state(path: Path, state: State) -> None:
 
 def save_checkpoint(folder: Path, config: Any, params: Any) -> None:
     """config.json and model.safetensors, each replaced whole."""
-    with TemporaryDirectory(dir=folder, prefix=".writing-") as temporary:
+    with TemporaryDirectory(dir=folder, prefix=WRITING) as temporary:
         P.save_pretrained(temporary, config, params)
         for path in sorted(Path(temporary).iterdir()):
             move_into_place(path, folder / path.name)

@@ -66,7 +66,7 @@ class Job:
 
 def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None) -> tuple[Tree, Job]:
     """Text, tokenizer and model: new ones, those of --init, or on resume (`recorded`) those in the run folder."""
-    texts = corpus.load(Path(choices.data) if choices.data else None)
+    texts = corpus.load(Path(choices.data) if choices.data else None, without=path)
     source = path if recorded else Path(choices.init) if choices.init else None
     if source is None:
         tokenizer = new_tokenizer(texts, preset.vocab_size)

@@ -20,7 +20,7 @@ def progress(total: int, start: int) -> Iterator[Report]:
 
     def words(step: int, loss: float, lr: float, speed: float) -> str:
         left = (time.monotonic() - begin) / max(step - start, 1) * (total - step)
-        return f"loss {loss:6.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
+        return f"loss {loss:6.3f}  lr {lr:.1e}  {speed:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
 
     if not sys.stdout.isatty():
         every = max(1, total // PLAIN_LINES)
@@ -32,8 +32,8 @@ def progress(total: int, start: int) -> Iterator[Report]:
         yield plain
         return
 
-    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[words]}")
-    with Progress(*columns, console=Console(file=sys.stdout)) as bar:
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[words]}")
+    with Progress(*columns, console=Console(file=sys.stdout), expand=True, refresh_per_second=2) as bar:
         task = bar.add_task("", total=total, completed=start, words="")
 
         def live(step: int, loss: float, lr: float, speed: float) -> None:

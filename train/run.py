@@ -47,6 +47,7 @@ def train_run(options: Options, preset: Preset) -> int:
             print(f"the run is finished: {choices.steps} steps")
             report.result(summary, options.run)
             return 0
+        print("reading the text", flush=True)
         began = time.monotonic()
         params, job = prepare(options.run, choices, preset, recorded if saved else None)
         report.skipped(job.texts)

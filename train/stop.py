@@ -1,7 +1,7 @@
 """Ctrl-C, and SIGTERM, as a request that the loop answers between two steps."""
 
+import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     def ask(number: int, frame: FrameType | None) -> None:
         asked.set()
         restore()
-        print("\nstopping after this step, then saving; once more to stop at once", file=sys.stderr)
+        os.write(2, b"\nstopping after this step, then saving; once more to stop at once\n")  # print is not reentrant
 
     for number in SIGNALS:
         signal.signal(number, ask)

@@ -267,6 +267,18 @@ def test_a_run_starts_from_a_checkpoint_and_its_tokenizer(tmp_path, text, monkey
     assert same(tmp_path / "whole", tmp_path / "parts") == []
 
 
+def test_a_run_folder_inside_the_folder_of_text_is_no_text(tmp_path, text, monkeypatch):
+    whole = tmp_path / "texts" / "run"
+    (tmp_path / "texts").mkdir()
+    text.rename(tmp_path / "texts" / "a.txt")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert train(whole, tmp_path / "texts") == 130
+    (whole / ".writing-of-a-killed-run").mkdir()
+    assert train(whole, tmp_path / "texts", "--resume") == 0
+    assert not list(whole.glob(".writing-*"))
+
+
 def test_a_checkpoint_that_does_not_fit_its_tokenizer_is_refused(tmp_path, text, capsys):
     assert train(tmp_path / "first", text, "--steps", 1) == 0
     config, params = P.load_pretrained(tmp_path / "first", copy=True)
