@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import fnmodels
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -27,3 +29,9 @@ def test_make_targets_and_files_exist() -> None:
     assert set(re.findall(r"\bmake ([a-z]+)\b(?= {2}|`|$)", README, re.MULTILINE)) <= targets
     for name in re.findall(r"`((?:fnmodels|params|train|tests|examples|benchmarks|\.ci)/[\w./]+)`", README):
         assert (ROOT / name).exists(), name
+
+
+def test_status_names_every_family_and_model_type() -> None:
+    for model_type, module in fnmodels.families().items():
+        line = next((part for part in re.split(r"[|;]", README) if f"`{module.replace('.', '/')}.py`" in part), "")
+        assert re.search(rf"\b{model_type}\b", line.partition(":")[2]), f"{model_type} of {module}"
