@@ -127,7 +127,8 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     rows, firsts = [], []
     for row_starts, row_segments, row_positions in zip(starts, segment_ids, positions, strict=True):
         begin = row_starts.nonzero().flatten().tolist()
-        runs = zip(begin, [*begin[1:], length], row_segments[begin].tolist(), strict=True)
+        stops = [*begin[1:], length][: len(begin)]  # a row of no tokens has no run
+        runs = zip(begin, stops, row_segments[begin].tolist(), strict=True)
         documents = [(start, stop, segment) for start, stop, segment in runs if segment > 0]
         if len({segment for _, _, segment in documents}) < len(documents):
             return None
