@@ -114,6 +114,7 @@ def test_folder_of_data_hides_nothing(tmp_path: Path) -> None:
     assert python("import fnmodels, params, train; print('ok')", tmp_path).strip() == "ok"
 
 
+@pytest.mark.slow
 def test_scripts_work_beside_user_files(tmp_path: Path) -> None:
     for name in PACKAGES:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the user file ran')\n")
@@ -131,7 +132,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.slow
 def test_wheel_holds_the_three_packages_and_no_tests(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
