@@ -40,9 +40,9 @@ def _block_mask_to_dense(mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import create_mask
 
     # Not `mask.to_dense()`, which knows blocks of 128 x 128 only.
-    batch, heads = mask.kv_num_blocks.shape[:2]
+    (batch, heads), (queries, keys) = mask.kv_num_blocks.shape[:2], mask.seq_lengths
     try:
-        return create_mask(mask.mask_mod, batch, heads, *mask.seq_lengths, device=mask.kv_num_blocks.device)
+        return create_mask(mask.mask_mod, batch, heads, queries, keys, mask.kv_num_blocks.device)
     except RuntimeError as error:
         if "sliced" not in str(error):
             raise

@@ -14,6 +14,8 @@ The result is [B, Q, N, Hv]; a query that sees no key gives 0, and 0 gradient.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,9 @@ def attention(
     form = materialize(mask, kernel, layout)
     if kernel == "math":
         return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
-    q, k, v = first_order(kernel, q, k, v)
+    if kernel == "varlen":
+        return _varlen(q, k, v, mask, layout, scale, softcap, sinks)
+    q, k, v = first_order(kernel, q, k, v, vmap=kernel != "flex")
     if kernel == "sdpa":
         if softcap is not None:
             raise ValueError(
@@ -66,12 +70,10 @@ def attention(
         return sdpa_attention(q, k, v, allowed, causal=rule == Causal(), scale=scale, sinks=sinks)
     if kernel == "blocks":
         return blocks_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
-    if kernel == "flex":
-        return flex_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
-    return _varlen(q, k, v, mask, layout, scale, softcap, sinks)
+    return flex_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
 
 
-def materialize(mask: MaskLike, kernel: str, layout: Layout | None) -> MaskLike:
+def materialize(mask: MaskLike, kernel: str, layout: Layout | None) -> Any:
     """The mask in the form that the kernel reads, made once for all layers; a form is returned as it is."""
     if kernel not in KERNELS:
         raise ValueError(f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}.")
@@ -166,4 +168,5 @@ def _varlen(
             f'kernel="varlen" runs in fp16 and bf16 on CUDA, not in {q.dtype} on {q.device.type}; '
             'kernel="blocks" does the same work there.'
         )
+    q, k, v = first_order("varlen", q, k, v, vmap=False)
     return varlen_attention(q, k, v, to_cu_seqlens(layout, device=q.device), window=window, scale=scale)

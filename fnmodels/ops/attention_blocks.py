@@ -182,13 +182,13 @@ def _cut(mask: Mask, row: int | None, start: int, q: Part, kv: Part) -> Mask:
         rows = slice(None) if row is None else slice(row, row + 1) if tensor.shape[0] > 1 else slice(0, 1)
         return tensor[rows, start + part[0] : start + part[0] + part[1]]
 
-    spans = [None if t is None else cut(t, part) for t, part in ((mask.q_spans, q), (mask.kv_spans, kv))]
     return Mask(
         cut(mask.q_positions, q),
         cut(mask.q_segments, q),
         cut(mask.kv_positions, kv),
         cut(mask.kv_segments, kv),
-        *spans,
+        None if mask.q_spans is None else cut(mask.q_spans, q),
+        None if mask.kv_spans is None else cut(mask.kv_spans, kv),
         mask.rule,
     )
 

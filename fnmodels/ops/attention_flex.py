@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .first_order import sentence
 from .norm import upcast
 
 
@@ -33,23 +32,26 @@ def flex_attention(
             'kernel="math" supports every transform.'
         )
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    run = flex.flex_attention if torch.compiler.is_compiling() else _compiled()
-    try:
-        out, aux = run(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            score_mod=None if softcap is None else capped,
-            block_mask=block_mask,
-            scale=scale,
-            enable_gqa=q.shape[-2] != k.shape[-2],
-            return_aux=flex.AuxRequest(lse=sinks is not None),
-        )
-    except NotImplementedError as error:
-        raise NotImplementedError(sentence("flex")) from error
+    if q.is_cpu and sinks is not None:
+        raise ValueError('kernel="flex" has no sinks on the CPU; "blocks" (with a layout), "sdpa", kernel="math" have.')
+    run: Any = flex.flex_attention if torch.compiler.is_compiling() else _compiled()
+    out, aux = run(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[-2] != k.shape[-2],
+        return_aux=flex.AuxRequest(lse=sinks is not None),
+    )
     if sinks is not None:  # the sink's share of the probability is taken from all keys alike
         out = out * torch.sigmoid(aux.lse - upcast(sinks)[:, None])[..., None].to(out.dtype)
     return out.transpose(1, 2)
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod

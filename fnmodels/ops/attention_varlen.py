@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..convert import Packed
@@ -23,9 +25,12 @@ def varlen_window(rule: Rule) -> tuple[int, int] | None:
             one, other = varlen_window(left), varlen_window(right)
             if one is None or other is None:
                 return None
-            before, behind = (min((n for n in pair if n >= 0), default=-1) for pair in zip(one, other, strict=True))
-            return before, behind
+            return _narrower(one[0], other[0]), _narrower(one[1], other[1])
     return None
+
+
+def _narrower(one: int, other: int) -> int:
+    return other if one < 0 else one if other < 0 else min(one, other)
 
 
 def varlen_attention(
@@ -37,9 +42,14 @@ def varlen_attention(
     flat = [t.flatten(0, 1) for t in (q, k, v)]
     if packed.tokens is not None:
         flat = [t.index_select(0, packed.tokens) for t in flat]
-    offsets, longest = packed.offsets, packed.longest
-    grouped = {"enable_gqa": True} if q.shape[-2] != k.shape[-2] else {}
-    out = varlen_attn(*flat, offsets, offsets, longest, longest, scale=scale, window_size=window, **grouped)
+    out: Any = varlen_attn(
+        *(flat[0], flat[1], flat[2]),
+        *(packed.offsets, packed.offsets),
+        *(packed.longest, packed.longest),
+        scale=scale,
+        window_size=window,
+        enable_gqa=q.shape[-2] != k.shape[-2],
+    )
     if packed.tokens is not None:
         out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, packed.tokens, out)
     return out.unflatten(0, q.shape[:2])

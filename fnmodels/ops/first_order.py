@@ -1,37 +1,37 @@
 """A sentence of ours where a fused kernel cannot be differentiated further.
 
-Fused kernels have a backward, and no derivative of that backward and no forward-mode derivative. Torch says so in terms
-of internal names, in the case of a second backward long after the call. `first_order` is the identity on the kernel's
-inputs, and an autograd node that knows which kernel it guards.
+Fused kernels have a backward, but no derivative of that backward, and no forward-mode derivative. Torch says so in
+terms of internal names, and in the case of a second backward long after the call. `first_order` is the identity on a
+kernel's inputs: an autograd node that knows which kernel it guards, and speaks when such a transform arrives at it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 
-def sentence(kernel: str) -> str:
-    return (
-        f'This transform (forward mode, or a second derivative) does not go through kernel="{kernel}"; '
+def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tensor, ...]:
+    """The tensors, in front of `kernel`: jvp, a second backward, and vmap=False also vmap, raise NotImplementedError.
+
+    It costs 20 us where gradients are recorded. A compiled graph has no second derivative to guard.
+    """
+    if torch.compiler.is_compiling() or (vmap and not torch.is_grad_enabled()):
+        return tensors
+    return (_Guard if vmap else _Wall).apply(kernel, *tensors)
+
+
+def refuse(kernel: str) -> NoReturn:
+    raise NotImplementedError(
+        f'kernel="{kernel}" does not support this transform (forward mode, a second derivative, or vmap): '
         'kernel="math" supports all of them.'
     )
 
 
-def first_order(kernel: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, in front of `kernel`: jvp and a second backward through them raise NotImplementedError.
-
-    About 10 us. A compiled graph knows no second derivatives anyway, and a custom jvp would break it.
-    """
-    if torch.compiler.is_compiling():
-        return tensors
-    return _Guard.apply(kernel, *tensors)
-
-
 class _Guard(torch.autograd.Function):
-    """Identity; its backward puts `_Stop` on the gradients, which the second backward meets before the kernel's own."""
+    """Identity; its backward puts `_Stop` on the gradients, which a second backward meets before the kernel's own."""
 
     generate_vmap_rule = True
 
@@ -46,13 +46,23 @@ class _Guard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # no second backward is being prepared
             return (None, *grads)
         return (None, *(None if g is None else _Stop.apply(ctx.kernel, g) for g in grads))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError(sentence(ctx.kernel))
+    def jvp(ctx: Any, *tangents: Tensor) -> NoReturn:
+        refuse(ctx.kernel)
+
+
+class _Wall(_Guard):
+    """For kernels that vmap does not go through either."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, kernel: str, *tensors: Tensor) -> NoReturn:
+        refuse(kernel)
 
 
 class _Stop(torch.autograd.Function):
@@ -69,9 +79,9 @@ class _Stop(torch.autograd.Function):
         ctx.kernel = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        raise NotImplementedError(sentence(ctx.kernel))
+    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+        refuse(ctx.kernel)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
-        raise NotImplementedError(sentence(ctx.kernel))
+    def jvp(ctx: Any, *tangents: Tensor) -> NoReturn:
+        refuse(ctx.kernel)
