@@ -94,7 +94,7 @@ def causal_masks(
     """
     rules = {kind: Causal() & Window(window or 0) if kind.startswith("sliding") else Causal() for kind in kinds}
     masks = {rule: build_mask(rule, positions, segment_ids, create=create) for rule in dict.fromkeys(rules.values())}
-    return {kind: masks[rule] for kind, rule in sorted(rules.items())}
+    return {kind: masks[rules[kind]] for kind in sorted(rules)}  # of names alone: dynamo cannot sort pairs
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Layout:
     @property
     def plain(self) -> bool:
         """Every row is one whole document in order, so that causal by position is causal by index."""
-        return all(row == ((0, self.length),) for row in self.rows)
+        return bool(self.rows) and all(row == ((0, self.length),) for row in self.rows)
 
 
 def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
