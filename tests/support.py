@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +40,7 @@ def variants_of(family: str) -> ModuleType:
     return importlib.import_module(f"tests.variants.{family}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One tiny model: where it comes from, its config.json (None where a Config was given) and its Config."""
 
@@ -69,6 +70,7 @@ def cases() -> tuple[Case, ...]:
     return tuple(found)
 
 
+@functools.cache
 def structures() -> tuple[Case, ...]:
     """The first variant of each structure: its kinds of layers and its parameters' names. For tests that are slow."""
     first: dict[Any, Case] = {}
@@ -136,13 +138,42 @@ class Batch:
             self.config, self.tokens, positions=self.positions, segment_ids=self.segment_ids, length=self.length
         )
 
-    def forward(self, params: Any, **options: Any) -> Any:
-        return fnmodels.forward(params, *self.prepared(), config=self.config, **{"kernel": "math", **options})
+    def forward(self, params: Any, *, kernel: str = "math", **options: Any) -> Any:
+        return forward(params, self.prepared(), config=self.config, kernel=kernel, **options)
 
     def take(self, rows: slice, columns: slice) -> "Batch":
         """A part of it, with the positions, segments and length that it had in the whole."""
         parts = (t[rows, columns] for t in (self.tokens, self.positions, self.segment_ids))
         return Batch(self.config, *parts, length=self.length)
+
+
+def forward(params: Any, prepared: tuple[Any, Any, Any], *, config: Any, kernel: str, **options: Any) -> Any:
+    """`fnmodels.forward`, where the kernel "auto" gets the batch's layout, as in a train step."""
+    if kernel == "auto":
+        options["layout"] = fnmodels.layout(prepared[1])
+    return fnmodels.forward(params, *prepared, config=config, kernel=kernel, **options)
+
+
+KERNELS = ("math", "sdpa", "auto")
+
+
+@functools.cache
+def supports(case: Case, kernel: str) -> bool:
+    """Whether a kernel can express the model; if not, it must say so and name one that can."""
+    try:
+        batch_of(case.config, segments((2, 1))).forward(generic_params(case.config), kernel=kernel)
+    except ValueError as error:
+        if kernel in ("math", "auto") or 'kernel="math"' not in str(error):
+            raise
+        return False
+    return True
+
+
+def with_kernels(cases: tuple[Case, ...]) -> Any:
+    """The mark which runs a test on each case with "math", and on each structure with every kernel that can."""
+    names = {case: KERNELS if case in structures() else KERNELS[:1] for case in cases}
+    pairs = [(case, kernel) for case in cases for kernel in names[case] if supports(case, kernel)]
+    return pytest.mark.parametrize(("case", "kernel"), pairs, ids=[f"{case}-{kernel}" for case, kernel in pairs])
 
 
 def batch_of(config: Any, segment_ids: Tensor, *, seed: int = 0, first_position: int = 0) -> Batch:

@@ -17,7 +17,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from params.init import draw
-from tests.support import Case, batch_of, cases, family_modules, generic_params, segments, variants_of
+from tests.support import Case, batch_of, cases, family_modules, generic_params, segments, variants_of, with_kernels
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_family = pytest.mark.parametrize("family", family_modules())
@@ -52,8 +52,7 @@ def test_published_sizes_on_meta(family: str) -> None:
         assert logits.shape == (2, 16, config.vocab_size) and logits.dtype == torch.bfloat16
 
 
-@every_case
-@pytest.mark.parametrize("kernel", ["math", "sdpa"])
+@with_kernels(cases())
 def test_forward_reads_no_values(case: Case, kernel: str) -> None:
     """On meta there are none: `.item()`, boolean indexing and shapes that depend on data would raise."""
     mixed = batch_of(case.config, MIXED)

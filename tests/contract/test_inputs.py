@@ -16,6 +16,7 @@ from tests.support import (
     Case,
     batch_of,
     cases,
+    forward,
     generic_params,
     gradients,
     off,
@@ -26,11 +27,13 @@ from tests.support import (
     tokens_of,
     trainable,
     variants_of,
+    with_kernels,
 )
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
-every_kernel = pytest.mark.parametrize("kernel", ["math", "sdpa"])
+every_case_and_kernel = with_kernels(cases())
+every_structure_and_kernel = with_kernels(structures())
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))
 
 
@@ -72,29 +75,25 @@ def test_double_stays_double(case: Case) -> None:
     assert off(logits[mixed.valid].float(), mixed.forward(generic_params(case.config))[mixed.valid]) < 1e-4
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_microbatches_equal_the_batch(case: Case, kernel: str) -> None:
     """B3: with masks and tables that differ per row, split by one rule."""
     mixed, weights = batch_of(case.config, MIXED), generic_params(case.config)
     prepared = mixed.prepared()
-    whole = fnmodels.forward(weights, *prepared, config=case.config, kernel=kernel)
+    whole = forward(weights, prepared, config=case.config, kernel=kernel)
     for n in (2, 4):
-        parts = [
-            fnmodels.forward(weights, *part, config=case.config, kernel=kernel) for part in fnmodels.split(prepared, n)
-        ]
+        parts = [forward(weights, part, config=case.config, kernel=kernel) for part in fnmodels.split(prepared, n)]
         assert off(torch.cat(parts), whole) < 1e-5
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_no_call_remembers_another(case: Case, kernel: str) -> None:
     """B4: f(x), f(longer), f(x) are the same bits, in lengths on both sides of every scaling's threshold."""
     weights = generic_params(case.config)
 
     def run(length: int) -> Tensor:
         prepared = fnmodels.prepare(case.config, tokens_of(case.config, 2, length))
-        return fnmodels.forward(weights, *prepared, config=case.config, kernel=kernel)
+        return forward(weights, prepared, config=case.config, kernel=kernel)
 
     short, _, again = run(9), run(40), run(9)
     assert torch.equal(short, again)
@@ -126,27 +125,22 @@ def orders(length: int, batch: int) -> list[Tensor]:
     ]
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_permuting_the_sequence_permutes_the_logits(case: Case, kernel: str) -> None:
     """B5: and a loss over permuted labels is the same."""
     mixed, weights = batch_of(case.config, MIXED), generic_params(case.config)
     prepared = mixed.prepared()
-    straight = fnmodels.forward(weights, *prepared, config=case.config, kernel=kernel)
+    straight = forward(weights, prepared, config=case.config, kernel=kernel)
     loss = summed_loss(straight, mixed.labels)
     for order in orders(*reversed(MIXED.shape)):
         *moved, labels, wanted = fnmodels.permute((*prepared, mixed.labels, straight), order)
-        logits = fnmodels.forward(weights, *moved, config=case.config, kernel=kernel)
+        logits = forward(weights, moved, config=case.config, kernel=kernel)
         valid = moved[0]["valid"]
         assert off(logits[valid], wanted[valid]) < 1e-5
         assert off(summed_loss(logits, labels), loss) < 1e-5
-        layout = fnmodels.layout(moved[1])  # made anew for the new order, or None: never wrong
-        again = fnmodels.forward(weights, *moved, config=case.config, kernel=kernel, layout=layout)
-        assert off(again[valid], wanted[valid]) < 1e-5
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_padding_on_either_side_changes_nothing(case: Case, kernel: str) -> None:
     """B6: each row alone, padded left, padded right, in the middle of pads, next to longer rows."""
     weights, lengths = generic_params(case.config), (9, 4, 1)
@@ -159,7 +153,7 @@ def test_padding_on_either_side_changes_nothing(case: Case, kernel: str) -> None
         for b, row in enumerate(alone):
             padded.tokens[b, padded.valid[b]] = row.tokens[0]
         prepared = fnmodels.prepare(case.config, padded.tokens, segment_ids=segment_ids, length=24)
-        logits = fnmodels.forward(weights, *prepared, config=case.config, kernel=kernel)
+        logits = forward(weights, prepared, config=case.config, kernel=kernel)
         for b, one in enumerate(wanted):
             assert off(logits[b, padded.valid[b]], one) < 1e-5
 
@@ -191,8 +185,7 @@ def test_masks_cost_linear_memory(case: Case) -> None:
     assert largest.numel <= 256 * length  # the tables
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_inputs_are_not_written(case: Case, kernel: str) -> None:
     """B9: neither in place nor by replacing entries, forward and backward."""
     mixed, weights = batch_of(case.config, MIXED), trainable(generic_params(case.config))
@@ -200,7 +193,7 @@ def test_inputs_are_not_written(case: Case, kernel: str) -> None:
     leaves = tree.flatten(given)
     versions = {path: leaf._version for path, leaf in leaves.items()}
     values = copy.deepcopy({path: leaf.detach() for path, leaf in leaves.items()})
-    logits = fnmodels.forward(*given, config=case.config, kernel=kernel)
+    logits = forward(given[0], given[1:], config=case.config, kernel=kernel)
     gradients(summed_loss(logits, mixed.labels), weights)
     after = tree.flatten(given)
     assert after.keys() == leaves.keys()
@@ -221,15 +214,14 @@ def test_threads_do_not_meet(case: Case) -> None:
     assert all(torch.equal(x, y) for x, y in zip(together, alone * 3, strict=True))
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_gradients_flow_from_the_past_only(case: Case, kernel: str) -> None:
     """B10: d logits[t] / d embedding[u] is exactly 0 for a later u, another document and a pad, else it is not."""
     row = batch_of(case.config, segments((-1, 3, 5, -1)))
     positions, segment_ids = row.positions[0], row.segment_ids[0]
     weights, prepared = generic_params(case.config), row.prepared()
     x = fnmodels.family_of(case.config).embed(weights, row.tokens, config=case.config).requires_grad_()
-    logits = fnmodels.forward(weights, x, *prepared[1:], config=case.config, kernel=kernel)
+    logits = forward(weights, (x, *prepared[1:]), config=case.config, kernel=kernel)
     same = (segment_ids[:, None] == segment_ids) & row.valid[0]
     may = same & (positions[:, None] >= positions) if getattr(variants_of(case.family), "CAUSAL", True) else same
     # which tokens reach which over all layers: the masks' own pattern, layer after layer, and the residual
@@ -273,8 +265,7 @@ def test_one_document_gets_positions_from_zero(case: Case) -> None:
     assert torch.equal(inputs["positions"][segment_ids > 0], positions_of(segment_ids)[segment_ids > 0])
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_a_row_of_tables_serves_all_rows_of_a_block(case: Case, kernel: str) -> None:
     """A single op takes tables and masks with batch 1; `prepare` returns them expanded."""
     family, weights = fnmodels.family_of(case.config), generic_params(case.config)

@@ -13,6 +13,7 @@ from tests.support import (
     Case,
     batch_of,
     cases,
+    forward,
     generic_params,
     gradients,
     off,
@@ -21,11 +22,13 @@ from tests.support import (
     summed_loss,
     tokens_of,
     trainable,
+    with_kernels,
 )
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
-every_kernel = pytest.mark.parametrize("kernel", ["math", "sdpa"])
+every_case_and_kernel = with_kernels(cases())
+every_structure_and_kernel = with_kernels(structures())
 # lengths 1, at both ends of a row; pads at the end, at the start and between documents
 ROWS = {
     "ones": segments((1, 6, 4, 1)),
@@ -57,8 +60,7 @@ def check_packed(row: Batch, dtype: torch.dtype, kernel: str, bound: float) -> N
     assert off(gradients(loss, weights), gradients(losses.sum(), weights)) < bound
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 @pytest.mark.parametrize("first_position", [0, 5])
 def test_packed_equals_separate(case: Case, kernel: str, first_position: int) -> None:
     """P1 in fp64, also where the row begins in the middle of a document: logits, loss sum and every gradient."""
@@ -67,15 +69,13 @@ def test_packed_equals_separate(case: Case, kernel: str, first_position: int) ->
         check_packed(row, torch.float64, kernel, 1e-10)
 
 
-@every_structure
-@every_kernel
+@every_structure_and_kernel
 @pytest.mark.parametrize("name", ROWS)
 def test_packed_equals_separate_in_single_precision(case: Case, kernel: str, name: str) -> None:
     check_packed(batch_of(case.config, ROWS[name]), torch.float32, kernel, 1e-5)
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_a_document_does_not_hear_its_neighbor(case: Case, kernel: str) -> None:
     """P1's canary: other tokens in document 1 move document 2 by exactly 0, and document 1 by something."""
     weights, row = generic_params(case.config), batch_of(case.config, segments((5, 6, -1)))
@@ -87,8 +87,7 @@ def test_a_document_does_not_hear_its_neighbor(case: Case, kernel: str) -> None:
     assert not torch.equal(before[0, 1:5], after[0, 1:5])
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_what_stands_in_padding_does_not_matter(case: Case, kernel: str) -> None:
     weights, row = generic_params(case.config), batch_of(case.config, segments((-2, 4, -1, 3, -2)))
     other = torch.where(row.valid, row.tokens, (row.tokens + 7) % case.config.vocab_size)
@@ -102,15 +101,14 @@ def _embedding_gradient(batch: Batch, labels: Tensor, kernel: str) -> tuple[Tens
     weights = trainable(generic_params(batch.config))
     x = fnmodels.family_of(batch.config).embed(weights, batch.tokens, config=batch.config).detach().requires_grad_()
     _, masks, freqs_cis = batch.prepared()
-    logits = fnmodels.forward(weights, x, masks, freqs_cis, config=batch.config, kernel=kernel)
+    logits = forward(weights, (x, masks, freqs_cis), config=batch.config, kernel=kernel)
     loss = summed_loss(logits, labels)
     got = gradients(loss, {"x": x, "weights": weights})
     assert logits.isfinite().all()
     return loss, got["x"], got["weights"]
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_rows_of_padding_and_of_one_token(case: Case, kernel: str) -> None:
     """P4: finite everywhere, and no gradient from or to padding."""
     mixed = batch_of(case.config, segments((-6,), (1, -5), (6,), (-5, 1), (1, 1, 1, 1, 1, 1)))
@@ -122,8 +120,7 @@ def test_rows_of_padding_and_of_one_token(case: Case, kernel: str) -> None:
     assert to_embedding[2, :5].any(-1).all()
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_a_batch_without_a_label(case: Case, kernel: str) -> None:
     """P4: zero loss and zero gradient, with all rows padding or all documents of one token."""
     for segment_ids in (segments((-4,), (-4,)), segments((1, 1, 1, 1)), segments((1,), (1,)), segments((-1,))):
@@ -133,20 +130,18 @@ def test_a_batch_without_a_label(case: Case, kernel: str) -> None:
         assert not any(gradient.any() for gradient in tree.leaves(to_weights))
 
 
-@every_structure
-@every_kernel
+@every_structure_and_kernel
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
 def test_empty_batches(case: Case, kernel: str, shape: tuple[int, int]) -> None:
     """P4: no rows, or rows of nothing."""
     tokens = tokens_of(case.config, *shape)
     prepared = fnmodels.prepare(case.config, tokens, length=24)
-    logits = fnmodels.forward(generic_params(case.config), *prepared, config=case.config, kernel=kernel)
+    logits = forward(generic_params(case.config), prepared, config=case.config, kernel=kernel)
     assert logits.shape == (*shape, case.config.vocab_size)
     assert fnmodels.prepare(case.config, tokens)[0]["positions"].shape == shape
 
 
-@every_structure
-@every_kernel
+@every_structure_and_kernel
 def test_uneven_parts_sum_to_the_whole(case: Case, kernel: str) -> None:
     """P5: sums over parts with 10, 1 and 0 labels have the gradient of the sum over all."""
     batch = batch_of(case.config, segments((11,), (2, 1, -8), (1, -10)))

@@ -29,12 +29,15 @@ from tests.support import (
     segments,
     structures,
     summed_loss,
+    supports,
     trainable,
+    with_kernels,
 )
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
-every_kernel = pytest.mark.parametrize("kernel", ["math", "sdpa"])
+every_case_and_kernel = with_kernels(cases())
+every_structure_and_kernel = with_kernels(structures())
 MIXED = segments((-2, 3, 2), (7,), (4, 1, -2), (-7,))
 
 
@@ -150,16 +153,14 @@ def test_vmap_over_rows(case: Case) -> None:
     """F2: logits row by row, and vmap(grad) equals a loop, with masks and pads; an all-pad row gives 0."""
     p = Problem(case)
     rows, labels = fnmodels.rows(p.prepared), fnmodels.rows(p.labels)
-    weights = generic_params(case.config)
-    mapped = vmap(lambda prepared: fnmodels.forward(weights, *prepared, config=p.config, kernel="math"), in_dims=(0,))(
-        rows
-    )
-    assert off(mapped[:, 0], p.batch.forward(weights)) < 1e-5
+    weights = p.weights
+    mapped = vmap(lambda one: fnmodels.forward(weights, *one, config=p.config, kernel="math"))(rows)
+    assert off(mapped[:, 0], p.batch.forward(weights)) < 1e-10
     per_row = vmap(grad(p.loss_of), in_dims=(None, 0, 0))(weights, rows, labels)
     for b in range(len(MIXED)):
         part = tree.map(lambda t, b=b: t[b], (rows, labels))
         wanted = grad(p.loss_of)(weights, *part)
-        assert off(tree.map(lambda t, b=b: t[b], per_row), wanted) < 1e-5
+        assert off(tree.map(lambda t, b=b: t[b], per_row), wanted) < 1e-10
     assert not any(t[3].any() for t in tree.leaves(per_row))
 
 
@@ -216,8 +217,7 @@ def test_one_adapted_leaf(case: Case) -> None:
         assert off(losses[i], loss(offsets[i])) < 1e-10 and off(grads[i], grad(loss)(offsets[i])) < 1e-10
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if getattr(c.config, "tie_word_embeddings", False)], ids=str)
-@every_kernel
+@with_kernels(tuple(case for case in cases() if getattr(case.config, "tie_word_embeddings", False)))
 def test_a_tied_head_is_one_leaf_read_twice(case: Case, kernel: str) -> None:
     """F7: its gradient is the sum of what the two uses give where they are two leaves of equal values."""
     batch, config = batch_of(case.config, MIXED), replace(case.config, tie_word_embeddings=False)
@@ -230,8 +230,7 @@ def test_a_tied_head_is_one_leaf_read_twice(case: Case, kernel: str) -> None:
     assert off(one, two) < 1e-5
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
     """F8: embed, layers in two slices, head: the bits of forward; `hidden` is what the head reads, also in chunks."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
@@ -252,8 +251,7 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
         fnmodels.run_layers(weights, x, masks, freqs_cis, 0, layers + 1, **options)
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_taps_are_outputs(case: Case, kernel: str) -> None:
     """Asking for activations changes no bit, names all of them, and they carry gradients."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
@@ -278,8 +276,7 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
             batch.forward(weights, taps=(wrong,))
 
 
-@every_case
-@every_kernel
+@every_case_and_kernel
 def test_layer_fn_wraps_each_kind_once(case: Case, kernel: str) -> None:
     """And rematerialization (F3) changes no bit of loss or gradient."""
     batch, weights = batch_of(case.config, MIXED), trainable(generic_params(case.config))
@@ -317,24 +314,17 @@ def test_a_module_around_it_is_the_callers_business(case: Case) -> None:
     assert torch.equal(functional_call(Shell(), doubled, ()), wanted)
 
 
-@every_structure
+@pytest.mark.parametrize("case", [case for case in structures() if supports(case, "sdpa")], ids=str)
 def test_the_fused_kernel_names_the_one_that_can(case: Case) -> None:
     """F1: grad, vmap and vmap(grad) go through "sdpa"; forward mode does not, and is told of kernel="math"."""
     p = Problem(case)
-    weights = generic_params(case.config)
-    direction = direction_of(weights)
 
     def loss(weights: Any, prepared: Any = p.prepared, labels: Tensor = p.labels) -> Tensor:
         return summed_loss(fnmodels.forward(weights, *prepared, config=p.config, kernel="sdpa"), labels)
 
-    assert off(grad(loss)(weights), grad(p.loss)(weights)) < 1e-4
+    assert off(grad(loss)(p.weights), grad(p.loss)(p.weights)) < 1e-10
     rows, labels = fnmodels.rows(p.prepared), fnmodels.rows(p.labels)
-    assert (
-        off(
-            vmap(grad(loss), in_dims=(None, 0, 0))(weights, rows, labels),
-            vmap(grad(p.loss_of), in_dims=(None, 0, 0))(weights, rows, labels),
-        )
-        < 1e-4
-    )
+    one, other = (vmap(grad(f), in_dims=(None, 0, 0))(p.weights, rows, labels) for f in (loss, p.loss_of))
+    assert off(one, other) < 1e-10
     with pytest.raises(NotImplementedError, match='kernel="math"'):
-        jvp(loss, (weights,), (direction,))
+        jvp(loss, (p.weights,), (p.direction,))
