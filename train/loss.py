@@ -1,8 +1,9 @@
 """Losses: each returns (sum, count), so that whoever splits a batch divides once by the global count.
 
 The head is where a language model's memory goes: [B, S, V] logits and their gradient are larger than everything else
-together. `head_loss` therefore takes the tokens in chunks and, where a gradient is wanted, makes it on the spot: the gradient of a
-cross entropy is known as soon as the logits are, so the backward has only to scale it. Nothing is computed twice.
+together. `head_loss` therefore takes the tokens in chunks and, where a gradient is wanted, makes it on the spot: the
+gradient of a cross entropy is known as soon as the logits are, so the backward has only to scale it. Nothing is
+computed twice.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def next_token_loss(
 ) -> tuple[Tensor, Tensor]:
     """(sum of the tokens' cross entropies in nats, fp32 at least; count of valid labels, int64).
 
-    batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already shifted)
-    and -100 is ignored. kernel, layout, layer_fn: see `fnmodels.forward`. length: see `fnmodels.prepare`. chunk: see `head_loss`.
+    batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
+    shifted) and -100 is ignored. kernel, layout, layer_fn: see `fnmodels.forward`. length: see `fnmodels.prepare`.
+    chunk: see `head_loss`.
     """
     inputs, masks, freqs_cis = fnmodels.prepare(
         config,
@@ -72,9 +74,9 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy` of `family.unembed` on hidden states x [B, S, D], holding the logits of `chunk` tokens at a time.
 
-    chunk=None holds all of [B, S, V] and consists of plain operations. With a number every transform of torch.func works too, but
-    only plain reverse mode is chunked: vmap, jvp and second derivatives take the memory of chunk=None. Inside
-    torch.compile the chunks are checkpointed instead.
+    chunk=None holds all of [B, S, V] and consists of plain operations. With a number every transform of torch.func
+    works too, but only plain reverse mode is chunked: vmap, jvp and second derivatives take the memory of chunk=None.
+    Inside torch.compile the chunks are checkpointed instead.
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
@@ -106,10 +108,11 @@ def head_loss(
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Loss and, in the same pass over the chunks, its gradients, which are outputs here so that setup_context can keep them.
+    """Loss and, in the same pass over the chunks, its gradients: outputs here, so that setup_context can keep them.
 
-    Outputs: (loss, gradient of x, gradients of the leaves); the gradient of what needs none, or is not used, is an empty tensor.
-    They are differentiable: second derivatives, jvp and vmap go through `_dense`, the same function in plain operations.
+    Outputs: (loss, gradient of x, gradients of the leaves); the gradient of what needs none, or is not used, is an
+    empty tensor. They are differentiable: second derivatives, jvp and vmap go through `_dense`, the same function in
+    plain operations.
     """
 
     @staticmethod
@@ -156,7 +159,7 @@ class _HeadLoss(torch.autograd.Function):
         if all(s is None for s in of_firsts):
             grads = [None if d.numel() == 0 or of_loss is None else d * of_loss.to(d.dtype) for d in firsts]
             return None, None, None, None, *grads
-        outputs, pull = torch.func.vjp(_dense(ctx.head, labels, ctx.needs), *primals)
+        outputs, pull, *_ = torch.func.vjp(_dense(ctx.head, labels, ctx.needs), *primals)
         given = [
             torch.zeros_like(out) if s is None or s.shape != out.shape else s
             for s, out in zip(slopes, outputs, strict=True)
@@ -169,14 +172,16 @@ class _HeadLoss(torch.autograd.Function):
         labels, *saved = ctx.saved_tensors
         primals, firsts = saved[:size], saved[size:]
         given = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents[4:], strict=True))
-        _, (loss, *rest) = torch.func.jvp(_dense(ctx.head, labels, ctx.needs), tuple(primals), given)
+        loss, *rest = torch.func.jvp(_dense(ctx.head, labels, ctx.needs), tuple(primals), given)[1]
         return loss, *(t if t.shape == d.shape else torch.zeros_like(d) for t, d in zip(rest, firsts, strict=True))
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], head: Head, chunk: int, needs: tuple[bool, ...], *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        run = lambda labels, *primals: _dense(head, labels, needs)(*primals)  # noqa: E731
+        def run(labels: Tensor, *primals: Tensor) -> tuple[Tensor, ...]:
+            return _dense(head, labels, needs)(*primals)
+
         outputs = torch.func.vmap(run, in_dims=tuple(in_dims[3:]))(*tensors)
         return outputs, (0,) * len(outputs)
 
@@ -199,8 +204,8 @@ def _dense(head: Head, labels: Tensor, needs: tuple[bool, ...]) -> Callable[...,
 def _loss_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(sum of the cross entropies, its gradient in the logits' dtype); logits [1, T, V], not part of any graph.
 
-    One softmax gives both: log(sum(exp)) is the largest logit less the log of the largest probability. That costs two cheap
-    maxima where a log-softmax would cost a second pass of exponentials.
+    One softmax gives both: log(sum(exp)) is the largest logit less the log of the largest probability. That costs two
+    cheap maxima where a log-softmax would cost a second pass of exponentials.
     """
     valid = labels != IGNORE
     z, target = logits.to(_wide(logits)), torch.where(valid, labels, 0)[..., None]

@@ -5,9 +5,9 @@
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = apply_updates(params, updates)
 
-`update` is written in plain tensor operations: pure, and fit for vmap, grad and compile. `apply_` is the same step with torch's
-fused kernels, writing parameters and state in place, at a fraction of the time. A frozen leaf has None in `grads`, in the
-moments and in `updates`.
+`update` is written in plain tensor operations: pure, and fit for vmap, grad and compile. `apply_` is the same step with
+torch's fused kernels, writing parameters and state in place, at a fraction of the time. A frozen leaf has None in
+`grads`, in the moments and in `updates`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Optimizer:
 
     init(params) -> opt_state
     update(grads, opt_state, params) -> (updates, opt_state): pure; `updates` are to be added to the parameters.
-    apply_(grads, opt_state, params, *, skip=None): the same in place; where the 0-d bool tensor `skip` is True every tensor
-        keeps its bits, without the host having to wait for it. None: the step uses `update`.
+    apply_(grads, opt_state, params, *, skip=None): the same in place; where the 0-d bool tensor `skip` is True every
+        tensor keeps its bits, without the host having to wait for it. None: the step uses `update`.
     lr(opt_state) -> the rate of the update that comes next, for the metrics.
     trainable: a tree of bools over the parameters; None: every floating leaf trains.
     """
@@ -67,7 +67,7 @@ def global_norm(grads: Tree) -> Tensor:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """What gradients of this global norm are multiplied by so that it is at most `limit` (torch.nn.utils.clip_grad_norm_'s formula)."""
+    """What brings gradients of this global norm to at most `limit`; torch.nn.utils.clip_grad_norm_'s formula."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -88,9 +88,10 @@ def adamw(
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101), equal to torch.optim.AdamW.
 
-    lr: a float, or a function of the number of the update being made (a 0-d int64 tensor, from 1) to a float or 0-d tensor.
-    spec: the family's tree of `Leaf`, or any tree of the parameters' structure whose leaves have `decay` and `trainable`.
-        None decays and trains every floating leaf, as torch does.
+    lr: a float, or a function of the number of the update being made (a 0-d int64 tensor, from 1) to a float or 0-d
+        tensor.
+    spec: the family's tree of `Leaf`, or any tree of the parameters' structure whose leaves have `decay` and
+        `trainable`. None decays and trains every floating leaf, as torch does.
 
     The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
     """
@@ -100,7 +101,8 @@ def adamw(
     trainable, decays = _from_spec(spec)
 
     def init(params: Tree) -> Tree:
-        return {"step": _first_step(params), "exp_avg": _zeros(params, trainable), "exp_avg_sq": _zeros(params, trainable)}
+        first, second = _zeros(params, trainable), _zeros(params, trainable)
+        return {"step": _first_step(params), "exp_avg": first, "exp_avg_sq": second}
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         step = opt_state["step"] + 1
@@ -253,7 +255,7 @@ def _like(grads: Tree, flat: dict[str, Tensor]) -> Tree:
 def _groups(
     grads: Tree, params: Tree, states: tuple[Tree, ...], decays: dict[str, bool] | None, weight_decay: float
 ) -> Iterator[tuple[float, tuple[list[Tensor], ...]]]:
-    """(weight decay, lists of params, gradients, states): one group per device, dtype and decay, as the fused kernels want them."""
+    """(weight decay, lists of params, gradients, states) per device, dtype and decay, as fused kernels want them."""
     flat = [tree.flatten(t) for t in (params, *states)]
     groups: dict[Any, list[list[Tensor]]] = {}
     for path, grad in tree.flatten(grads).items():

@@ -29,8 +29,8 @@ def warmup_stable_decay(
     step: the update being made, counted from `base`: 1 (the first step is never 0), or 0 for parity with trainers whose
         first step has rate 0.
     total, warmup: in steps; with warmup >= total the whole run is warmup.
-    decay_ratio: the decay's share of `total`; None decays from the end of the warmup on; 0 never decays. A decay that would begin
-        inside the warmup begins where the warmup ends.
+    decay_ratio: the decay's share of `total`; None decays from the end of the warmup on; 0 never decays. A decay that
+        would begin inside the warmup begins where the warmup ends.
     shape: "linear", "sqrt" (1 - sqrt(progress)) or "cosine", between 1 and floor.
 
     With base=1 the multiplier of step s is that of s whole steps of warmup, and the last decay step is one short of the

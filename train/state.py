@@ -19,8 +19,8 @@ from .optim import Optimizer
 class State:
     """step: steps made, a 0-d int64 tensor (skipped ones included, so that it numbers the batches); params; opt_state.
 
-    A step made with inplace=True takes a State over, as a donated argument is in JAX: it writes into the same storage and
-    returns a new State; every use of the old one raises.
+    A step made with inplace=True takes a State over, as a donated argument is in JAX: it writes into the same storage
+    and returns a new State; every use of the old one raises.
     """
 
     step: Tensor
@@ -28,7 +28,7 @@ class State:
     opt_state: Tree
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Python asks here only for what is missing: a field which `consume` took away, or a slip of the pen.
+        # Python asks here only for what is missing: a field that `consume` took away, or a slip of the pen.
         if name in {field.name for field in fields(self)}:
             raise RuntimeError(
                 "This State was used up by a step with inplace=True, which writes new values into its tensors: "

@@ -4,8 +4,8 @@
     state = init_state(params, optimizer)
     state, metrics = step(state, batch)
 
-Remat and compilation reach the model through the loss function's `layer_fn`, so nothing is patched; and since the step is
-built on `torch.autograd.grad` over detached leaves, nothing is left behind in `.grad`.
+Remat and compilation reach the model through the loss function's `layer_fn`, so nothing is patched; and since the step
+is built on `torch.autograd.grad` over detached leaves, nothing is left behind in `.grad`.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ def make_step(
 ) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
     """A function step(state, batch) -> (state, metrics).
 
-    loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Where it has a keyword `layer_fn` the step passes
-        remat and compile="block" there, and where it has `layout`, the batch's `fnmodels.document_layout`, made on the
-        host. What a functools.partial has bound already stays.
-    accumulate: the rows of the batch are taken in this many parts, as equal as can be; gradients are summed in fp32 at least,
-        and the division by the number of valid tokens comes once, at the end, so that any split gives the same step.
+    loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Where it has a keyword `layer_fn`
+        the step passes remat and compile="block" there, and where it has `layout`, the batch's
+        `fnmodels.document_layout`, made on the host. What a functools.partial has bound already stays.
+    accumulate: the rows of the batch are taken in this many parts, as equal as can be; gradients are summed in fp32 at
+        least, and the division by the number of valid tokens comes once, at the end, so any split gives the same step.
     clip: the largest global norm of the gradient; None: none.
     remat: "none"; "full": a layer keeps its input only; "every:N": every Nth layer of each kind does; "selective":
         layers keep the results of matmuls and attention and recompute what lies between.
-    compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph. Only a plain layout is passed to
-        compiled code (any other one would compile anew for each batch).
-    inplace: the State that goes in is used up and its tensors are written (see `State`). False leaves it as it was, at the
-        cost of a copy of parameters and optimizer state.
+    compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph. Only a plain layout is
+        passed to compiled code (any other one would compile anew for each batch).
+    inplace: the State that goes in is used up and its tensors are written (see `State`). False leaves it as it was, at
+        the cost of a copy of parameters and optimizer state.
 
-    metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr, finite;
-    and aux, summed, where there is one. Where the loss or the norm is not finite, the parameters and the optimizer's state keep their
-    bits, `finite` is False, and the step counts as made. A batch without valid tokens has loss 0 and gradient 0.
+    metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
+    finite; and aux, summed, where there is one. Where the loss or the norm is not finite, the parameters and the
+    optimizer's state keep their bits, `finite` is False, and the step counts as made. A batch without valid tokens has
+    loss 0 and gradient 0.
     Nothing in a step with an optimizer that has `apply_` waits for the device.
     """
     if accumulate < 1:
@@ -73,31 +74,31 @@ def make_step(
     takes = _open_keywords(loss_fn)
     if layer_fn is not None and "layer_fn" not in takes:
         raise ValueError(
-            f'remat={remat!r} and compile={compile!r} wrap the model\'s layers, so the loss function needs a free keyword "layer_fn" '
-            "which it hands to fnmodels.forward or fnmodels.hidden."
+            f"remat={remat!r} and compile={compile!r} wrap the model's layers, so the loss function needs a free "
+            "keyword `layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
         )
-    extras = {} if layer_fn is None else {"layer_fn": layer_fn}
     run = torch.compile(loss_fn, fullgraph=True) if compile == "whole" else loss_fn
+
+    def keywords(part: Batch) -> dict[str, Any]:
+        chosen: dict[str, Any] = {} if layer_fn is None else {"layer_fn": layer_fn}
+        if "layout" in takes:
+            layout = _layout(part)
+            chosen["layout"] = layout if compile == "none" or (layout and layout.plain) else None
+        return chosen
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
         train = trainable_mask(state.params, optimizer.trainable)
-        total, count, aux, grads = None, None, None, None
-        for part in _parts(batch, accumulate):
-            more = extras
-            if "layout" in takes:
-                layout = _layout(part)
-                plain_only = compile != "none"
-                more = extras | {"layout": None if plain_only and layout and not layout.plain else layout}
-            part_total, part_count, part_aux, part_grads = _gradients(run, state.params, train, part, more)
-            if grads is None:
-                total, count, aux, grads = part_total, part_count, part_aux, part_grads
-                if accumulate > 1:
-                    grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-            else:
-                total, count = total + part_total, count + part_count
-                aux = None if aux is None else tree.map(torch.add, aux, part_aux)
-                torch._foreach_add_(grads, part_grads)
-            del part_grads
+        first, *rest = _parts(batch, accumulate)
+        total, count, aux, grads = _gradients(run, state.params, train, first, keywords(first))
+        if rest:
+            grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+        for part in rest:
+            part_total, part_count, part_aux, part_grads = _gradients(run, state.params, train, part, keywords(part))
+            total, count = total + part_total, count + part_count
+            aux = tree.map(torch.add, aux, part_aux)
+            for into, grad in zip(grads, part_grads, strict=True):
+                into.add_(grad)
+            del part_grads  # before the next part makes its own
         with torch.no_grad():
             scale = 1 / count.clamp(min=1)
             loss, norm = total * scale, global_norm(grads) * scale
@@ -133,11 +134,12 @@ def _gradients(
 
 
 def _own(grads: tuple[Tensor, ...], taken: set[int]) -> list[Tensor]:
-    """The gradients, copied where writing into one would show elsewhere: autograd may hand out views and shared tensors."""
+    """The gradients, copied where writing into one would show elsewhere: autograd hands out views and shared ones."""
     owned = []
     for grad in grads:
         where = grad.untyped_storage().data_ptr()
-        owned.append(grad if where not in taken and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format))
+        private = where not in taken and grad.is_contiguous()
+        owned.append(grad if private else grad.clone(memory_format=torch.contiguous_format))
         taken.add(where)
     return owned
 
@@ -177,7 +179,8 @@ def _parts(batch: Batch, accumulate: int) -> list[Batch]:
         return [batch]
     for name, tensor in tree.flatten(batch).items():
         if not tensor.ndim or tensor.shape[0] < accumulate:
-            raise ValueError(f"accumulate={accumulate} cannot split {name!r}, whose shape is {tuple(tensor.shape)}, by rows.")
+            shape = tuple(tensor.shape)
+            raise ValueError(f"accumulate={accumulate} cannot split {name!r}, whose shape is {shape}, by rows.")
     return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], batch) for i in range(accumulate)]
 
 
@@ -236,7 +239,8 @@ def _selective(block: Block) -> Block:
     aten = torch.ops.aten
     names = (
         "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+        "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention"
     )
     saved = [getattr(aten, name).default for name in names.split() if hasattr(aten, name)]
     contexts = functools.partial(create_selective_checkpoint_contexts, saved)
@@ -246,8 +250,8 @@ def _selective(block: Block) -> Block:
 def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:
     """torch.compile of a block, made once for equal blocks.
 
-    Every forward binds its blocks anew (functools.partial of the family's block with config, kind, kernel and layout), and each
-    torch.compile of such an object would start over; what is bound is hashable, so equal ones can share.
+    Every forward binds its blocks anew (functools.partial of the family's block with config, kind, kernel and layout),
+    and each torch.compile of such an object would start over; what is bound is hashable, so equal ones can share.
     """
     made: dict[Any, Block] = {}
 

@@ -58,7 +58,12 @@ def test_a_tensor_gives_the_same_rate_as_a_number(shape, base):
 
 @pytest.mark.parametrize(
     ("wrong", "named"),
-    [({"shape": "cubic"}, "cubic"), ({"base": 2}, "base"), ({"total": 0}, "total"), ({"decay_ratio": 1.5}, "decay_ratio")],
+    [
+        ({"shape": "cubic"}, "cubic"),
+        ({"base": 2}, "base"),
+        ({"total": 0}, "total"),
+        ({"decay_ratio": 1.5}, "decay_ratio"),
+    ],
 )
 def test_wrong_arguments_are_named(wrong, named):
     with pytest.raises(ValueError, match=named):

@@ -1,0 +1,267 @@
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fnmodels
+from fnmodels import llama, tree
+from train.loss import cross_entropy, head_loss, next_token_loss
+
+V, D, B, S = 37, 16, 3, 10
+
+
+def config(tied=True):
+    return llama.Config(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+
+
+def parameters(config, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(0)
+    return tree.map(lambda leaf: (torch.randn(leaf.shape, generator=draw) * 0.3).to(dtype), llama.spec(config))
+
+
+def batch():
+    draw = torch.Generator().manual_seed(1)
+    segment_ids = torch.tensor([[1] * 10, [1] * 4 + [2] * 6, [1] * 3 + [2] * 5 + [0] * 2])
+    labels = torch.randint(V, (B, S), generator=draw)
+    labels[:, -2:] = -100
+    labels[0, :4] = -100
+    return {
+        "tokens": torch.randint(V, (B, S), generator=draw),
+        "positions": fnmodels.positions_from_segments(segment_ids),
+        "segment_ids": segment_ids,
+        "labels": labels,
+    }
+
+
+def scalar(chunk, *, tied=True, kernel="math"):
+    return lambda params, batch: next_token_loss(params, batch, config=config(tied), chunk=chunk, kernel=kernel)[0]
+
+
+def value_and_grads(loss, params):
+    params = tree.map(lambda p: p.detach().requires_grad_(), params)
+    value = loss(params, batch())
+    return [value.detach(), *torch.autograd.grad(value, tree.leaves(params))]
+
+
+def assert_close(ours, theirs, **tolerance):
+    for a, b in zip(tree.leaves(ours), tree.leaves(theirs), strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+def test_the_definition():
+    params, data = parameters(config()), batch()
+    total, count = next_token_loss(params, data, config=config())
+    inputs, masks, freqs = fnmodels.prepare(
+        config(), data["tokens"], positions=data["positions"], segment_ids=data["segment_ids"]
+    )
+    logp = fnmodels.forward(params, inputs, masks, freqs, config=config()).log_softmax(-1)
+    expected = [-logp[b, t, data["labels"][b, t]] for b in range(B) for t in range(S) if data["labels"][b, t] != -100]
+    torch.testing.assert_close(total, sum(expected))
+    assert count.dtype == torch.int64 and int(count) == len(expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk", [1, 4, 7, 30, 512])
+def test_chunks_equal_all_at_once(chunk, tied):
+    params = parameters(config(tied))
+    assert_close(value_and_grads(scalar(chunk, tied=tied), params), value_and_grads(scalar(None, tied=tied), params))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_sums_are_fp32_and_gradients_keep_their_dtype(dtype, tolerance):
+    params = parameters(config(), dtype)
+    exact = value_and_grads(scalar(None), tree.map(torch.Tensor.double, params))
+    for chunk in (7, None):
+        loss, *grads = value_and_grads(scalar(chunk), params)
+        assert loss.dtype == torch.float32
+        for grad, leaf, reference in zip(grads, tree.leaves(params), exact[1:], strict=True):
+            assert grad.dtype == leaf.dtype
+            assert (grad.double() - reference).norm() <= tolerance * reference.norm()
+
+
+@pytest.mark.parametrize("frozen", ["head", "states"])
+def test_either_side_may_be_frozen(frozen):
+    params, x, labels = parameters(config(False)), torch.randn(B, S, D, dtype=torch.float64), batch()["labels"]
+    x.requires_grad_(frozen == "head")
+    for name in ("norm", "lm_head"):
+        params[name].requires_grad_(frozen == "states")
+    wanted = [x] if frozen == "head" else [params["norm"], params["lm_head"]]
+    chunked, dense = (head_loss(params, x, labels, config=config(False), chunk=c)[0] for c in (4, None))
+    assert_close(torch.autograd.grad(chunked, wanted), torch.autograd.grad(dense, wanted))
+
+
+def test_without_gradients_it_is_the_same_sum():
+    params = parameters(config())
+    with torch.no_grad():
+        assert_close(scalar(4)(params, batch()), scalar(None)(params, batch()))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that any tensor had."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_the_logits_of_all_tokens_are_never_held():
+    vocab, chunk, tokens = 1000, 8, 64
+    sizes = llama.Config(vocab, D, 24, 1, 4, 2)
+    params = tree.map(lambda leaf: torch.randn(leaf.shape, requires_grad=True), llama.spec(sizes))
+    x, labels = torch.randn(1, tokens, D, requires_grad=True), torch.randint(vocab, (1, tokens))
+    with Largest() as seen:
+        total, _ = head_loss(params, x, labels, config=sizes, chunk=chunk)
+        torch.autograd.grad(total, [x, params["lm_head"]])
+    assert seen.numel <= max(chunk * vocab, D * vocab) < tokens * vocab
+
+
+@pytest.mark.parametrize("chunk", [4, None])
+def test_no_valid_label_gives_zero_and_no_nan(chunk):
+    params, data = parameters(config()), batch()
+    data["labels"] = torch.full((B, S), -100)
+    params = tree.map(lambda p: p.requires_grad_(), params)
+    total, count = next_token_loss(params, data, config=config(), chunk=chunk)
+    assert float(total.detach()) == 0 and int(count) == 0
+    assert all(not g.any() for g in torch.autograd.grad(total, tree.leaves(params)))
+
+
+@pytest.mark.parametrize("chunk", [4, None])
+def test_extreme_logits_stay_exact(chunk):
+    one = llama.Config(V, V, 24, 1, 1, 1)
+    params = {"norm": torch.ones(V), "lm_head": 1e3 * torch.eye(V), "layers": []}
+    x, labels = torch.eye(V)[None].requires_grad_(), torch.arange(V)[None]
+    right, _ = head_loss(params, x, labels, config=one, chunk=chunk)
+    assert float(right.detach()) == 0.0  # an oracle that copies its labels
+    wrong, _ = head_loss(params, x, labels.roll(1, 1), config=one, chunk=chunk)
+    logits = llama.unembed(params, x, config=one).double()
+    expected = F.cross_entropy(logits[0], labels.roll(1, 1)[0], reduction="sum")
+    assert math.isfinite(float(wrong.detach()))
+    torch.testing.assert_close(wrong.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("label", [-1, V])
+def test_a_label_outside_the_vocabulary_raises(label):
+    params, data = tree.map(lambda p: p.requires_grad_(), parameters(config())), batch()
+    data["labels"][1, 1] = label
+    for chunk in (4, None):
+        with pytest.raises((IndexError, RuntimeError), match=r"index|out of bounds|Target"):
+            next_token_loss(params, data, config=config(), chunk=chunk)
+
+
+def test_cross_entropy_of_logits():
+    logits, labels = torch.randn(B, S, V), batch()["labels"]
+    total, count = cross_entropy(logits, labels)
+    assert int(count) == int((labels != -100).sum())
+    torch.testing.assert_close(total, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+
+
+def test_the_chunk_is_checked():
+    with pytest.raises(ValueError, match="chunk is 0"):
+        next_token_loss(parameters(config()), batch(), config=config(), chunk=0)
+
+
+# Transforms: the chunked head against plain operations.
+
+
+def tangents(params):
+    draw = torch.Generator().manual_seed(2)
+    return tree.map(lambda p: torch.randn(p.shape, generator=draw, dtype=p.dtype), params)
+
+
+def grad(loss, params):
+    return torch.func.grad(loss)(params, batch())
+
+
+def vmap_grad(loss, params):
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, fnmodels.rows(batch()))
+
+
+def grad_vmap(loss, params):
+    return torch.func.grad(lambda p: torch.func.vmap(loss, in_dims=(None, 0))(p, fnmodels.rows(batch())).sum())(params)
+
+
+def ensemble(loss, params):
+    stacked = tree.map(lambda p: torch.stack([p, -p]), params)
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(0, None))(stacked, batch())
+
+
+def jvp(loss, params):
+    return torch.func.jvp(lambda p: loss(p, batch()), (params,), (tangents(params),))
+
+
+def hvp(loss, params):
+    return torch.func.jvp(lambda p: torch.func.grad(loss)(p, batch()), (params,), (tangents(params),))[1]
+
+
+def double_backward(loss, params):
+    params = tree.map(lambda p: p.detach().requires_grad_(), params)
+    first = torch.autograd.grad(loss(params, batch()), tree.leaves(params), create_graph=True)
+    along = sum((g * t).sum() for g, t in zip(first, tree.leaves(tangents(params)), strict=True))
+    return list(torch.autograd.grad(along, tree.leaves(params)))
+
+
+def scaled(loss, params):
+    data = batch()
+    return lambda s: loss(tree.map(lambda p: p * s[0] + s[1], params), data)
+
+
+def jacrev_jacrev(loss, params):
+    return torch.func.jacrev(torch.func.jacrev(scaled(loss, params)))(torch.tensor([1.0, 0.1], dtype=torch.float64))
+
+
+def jacfwd_jacfwd(loss, params):
+    return torch.func.jacfwd(torch.func.jacfwd(scaled(loss, params)))(torch.tensor([1.0, 0.1], dtype=torch.float64))
+
+
+def jvp_vmap(loss, params):
+    rows = torch.func.vmap(loss, in_dims=(None, 0))
+    return torch.func.jvp(lambda p: rows(p, fnmodels.rows(batch())), (params,), (tangents(params),))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [grad, vmap_grad, grad_vmap, ensemble, jvp, hvp, double_backward, jacrev_jacrev, jacfwd_jacfwd, jvp_vmap],
+)
+def test_transforms_of_the_chunked_head(transform):
+    params = parameters(config())
+    assert_close(transform(scalar(4), params), transform(scalar(None), params))
+
+
+def test_against_finite_differences():
+    params, labels = parameters(config(False)), torch.randint(V, (1, 5))
+    labels[0, 2] = -100
+    norm, x = params["norm"].requires_grad_(), torch.randn(1, 5, D, dtype=torch.float64, requires_grad=True)
+
+    def loss(x, norm):
+        return head_loss(params | {"norm": norm}, x, labels, config=config(False), chunk=2)[0]
+
+    assert torch.autograd.gradcheck(loss, (x, norm), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(loss, (x, norm))
+
+
+@pytest.mark.slow
+def test_it_compiles_as_one_graph():
+    params = tree.map(lambda p: p.requires_grad_(), parameters(config(), torch.float32))
+    loss = functools.partial(next_token_loss, config=config(), chunk=7)
+    (total, _), (compiled, _) = loss(params, batch()), torch.compile(loss, fullgraph=True)(params, batch())
+    torch.testing.assert_close(compiled, total)
+    leaves = tree.leaves(params)
+    assert_close(list(torch.autograd.grad(compiled, leaves)), list(torch.autograd.grad(total, leaves)))
