@@ -35,7 +35,9 @@ def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
             f"layer_kinds must name {config.num_hidden_layers} layers, each one of {', '.join(known_kinds)}; "
             f"it is {config.layer_kinds}."
         )
-    if config.sliding_window is None and any(kind.startswith("sliding") for kind in config.layer_kinds):
+    if getattr(config, "sliding_window", None) is None and any(
+        kind.startswith("sliding") for kind in config.layer_kinds
+    ):
         raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
 
 

@@ -1,0 +1,64 @@
+"""Tiny configurations of the OLMo family, one per way in which its maths can differ, and its published sizes."""
+
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "tie_word_embeddings": False,
+}
+
+# In the published dialect: which layer type `rope_theta` and `rope_scaling` speak of, and the other thetas' own fields.
+OLDER_ROPES = ("full_attention", {})
+
+
+def _third(**changes: Any) -> dict[str, Any]:
+    yarn = {"factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5, "original_max_position_embeddings": 16}
+    ropes = {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 100.0, **yarn, "attention_factor": 1.2},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    values = TINY | {"model_type": "olmo3", "rms_norm_eps": 1e-2, "rope_parameters": ropes, "num_hidden_layers": 3}
+    return values | {"layer_types": types, "sliding_window": 6} | changes
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    second = TINY | {"model_type": "olmo2", "rms_norm_eps": 1e-2}
+    return {
+        "olmo2": second,
+        "olmo2_bias_tied": second | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+        "olmo3": _third(),
+        "olmo3_bias": _third(attention_bias=True),
+    }
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published members, in the published dialect."""
+    return {
+        "olmo2_32b": {
+            "architectures": ["Olmo2ForCausalLM"],
+            "model_type": "olmo2",
+            "vocab_size": 100352,
+            "hidden_size": 5120,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500000,
+        },
+    }
+
+
+def sizes() -> dict[str, int]:
+    """{name of a published member: how many parameters it has, as published}."""
+    return {"olmo2_32b": 32_234_279_936}
