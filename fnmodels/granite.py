@@ -83,8 +83,10 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        own = ("rms_norm_eps", "attention_bias", "mlp_bias", "hidden_act", "embedding_multiplier")
-        own += ("residual_multiplier", "attention_multiplier", "logits_scaling")
+        own = (
+            *("rms_norm_eps", "attention_bias", "mlp_bias", "hidden_act"),
+            *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+        )
         rope = rope_to_hf(self.rope)
         return decoder_to_hf(
             self, "GraniteForCausalLM", rope_parameters=rope, **{name: getattr(self, name) for name in own}
