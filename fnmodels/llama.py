@@ -25,13 +25,13 @@ from .ops.norm import rms_norm
 from .ops.rotary import Rope, apply_rotary, no_rotation, rotary_table
 from .tree import Tree, flatten
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3")
 KINDS = ("full", "sliding", "full_nope", "sliding_nope")
 TAPS = ("attention", "middle", "mlp")  # what the sublayers add to the residual stream, and the stream between them
 
 # Where the key is left out; null means as many as there are query heads.
-_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}
-_ARCHITECTURES = dict(zip(MODEL_TYPES, ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"), strict=True))
+_KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}
+_ARCHITECTURES = dict(zip(MODEL_TYPES, ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(
             fields,
-            max_positions={"llama": 2048, "mistral": 131072}.get(model_type, 32768),
+            max_positions={"llama": 2048, "mistral": 131072, "ministral": 131072}.get(model_type, 32768),
             tied=model_type == "smollm3",
             kv_heads=_KV_HEADS.get(model_type, 0),
             head_dim=128 if model_type == "qwen3" else 0,
@@ -111,9 +111,11 @@ class Config:
             own["mlp_bias"] = self.mlp_bias
         if self.model_type != "llama":
             own["sliding_window"] = self.sliding_window
-        if self.model_type in ("qwen2", "qwen3", "smollm3"):
+        if self.model_type in ("ministral", "qwen2", "qwen3", "smollm3"):
             slides = [kind.startswith("sliding") for kind in self.layer_kinds]
-            own |= {"use_sliding_window": any(slides), "layer_types": layer_types(slides)}
+            own["layer_types"] = layer_types(slides)
+        if self.model_type in ("qwen2", "qwen3", "smollm3"):
+            own["use_sliding_window"] = any(slides)
         if self.model_type == "smollm3":
             own["no_rope_layers"] = [int(not kind.endswith("nope")) for kind in self.layer_kinds]
         return decoder_to_hf(self, f"{_ARCHITECTURES[self.model_type]}ForCausalLM", **own)
@@ -124,9 +126,11 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
     if model_type == "llama":
         return None, ("full",) * layers
     window = fields.integer("sliding_window", 0, low=0) or None
-    if model_type == "mistral":  # an absent window is the first release's 4096, an explicit null is none
+    if model_type in ("mistral", "ministral"):  # an absent window is the first release's 4096, an explicit null is none
         window = 4096 if "sliding_window" not in fields.values else window
-        return window, ("sliding" if window else "full",) * layers
+        slides = [window is not None] * layers
+        slides = slides if model_type == "mistral" else sliding_layers(fields, slides)
+        return window if any(slides) else None, tuple("sliding" if s else "full" for s in slides)
     on = fields.boolean("use_sliding_window", False)
     rope = [1] * layers
     if model_type == "smollm3":

@@ -57,6 +57,13 @@ def variants() -> dict[str, dict[str, Any]]:
         "llama_longrope_factor": _scaled("longrope", attention_factor=1.2, **old, **long),
         "mistral": _other("mistral", sliding_window=None, head_dim=10),
         "mistral_sliding": _other("mistral", sliding_window=5),
+        "ministral": _other(
+            "ministral",
+            head_dim=10,
+            sliding_window=5,
+            num_hidden_layers=3,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
         "qwen2": _other("qwen2", use_sliding_window=False),
         "qwen2_sliding": _other(
             "qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1, num_hidden_layers=3
