@@ -129,7 +129,13 @@ _ROPE_KEYS = {
 
 
 def rope_from_hf(fields: Fields, *, head_dim: int, max_positions: int, theta: float) -> Rope:
-    """One table's `Rope` from either dialect: `rope_parameters`, or `rope_theta` with `rope_scaling` beside it."""
+    """One table's `Rope` from either dialect."""
+    inner = Fields(rope_values(fields), f"{fields.where}, rope")
+    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta)
+
+
+def rope_values(fields: Fields) -> dict[str, Any]:
+    """One table's rope object: `rope_parameters`, or in the older dialect `rope_theta` with `rope_scaling` beside it."""
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, Mapping):
@@ -143,9 +149,7 @@ def rope_from_hf(fields: Fields, *, head_dim: int, max_positions: int, theta: fl
             raise ConfigError(
                 f"{fields.where}: {name!r} is {shown(outer)} at the top and {shown(inner[name])} in the rope."
             )
-    return parse_rope(
-        Fields(inner, f"{fields.where}, rope"), head_dim=head_dim, max_positions=max_positions, theta=theta
-    )
+    return inner
 
 
 def ropes_by_layer_type(

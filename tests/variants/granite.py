@@ -33,7 +33,7 @@ def published() -> dict[str, dict[str, Any]]:
         "granite_3_1_8b": {
             "architectures": ["GraniteForCausalLM"],
             "model_type": "granite",
-            "vocab_size": 49152,
+            "vocab_size": 49155,
             "hidden_size": 4096,
             "intermediate_size": 12800,
             "num_hidden_layers": 40,
