@@ -135,7 +135,7 @@ def rope_from_hf(fields: Fields, *, head_dim: int, max_positions: int, theta: fl
 
 
 def rope_values(fields: Fields) -> dict[str, Any]:
-    """One table's rope object: `rope_parameters`, or in the older dialect `rope_theta` with `rope_scaling` beside it."""
+    """One table's rope object: `rope_parameters`, or the older `rope_theta` with `rope_scaling` beside it."""
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, Mapping):

@@ -48,3 +48,8 @@ def published() -> dict[str, dict[str, Any]]:
             "rope_parameters": yarn,
         },
     }
+
+
+def sizes() -> dict[str, int]:
+    """{name: how many parameters}: counted from the shapes, for the published 14B include a vision tower."""
+    return {"ministral3_14b": 13_506_073_600}
