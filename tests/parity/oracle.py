@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fnmodels
-from fnmodels import tree
+from fnmodels import disk, tree
 from tests.support import generic
 
 
@@ -27,9 +27,10 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
 def params_of(model: torch.nn.Module, config: Any) -> Any:
     """The model's parameters as our tree, moved by name and by nothing else: no tensor may be left over."""
     state = dict(model.named_parameters())  # a tied head is listed once
-    names = fnmodels.family_of(config).hf_names(config)
-    assert sorted(names.values()) == sorted(state)
-    return tree.unflatten({path: state[name].detach().clone() for path, name in names.items()})
+    stored = fnmodels.family_of(config).hf_names(config)
+    assert {disk.disk_name(s) for s in stored.values()} == state.keys()
+    flat = {path: disk.take(s, state[disk.disk_name(s)].detach()).clone() for path, s in stored.items()}
+    return tree.unflatten(flat)
 
 
 def logits_of(
