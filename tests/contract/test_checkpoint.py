@@ -1,0 +1,77 @@
+"""Checkpoints of every family: saved and loaded bit for bit, under the names that the configuration calls for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from tests.support import Case, batch_of, cases, generic_params, segments, structures
+
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_structure = pytest.mark.parametrize("case", structures(), ids=str)
+
+
+def saved(case: Case, folder: Path, **options: Any) -> Path:
+    P.save_pretrained(folder, case.config, generic_params(case.config), **options)
+    return folder
+
+
+@every_case
+def test_round_trip(case: Case, tmp_path: Path) -> None:
+    """L5: config and every tensor come back; the forward gives the same bits."""
+    config, weights = P.load_pretrained(saved(case, tmp_path / "model"))
+    assert config == case.config and hash(config) == hash(case.config)
+    flat, wanted = tree.flatten(weights), tree.flatten(generic_params(case.config))
+    assert flat.keys() == wanted.keys()
+    for path, tensor in flat.items():
+        assert tensor.dtype == wanted[path].dtype and torch.equal(tensor, wanted[path]), path
+    batch = batch_of(case.config, segments((-2, 5, 3)))
+    assert torch.equal(batch.forward(weights), batch.forward(generic_params(case.config)))
+
+
+@every_structure
+def test_round_trip_in_shards(case: Case, tmp_path: Path) -> None:
+    folder = saved(case, tmp_path / "model", max_shard_size=20_000)
+    assert len(list(folder.glob("*.safetensors"))) > 1 and (folder / "model.safetensors.index.json").is_file()
+    _, weights = P.load_pretrained(folder)
+    wanted = tree.flatten(generic_params(case.config))
+    assert all(torch.equal(tensor, wanted[path]) for path, tensor in tree.flatten(weights).items())
+
+
+@every_structure
+def test_names_on_disk(case: Case, tmp_path: Path) -> None:
+    """Each leaf has a name, a tied head none of its own, and nothing else is written."""
+    names = fnmodels.family_of(case.config).hf_names(case.config)
+    assert names.keys() == tree.flatten(generic_params(case.config)).keys()
+    on_disk = load_file(saved(case, tmp_path / "model") / "model.safetensors")
+    if all(isinstance(name, str) for name in names.values()):  # one to one, as a str says
+        assert sorted(on_disk) == sorted(names.values())
+
+
+@every_structure
+def test_a_missing_and_an_unexpected_tensor_are_both_named(case: Case, tmp_path: Path) -> None:
+    """L3: strict both ways, in one error."""
+    file = saved(case, tmp_path / "model") / "model.safetensors"
+    tensors = load_file(file)
+    lost = sorted(tensors)[0]
+    kept = {name: tensor.clone() for name, tensor in tensors.items() if name != lost}
+    save_file({**kept, "model.layers.0.surprise.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(P.MismatchError) as caught:
+        P.load_pretrained(file.parent)
+    assert lost in str(caught.value) and "model.layers.0.surprise.weight" in str(caught.value)
+
+
+@every_structure
+def test_loading_in_another_precision(case: Case, tmp_path: Path) -> None:
+    """L7: cast where asked, leaf by leaf, but for leaves that keep theirs."""
+    _, weights = P.load_pretrained(saved(case, tmp_path / "model"), dtype=torch.bfloat16)
+    spec = tree.flatten(fnmodels.family_of(case.config).spec(case.config))
+    wanted = tree.flatten(generic_params(case.config))
+    for path, tensor in tree.flatten(weights).items():
+        dtype = spec[path].dtype if spec[path].keep_dtype else torch.bfloat16
+        assert tensor.dtype == dtype and torch.equal(tensor, wanted[path].to(dtype)), path
