@@ -32,6 +32,7 @@ from fnmodels.leaf import Constant, Leaf, Normal
 from fnmodels.mask import Layout, Mask, build_mask, document_layout, layout
 from fnmodels.ops.attention import explain_kernel
 from fnmodels.packing import pack, unpack
+from fnmodels.presets import preset, presets
 from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
 from fnmodels.segments import (
     positions_from_segments,
@@ -75,6 +76,8 @@ __all__ = [
     "permute",
     "positions_from_segments",
     "prepare",
+    "preset",
+    "presets",
     "rows",
     "run_layers",
     "segments_from_eos",

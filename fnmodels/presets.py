@@ -1,0 +1,173 @@
+"""Published sizes as data: `fnmodels.preset("qwen3-0.6b") -> config`, without any file.
+
+Each is what the model's own config.json says of its dimensions, in the published dialect; the family reads it as it
+would read the file. Their parameter counts are tested against the published totals.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from .families import family_for
+
+
+def preset(name: str) -> Any:
+    """The Config of a published model; ValueError lists near names. `presets()` lists all."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=5, cutoff=0.4) or sorted(PRESETS)
+        raise ValueError(f"There is no preset {name!r}; near it are {', '.join(near)}.")
+    values = PRESETS[name]
+    return family_for(values["model_type"]).Config.from_hf(values)
+
+
+def presets() -> tuple[str, ...]:
+    """The names that `preset` knows."""
+    return tuple(sorted(PRESETS))
+
+
+def _sized(
+    base: dict[str, Any], hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **rest: Any
+) -> dict[str, Any]:
+    return base | {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **rest,
+    }
+
+
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_LLAMA2: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+_ROPE3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA3: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+_LLAMA31 = _LLAMA3 | {"max_position_embeddings": 131072, "rope_scaling": _ROPE3 | {"factor": 8.0}}
+_LLAMA32 = _LLAMA3 | {"max_position_embeddings": 131072, "rope_scaling": _ROPE3 | {"factor": 32.0}} | _TIED
+_MISTRAL: dict[str, Any] = {
+    "model_type": "mistral",
+    "vocab_size": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+}
+_QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32768,
+}
+_QWEN2S, _QWEN2L = _QWEN2 | {"vocab_size": 151936} | _TIED, _QWEN2 | {"vocab_size": 152064}
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+_QWEN3 |= {"max_position_embeddings": 40960}
+_SMOLLM3: dict[str, Any] = {"model_type": "smollm3", "vocab_size": 128256, "rms_norm_eps": 1e-6, "rope_theta": 5e6}
+_SMOLLM3 |= {"max_position_embeddings": 65536}
+_GEMMA: dict[str, Any] = {"model_type": "gemma", "vocab_size": 256000, "head_dim": 256, "max_position_embeddings": 8192}
+_GEMMA2 = _GEMMA | {"model_type": "gemma2", "sliding_window": 4096}
+_GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+}
+_GEMMA3 |= {"max_position_embeddings": 32768, "sliding_window": 512}
+_OLMO2: dict[str, Any] = {"model_type": "olmo2", "vocab_size": 100352, "rms_norm_eps": 1e-6, "rope_theta": 500000}
+_OLMO2 |= {"max_position_embeddings": 4096}
+_OLMO3_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+_OLMO3_YARN |= {"attention_factor": 1.2079441541679836}
+_OLMO3: dict[str, Any] = {"model_type": "olmo3", "vocab_size": 100278, "rms_norm_eps": 1e-6, "rope_theta": 500000}
+_OLMO3 |= {"max_position_embeddings": 65536, "sliding_window": 4096, "rope_scaling": _OLMO3_YARN}
+_GRANITE: dict[str, Any] = {
+    "model_type": "granite",
+    "vocab_size": 49155,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e7,
+} | _TIED
+_GRANITE |= {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "max_position_embeddings": 131072}
+_COHERE2: dict[str, Any] = {
+    "model_type": "cohere2",
+    "vocab_size": 256000,
+    "head_dim": 128,
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 50000,
+}
+_COHERE2 |= {
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "max_position_embeddings": 131072,
+    "logit_scale": 0.25,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _sized(_LLAMA2, 4096, 11008, 32, 32, 32),
+    "llama-2-13b": _sized(_LLAMA2, 5120, 13824, 40, 40, 40),
+    "llama-2-70b": _sized(_LLAMA2, 8192, 28672, 80, 64, 8),
+    "llama-3-8b": _sized(_LLAMA3, 4096, 14336, 32, 32, 8, max_position_embeddings=8192),
+    "llama-3.1-8b": _sized(_LLAMA31, 4096, 14336, 32, 32, 8),
+    "llama-3.1-70b": _sized(_LLAMA31, 8192, 28672, 80, 64, 8),
+    "llama-3.1-405b": _sized(_LLAMA31, 16384, 53248, 126, 128, 8),
+    "llama-3.2-1b": _sized(_LLAMA32, 2048, 8192, 16, 32, 8, head_dim=64),
+    "llama-3.2-3b": _sized(_LLAMA32, 3072, 8192, 28, 24, 8, head_dim=128),
+    "llama-3.3-70b": _sized(_LLAMA31, 8192, 28672, 80, 64, 8),
+    "mistral-7b-v0.1": _sized(_MISTRAL, 4096, 14336, 32, 32, 8, vocab_size=32000, sliding_window=4096, rope_theta=1e4),
+    "mistral-7b-v0.3": _sized(_MISTRAL, 4096, 14336, 32, 32, 8, max_position_embeddings=32768),
+    "mistral-nemo-12b": _sized(
+        _MISTRAL, 5120, 14336, 40, 32, 8, vocab_size=131072, head_dim=128, max_position_embeddings=131072
+    ),
+    "mistral-small-24b": _sized(
+        _MISTRAL, 5120, 32768, 40, 32, 8, vocab_size=131072, head_dim=128, rope_theta=1e8, max_position_embeddings=32768
+    ),
+    "qwen2.5-0.5b": _sized(_QWEN2S, 896, 4864, 24, 14, 2),
+    "qwen2.5-1.5b": _sized(_QWEN2S, 1536, 8960, 28, 12, 2),
+    "qwen2.5-3b": _sized(_QWEN2S, 2048, 11008, 36, 16, 2),
+    "qwen2.5-7b": _sized(_QWEN2L, 3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": _sized(_QWEN2L, 5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": _sized(_QWEN2L, 5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": _sized(_QWEN2L, 8192, 29568, 80, 64, 8),
+    "qwen3-0.6b": _sized(_QWEN3, 1024, 3072, 28, 16, 8, **_TIED),
+    "qwen3-1.7b": _sized(_QWEN3, 2048, 6144, 28, 16, 8, **_TIED),
+    "qwen3-4b": _sized(_QWEN3, 2560, 9728, 36, 32, 8, **_TIED),
+    "qwen3-8b": _sized(_QWEN3, 4096, 12288, 36, 32, 8),
+    "qwen3-14b": _sized(_QWEN3, 5120, 17408, 40, 40, 8),
+    "qwen3-32b": _sized(_QWEN3, 5120, 25600, 64, 64, 8),
+    "smollm3-3b": _sized(_SMOLLM3, 2048, 11008, 36, 16, 4),
+    "gemma-2b": _sized(_GEMMA, 2048, 16384, 18, 8, 1),
+    "gemma-7b": _sized(_GEMMA, 3072, 24576, 28, 16, 16),
+    "gemma-2-2b": _sized(_GEMMA2, 2304, 9216, 26, 8, 4, query_pre_attn_scalar=256),
+    "gemma-2-9b": _sized(_GEMMA2, 3584, 14336, 42, 16, 8, query_pre_attn_scalar=256),
+    "gemma-2-27b": _sized(_GEMMA2, 4608, 36864, 46, 32, 16, query_pre_attn_scalar=144, head_dim=128),
+    "gemma-3-270m": _sized(_GEMMA3, 640, 2048, 18, 4, 1),
+    "gemma-3-1b": _sized(_GEMMA3, 1152, 6912, 26, 4, 1),
+    "olmo-2-1b": _sized(_OLMO2, 2048, 8192, 16, 16, 16),
+    "olmo-2-7b": _sized(_OLMO2, 4096, 11008, 32, 32, 32),
+    "olmo-2-13b": _sized(_OLMO2, 5120, 13824, 40, 40, 40),
+    "olmo-2-32b": _sized(_OLMO2, 5120, 27648, 64, 40, 8),
+    "olmo-3-7b": _sized(_OLMO3, 4096, 11008, 32, 32, 32),
+    "granite-3.1-2b": _sized(_GRANITE, 2048, 8192, 40, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0),
+    "granite-3.1-8b": _sized(_GRANITE, 4096, 12800, 40, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
+    "command-r7b": _sized(_COHERE2, 4096, 14336, 32, 32, 8),
+    "command-a-111b": _sized(_COHERE2, 12288, 36864, 64, 96, 8),
+}
