@@ -39,37 +39,37 @@ def _sized(
     }
 
 
-_TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_LLAMA2: dict[str, Any] = {
+_TIED = {"tie_word_embeddings": True}
+_LLAMA2 = {
     "model_type": "llama",
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-_ROPE3: dict[str, Any] = {
+_ROPE3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_LLAMA3: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+_LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 _LLAMA31 = _LLAMA3 | {"max_position_embeddings": 131072, "rope_scaling": _ROPE3 | {"factor": 8.0}}
 _LLAMA32 = _LLAMA3 | {"max_position_embeddings": 131072, "rope_scaling": _ROPE3 | {"factor": 32.0}} | _TIED
-_MISTRAL: dict[str, Any] = {
+_MISTRAL = {
     "model_type": "mistral",
     "vocab_size": 32768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "sliding_window": None,
 }
-_QWEN2: dict[str, Any] = {
+_QWEN2 = {
     "model_type": "qwen2",
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "max_position_embeddings": 32768,
 }
 _QWEN2S, _QWEN2L = _QWEN2 | {"vocab_size": 151936} | _TIED, _QWEN2 | {"vocab_size": 152064}
-_QWEN3: dict[str, Any] = {
+_QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 151936,
     "head_dim": 128,
@@ -77,20 +77,20 @@ _QWEN3: dict[str, Any] = {
     "rope_theta": 1e6,
 }
 _QWEN3 |= {"max_position_embeddings": 40960}
-_SMOLLM3: dict[str, Any] = {"model_type": "smollm3", "vocab_size": 128256, "rms_norm_eps": 1e-6, "rope_theta": 5e6}
+_SMOLLM3 = {"model_type": "smollm3", "vocab_size": 128256, "rms_norm_eps": 1e-6, "rope_theta": 5e6}
 _SMOLLM3 |= {"max_position_embeddings": 65536}
-_GEMMA: dict[str, Any] = {"model_type": "gemma", "vocab_size": 256000, "head_dim": 256, "max_position_embeddings": 8192}
+_GEMMA = {"model_type": "gemma", "vocab_size": 256000, "head_dim": 256, "max_position_embeddings": 8192}
 _GEMMA2 = _GEMMA | {"model_type": "gemma2", "sliding_window": 4096}
-_GEMMA3: dict[str, Any] = {
+_GEMMA3 = {
     "model_type": "gemma3_text",
     "vocab_size": 262144,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
 }
 _GEMMA3 |= {"max_position_embeddings": 32768, "sliding_window": 512}
-_OLMO2: dict[str, Any] = {"model_type": "olmo2", "vocab_size": 100352, "rms_norm_eps": 1e-6, "rope_theta": 500000}
+_OLMO2 = {"model_type": "olmo2", "vocab_size": 100352, "rms_norm_eps": 1e-6, "rope_theta": 500000}
 _OLMO2 |= {"max_position_embeddings": 4096}
-_OLMO3_YARN: dict[str, Any] = {
+_OLMO3_YARN = {
     "rope_type": "yarn",
     "factor": 8.0,
     "original_max_position_embeddings": 8192,
@@ -98,16 +98,16 @@ _OLMO3_YARN: dict[str, Any] = {
     "beta_slow": 1,
 }
 _OLMO3_YARN |= {"attention_factor": 1.2079441541679836}
-_OLMO3: dict[str, Any] = {"model_type": "olmo3", "vocab_size": 100278, "rms_norm_eps": 1e-6, "rope_theta": 500000}
+_OLMO3 = {"model_type": "olmo3", "vocab_size": 100278, "rms_norm_eps": 1e-6, "rope_theta": 500000}
 _OLMO3 |= {"max_position_embeddings": 65536, "sliding_window": 4096, "rope_scaling": _OLMO3_YARN}
-_GRANITE: dict[str, Any] = {
+_GRANITE = {
     "model_type": "granite",
     "vocab_size": 49155,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e7,
 } | _TIED
 _GRANITE |= {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "max_position_embeddings": 131072}
-_COHERE2: dict[str, Any] = {
+_COHERE2 = {
     "model_type": "cohere2",
     "vocab_size": 256000,
     "head_dim": 128,
