@@ -82,11 +82,13 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
         else:
             config, params = P.load_pretrained(source, dtype=torch.float32, copy=True)
     checkpoint.check_vocabulary(tokenizer, config.vocab_size, source or path)
+    dtype = recorded["compute_dtype"] if recorded else fast_dtype()
     identity = json.loads(
         json.dumps(
             {
                 "choices": asdict(choices),
                 "preset": asdict(preset),
+                "compute_dtype": dtype,
                 "corpus": corpus.fingerprint(texts),
                 "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
                 "config": config.to_hf(),
@@ -110,7 +112,7 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
         dataset=dataset,
         rows=data.rows(dataset.train, length),
         heldout=data.rows(dataset.heldout, length),
-        loss=loss_function(config, getattr(torch, preset.compute_dtype)),
+        loss=loss_function(config, getattr(torch, dtype)),
         optimizer=optimizer_for(config, choices, preset),
     )
 
@@ -122,6 +124,15 @@ def new_tokenizer(texts: corpus.Corpus, vocab_size: int) -> Tokenizer:
         lambda path: train((document.text for document in texts.train), vocab_size).save(str(path)),
         lambda path: Tokenizer.from_file(str(path)),
     )
+
+
+def fast_dtype() -> str:
+    """bfloat16 where the CPU has instructions for it: 1.5 times the speed of fp32, and a fraction of it elsewhere.
+
+    A run keeps what it began with, so that it may be resumed on another machine.
+    """
+    able: Json = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch that is supported
+    return "bfloat16" if able.get("avx512_bf16") or able.get("amx_bf16") else "float32"
 
 
 def begin_folder(path: Path, identity: Json, tokenizer: Tokenizer, source: Path | None, preset: Preset) -> None:

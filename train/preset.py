@@ -24,7 +24,6 @@ class Preset:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     clip: float = 1.0
-    compute_dtype: str = "float32"
     evaluations: int = 10
     evaluation_rows: int = 32
     save_every: int = 100

@@ -7,14 +7,16 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
 import params as P
-from train import folder, run
+from train import folder, job, run
 from train.cli import main
 from train.preset import Preset
 
@@ -63,22 +65,11 @@ def stop_after(monkeypatch, step):
     """As if a signal arrived while `step` was being made."""
     real = run.stop_requests
 
+    @contextmanager
     def requests():
-        asked = real()
-
-        class Stop:
-            def __enter__(self):
-                self.inner, self.calls = asked.__enter__(), 0
-                return self.ask
-
-            def ask(self):
-                self.calls += 1
-                return self.calls >= step or self.inner()
-
-            def __exit__(self, *error):
-                return asked.__exit__(*error)
-
-        return Stop()
+        steps = count(1)
+        with real() as asked:
+            yield lambda: next(steps) >= step or asked()
 
     monkeypatch.setattr(run, "stop_requests", requests)
 
@@ -123,6 +114,17 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, text, mo
     P.load_pretrained(tmp_path / "parts")
     assert train(tmp_path / "parts", None, "--resume") == 0
     assert f"resuming at step {stop} of 6" in capsys.readouterr().out
+    assert same(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_a_run_keeps_the_dtype_it_began_with_on_another_machine(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(job, "fast_dtype", lambda: "float32")
+    assert train(tmp_path / "whole", text) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        assert train(tmp_path / "parts", text) == 130
+    monkeypatch.setattr(job, "fast_dtype", lambda: "bfloat16")
+    assert train(tmp_path / "parts", text, "--resume") == 0
     assert same(tmp_path / "whole", tmp_path / "parts") == []
 
 
