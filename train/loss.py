@@ -23,6 +23,7 @@ from fnmodels.tree import Tree
 
 IGNORE = -100
 CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
+ROWS = 64  # tokens; see `_loss_and_slope`
 
 Head = Callable[[list[Tensor], Tensor], Tensor]
 
@@ -202,7 +203,21 @@ def _dense(head: Head, labels: Tensor, needs: tuple[bool, ...]) -> Callable[...,
 
 
 def _loss_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of the cross entropies, its gradient in the logits' dtype); logits [1, T, V], not part of any graph.
+    """(sum of the cross entropies, its gradient in the logits' dtype); logits [1, T, V], not part of any graph."""
+    if logits.dtype == _wide(logits) or logits.device.type != "cpu":
+        loss, slope = _rows_loss_and_slope(logits, labels)
+        return loss, slope.to(logits.dtype)
+    # On a CPU the fp32 copy of bf16 logits must stay in the cache, or it costs four times as much as the rest.
+    loss, slope = torch.zeros((), dtype=_wide(logits)), torch.empty_like(logits)
+    for rows, target, into in zip(logits.split(ROWS, 1), labels.split(ROWS, 1), slope.split(ROWS, 1), strict=True):
+        part, made = _rows_loss_and_slope(rows, target)
+        loss += part
+        into.copy_(made)
+    return loss, slope
+
+
+def _rows_loss_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_loss_and_slope`, at once and with the gradient in fp32 at least.
 
     One softmax gives both: log(sum(exp)) is the largest logit less the log of the largest probability. That costs two
     cheap maxima where a log-softmax would cost a second pass of exponentials.
@@ -212,8 +227,8 @@ def _loss_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     p = torch.softmax(z, -1)
     losses = z.amax(-1) - p.amax(-1).log() - z.gather(-1, target)[..., 0]
     p.scatter_add_(-1, target, torch.full_like(target, -1, dtype=p.dtype))
-    p.masked_fill_(~valid[..., None], 0.0)
-    return torch.where(valid, losses, 0.0).sum(), p.to(logits.dtype)
+    p.mul_(valid[..., None])
+    return torch.where(valid, losses, 0.0).sum(), p
 
 
 def _accumulate(total: Tensor | None, grad: Tensor, *, last: bool) -> Tensor:

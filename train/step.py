@@ -62,7 +62,7 @@ def make_step(
     finite; and aux, summed, where there is one. Where the loss or the norm is not finite, the parameters and the
     optimizer's state keep their bits, `finite` is False, and the step counts as made. A batch without valid tokens has
     loss 0 and gradient 0.
-    Nothing in a step with an optimizer that has `apply_` waits for the device.
+    With an optimizer that has `apply_`, nothing waits for the device but the making of a layout.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}; it must be at least 1.")
@@ -100,8 +100,9 @@ def make_step(
                 into.add_(grad)
             del part_grads  # before the next part makes its own
         with torch.no_grad():
-            scale = 1 / count.clamp(min=1)
-            loss, norm = total * scale, global_norm(grads) * scale
+            valid = count.clamp(min=1).to(torch.promote_types(total.dtype, torch.float32))
+            scale = 1 / valid
+            loss, norm = total / valid, global_norm(grads) * scale
             finite = loss.isfinite() & norm.isfinite()
             for grad in grads:
                 grad.mul_(scale if clip is None else scale * clip_factor(norm, clip))
