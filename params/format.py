@@ -24,6 +24,7 @@ from fnmodels.errors import FormatError, UnsupportedError
 from params.files import parse_json
 
 HEADER_LIMIT = 100_000_000  # bytes, the format's own bound
+NAMES_LIMIT = 250_000  # tensors in a file; the largest published models have fewer in all their files together
 _PIECE = 1 << 18  # numbers cast at once: few enough to stay in the cache
 DTYPES = {
     "BOOL": torch.bool,
@@ -89,6 +90,8 @@ def _entries(path: Path, handle: FileIO) -> dict[str, Entry]:
     if not data.startswith(b"{"):
         raise FormatError(f"{path}: the header must begin with '{{', not with {bytes(data[:8])!r}.")
     header = parse_json(data, f"{path}: the header")
+    if len(header) > NAMES_LIMIT:
+        raise FormatError(f"{path} announces {len(header):,} tensors; at most {NAMES_LIMIT:,} are read.")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError(f"{path}: __metadata__ must map strings to strings.")
@@ -98,7 +101,8 @@ def _entries(path: Path, handle: FileIO) -> dict[str, Entry]:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:
             fault = "overlaps the one before" if entry.start < end else "leaves a hole before it"
-            raise FormatError(f"{path}: the tensor {name!r} begins at byte {entry.start:,}, not {end:,}: it {fault}.")
+            found = f"begins at byte {entry.start:,}, not {end:,}: it {fault}"
+            raise FormatError(f"{path}: the tensor {_short(name)} {found}.")
         end = entry.stop
     if end != size:
         fault = "truncated" if end > size else "bytes at the end that belong to no tensor"
@@ -108,7 +112,7 @@ def _entries(path: Path, handle: FileIO) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
     def wrong(what: str) -> FormatError:
-        return FormatError(f"{path}: the tensor {name!r} {what}.")
+        return FormatError(f"{path}: the tensor {_short(name)} {what}.")
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise wrong("must have exactly dtype, shape and data_offsets")
@@ -120,7 +124,9 @@ def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
     if not isinstance(dtype, str):
         raise wrong(f"has the dtype {_short(dtype)}; it must be a string")
     if dtype not in DTYPES:
-        raise UnsupportedError(f"{path}: the tensor {name!r} has the dtype {_short(dtype)}, which is not supported.")
+        raise UnsupportedError(
+            f"{path}: the tensor {_short(name)} has the dtype {_short(dtype)}, which is not supported."
+        )
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if size != offsets[1] - offsets[0]:
         raise wrong(f"takes {size:,} bytes as {dtype} {_short(shape)}, but spans {offsets[1] - offsets[0]:,}")

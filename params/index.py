@@ -15,12 +15,12 @@ from params.format import Entry, TensorFile, open_tensors
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_SHOWN = 20  # differences listed in a message
+_SHOWN, _WIDE = 20, 400  # differences listed in a message, characters of each
 
 
 def listed(lines: Iterable[str]) -> str:
     """Lines for a message, one below the other and not without end."""
-    lines = list(lines)
+    lines = [line if len(line) <= _WIDE else line[:_WIDE] + "..." for line in lines]
     more = [f"... and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
     return "".join(f"\n  {line}" for line in lines[:_SHOWN] + more)
 

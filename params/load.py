@@ -54,12 +54,12 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     config = load_config(folder)
-    expected = slots(config)
+    expected, tied = slots(config), ties(config)
     with ExitStack() as stack:
         found = open_folder(folder, stack)
-        _compare(folder, config, expected, found)
+        _compare(folder, expected, tied, found)
         mappings: dict[Path, mmap.mmap] = {}
-        _check_ties(config, found, mappings)
+        _check_ties(tied, found, mappings)
         flat = {
             slot.path: _leaf(*found[name], mappings, _target(slot, dtype), device, copy)
             for name, slot in expected.items()
@@ -76,6 +76,12 @@ def load_config(path: str | os.PathLike[str]) -> Any:
         )
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "A checkpoint is a folder, not a file", str(path))
+    unfinished = sorted(path.name for path in folder.glob(".saving-*"))
+    if unfinished and not (folder / "config.json").exists():
+        text = (
+            f"There is no config.json: a save was cut short while it moved its files here from {unfinished[0]}; folder"
+        )
+        raise FileNotFoundError(errno.ENOENT, text, str(folder))
     file = plain_file(folder, "config.json")
     values = read_json(file)
     try:
@@ -88,10 +94,9 @@ def load_config(path: str | os.PathLike[str]) -> Any:
         raise type(error)(f"{file}: {error}") from None
 
 
-def _compare(folder: Path, config: Any, expected: dict[str, Slot], found: Found) -> None:
+def _compare(folder: Path, expected: dict[str, Slot], tied: dict[str, str], found: Found) -> None:
     """MismatchError with every difference between the tensors called for and those that the headers announce."""
     faults = []
-    tied = ties(config)
     for name, slot in expected.items():
         if name in found:
             faults += _faults(name, slot, *found[name])
@@ -124,9 +129,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_ties(config: Any, found: Found, mappings: dict[Path, mmap.mmap]) -> None:
+def _check_ties(tied: dict[str, str], found: Found, mappings: dict[Path, mmap.mmap]) -> None:
     """A tied head may be on disk too if it is the same, bit for bit; else the file or the configuration is wrong."""
-    for name, twin in ties(config).items():
+    for name, twin in tied.items():
         if name in found:
             one, two = (mapped_tensor(_mapping(mappings, file), entry) for file, entry in (found[name], found[twin]))
             # compared as bytes: NaN equals itself here, and -0 is not 0

@@ -32,9 +32,10 @@ def slots(config: Any) -> dict[str, Slot]:
 
 def ties(config: Any) -> dict[str, str]:
     """{name that a tied head may have on disk all the same: name of the tensor it must equal}."""
+    if not getattr(config, "tie_word_embeddings", False):
+        return {}
     names = family_of(config).hf_names(config)
-    tied = getattr(config, "tie_word_embeddings", False) and "embed_tokens" in names
-    return {"lm_head.weight": names["embed_tokens"]} if tied else {}
+    return {"lm_head.weight": names["embed_tokens"]} if "embed_tokens" in names else {}
 
 
 def dtype_class(dtype: torch.dtype) -> str:

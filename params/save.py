@@ -34,8 +34,9 @@ def save_pretrained(
     other files of the folder are not touched. MismatchError names every leaf that is missing, unexpected or mis-shaped
     by the spec of `config`.
 
-    Everything is written and flushed beside the old files first, which stay valid until then. A kill during the renames
-    that follow leaves a folder without config.json, which nothing loads, never a mix. Parameters that were mapped from
+    Everything is written and flushed to a folder `.saving-*` inside first, and the old files stay valid until then. A
+    kill during the renames that follow leaves a folder without config.json, which nothing loads, never a mix; where a
+    single file of an equal config is replaced, it leaves the old model or the new one. Parameters that were mapped from
     this very folder stay good, for renaming keeps the old files alive as long as they are mapped.
     """
     expected = slots(config)
@@ -59,18 +60,26 @@ def save_pretrained(
 
 
 def _replace(folder: Path, temporary: Path) -> None:
-    """config.json goes first and comes last: the folder is a checkpoint only while its files belong together."""
+    """Move the new files into place. config.json goes first and comes last: without it nothing loads the folder."""
+    new = {path.name for path in temporary.iterdir()}
+    old = {path.name for path in folder.iterdir() if path.name == "config.json" or _OURS.fullmatch(path.name)}
+    if old == new == {"config.json", SINGLE} and _same(folder / "config.json", temporary / "config.json"):
+        os.replace(temporary / SINGLE, folder / SINGLE)  # a single rename needs no care
+        sync(folder)
+        return
     (folder / "config.json").unlink(missing_ok=True)
     sync(folder)
-    new = {path.name for path in temporary.iterdir()}
-    for path in folder.iterdir():
-        if _OURS.fullmatch(path.name) and path.name not in new:
-            path.unlink()
+    for name in old - new - {"config.json"}:
+        (folder / name).unlink()
     for name in sorted(new - {"config.json"}):
         os.replace(temporary / name, folder / name)
     sync(folder)
     os.replace(temporary / "config.json", folder / "config.json")
     sync(folder)
+
+
+def _same(one: Path, two: Path) -> bool:
+    return one.read_bytes() == two.read_bytes()
 
 
 def _check(expected: dict[str, Slot], flat: dict[str, Any]) -> None:

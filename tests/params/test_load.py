@@ -338,6 +338,7 @@ HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
     "dtype no text": ({"a": entry(dtype=3)}, b"\0" * 8, None, "must be a string"),
     "offsets reversed": ({"a": entry(8, 0)}, b"\0" * 8, None, "must be .begin, end."),
     "product": ({"a": entry(shape=(3,))}, b"\0" * 8, None, "takes 12 bytes as F32 .3., but spans 8"),
+    "names without end": ({f"t{i}": 0 for i in range(250_001)}, b"", None, "announces 250,001 tensors"),
     "truncated": ({"a": entry()}, b"\0" * 4, None, "tensors end at .*: truncated"),
     "trailing": ({"a": entry()}, b"\0" * 9, None, "belong to no tensor"),
     "hole": ({"a": entry(), "b": entry(9, 17)}, b"\0" * 17, None, "'b' begins at .* leaves a hole"),

@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,12 @@ def test_over_the_folder_it_was_loaded_from(before: str, after: str, tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {*fresh, "fresh", "tokenizer.json"}
 
 
+@contextmanager
+def uncleaned(**place: Any) -> Iterator[str]:
+    """A temporary folder that stays, as a kill leaves it."""
+    yield tempfile.mkdtemp(**place)
+
+
 class Killed(BaseException):
     """The process ends here, as far as the folder can tell."""
 
@@ -260,8 +268,7 @@ def test_a_kill_leaves_old_or_new_or_nothing(
             patch.setattr(Path, "unlink", dying(Path.unlink))
             patch.setattr(save, "write_tensors", dying(save.write_tensors))
             patch.setattr(save, "_write_json", dying(save._write_json))
-            # a kill cleans nothing up
-            patch.setattr("tempfile.TemporaryDirectory.__exit__", lambda *_: None)
+            patch.setattr("tempfile.TemporaryDirectory", uncleaned)
             try:
                 P.save_pretrained(folder, SMALL, new, max_shard_size=after)
                 finished = True
@@ -272,13 +279,14 @@ def test_a_kill_leaves_old_or_new_or_nothing(
             assert equal(loaded, old) or equal(loaded, new)
             outcomes.add("new" if equal(loaded, new) else "old")
         else:
-            with pytest.raises(FileNotFoundError, match=r"config\.json"):
+            with pytest.raises(FileNotFoundError, match=r"no config\.json: a save was cut short .* from \.saving-"):
                 P.load_pretrained(folder)
             outcomes.add("refused")
         if finished:
             assert equal(loaded, new)
             break
-    assert finished and outcomes == {"old", "refused", "new"}
+    single = before == after == "5GB"  # one rename, so that there is always a model
+    assert finished and outcomes == ({"old", "new"} if single else {"old", "refused", "new"})
 
 
 def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
