@@ -52,7 +52,7 @@ def plan_blocks(mask: Mask, layout: Layout) -> Plan:
     """The plan of `mask` on a batch with this layout (of `mask` itself: `fnmodels.layout`)."""
     merged = len(set(zip(layout.rows, layout.firsts, strict=True))) > 1
     builder = _Builder(mask)
-    for row in range(len(layout.rows) if merged else 1):
+    for row in range(len(layout.rows) if merged else len(layout.rows[:1])):
         end = 0
         for (start, stop), first in zip(layout.rows[row], layout.firsts[row], strict=True):
             builder.skip(start - end)
@@ -60,6 +60,8 @@ def plan_blocks(mask: Mask, layout: Layout) -> Plan:
                 builder.part(row if merged else None, start + begin, first + begin, length)
             end = stop
         builder.skip(layout.length - end)
+    if not builder.steps:  # a batch of nothing is one empty piece
+        builder.sizes, builder.steps = [layout.length], [None]
     shape = (len(layout.rows), layout.length)
     return Plan(tuple(builder.masks), tuple(builder.steps), tuple(builder.sizes), shape, merged)
 

@@ -26,11 +26,13 @@ def flex_attention(
     """Shapes as in `ops.attention`. Raises NotImplementedError on the CPU where a gradient is asked for."""
     from torch.nn.attention import flex_attention as flex
 
-    if q.is_cpu and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        raise NotImplementedError(
-            'kernel="flex" has no backward on the CPU: use kernel="blocks" (with a layout) or "sdpa" to train there; '
-            'kernel="math" supports every transform.'
-        )
+    if q.is_cpu:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            raise NotImplementedError(
+                'kernel="flex" has no backward on the CPU: kernel="blocks" (with a layout) and "sdpa" train there, '
+                'kernel="math" supports every transform.'
+            )
+        q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses what requires a gradient even under no_grad
 
     if q.is_cpu and sinks is not None:
         raise ValueError('kernel="flex" has no sinks on the CPU; "blocks" (with a layout), "sdpa", kernel="math" have.')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -42,14 +44,11 @@ def varlen_attention(
     flat = [t.flatten(0, 1) for t in (q, k, v)]
     if packed.tokens is not None:
         flat = [t.index_select(0, packed.tokens) for t in flat]
-    out: Any = varlen_attn(
-        *(flat[0], flat[1], flat[2]),
-        *(packed.offsets, packed.offsets),
-        *(packed.longest, packed.longest),
-        scale=scale,
-        window_size=window,
-        enable_gqa=q.shape[-2] != k.shape[-2],
-    )
+    # Older releases group queries without being told; the newer ones want to be told.
+    told = q.shape[-2] != k.shape[-2] and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    offsets, longest = packed.offsets, packed.longest
+    call: Any = functools.partial(varlen_attn, enable_gqa=True) if told else varlen_attn
+    out = call(*flat, offsets, offsets, longest, longest, scale=scale, window_size=window)
     if packed.tokens is not None:
         out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, packed.tokens, out)
     return out.unflatten(0, q.shape[:2])
