@@ -1,4 +1,4 @@
-"""Tokenised text as rows of packed documents, and the batch of a step as a pure function of (seed, step).
+"""Tokenized text as rows of packed documents, and the batch of a step as a pure function of (seed, step).
 
 B rows of a batch, S tokens of a row, R rows in all.
 """
@@ -41,7 +41,7 @@ class Dataset:
     zlib_bytes: int
 
 
-def tokenised(corpus: Corpus, tokenizer: Tokenizer, end: int | None) -> Dataset:
+def tokenized(corpus: Corpus, tokenizer: Tokenizer, end: int | None) -> Dataset:
     """The corpus as token ids, from the cache where an equal corpus met an equal tokenizer before."""
     settings = f"1 {fingerprint(corpus)} {end} {tokenizer.to_str()}"
 

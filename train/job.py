@@ -99,7 +99,7 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
         check_agreement(recorded, identity, path)
     else:
         begin_folder(path, identity, tokenizer, source, preset)
-    dataset = data.tokenised(texts, tokenizer, ends[0] if ends else None)
+    dataset = data.tokenized(texts, tokenizer, ends[0] if ends else None)
     length = min(preset.row_length, config.max_position_embeddings)
     return params, Job(
         path=path,

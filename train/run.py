@@ -89,7 +89,7 @@ def work(job: Job, params: Tree, saved: Json, save_every: int) -> int:
         report.draw(job, rows, None)
         print(f"stopped at step {stopped} of {job.choices.steps}, saved; {report.how_to_resume(job.path)}")
         return 130
-    summary = summarise(job, state.params)
+    summary = summarize(job, state.params)
     report.draw(job, rows, summary["heldout_loss"])
     folder.write_json(job.path / folder.SUMMARY, summary)
     report.result(summary, job.path)
@@ -135,7 +135,7 @@ def save(job: Job, state: State, reached: Json) -> None:
     folder.save_checkpoint(job.path, job.config, state.params)
 
 
-def summarise(job: Job, params: Tree) -> Json:
+def summarize(job: Job, params: Tree) -> Json:
     """What the run reached on all held-out documents, and a sample of its speech."""
     loss = evaluate.heldout_loss(job.loss, params, job.heldout)
     size = job.dataset.heldout.bytes

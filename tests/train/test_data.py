@@ -42,7 +42,7 @@ def test_documents_begin_and_end_with_the_end_token_and_cannot_spell_it():
 
 def test_rows_predict_every_token_of_every_document_once():
     made = tokenizer.train(TEXTS, 300)
-    dataset = data.tokenised(small_corpus(), made, 0)
+    dataset = data.tokenized(small_corpus(), made, 0)
     rows = data.rows(dataset.train, 16)
     lengths = dataset.train.lengths
     assert int((rows["labels"] >= 0).sum()) == int(lengths.sum()) - len(lengths)
@@ -56,22 +56,22 @@ def test_rows_predict_every_token_of_every_document_once():
 
 
 def test_sizes_are_those_of_the_text():
-    dataset = data.tokenised(small_corpus(), tokenizer.train(TEXTS, 300), 0)
+    dataset = data.tokenized(small_corpus(), tokenizer.train(TEXTS, 300), 0)
     heldout = "".join(TEXTS[1:]).encode()
     assert dataset.heldout.bytes == len(heldout)
     assert dataset.zlib_bytes == len(zlib.compress(heldout, 9))
 
 
-def test_the_tokenised_corpus_is_cached_and_a_damaged_file_is_made_again(monkeypatch):
+def test_the_tokenized_corpus_is_cached_and_a_damaged_file_is_made_again(monkeypatch):
     made = tokenizer.train(TEXTS, 300)
-    first = data.tokenised(small_corpus(), made, 0)
+    first = data.tokenized(small_corpus(), made, 0)
     (path,) = cache.folder().glob("tokens-*")
     with monkeypatch.context() as patch:
-        patch.setattr(data, "encode", lambda *_: pytest.fail("tokenised again"))
-        assert torch.equal(data.tokenised(small_corpus(), made, 0).train.ids, first.train.ids)
+        patch.setattr(data, "encode", lambda *_: pytest.fail("tokenized again"))
+        assert torch.equal(data.tokenized(small_corpus(), made, 0).train.ids, first.train.ids)
     path.write_bytes(path.read_bytes()[:100])
-    assert torch.equal(data.tokenised(small_corpus(), made, 0).train.ids, first.train.ids)
-    other = data.tokenised(small_corpus(), tokenizer.train(TEXTS, 280), 0)
+    assert torch.equal(data.tokenized(small_corpus(), made, 0).train.ids, first.train.ids)
+    other = data.tokenized(small_corpus(), tokenizer.train(TEXTS, 280), 0)
     assert not torch.equal(other.train.lengths, first.train.lengths)
 
 
