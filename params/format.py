@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -193,10 +193,23 @@ def _fill(path: Path, handle: FileIO, view: memoryview | bytearray) -> None:
         done += count
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor to be written, made when its turn comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Outgoing]) -> None:
     """Write a new file and flush it to disk. The same tensors give the same bytes, in whatever order they come.
 
-    At most one tensor is copied at a time: to the CPU, and to make it contiguous.
+    At most one tensor is copied at a time: to join its parts, to bring it to the CPU, to make it contiguous.
     """
     # The widest dtype first, so that each tensor is aligned for its own.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -211,6 +224,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(_raw(tensors[name].detach().to("cpu").contiguous()))
+            file.write(_raw(tensors[name].make().detach().to("cpu").contiguous()))
         file.flush()
         os.fsync(file.fileno())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.disk import take
 from fnmodels.errors import CheckpointError, ConfigError, MismatchError
 from fnmodels.families import family_for
 from fnmodels.tree import Tree
@@ -24,7 +25,7 @@ from params.files import plain_file, read_json
 from params.format import Entry, TensorFile, map_file, mapped_tensor, read_tensor
 from params.index import listed, open_folder
 from params.init import leaf_dtype
-from params.names import LEFTOVERS, Slot, dtype_class, slots, ties
+from params.names import LEFTOVERS, Slot, by_name, dtype_class, slots, ties
 
 Found = dict[str, tuple[TensorFile, Entry]]
 
@@ -54,17 +55,20 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     config = load_config(folder)
-    expected, tied = slots(config), ties(config)
+    parameters, tied = slots(config), ties(config)
+    expected = by_name(parameters)
     with ExitStack() as stack:
         found = open_folder(folder, stack)
         _compare(folder, expected, tied, found)
         mappings: dict[Path, mmap.mmap] = {}
         _check_ties(tied, found, mappings)
-        flat = {
-            slot.path: _leaf(*found[name], mappings, _target(slot, dtype), device, copy)
-            for name, slot in expected.items()
-        }
-    return config, tree.unflatten(flat)
+        made = {}
+        for name, parts in expected.items():
+            # what lies in one tensor was declared alike, so one dtype serves all
+            whole = _tensor(*found[name], mappings, _target(parts[0], dtype), device, copy)
+            for slot in parts:
+                made[slot.path] = take(slot.stored, whole)
+    return config, tree.unflatten({slot.path: made[slot.path] for slot in parameters})
 
 
 def load_config(path: str | os.PathLike[str]) -> Any:
@@ -94,18 +98,17 @@ def load_config(path: str | os.PathLike[str]) -> Any:
         raise type(error)(f"{file}: {error}") from None
 
 
-def _compare(folder: Path, expected: dict[str, Slot], tied: dict[str, str], found: Found) -> None:
+def _compare(folder: Path, expected: dict[str, list[Slot]], tied: dict[str, str], found: Found) -> None:
     """MismatchError with every difference between the tensors called for and those that the headers announce."""
     faults = []
-    for name, slot in expected.items():
+    for name, (slot, *_) in expected.items():
         if name in found:
             faults += _faults(name, slot, *found[name])
         else:
-            faults.append(f"{name}: missing; expected {list(slot.leaf.shape)}")
+            faults.append(f"{name}: missing; expected {list(slot.disk_shape)}")
     for name, (file, entry) in found.items():
         if name in tied:
-            twin = expected[tied[name]]
-            faults += _faults(name, twin, file, entry)
+            faults += _faults(name, expected[tied[name]][0], file, entry)
         elif name not in expected and not name.endswith(LEFTOVERS):
             faults.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
     if faults:
@@ -117,8 +120,8 @@ def _compare(folder: Path, expected: dict[str, Slot], tied: dict[str, str], foun
 
 def _faults(name: str, slot: Slot, file: TensorFile, entry: Entry) -> list[str]:
     faults = []
-    if entry.shape != slot.leaf.shape:
-        faults.append(f"{name} in {file.path.name}: expected {list(slot.leaf.shape)}, found {list(entry.shape)}")
+    if entry.shape != slot.disk_shape:
+        faults.append(f"{name} in {file.path.name}: expected {list(slot.disk_shape)}, found {list(entry.shape)}")
     wanted = dtype_class(slot.leaf.dtype)
     if dtype_class(entry.dtype) != wanted:
         faults.append(f"{name} in {file.path.name}: expected a {wanted} dtype, found {_name(entry.dtype)}")
@@ -146,7 +149,7 @@ def _target(slot: Slot, dtype: torch.dtype | None) -> torch.dtype | None:
     return None if dtype is None else leaf_dtype(slot.leaf, dtype)
 
 
-def _leaf(
+def _tensor(
     file: TensorFile,
     entry: Entry,
     mappings: dict[Path, mmap.mmap],
@@ -154,7 +157,7 @@ def _leaf(
     device: torch.device | str | None,
     copy: bool,
 ) -> Tensor:
-    """One parameter, mapped where it can stay as and where it is on disk."""
+    """One tensor of a file, mapped where it can stay as and where it is."""
     stays = dtype in (None, entry.dtype) and torch.device(device or "cpu").type == "cpu"
     if stays and not copy:
         return mapped_tensor(_mapping(mappings, file), entry)

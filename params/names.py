@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fnmodels import tree
+from fnmodels.disk import Stored, disk_name, disk_shape
 from fnmodels.families import family_of
 from fnmodels.leaf import Leaf
 
@@ -17,17 +19,31 @@ LEFTOVERS = ("rotary_emb.inv_freq",)
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor on disk belongs."""
+    """One parameter: its path in our tree, its declaration, and how it lies on disk."""
 
     path: str
     leaf: Leaf
+    stored: Stored
+
+    @property
+    def disk_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor on disk, of which this may be a part."""
+        return disk_shape(self.stored, self.leaf.shape)
 
 
-def slots(config: Any) -> dict[str, Slot]:
-    """{name on disk: Slot} of every tensor that a checkpoint must hold, in the order of the spec."""
+def slots(config: Any) -> tuple[Slot, ...]:
+    """All parameters, in the order of the spec."""
     family = family_of(config)
     names = family.hf_names(config)
-    return {names[path]: Slot(path, leaf) for path, leaf in tree.flatten(family.spec(config)).items()}
+    return tuple(Slot(path, leaf, names[path]) for path, leaf in tree.flatten(family.spec(config)).items())
+
+
+def by_name(parameters: Iterable[Slot]) -> dict[str, list[Slot]]:
+    """{name of a tensor on disk: what it consists of}, usually one parameter."""
+    grouped: dict[str, list[Slot]] = {}
+    for slot in parameters:
+        grouped.setdefault(disk_name(slot.stored), []).append(slot)
+    return grouped
 
 
 def ties(config: Any) -> dict[str, str]:
@@ -35,7 +51,7 @@ def ties(config: Any) -> dict[str, str]:
     if not getattr(config, "tie_word_embeddings", False):
         return {}
     names = family_of(config).hf_names(config)
-    return {"lm_head.weight": names["embed_tokens"]} if "embed_tokens" in names else {}
+    return {"lm_head.weight": disk_name(names["embed_tokens"])} if "embed_tokens" in names else {}
 
 
 def dtype_class(dtype: torch.dtype) -> str:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.disk import join
 from fnmodels.errors import MismatchError
 from fnmodels.tree import Tree
 from params.files import sync
-from params.format import NAMES, write_tensors
+from params.format import NAMES, Outgoing, write_tensors
 from params.index import INDEX, SINGLE, listed, make_index
-from params.names import Slot, dtype_class, slots
+from params.names import Slot, by_name, dtype_class, slots
 
 _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
@@ -39,11 +40,11 @@ def save_pretrained(
     single file of an equal config is replaced, it leaves the old model or the new one. Parameters that were mapped from
     this very folder stay good, for renaming keeps the old files alive as long as they are mapped.
     """
-    expected = slots(config)
+    parameters = slots(config)
     flat = tree.flatten(params)
-    _check(expected, flat)
+    _check(parameters, flat)
     values = config.to_hf() | {"dtype": _main_dtype(flat)}
-    tensors = {name: flat[slot.path] for name, slot in expected.items()}
+    tensors = {name: _outgoing(parts, flat) for name, parts in by_name(parameters).items()}
     shards = _shards(tensors, _bytes(max_shard_size))
 
     folder = Path(path)
@@ -82,8 +83,15 @@ def _same(one: Path, two: Path) -> bool:
     return one.read_bytes() == two.read_bytes()
 
 
-def _check(expected: dict[str, Slot], flat: dict[str, Any]) -> None:
-    leaves = {slot.path: slot.leaf for slot in expected.values()}
+def _outgoing(parts: list[Slot], flat: dict[str, Tensor]) -> Outgoing:
+    """A tensor of the file; parts of one are joined when it is written, not before."""
+    return Outgoing(
+        flat[parts[0].path].dtype, parts[0].disk_shape, lambda: join((slot.stored, flat[slot.path]) for slot in parts)
+    )
+
+
+def _check(parameters: tuple[Slot, ...], flat: dict[str, Any]) -> None:
+    leaves = {slot.path: slot.leaf for slot in parameters}
     faults = [f"{path}: missing; expected {list(leaf.shape)}" for path, leaf in leaves.items() if path not in flat]
     for path, value in flat.items():
         if path not in leaves:
@@ -96,6 +104,11 @@ def _check(expected: dict[str, Slot], flat: dict[str, Any]) -> None:
             faults.append(f"{path}: expected a {dtype_class(leaves[path].dtype)} dtype, found {value.dtype}")
         elif value.is_meta:
             faults.append(f"{path}: on the meta device, so there is nothing to save")
+    for name, parts in by_name(parameters).items():
+        dtypes = {value.dtype for slot in parts if isinstance(value := flat.get(slot.path), Tensor)}
+        if len(dtypes) > 1:
+            listing = ", ".join(slot.path for slot in parts)
+            faults.append(f"{listing}: must have one dtype, for they are one tensor {name} on disk")
     if faults:
         raise MismatchError(
             f"The params are not those that the config calls for ({len(faults)} differences):{listed(faults)}"
@@ -119,7 +132,7 @@ def _bytes(size: int | str) -> int:
     return number
 
 
-def _shards(tensors: dict[str, Tensor], limit: int) -> dict[str, list[str]]:
+def _shards(tensors: dict[str, Outgoing], limit: int) -> dict[str, list[str]]:
     """{file: names}, in the order of the spec; a tensor larger than the limit gets a file of its own."""
     groups: list[list[str]] = []
     size: float = math.inf

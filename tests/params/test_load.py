@@ -75,7 +75,7 @@ def equal_trees(one: Any, two: Any) -> bool:
 def test_bit_equal_and_mapped_or_owned(folder: Path, copy: bool) -> None:
     reference = load_file(folder / FILE)
     config, loaded = P.load_pretrained(folder, copy=copy)
-    names = llama.hf_names(config)
+    names = llama.hf_names(config)  # all plain
     flat = P.flatten(loaded)
     assert config == SMALL and names.keys() == flat.keys() and sorted(names.values()) == sorted(reference)
     for path, leaf in flat.items():

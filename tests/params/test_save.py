@@ -14,10 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import fnmodels
 import params as P
 from fnmodels import llama, tree
+from fnmodels.disk import Part, covers, disk_name, take
 from params import save
+from params.names import by_name, slots
 from tests.parity.oracle import model_of
 from tests.support import Case, cases, generic_params, structures, tokens_of
 
@@ -71,9 +72,8 @@ def test_there_and_back(case: Case, limit: str, dtype: torch.dtype, tmp_path: Pa
 def test_transformers_opens_ours(case: Case, limit: str, tmp_path: Path) -> None:
     """And computes the same logits, bit for bit, as from the parameters set by hand."""
     original = model_of(case.values)
-    config, names = case.config, fnmodels.family_of(case.config).hf_names(case.config)
-    state = dict(original.named_parameters())
-    weights = tree.unflatten({path: state[name] for path, name in names.items()})
+    config, state = case.config, dict(original.named_parameters())
+    weights = tree.unflatten({slot.path: take(slot.stored, state[disk_name(slot.stored)]) for slot in slots(config)})
     P.save_pretrained(tmp_path, config, weights, max_shard_size=limit)
     opened, report = AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True, attn_implementation="eager", dtype="auto"
@@ -173,6 +173,55 @@ def test_files_honor_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
+# Parameters that are parts of one tensor on disk
+
+
+def _fused(config: llama.Config) -> dict[str, Any]:
+    """Llama's names with q, k, v in one tensor, gate and up in one, and the output projection transposed."""
+    names: dict[str, Any] = {path: f"model.{path}" for path in tree.flatten(llama.spec(config))}
+    for i in range(config.num_hidden_layers):
+        layer, q, kv = f"layers.{i}", 16, 8
+        for path, start, stop, rows, fused in (
+            ("attention.q_proj", 0, q, q + 2 * kv, "qkv"),
+            ("attention.k_proj", q, q + kv, q + 2 * kv, "qkv"),
+            ("attention.v_proj", q + kv, q + 2 * kv, q + 2 * kv, "qkv"),
+            ("mlp.gate_proj", 0, 24, 48, "gate_up"),
+            ("mlp.up_proj", 24, 48, 48, "gate_up"),
+        ):
+            names[f"{layer}.{path}"] = Part(f"h.{i}.{fused}", start, stop, rows)
+        names[f"{layer}.attention.o_proj"] = Part(f"h.{i}.out", 0, 16, 16, transposed=True)
+    return names
+
+
+def test_parts_are_joined_and_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "hf_names", _fused)
+    original = generic_params(SMALL)
+    P.save_pretrained(tmp_path, SMALL, original, max_shard_size=4000)
+    on_disk = tensors_of(tmp_path)
+    attention = original["layers"][1]["attention"]
+    assert torch.equal(on_disk["h.1.qkv"], torch.cat([attention[f"{p}_proj"] for p in "qkv"]))
+    assert torch.equal(on_disk["h.1.out"], attention["o_proj"].T)
+    for kwargs in ({}, {"copy": True}, {"dtype": torch.bfloat16}):
+        loaded = P.load_pretrained(tmp_path, **kwargs)[1]
+        assert list(P.flatten(loaded)) == list(P.flatten(original)), "the order of the spec"
+        expected = original if "dtype" not in kwargs else generic_params(SMALL, torch.bfloat16)
+        assert equal(loaded, expected)
+    flat = P.flatten(original) | {"layers.0.mlp.up_proj": torch.ones(24, 16).double()}
+    with pytest.raises(P.MismatchError, match=r"up_proj: must have one dtype, for they are one tensor h\.0\.gate_up"):
+        P.save_pretrained(tmp_path, SMALL, P.unflatten(flat))
+    save_file({**on_disk, "h.0.qkv": torch.ones(33, 16)}, tmp_path / "model.safetensors")
+    for path in (*tmp_path.glob("model-*"), *tmp_path.glob("*.index.json")):
+        path.unlink()
+    with pytest.raises(P.MismatchError, match=r"h\.0\.qkv in .*expected \[32, 16\], found \[33, 16\]"):
+        P.load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("case", structures(), ids=str)
+def test_parts_fill_their_tensors(case: Case) -> None:
+    """What is joined is written whole: no row is left as memory had it."""
+    assert all(covers([slot.stored for slot in parts]) for parts in by_name(slots(case.config)).values())
 
 
 # What is refused
