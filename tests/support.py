@@ -2,8 +2,9 @@
 
 Families are found by looking (`fnmodels.families`). Their tiny configurations stand in `tests/variants/<family>.py`, in
 a function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
-`published() -> {name: config.json}`, the largest published members, `sizes() -> {name: number of parameters}`, and
-`CAUSAL = False` for a family whose tokens see later ones.
+`published() -> {name: config.json}`, the largest published members, `sizes() -> {name: number of parameters}`; where
+they are needed `CAUSAL = False` for a family whose tokens see later ones, and `BLIND = {variant: {fields of Config}}`
+for fields that a variant has no use for.
 """
 
 import functools

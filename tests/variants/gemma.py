@@ -5,6 +5,9 @@ from typing import Any
 # In the published dialect: which layer type `rope_theta` and `rope_scaling` speak of, and the other thetas' own fields.
 OLDER_ROPES = ("full_attention", {"sliding_attention": "rope_local_base_freq"})
 
+# A model of one kind of layer reads one table.
+BLIND = {name: {"local_rope.theta", "local_rope.partial"} for name in ("gemma", "gemma_bias_untied")}
+
 TINY: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,

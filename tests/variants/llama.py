@@ -34,7 +34,8 @@ def _other(model_type: str, **changes: Any) -> dict[str, Any]:
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     old = {"original_max_position_embeddings": 16}
-    yarn = {"factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5, **old}
+    yarn = {"factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5, "original_max_position_embeddings": 64}  # pairs 2 to 6
+    wide = {"head_dim": 16}
     long = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.2, 2.0, 3.5, 5.0]}
     uneven = {"hidden_size": 42, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # smollm3's own lie outside of this vocabulary
@@ -48,10 +49,10 @@ def variants() -> dict[str, dict[str, Any]]:
         "llama_linear": _scaled("linear", factor=3.0),
         "llama_dynamic": _scaled("dynamic", factor=3.0) | {"max_position_embeddings": 16},
         "llama_llama3": _scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **old),
-        "llama_yarn": _scaled("yarn", **yarn),
-        "llama_yarn_mscale": _scaled("yarn", **yarn, mscale=1.3, mscale_all_dim=0.6),
-        "llama_yarn_smooth": _scaled("yarn", **yarn, truncate=False),
-        "llama_yarn_factor": _scaled("yarn", **yarn, attention_factor=1.4),
+        "llama_yarn": _scaled("yarn", **yarn) | wide,
+        "llama_yarn_mscale": _scaled("yarn", **yarn, mscale=1.3, mscale_all_dim=0.6) | wide,
+        "llama_yarn_smooth": _scaled("yarn", **yarn, truncate=False) | wide,
+        "llama_yarn_factor": _scaled("yarn", **yarn, attention_factor=1.4) | wide,
         "llama_longrope_short": _scaled("longrope", factor=4.0, original_max_position_embeddings=32, **long),
         "llama_longrope_long": _scaled("longrope", factor=4.0, **old, **long),
         "llama_longrope_factor": _scaled("longrope", attention_factor=1.2, **old, **long),

@@ -17,7 +17,7 @@ TINY: dict[str, Any] = {
 
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
-    yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
+    yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 0.25, "beta_slow": 0.05}
     yarn |= {"original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 0.7}
     values = TINY | {"model_type": "ministral3", "rms_norm_eps": 1e-2, "head_dim": 10, "rope_parameters": yarn}
     return {"ministral3": values, "ministral3_sliding": values | {"sliding_window": 6, "tie_word_embeddings": True}}

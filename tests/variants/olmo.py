@@ -17,6 +17,9 @@ TINY: dict[str, Any] = {
 # In the published dialect: which layer type `rope_theta` and `rope_scaling` speak of, and the other thetas' own fields.
 OLDER_ROPES = ("full_attention", {})
 
+# A model of one kind of layer reads one table.
+BLIND = {name: {"local_rope.theta", "local_rope.partial"} for name in ("olmo2", "olmo2_bias_tied")}
+
 
 def _third(**changes: Any) -> dict[str, Any]:
     yarn = {"factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5, "original_max_position_embeddings": 16}

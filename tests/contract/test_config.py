@@ -1,0 +1,125 @@
+"""Every field of a Config that is part of its identity changes the maths, and every other one does not take part."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.hf import _ROPE_KEYS
+from fnmodels.ops.mlp import ACTIVATIONS
+from fnmodels.ops.rotary import Rope
+from tests.support import Case, batch_of, cases, generic_params, segments, variants_of
+
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+# They describe a model without changing its forward pass: how weights begin, how far it was trained.
+DESCRIPTIVE = {"initializer_range", "max_position_embeddings"}
+
+
+def _others(value: Any) -> list[Any]:
+    """Values near this one, of its type, some of which should be possible."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [other for other in (value + 1, value - 1, value * 2, value // 2) if other > 0]
+    if isinstance(value, float):
+        return [value * 1.5 + 0.01, value * 0.5, value * 0.1]
+    if value in ACTIVATIONS:
+        return ["relu", "silu"]
+    if isinstance(value, tuple) and value and isinstance(value[0], float):
+        return [tuple(1.3 * v for v in value)]
+    if isinstance(value, tuple) and len(set(value)) > 1:
+        return [(*value[1:], value[0]), tuple(reversed(value))]
+    return []
+
+
+def _read(rope: Rope, field: str) -> bool:
+    """Whether this kind of scaling reads the field. yarn's factors stand in for one another."""
+    if field == "theta":
+        return True
+    if field == "partial":
+        return rope.kind != "longrope"  # which lists a factor for each rotating pair
+    if rope.attention_factor is not None and (
+        field.startswith("mscale") or (rope.kind, field) == ("longrope", "factor")
+    ):
+        return False
+    if rope.kind == "longrope" and field in ("short_factor", "long_factor"):
+        return (field == "long_factor") == (rope.original_max_position_embeddings < 24)  # the length of the batch below
+    if field.startswith("mscale"):
+        return bool(rope.mscale and rope.mscale_all_dim)
+    if field == "original_max_position_embeddings":
+        return rope.kind in ("dynamic", "llama3", "yarn", "longrope")
+    return field in _ROPE_KEYS.get(rope.kind, ())
+
+
+def changed(config: Any) -> Iterator[tuple[str, Any]]:
+    """(field, config that differs in it alone) of all fields that can change without changing any parameter's shape."""
+    half_the_head = 2 * (config.head_dim // 4) / config.head_dim + 1e-9  # an even number of dimensions
+    for field in dataclasses.fields(config):
+        if not field.compare or field.name in DESCRIPTIVE:
+            continue
+        value, name = getattr(config, field.name), field.name
+        if isinstance(value, Rope):
+            inner = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+            options = [
+                (f"{name}.{n}", dataclasses.replace(value, **{n: other}))
+                for n, v in inner
+                if _read(value, n)
+                for other in ([half_the_head] if n == "partial" else _others(v))
+            ]
+        else:
+            options = [(name, other) for other in _others(value)]
+        for label, other in options:
+            try:
+                yield label, dataclasses.replace(config, **{name: other})
+            except ValueError:
+                continue
+
+
+def shapes(config: Any) -> dict[str, Any]:
+    return {path: leaf.shape for path, leaf in tree.flatten(fnmodels.family_of(config).spec(config)).items()}
+
+
+@every_case
+def test_every_field_changes_the_logits(case: Case) -> None:
+    """With the same parameters. A field without effect was forgotten in the forward, or hides from these variants."""
+    weights = generic_params(case.config)
+    blind = getattr(variants_of(case.family), "BLIND", {}).get(case.name, ())
+    segment_ids = segments((24,), (13, 11))
+    wanted = batch_of(case.config, segment_ids).forward(weights)
+    moved: dict[str, float] = {}
+    for field, other in changed(case.config):
+        if shapes(other) != shapes(case.config):
+            continue
+        logits = batch_of(other, segment_ids).forward(weights) if other.vocab_size == case.config.vocab_size else wanted
+        moved[field] = max(moved.get(field, 0.0), float((logits - wanted).abs().max()))
+    assert moved, "nothing could be changed"
+    still = {field for field, size in moved.items() if size <= 1e-4} - set(blind)
+    assert not still, still
+
+
+@every_case
+def test_what_is_kept_for_saving_is_no_part_of_the_identity(case: Case) -> None:
+    kept = [field.name for field in dataclasses.fields(case.config) if not field.compare]
+    other = dataclasses.replace(case.config)
+    for name in kept:
+        object.__setattr__(other, name, "something else")
+    assert other == case.config and hash(other) == hash(case.config)
+    batch, weights = batch_of(case.config, segments((6,))), generic_params(case.config)
+    assert torch.equal(dataclasses.replace(batch, config=other).forward(weights), batch.forward(weights))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        case.config.vocab_size = 3
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.values is not None], ids=str)
+def test_an_unknown_field_is_an_error(case: Case) -> None:
+    """L9: what might change the maths is never ignored."""
+    read = fnmodels.family_of(case.config).Config.from_hf
+    with pytest.raises(fnmodels.ConfigError, match="logit_wobble"):
+        read({**case.values, "logit_wobble": 0.5})
+    assert read({**case.values, "logit_wobble": None}) == case.config
+    with pytest.raises(fnmodels.UnsupportedError, match="of_my_own"):
+        read({**case.values, "model_type": "of_my_own"})
