@@ -49,7 +49,7 @@ def make_step(
         the step passes remat and compile="block" there, and where it has `layout`, the batch's
         `fnmodels.document_layout`, made on the host. What a functools.partial has bound already stays.
     accumulate: the rows of the batch are taken in this many parts, as equal as can be; gradients are summed in fp32 at
-        least, and the division by the number of valid tokens comes once, at the end, so any split gives the same step.
+        least and divided once by the number of valid tokens of the whole batch, so that any split gives the same step.
     clip: the largest global norm of the gradient; None: none.
     remat: "none"; "full": a layer keeps its input only; "every:N": every Nth layer of each kind does; "selective":
         layers keep the results of matmuls and attention and recompute what lies between.
@@ -89,23 +89,27 @@ def make_step(
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
         train = trainable_mask(state.params, optimizer.trainable)
         first, *rest = _parts(batch, accumulate)
-        total, count, aux, grads = _gradients(run, state.params, train, first, keywords(first))
+        gradients = functools.partial(_gradients, run, state.params, train, divide=not rest)
+        total, count, aux, grads = gradients(first, keywords(first))
         if rest:
             grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
         for part in rest:
-            part_total, part_count, part_aux, part_grads = _gradients(run, state.params, train, part, keywords(part))
+            part_total, part_count, part_aux, part_grads = gradients(part, keywords(part))
             total, count = total + part_total, count + part_count
             aux = tree.map(torch.add, aux, part_aux)
             for into, grad in zip(grads, part_grads, strict=True):
                 into.add_(grad)
             del part_grads  # before the next part makes its own
         with torch.no_grad():
-            valid = count.clamp(min=1).to(torch.promote_types(total.dtype, torch.float32))
-            scale = 1 / valid
-            loss, norm = total / valid, global_norm(grads) * scale
+            loss, norm = total / _valid(total, count), global_norm(grads)
+            scale = 1 / _valid(total, count) if rest else torch.ones_like(norm)
+            norm = norm * scale
             finite = loss.isfinite() & norm.isfinite()
-            for grad in grads:
-                grad.mul_(scale if clip is None else scale * clip_factor(norm, clip))
+            if clip is not None:
+                scale = scale * clip_factor(norm, clip)
+            if rest or clip is not None:
+                for grad in grads:
+                    grad.mul_(scale)
             metrics = {"loss": loss, "count": count, "grad_norm": norm, "lr": _rate(optimizer, state), "finite": finite}
             if aux is not None:
                 metrics["aux"] = aux
@@ -115,9 +119,12 @@ def make_step(
 
 
 def _gradients(
-    loss_fn: LossFn, params: Tree, train: Tree, batch: Batch, extras: dict[str, Any]
+    loss_fn: LossFn, params: Tree, train: Tree, batch: Batch, extras: dict[str, Any], *, divide: bool
 ) -> tuple[Tensor, Tensor, Tree, list[Tensor]]:
-    """(sum, count, aux, gradients of the sum for the leaves that train, which nothing else refers to)."""
+    """(sum, count, aux, gradients for the leaves that train, which nothing else refers to).
+
+    divide: gradients of sum / count rather than of the sum; dividing on the way in saves a pass over all of them.
+    """
     leaves: list[Tensor] = []
 
     def leaf(param: Tensor, trains: bool) -> Tensor:
@@ -129,9 +136,15 @@ def _gradients(
     total, count, *aux = loss_fn(tree.map(leaf, params, train), batch, **extras)
     if total.ndim or not isinstance(count, Tensor) or len(aux) > 1:
         raise ValueError("The loss function must return (sum, count) or (sum, count, aux), sum and count 0-d tensors.")
-    grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    slope = 1 / _valid(total, count).to(total.dtype) if divide else None
+    grads = torch.autograd.grad(total, leaves, slope, allow_unused=True, materialize_grads=True)
     taken = {t.untyped_storage().data_ptr() for t in (*leaves, *tree.leaves(batch)) if isinstance(t, Tensor)}
     return total.detach(), count.detach(), tree.map(Tensor.detach, aux[0]) if aux else None, _own(grads, taken)
+
+
+def _valid(total: Tensor, count: Tensor) -> Tensor:
+    """The count as a divisor: at least 1, so that nothing over nothing is 0."""
+    return count.clamp(min=1).to(torch.promote_types(total.dtype, torch.float32))
 
 
 def _own(grads: tuple[Tensor, ...], taken: set[int]) -> list[Tensor]:
