@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .mask import Layout, Mask, MaskLike
@@ -51,9 +52,16 @@ def _block_mask_to_dense(mask: Any) -> Tensor:
         ) from error
 
 
+TILE = 128  # queries and keys that FlexAttention treats as one
+ELEMENTS = 1 << 26  # of the predicate, evaluated at a time
+
+
 def to_block_mask(mask: MaskLike) -> Any:
-    """FlexAttention's BlockMask of a `Mask` (a BlockMask is returned as it is). Memory Q x K while it is made."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """FlexAttention's BlockMask of a `Mask` (a BlockMask is returned as it is).
+
+    Equal to `create_block_mask(mask.mask_mod(), ...)`, which needs memory Q x K: here a few rows of tiles at a time.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     if is_block_mask(mask):
         return mask
@@ -62,9 +70,23 @@ def to_block_mask(mask: MaskLike) -> Any:
             f"A BlockMask is made of a fnmodels.Mask, not of a {type(mask).__name__}, which has no predicate to give; "
             'kernel="sdpa" takes dense masks.'
         )
-    (rows, queries), (kv_rows, keys) = mask.q_positions.shape, mask.kv_positions.shape
-    batch = max(rows, kv_rows, mask.q_segments.shape[0], mask.kv_segments.shape[0])
-    return create_block_mask(mask.mask_mod(), batch, None, queries, keys, device=mask.q_positions.device)
+    queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]
+    step = TILE * max(1, ELEMENTS // (TILE * keys * mask.q_positions.shape[0]))
+    touched, full = [], []
+    for begin in range(0, queries, step):
+        seen = mask.part(slice(begin, begin + step), slice(None)).dense()  # [B, 1, q, K]
+        seen = F.pad(seen, (0, -keys % TILE, 0, -seen.shape[2] % TILE))
+        tiles = seen.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
+        touched.append(tiles.any(dim=5).any(dim=3))
+        full.append(tiles.all(dim=5).all(dim=3))
+    whole = torch.cat(full, dim=2)
+    listed = (*_listed(torch.cat(touched, dim=2) & ~whole), *_listed(whole))
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=TILE, mask_mod=mask.mask_mod(), seq_lengths=(queries, keys))
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [B, 1, q, k] as the count per row of tiles, and their indices before all others."""
+    return tiles.sum(dim=-1, dtype=torch.int32), tiles.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
 @dataclass(frozen=True)

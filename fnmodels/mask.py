@@ -43,6 +43,22 @@ class Mask:
         kv = Tokens(self.kv_positions[..., None, :], self.kv_segments[..., None, :], _last(self.kv_spans, -2))
         return self.allowed(q, kv)[..., None, :, :]
 
+    def part(self, q: slice, kv: slice, rows: slice = slice(None)) -> Mask:
+        """The mask of some queries and keys, and of some rows where they differ."""
+
+        def cut(tensor: Tensor, which: slice) -> Tensor:
+            return tensor[rows if tensor.shape[0] > 1 else slice(None), which]
+
+        return Mask(
+            cut(self.q_positions, q),
+            cut(self.q_segments, q),
+            cut(self.kv_positions, kv),
+            cut(self.kv_segments, kv),
+            None if self.q_spans is None else cut(self.q_spans, q),
+            None if self.kv_spans is None else cut(self.kv_spans, kv),
+            self.rule,
+        )
+
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """FlexAttention's form of the predicate, over (batch, head, query index, key index)."""
 
@@ -144,9 +160,16 @@ def layout(masks: Mapping[str, MaskLike]) -> Layout | None:
     `split`.
     """
     data = list({id(mask): mask for mask in masks.values() if isinstance(mask, Mask)}.values())
-    if not data or any(m.q_positions is not m.kv_positions or m.q_segments is not m.kv_segments for m in data):
+    if not data:
         return None
-    first = data[0]
-    if any(m.q_positions is not first.q_positions or m.q_segments is not first.q_segments for m in data[1:]):
-        return None
-    return document_layout(first.q_positions, first.q_segments)
+    positions, segments = data[0].q_positions, data[0].q_segments
+    for m in data:
+        for one, other in (
+            (positions, m.q_positions),
+            (positions, m.kv_positions),
+            (segments, m.q_segments),
+            (segments, m.kv_segments),
+        ):
+            if one is not other and not torch.equal(one, other):
+                return None
+    return document_layout(positions, segments)

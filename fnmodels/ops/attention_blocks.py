@@ -118,7 +118,8 @@ def _independent(rule: Rule, first: int, length: int) -> list[tuple[int, int]]:
 def block_size(reach: int, length: int) -> int:
     """How many of `length` queries to take at a time, if each sees `reach` keys.
 
-    Measured: with a quarter of the reach a quarter too much is computed, and calls are long enough to hide their cost.
+    Measured: from 64 to half of the reach it matters little, between what is computed in vain (as much as the block is
+    long) and the cost of a call. Larger blocks hold fewer copies of keys for the backward: here five.
     """
     size = min(max(64, reach // 4), 1024)
     return length if size + reach >= length and length <= 1024 else size
@@ -168,31 +169,15 @@ class _Builder:
             return rule == Causal(), None
         period = rule.period()
         if not period:  # more than positions counts: this place's own mask
-            self.masks.append(_cut(self.mask, row, start, q, kv).dense())
+            here, there = (slice(start + begin, start + begin + count) for begin, count in (q, kv))
+            rows = slice(None) if row is None else slice(row, row + 1)
+            self.masks.append(self.mask.part(here, there, rows).dense())
             return False, len(self.masks) - 1
         key = (rule, (first + kv[0]) % period, q[0] - kv[0], q[1], kv[1])
         if key not in self.known:
             self.known[key] = len(self.masks)
             self.masks.append(_by_position(*key, device=self.mask.q_positions.device))
         return False, self.known[key]
-
-
-def _cut(mask: Mask, row: int | None, start: int, q: Part, kv: Part) -> Mask:
-    """The part of a mask for these queries and keys; row None for all rows."""
-
-    def cut(tensor: Tensor, part: Part) -> Tensor:
-        rows = slice(None) if row is None else slice(row, row + 1) if tensor.shape[0] > 1 else slice(0, 1)
-        return tensor[rows, start + part[0] : start + part[0] + part[1]]
-
-    return Mask(
-        cut(mask.q_positions, q),
-        cut(mask.q_segments, q),
-        cut(mask.kv_positions, kv),
-        cut(mask.kv_segments, kv),
-        None if mask.q_spans is None else cut(mask.q_spans, q),
-        None if mask.kv_spans is None else cut(mask.kv_spans, kv),
-        mask.rule,
-    )
 
 
 def _by_position(rule: Rule, first: int, ahead: int, queries: int, keys: int, *, device: torch.device) -> Tensor:

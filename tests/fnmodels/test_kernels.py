@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jacfwd, jacrev, jvp, linearize, vmap
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
@@ -217,6 +218,9 @@ def test_masks_in_other_forms(rule: str, rows: str) -> None:
     wanted = attention(q, k, v, mask, kernel="math", scale=0.4)
     block_mask = to_block_mask(mask)
     assert to_block_mask(block_mask) is block_mask
+    created = create_block_mask(mask.mask_mod(), len(ROWS[rows]), None, S, S, device="cpu")
+    for one, other in zip(block_mask.as_tuple(), created.as_tuple(), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else callable(one) or one == other
     assert torch.equal(to_dense(block_mask), mask.dense())
     for form, kernel in itertools.product((mask.dense(), block_mask), ("math", "sdpa", "auto")):
         assert worst([attention(q, k, v, form, kernel=kernel, scale=0.4, layout=layout)], [wanted]) < 1e-5
@@ -278,6 +282,24 @@ def test_offsets_of_documents(
     assert packed.offsets.dtype == torch.int32 and packed.offsets.tolist() == offsets
     assert (packed.tokens if packed.tokens is None else packed.tokens.tolist()) == tokens
     assert packed.longest == longest
+
+
+def test_a_block_mask_takes_memory_linear_in_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fnmodels.convert, "ELEMENTS", 1 << 18)
+    positions = torch.arange(2048)[None]
+    mask = build_mask(Causal() & Window(300), positions, torch.ones_like(positions))
+    with Largest() as largest:
+        block_mask = to_block_mask(mask)
+    assert largest.numel <= 1 << 18
+    assert torch.equal(to_dense(block_mask), to_dense(mask))
+
+
+def test_a_layout_of_copied_masks() -> None:
+    """Another device, another process: the tensors are equal, not the same."""
+    mask, layout = mask_of("causal", "documents, differing rows")
+    copy = fnmodels.tree.map(torch.clone, mask)
+    assert fnmodels.layout({"full": mask, "sliding": copy}) == layout
+    assert fnmodels.layout({"full": mask, "sliding": fnmodels.permute(mask, torch.arange(S).flip(0))}) is None
 
 
 def test_a_layout_knows_where_positions_begin() -> None:
