@@ -3,6 +3,7 @@
     python benchmarks/train_step.py                      all contenders, fp32 and bf16
     python benchmarks/train_step.py --quick              one short round, to see that everything runs
     python benchmarks/train_step.py --dtype float32 --contenders fnmodels transformers
+    python benchmarks/train_step.py --readme             also renews the README's tables and chart
 
 Every contender is a process of its own (contenders.py) that stays alive; each in turn takes a few steps, A B C, A B C,
 ..., so that a slow minute of the machine hits all of them. Reported are medians over all timed steps and ratios of
@@ -51,6 +52,7 @@ CONTENDERS: dict[str, tuple[str, bool]] = {
     "litgpt compiled": ("litgpt", True),
     "JAX jit": ("jax", True),
 }
+MARKERS = ("<!-- bench:train_step -->", "<!-- /bench:train_step -->")
 PAIRS = (("fnmodels", "transformers"), ("fnmodels block-compiled", "transformers compiled"))
 # Largest accepted distance of the updated weights, |ours - theirs| / |theirs - start|. AdamW's first update is about
 # lr * sign(gradient), so that a gradient near zero may flip; in bf16 gradients differ by rounding, about 2^-8.
@@ -259,23 +261,41 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    head = ("dtype", "contender", "tokens/s", "x transformers eager", "of matmul peak", "peak memory", "above imports")
-    lines = [f"| {' | '.join(head)} | first step |", "|---|---|---:|---:|---:|---:|---:|---:|"]
-    for result in results:
-        rows = result["contenders"]
-        base = rows.get("transformers", {}).get("tokens_per_second")
-        for name, row in rows.items():
-            speed, share = row["tokens_per_second"], row["share_of_matmul_peak"]
-            lines.append(
-                f"| {result['dtype']} | {name} | {speed:,.0f} | {f'{speed / base:.2f}' if base else '-'} "
-                f"| {f'{share:.0%}' if share else '-'} | {row['peak_bytes'] / 2**20:,.0f} MiB "
-                f"| {row['peak_bytes_above_imports'] / 2**20:,.0f} MiB | {row['first_step_seconds']:.1f} s |"
-            )
-    lines += ["", "| dtype | pair | speed | peak memory |", "|---|---|---:|---:|"]
-    for result in results:
-        for pair, ratio in result["ratios"].items():
-            lines.append(f"| {result['dtype']} | {pair} | {ratio['speed']:.2f}x | {ratio['peak']:.2f}x |")
+    """Two Markdown tables: what each contender does, and ours over theirs; the dtypes side by side."""
+    dtypes = [result["dtype"] for result in results]
+    names = [name for name in CONTENDERS if any(name in result["contenders"] for result in results)]
+    rows = [[name, *(_cells(result["contenders"].get(name)) for result in results)] for name in names]
+    columns = " | ".join(f"{dtype}: tokens/s | of matmul peak | peak memory | first step" for dtype in dtypes)
+    lines = [f"| | {columns} |", "|---|" + "---:|" * 4 * len(dtypes)]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    pairs = [pair for pair in results[0]["ratios"] if all(pair in result["ratios"] for result in results)]
+    if pairs:
+        columns = " | ".join(f"{dtype}: speed | peak memory" for dtype in dtypes)
+        lines += ["", f"| ours / theirs | {columns} |", "|---|" + "---:|" * 2 * len(dtypes)]
+    for pair in pairs:
+        found = [result["ratios"][pair] for result in results]
+        cells = [f"{one['speed']:.2f}x | {one['peak']:.2f}x" for one in found]
+        lines.append(f"| {' | '.join([pair, *cells])} |")
     return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "- | - | - | -"
+    speed, share = row["tokens_per_second"], row["share_of_matmul_peak"]
+    memory, first = row["peak_bytes"] / 2**20, row["first_step_seconds"]
+    return f"{speed:,.0f} | {f'{share:.0%}' if share else '-'} | {memory:,.0f} MiB | {first:.1f} s"
+
+
+def into_readme(text: str, picture: Path, readme: Path) -> None:
+    """Put the tables and the chart between the README's two markers."""
+    opening, closing = MARKERS
+    before, start, rest = readme.read_text().partition(opening)
+    _, end, after = rest.partition(closing)
+    if not end:
+        raise SystemExit(f"{readme} has no lines {opening} and {closing}.")
+    block = f"\n{text}\n\n![tokens per second]({picture.resolve().relative_to(readme.parent).as_posix()})\n"
+    readme.write_text(before + start + block + end + after)
 
 
 def chart(results: list[dict[str, Any]], path: Path) -> None:
@@ -337,6 +357,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one round of one step, nothing written")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for train_step.json, .md and .png")
+    parser.add_argument("--readme", action="store_true", help="also put tables and chart between the README's markers")
     for library in ("litgpt", "jax"):
         default = os.environ.get(f"FNMODELS_BENCH_{library.upper()}", sys.executable)
         parser.add_argument(
@@ -368,6 +389,8 @@ def main(argv: list[str] | None = None) -> None:
         (options.out / "train_step.md").write_text(text + "\n")
         chart(results, options.out / "train_step.png")
         print(f"\nwritten to {options.out}: train_step.json, train_step.md, train_step.png")
+        if options.readme:
+            into_readme(text, options.out / "train_step.png", HERE.resolve().parent / "README.md")
 
 
 if __name__ == "__main__":
