@@ -1,0 +1,107 @@
+"""torch.compile takes the model as one graph, and one compilation of a block serves all layers of its kind.
+
+With the backend "aot_eager", which captures forward and backward and generates no code.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fnmodels
+from tests.support import (
+    Batch,
+    Case,
+    batch_of,
+    forward,
+    generic_params,
+    gradients,
+    off,
+    richest,
+    segments,
+    summed_loss,
+    tokens_of,
+    trainable,
+)
+
+every_family = pytest.mark.parametrize("case", richest(), ids=str)
+pytestmark = pytest.mark.slow
+MIXED, OTHER = segments((-3, 5, 4), (12,), (7, 1, -4)), segments((12,), (2, 9, -1), (-11, 1))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def deep(case: Case, layers: int) -> Any:
+    """The case's model with as many layers, repeating the kinds that it has."""
+    repeats = {
+        field.name: tuple(value[i % len(value)] for i in range(layers))
+        for field in dataclasses.fields(case.config)
+        if isinstance(value := getattr(case.config, field.name), tuple) and len(value) == case.config.num_hidden_layers
+    }
+    return dataclasses.replace(case.config, num_hidden_layers=layers, **repeats)
+
+
+@every_family
+def test_prepare_and_forward_are_one_graph(case: Case) -> None:
+    """F10: with backward, equal to eager. No second compilation for an equal config, other values or other masks."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def loss(weights: Any, batch: Any, labels: Tensor, config: Any) -> Tensor:
+        prepared = Batch(config, *batch, length=24).prepared()
+        return summed_loss(fnmodels.forward(weights, *prepared, config=config), labels)
+
+    compiled = torch.compile(loss, backend=counter, fullgraph=True)
+    weights = trainable(generic_params(case.config))
+    first, second = batch_of(case.config, MIXED), batch_of(case.config, OTHER, seed=1)
+    equal = dataclasses.replace(case.config)
+    assert equal is not case.config and equal == case.config
+    for batch, config in ((first, case.config), (second, equal)):
+        given = (batch.tokens, batch.positions, batch.segment_ids)
+        got = compiled(weights, given, batch.labels, config)
+        wanted = loss(weights, given, batch.labels, config)
+        assert off(got, wanted) < 1e-5
+        assert off(gradients(got, weights), gradients(wanted, weights)) < 1e-4
+    assert counter.frame_count == 1
+
+
+@every_family
+def test_a_plain_layout_is_one_graph(case: Case) -> None:
+    """What the compiled train step passes: rows that are one document each."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(partial(fnmodels.forward, config=case.config), backend=counter, fullgraph=True)
+    weights = generic_params(case.config)
+    for seed in range(2):
+        prepared = fnmodels.prepare(case.config, tokens_of(case.config, 2, 10, seed=seed), length=24)
+        layout = fnmodels.layout(prepared[1])
+        assert layout is not None and layout.plain
+        wanted = forward(weights, prepared, config=case.config, kernel="math")
+        assert off(compiled(weights, *prepared, layout=layout), wanted) < 1e-5
+    assert counter.frame_count == 1
+
+
+@every_family
+def test_one_compilation_of_the_block_for_sixteen_layers(case: Case) -> None:
+    """F10: each kind once, forward and backward, because a block receives its own layer's subtree and no index."""
+    config = deep(case, 16)
+    counter = CompileCounterWithBackend("aot_eager")
+    weights, batch = trainable(generic_params(config)), batch_of(config, MIXED)
+    blocks: dict[str, Any] = {}
+
+    def once(block: Any) -> Any:
+        return blocks.setdefault(block.keywords["kind"], torch.compile(block, backend=counter, fullgraph=True))
+
+    wanted = summed_loss(batch.forward(weights), batch.labels)
+    got = summed_loss(fnmodels.forward(weights, *batch.prepared(), config=config, layer_fn=once), batch.labels)
+    assert off(got, wanted) < 1e-4
+    assert off(gradients(got, weights), gradients(wanted, weights)) < 1e-3  # sixteen layers of noise
+    assert 1 <= counter.frame_count <= len(set(fnmodels.family_of(config).kinds(config)))
