@@ -79,6 +79,13 @@ def materialize(mask: MaskLike, kernel: str, layout: Layout | None) -> Any:
         raise ValueError(f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}.")
     if isinstance(mask, Plan):
         return mask
+    if isinstance(mask, Mask) and layout is not None:
+        lengths = (mask.q_positions.shape[1], mask.kv_positions.shape[1])
+        if lengths != (layout.length, layout.length):
+            raise ValueError(
+                f"The layout describes rows of {layout.length} tokens, the mask {lengths[0]} queries and "
+                f"{lengths[1]} keys: make it of this batch, or leave it out."
+            )
     if kernel == "auto":
         device = mask.q_positions.device.type if isinstance(mask, Mask) else "cpu"
         kernel, _ = _choose(mask, layout, device, torch.bfloat16, softcap=False, sinks=False)
