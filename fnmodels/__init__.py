@@ -32,6 +32,7 @@ from fnmodels.leaf import Constant, Leaf, Normal
 from fnmodels.mask import Layout, Mask, build_mask, document_layout, layout
 from fnmodels.ops.attention import explain_kernel
 from fnmodels.packing import pack, unpack
+from fnmodels.per_sample import per_sample_gradients
 from fnmodels.presets import preset, presets
 from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
 from fnmodels.segments import (
@@ -73,6 +74,7 @@ __all__ = [
     "hidden",
     "layout",
     "pack",
+    "per_sample_gradients",
     "permute",
     "positions_from_segments",
     "prepare",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -47,8 +48,32 @@ def pytree(cls: type[_T]) -> type[_T]:
         unflatten,
         flatten_with_keys_fn=flatten_with_keys,
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        to_dumpable_context=_to_json,
+        from_dumpable_context=_from_json,
     )
     return cls
+
+
+def _to_json(value: Any) -> Any:
+    """Context as torch.export.save writes it: numbers, strings, None, tuples and frozen dataclasses of these."""
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"module": type(value).__module__, "class": type(value).__qualname__, "fields": fields}
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_from_json(item) for item in value)
+    if isinstance(value, dict):
+        # Only among what is imported already: a file must not decide what gets imported.
+        cls = getattr(sys.modules.get(value["module"]), value["class"], None)
+        if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
+            raise ValueError(f"{value['module']}.{value['class']} is no dataclass that is imported here.")
+        return cls(**{name: _from_json(item) for name, item in value["fields"].items()})
+    return value
 
 
 def _fields(node: Any) -> tuple[list[str], list[str]]:

@@ -1,0 +1,108 @@
+"""Per-sample gradients in one backward pass equal vmap(grad) over rows, for every family; what is refused says why."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, vmap
+
+import fnmodels
+from fnmodels import tree
+from tests.support import Case, batch_of, cases, forward, generic_params, segments, structures, summed_loss
+
+ROWS = segments((7,), (3, 4), (-2, 5))
+
+
+def problem(case: Case, kernel: str = "math", dtype: torch.dtype = torch.float64) -> tuple[Any, Any, Any]:
+    """(params, batch, loss)."""
+    drawn = batch_of(case.config, ROWS)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        prepared, labels = batch
+        return summed_loss(forward(params, prepared, config=case.config, kernel=kernel), labels)
+
+    return generic_params(case.config, dtype), (drawn.prepared(), drawn.labels), loss
+
+
+def assert_same(got: Any, want: Any, tolerance: float) -> None:
+    for (path, a), b in zip(tree.flatten(got).items(), tree.leaves(want), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype, path
+        assert float((a.double() - b.double()).abs().max()) <= tolerance * max(1.0, float(b.abs().max())), path
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_equals_vmap_grad(case: Case) -> None:
+    params, batch, loss = problem(case)
+    want = vmap(grad(loss), in_dims=(None, 0))(params, fnmodels.rows(batch))
+    # every number of an earlier result is overwritten
+    old = tree.map(lambda t: t.new_full((len(ROWS), *t.shape), float("nan")), params)
+    got, value = fnmodels.per_sample_gradients(loss, params, batch, out=old)
+    assert got is old and not value.requires_grad
+    assert_same(got, want, 1e-10)
+    torch.testing.assert_close(value, loss(params, batch))
+    assert_same(fnmodels.per_sample_gradients(loss, params, batch)[0], want, 1e-10)
+
+
+@pytest.mark.parametrize("case", structures(), ids=str)
+def test_any_kernel_with_the_layout_of_the_whole_batch(case: Case) -> None:
+    want = fnmodels.per_sample_gradients(*_ordered(problem(case)))[0]
+    assert_same(fnmodels.per_sample_gradients(*_ordered(problem(case, "auto")))[0], want, 1e-9)
+
+
+@pytest.mark.parametrize("case", structures(), ids=str)
+def test_low_precision(case: Case) -> None:
+    """As far from vmap(grad) as sums in another order are: bf16 has 8 bits."""
+    params, batch, loss = problem(case, dtype=torch.bfloat16)
+    want = vmap(grad(loss), in_dims=(None, 0))(params, fnmodels.rows(batch))
+    got = fnmodels.per_sample_gradients(loss, params, batch)[0]
+    for (path, a), b in zip(tree.flatten(got).items(), tree.leaves(want), strict=True):
+        assert a.dtype is torch.bfloat16
+        assert float((a.double() - b.double()).norm()) <= 0.1 * float(b.double().norm()) + 0.05, path
+
+
+def _ordered(problem: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    params, batch, loss = problem
+    return loss, params, batch
+
+
+def test_a_parameter_the_loss_does_not_read_gets_zeros() -> None:
+    params = {"used": torch.randn(3, 2), "unused": torch.randn(4)}
+    old = {"used": torch.full((5, 3, 2), float("nan")), "unused": torch.full((5, 4), float("nan"))}
+    got, _ = fnmodels.per_sample_gradients(lambda p, x: F.linear(x, p["used"]).sum(), params, torch.ones(5, 2), out=old)
+    assert torch.equal(got["unused"], torch.zeros(5, 4)) and torch.equal(got["used"], torch.ones(5, 3, 2))
+
+
+class _Unseen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
+        return slope, slope.sum().expand(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda p, x: (x @ p["w"]).sum(), "matmul reads the parameters \\['w'\\]"),
+        (lambda p, x: F.linear(x, p["w"].T).sum(), "reads the parameters"),
+        (lambda p, x: torch.stack([p["w"]]).sum() + x.sum(), "stack reads the parameters"),
+        (lambda p, x: F.linear(x[None], p["w"]).sum(), "does not have the 3 rows in dimension 0"),
+        (lambda p, x: F.embedding(torch.ones(3, 1).long(), p["w"], padding_idx=0).sum(), "embedding reads"),
+        (lambda p, x: _Unseen.apply(x, p["w"]).sum(), "'w' is read by an operation that cannot be seen"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(function: Any, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        fnmodels.per_sample_gradients(function, {"w": torch.randn(4, 4)}, torch.randn(3, 4, requires_grad=True))
+
+
+def test_wrong_arguments() -> None:
+    params = {"w": torch.randn(4, 4)}
+    with pytest.raises(ValueError, match="sum over the rows"):
+        fnmodels.per_sample_gradients(lambda p, x: F.linear(x, p["w"]).sum(1), params, torch.randn(3, 4))
+    with pytest.raises(ValueError, match="the sizes are \\[2, 3\\]"):
+        fnmodels.per_sample_gradients(lambda p, b: b[0].sum(), params, [torch.randn(3, 4), torch.randn(2, 4)])
