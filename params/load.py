@@ -22,7 +22,7 @@ from fnmodels.errors import CheckpointError, ConfigError, MismatchError
 from fnmodels.families import family_for
 from fnmodels.tree import Tree
 from params.files import plain_file, read_json
-from params.format import Entry, TensorFile, map_file, mapped_tensor, read_tensor
+from params.format import Entry, TensorFile, map_file, mapped_tensor, read_tensor, scratch
 from params.index import listed, open_folder
 from params.init import leaf_dtype
 from params.names import LEFTOVERS, Slot, by_name, dtype_class, slots, ties
@@ -61,11 +61,12 @@ def load_pretrained(
         found = open_folder(folder, stack)
         _compare(folder, expected, tied, found)
         mappings: dict[Path, mmap.mmap] = {}
+        buffer = scratch()
         _check_ties(tied, found, mappings)
         made = {}
         for name, parts in expected.items():
             # what lies in one tensor was declared alike, so one dtype serves all
-            whole = _tensor(*found[name], mappings, _target(parts[0], dtype), device, copy)
+            whole = _tensor(*found[name], mappings, _target(parts[0], dtype), device, copy, buffer)
             for slot in parts:
                 made[slot.path] = take(slot.stored, whole)
     return config, tree.unflatten({slot.path: made[slot.path] for slot in parameters})
@@ -156,13 +157,14 @@ def _tensor(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     copy: bool,
+    buffer: Tensor,
 ) -> Tensor:
     """One tensor of a file, mapped where it can stay as and where it is."""
     stays = dtype in (None, entry.dtype) and torch.device(device or "cpu").type == "cpu"
     if stays and not copy:
         return mapped_tensor(_mapping(mappings, file), entry)
     # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
-    return read_tensor(file, entry, dtype).to(device or "cpu")
+    return read_tensor(file, entry, dtype, buffer).to(device or "cpu")
 
 
 def _mapping(mappings: dict[Path, mmap.mmap], file: TensorFile) -> mmap.mmap:
