@@ -378,7 +378,7 @@ def test_a_window_over_131072_tokens() -> None:
     length = 131_072
     positions = torch.arange(length)[None]
     with Largest() as largest:
-        mask = build_mask(Causal() & Window(128), positions, torch.ones_like(positions))
+        mask = build_mask(Causal() & Window(512), positions, torch.ones_like(positions))
         layout = fnmodels.layout({"sliding": mask})
         plan = materialize(mask, "auto", layout)
         q, k, v = (torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3))
