@@ -1,0 +1,88 @@
+"""The attention function against one query at a time. What each kernel does with each mask stands in test_kernels."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fnmodels import Causal, build_mask
+from fnmodels.ops.attention import attention
+
+
+def slow(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=v.dtype)
+    group = q.shape[2] // k.shape[2]
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            for n in range(q.shape[2]):
+                keys = [u for u in range(k.shape[1]) if allowed[b % allowed.shape[0], 0, t, u]]
+                scores = [scale * float(q[b, t, n] @ k[b, u, n // group]) for u in keys]
+                if softcap is not None:
+                    scores = [softcap * math.tanh(score / softcap) for score in scores]
+                weights = [math.exp(score) for score in scores]
+                total = sum(weights) + (0.0 if sinks is None else math.exp(float(sinks[n])))
+                for u, weight in zip(keys, weights, strict=True):
+                    out[b, t, n] += weight / total * v[b, u, n // group]
+    return out
+
+
+def draw(batch: int = 2, queries: int = 5, keys: int = 5, heads: int = 4, groups: int = 2, v_width: int = 3) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, queries, heads, 6), (batch, keys, groups, 6), (batch, keys, groups, v_width))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sink", [False, True])
+def test_math(groups: int, softcap: float | None, sink: bool) -> None:
+    q, k, v = draw(groups=groups)
+    segment_ids = torch.tensor([[0, 1, 1, 2, 2], [1, 1, 1, 1, 0]])
+    mask = build_mask(Causal(), torch.tensor([[0, 0, 1, 0, 1], [0, 1, 2, 3, 4]]), segment_ids)
+    sinks = torch.randn(4, dtype=torch.float64) if sink else None
+    got = attention(q, k, v, mask, kernel="math", scale=0.7, softcap=softcap, sinks=sinks)
+    torch.testing.assert_close(got, slow(q, k, v, mask.dense(), 0.7, softcap, sinks))
+    assert not got[0, 0].any() and not got[1, 4].any()  # a query without keys
+    assert torch.equal(got, attention(q, k, v, mask.dense(), kernel="math", scale=0.7, softcap=softcap, sinks=sinks))
+
+
+@pytest.mark.parametrize("kernel", ["math", "sdpa", "auto"])
+def test_other_queries_than_keys(kernel: str) -> None:
+    """As in decoding: the last two of seven tokens ask."""
+    q, k, v = draw(queries=2, keys=7)
+    allowed = torch.ones(2, 7, dtype=torch.bool).tril(5)[None, None]
+    torch.testing.assert_close(
+        attention(q, k, v, allowed, kernel=kernel, scale=0.4), slow(q, k, v, allowed, 0.4, None, None)
+    )
+
+
+@pytest.mark.parametrize("kernel", ["math", "sdpa"])
+def test_large_scores_and_no_key(kernel: str) -> None:
+    """No overflow, and zero gradient where there is nothing to see."""
+    q, k, v = ((1e3 * t).requires_grad_() for t in draw())
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril(-1)[None, None]
+    out = attention(q, k, v, allowed, kernel=kernel, scale=1.0)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert out.isfinite().all() and not out[:, 0].any()
+    assert all(g.isfinite().all() for g in grads) and not grads[0][:, 0].any() and not grads[2][:, 4].any()
+
+
+@pytest.mark.parametrize("kernel", ["math", "sdpa"])
+def test_sums_in_single_precision(kernel: str) -> None:
+    """bf16 in and out, with the softmax in fp32: off by the rounding of what comes in and goes out."""
+    q, k, v = draw()
+    allowed = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    low = [t.bfloat16() for t in (q, k, v)]
+    out = attention(*low, allowed, kernel=kernel, scale=0.5)
+    want = slow(*(t.double() for t in low), allowed, 0.5, None, None)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+
+
+def test_an_unknown_kernel_is_named() -> None:
+    q, k, v = draw()
+    with pytest.raises(ValueError, match="'quick' is unknown; known are auto, math"):
+        attention(q, k, v, torch.ones(1, 1, 5, 5, dtype=torch.bool), kernel="quick", scale=1.0)

@@ -1,0 +1,147 @@
+"""`prepare`, the errors of the front, and the one rule of rows, permute and split. Forward is tested on every family."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+import fnmodels
+from fnmodels import llama
+from tests.support import generic_params
+
+CONFIG = llama.Config(
+    vocab_size=17,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+TOKENS = torch.arange(10).view(2, 5)
+
+
+@pytest.mark.parametrize(
+    ("segment_ids", "want"),
+    [
+        (None, [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]),
+        ([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]),
+        ([[1, 1, 1, 0, 0], [0, 3, 3, 3, 0]], [[0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]),
+        ([[0, 0, 0, 0, 0], [0, 0, 0, 0, 1]], [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]),
+        ([[1, 1, 1, 1, 1]], [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]),
+    ],
+)
+def test_positions_of_one_document(segment_ids: list | None, want: list) -> None:
+    ids = None if segment_ids is None else torch.tensor(segment_ids)
+    inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS, segment_ids=ids)
+    assert inputs["positions"].tolist() == want
+    assert torch.equal(inputs["valid"], (torch.ones(2, 5) if ids is None else ids.expand(2, 5)) != 0)
+    assert torch.equal(freqs_cis["full"], llama.freqs_cis(CONFIG, torch.tensor(want))["full"])
+    assert torch.equal(masks["full"].kv_positions, torch.tensor(want))
+
+
+def test_everything_has_the_batch_by_expanding() -> None:
+    given = torch.arange(5)[None]
+    inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS, positions=given, segment_ids=torch.ones_like(given))
+    for tensor in (*inputs.values(), masks["full"].kv_segments, freqs_cis["full"]):
+        assert tensor.shape[:2] == (2, 5)
+    assert inputs["positions"].untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tokens": torch.zeros(5, dtype=torch.long)}, "tokens must be"),
+        ({"positions": torch.zeros(2, 4, dtype=torch.long)}, "positions must be"),
+        ({"positions": torch.zeros(5, dtype=torch.long)}, "positions must be"),
+        ({"segment_ids": torch.ones(3, 5, dtype=torch.long), "positions": TOKENS}, "segment_ids must be"),
+        ({"segment_ids": torch.tensor([[1, 1, 2, 2, 0]])}, "Row 0 holds several documents"),
+    ],
+)
+def test_prepare_refuses(given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fnmodels.prepare(CONFIG, **{"tokens": TOKENS, **given})
+
+
+def test_bare_tokens_and_vectors() -> None:
+    weights = generic_params(CONFIG)
+    inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS)
+    want = fnmodels.forward(weights, inputs, masks, freqs_cis, config=CONFIG)
+    assert torch.equal(fnmodels.forward(weights, TOKENS, masks, freqs_cis, config=CONFIG), want)
+    vectors = weights["embed_tokens"][TOKENS]
+    assert torch.equal(fnmodels.forward(weights, vectors, masks, freqs_cis, config=CONFIG), want)
+    soft, *_ = fnmodels.prepare(CONFIG, vectors)
+    assert torch.equal(fnmodels.forward(weights, soft, masks, freqs_cis, config=CONFIG), want)
+
+
+def test_forward_refuses() -> None:
+    weights = generic_params(CONFIG)
+    inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS)
+    with pytest.raises(ValueError, match="'full' layers, but masks has"):
+        fnmodels.forward(weights, inputs, {"sliding": masks["full"]}, freqs_cis, config=CONFIG)
+    with pytest.raises(ValueError, match="'fast' is unknown"):
+        fnmodels.forward(weights, inputs, masks, freqs_cis, config=CONFIG, kernel="fast")
+    with pytest.raises(TypeError):
+        fnmodels.forward(weights, inputs, config=CONFIG)  # masks and tables have no default
+
+
+def test_a_dense_mask_is_a_mask() -> None:
+    weights = generic_params(CONFIG)
+    inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS)
+    want = fnmodels.forward(weights, inputs, masks, freqs_cis, config=CONFIG, kernel="math")
+    dense = {"full": torch.ones(5, 5, dtype=torch.bool).tril()[None, None]}
+    assert torch.equal(fnmodels.forward(weights, inputs, dense, freqs_cis, config=CONFIG, kernel="math"), want)
+
+
+def test_a_stage_needs_its_own_layers_only() -> None:
+    weights = generic_params(CONFIG)
+    inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS)
+    x = weights["embed_tokens"][TOKENS]
+    middle = fnmodels.run_layers(weights, x, masks, freqs_cis, 0, 1, config=CONFIG)
+    stage = {"layers": {1: weights["layers"][1]}}
+    last = fnmodels.run_layers(stage, middle, masks, freqs_cis, 1, 2, config=CONFIG)
+    assert torch.equal(last, fnmodels.hidden(weights, inputs, masks, freqs_cis, config=CONFIG))
+
+
+def test_a_family_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module that defines the Config is the family; here Llama's with an embedding doubled."""
+    mine = types.ModuleType("mine")
+    mine.__dict__.update({name: getattr(llama, name) for name in dir(llama) if not name.startswith("__")})
+    mine.Config = type("Config", (llama.Config,), {"__module__": "mine"})
+    mine.embed = lambda params, inputs, /, *, config: 2 * llama.embed(params, inputs, config=config)
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    config = mine.Config(**{f: getattr(CONFIG, f) for f in CONFIG.__dataclass_fields__})
+    weights = generic_params(CONFIG)
+    assert fnmodels.family_of(config) is mine
+    got = fnmodels.forward(weights, *fnmodels.prepare(config, TOKENS), config=config)
+    doubled = {**weights, "embed_tokens": 2 * weights["embed_tokens"], "lm_head": weights["lm_head"]}
+    assert torch.equal(got, fnmodels.forward(doubled, *fnmodels.prepare(CONFIG, TOKENS), config=CONFIG))
+
+
+def test_what_is_no_family_is_told() -> None:
+    with pytest.raises(TypeError, match="no function `block`"):
+        fnmodels.family_of(object())
+    with pytest.raises(fnmodels.UnsupportedError, match="'eliza' is not supported; supported are"):
+        fnmodels.family_for("eliza")
+
+
+def test_permute() -> None:
+    order, each = torch.tensor([4, 0, 1, 3, 2]), torch.tensor([[4, 0, 1, 3, 2], [0, 1, 2, 3, 4]])
+    tree = {"tokens": TOKENS, "table": torch.randn(1, 5, 3, 2), "none": None}
+    moved, rows = fnmodels.permute(tree, order), fnmodels.permute(tree, each)
+    assert torch.equal(moved["tokens"], TOKENS[:, order]) and torch.equal(moved["table"], tree["table"][:, order])
+    assert torch.equal(rows["tokens"][0], TOKENS[0, order]) and torch.equal(rows["tokens"][1], TOKENS[1])
+    assert torch.equal(rows["table"][0], tree["table"][0, order]) and torch.equal(rows["table"][1], tree["table"][0])
+    with pytest.raises(ValueError, match=r"'mask'.*dense mask"):
+        fnmodels.permute({"mask": torch.ones(2, 1, 5, 5)}, order)
+    with pytest.raises(ValueError, match=r"'short'.*no sequence of 5"):
+        fnmodels.permute({"short": torch.ones(2, 4)}, order)
+
+
+def test_split_and_rows() -> None:
+    batch = {"tokens": TOKENS, "deep": [torch.randn(2, 5, 3)]}
+    first, second = fnmodels.split(batch, 2)
+    assert torch.equal(torch.cat((first["tokens"], second["tokens"])), TOKENS) and first["deep"][0].shape == (1, 5, 3)
+    with pytest.raises(ValueError, match="'tokens' in 3"):
+        fnmodels.split(batch, 3)
+    assert fnmodels.rows(batch)["deep"][0].shape == (2, 1, 5, 3)

@@ -1,0 +1,41 @@
+"""The gated MLP against its formula."""
+
+import pytest
+import torch
+
+from fnmodels.ops.embed import embed_tokens
+from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
+
+FORMULAS = {
+    "silu": lambda x: x * x.sigmoid(),
+    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
+    "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "relu": lambda x: x.clamp(min=0),
+}
+SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated_mlp(activation: str, biased: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    layer = {name: torch.randn(shape, dtype=torch.float64) for name, shape in _shapes(biased).items()}
+    act, zero = FORMULAS[SAME.get(activation, activation)], torch.zeros(1, dtype=torch.float64)
+    gate = x @ layer["gate_proj"].T + layer.get("gate_bias", zero)
+    up = x @ layer["up_proj"].T + layer.get("up_bias", zero)
+    want = (act(gate) * up) @ layer["down_proj"].T + layer.get("down_bias", zero)
+    torch.testing.assert_close(gated_mlp(layer, x, activation=activation), want)
+
+
+def _shapes(biased: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}
+    return shapes | ({"gate_bias": (8,), "up_bias": (8,), "down_bias": (6,)} if biased else {})
+
+
+def test_embedding() -> None:
+    table, tokens = torch.randn(7, 4), torch.tensor([[0, 6], [3, 3]])
+    assert torch.equal(embed_tokens(table, tokens), table[tokens])
+    assert torch.equal(embed_tokens(table, {"tokens": tokens, "valid": tokens > 0}), table[tokens])
+    vectors = torch.randn(2, 2, 4)
+    assert embed_tokens(table, vectors) is vectors

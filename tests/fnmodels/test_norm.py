@@ -1,0 +1,52 @@
+"""Norms against their formula in plain operations, and where each kind rounds."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight, rms_norm_zero_centered, upcast
+
+EPS = 1e-2
+torch.manual_seed(0)
+X, W, BIAS = torch.randn(3, 5, 12) * 0.3, torch.randn(12), torch.randn(12)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_formulas(dtype: torch.dtype) -> None:
+    x, w, b = X.to(dtype), W.to(dtype), BIAS.to(dtype)
+    centered = x - x.mean(-1, keepdim=True)
+    pairs = [
+        (rms_norm(x, w, eps=EPS), unit(x) * w),
+        (rms_norm(x, None, eps=EPS), unit(x)),
+        (rms_norm_fp32_weight(x, w, eps=EPS), unit(x) * w),
+        (rms_norm_zero_centered(x, w, eps=EPS), unit(x) * (1 + w)),
+        (layer_norm(x, w, b, eps=EPS), unit(centered) * w + b),
+        (layer_norm(x, None, None, eps=EPS), unit(centered)),
+    ]
+    for got, want in pairs:
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want)
+
+
+def test_where_bfloat16_rounds() -> None:
+    x, w, b = X.bfloat16(), W.bfloat16(), BIAS.bfloat16()
+    wide = unit(x.float())
+    assert torch.equal(rms_norm(x, w, eps=EPS), wide.bfloat16() * w)  # before the weight
+    assert torch.equal(rms_norm_fp32_weight(x, w, eps=EPS), (wide * w.float()).bfloat16())  # after it
+    assert torch.equal(rms_norm_zero_centered(x, w, eps=EPS), (wide * (1 + w.float())).bfloat16())
+    assert not torch.equal(rms_norm(x, w, eps=EPS), rms_norm_fp32_weight(x, w, eps=EPS))
+    centered = unit(x.float() - x.float().mean(-1, keepdim=True))
+    assert torch.equal(layer_norm(x, w, b, eps=EPS), (centered * w.float() + b.float()).bfloat16())
+
+
+def test_upcast_never_narrows() -> None:
+    for dtype, wide in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        assert upcast(X.to(dtype)).dtype == wide

@@ -1,0 +1,86 @@
+"""The tree module: dicts matched by key, nodes of frozen dataclasses, paths and back."""
+
+import collections
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree
+
+from fnmodels import tree
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class Node:
+    value: Any
+    other: Any
+    rule: str = tree.static(default="causal")
+
+
+TREE = {"b": [1, {"x": 2}], "a": (3, None), "n": Node(4, None, "window"), "p": Pair(5, 6)}
+
+
+def test_map_keeps_structure() -> None:
+    assert tree.map(lambda v: 10 * v, TREE) == {
+        "b": [10, {"x": 20}],
+        "a": (30, None),
+        "n": Node(40, None, "window"),
+        "p": Pair(50, 60),
+    }
+    assert tree.map(lambda v: v, None) is None and tree.map(lambda v: v + 1, 1) == 2
+
+
+def test_map_matches_dicts_by_key() -> None:
+    assert tree.map(lambda x, y: x - y, {"a": 1, "b": 2}, {"b": 20, "a": 10}) == {"a": -9, "b": -18}
+    assert tree.map(lambda x, y, z: x + y + z, [1], [2], [3]) == [6]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ({"a": {"b": 1}}, {"a": {"c": 1}}, "'a'"),
+        ({"a": [1, 2]}, {"a": [1]}, "a list of 2 against a list of 1"),
+        ([1], (1,), "the root"),
+        ({"a": None}, {"a": 1}, "None against"),
+        (Node(1, 2, "causal"), Node(1, 2, "window"), "the root"),
+        ({"a": [Node(1, 2)]}, {"a": [3]}, "'a.0'"),
+    ],
+)
+def test_differing_trees_are_an_error_which_names_the_place(one: Any, other: Any, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        tree.map(lambda x, y: x, one, other)
+    assert words in str(caught.value)
+
+
+def test_flatten_and_back() -> None:
+    flat = tree.flatten(TREE)
+    assert flat == {"b.0": 1, "b.1.x": 2, "a.0": 3, "n.value": 4, "p.0": 5, "p.1": 6}
+    assert tree.leaves(TREE) == list(flat.values())
+    nested = {"layers": [{"w": 1}, {"w": 2}], "norm": 3}
+    assert tree.unflatten(tree.flatten(nested)) == nested
+    assert tree.unflatten({"a.0": 1, "a.2": 2}) == {"a": {"0": 1, "2": 2}}
+    many = {"layers": list(range(12))}
+    assert tree.unflatten(dict(reversed(tree.flatten(many).items()))) == many
+    assert tree.flatten(7) == {"": 7} and tree.unflatten({"": 7}) == 7
+    assert tree.flatten({"empty": {}, "none": None}) == {}
+
+
+def test_paths_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="without a dot"):
+        tree.flatten({"a.b": 1})
+    for flat in ({"a": 1, "a.b": 2}, {"a.b": 2, "a": 1}):
+        with pytest.raises(ValueError, match="'a"):
+            tree.unflatten(flat)
+
+
+def test_nodes_are_pytrees_of_torch_too() -> None:
+    node = Node(torch.ones(2, 3), None, "window")
+    values, spec = _pytree.tree_flatten(node)
+    assert len(values) == 1 and _pytree.tree_unflatten(values, spec) is not node
+    assert _pytree.tree_unflatten(values, spec).rule == "window"
+    out = torch.func.vmap(lambda n: n.value.sum())(node)
+    assert torch.equal(out, torch.full((2,), 3.0))
