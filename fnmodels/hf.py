@@ -128,10 +128,10 @@ _ROPE_KEYS = {
 }
 
 
-def rope_from_hf(fields: Fields, *, head_dim: int, max_positions: int, theta: float) -> Rope:
-    """One table's `Rope` from either dialect."""
+def rope_from_hf(fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: bool = False) -> Rope:
+    """One table's `Rope` from either dialect; arguments as for `parse_rope`."""
     inner = Fields(rope_values(fields), f"{fields.where}, rope")
-    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta)
+    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta, partial=partial)
 
 
 def rope_values(fields: Fields) -> dict[str, Any]:
@@ -173,15 +173,21 @@ def ropes_by_layer_type(
     return ropes
 
 
-def parse_rope(fields: Fields, *, head_dim: int, max_positions: int, theta: float) -> Rope:
-    """One rope object in Hugging Face's terms, checked."""
+def parse_rope(fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: bool = False) -> Rope:
+    """One rope object in Hugging Face's terms, checked.
+
+    theta: the family's default. partial: whether the family may rotate a part of the head only; where it does not,
+    transformers ignores the factor, or fails, so that it is refused here.
+    """
     if {"rope_type", "type"} <= set(fields.values) and fields.values["rope_type"] != fields.values["type"]:
         raise ConfigError(f"{fields.where}: 'rope_type' and 'type' disagree.")
     fields.take("type", None)
     kind = fields.choice("rope_type", tuple(_ROPE_KEYS), default=fields.values.get("type") or "default")
-    partial = fields.number("partial_rotary_factor", 1.0)
+    if not partial:
+        fields.expect("partial_rotary_factor", 1, 1.0)
+    share = fields.number("partial_rotary_factor", 1.0)
     theta = fields.number("rope_theta", theta)
-    dim = int(head_dim * partial)
+    dim = int(head_dim * share)
     if dim % 2 or not 2 <= dim <= head_dim:
         raise ConfigError(f"{fields.where}: {dim} of {head_dim} head dimensions would rotate; it must be even and fit.")
     known = _ROPE_KEYS[kind]
@@ -210,7 +216,7 @@ def parse_rope(fields: Fields, *, head_dim: int, max_positions: int, theta: floa
     # transformers writes this one beside every kind of a model that was extended; only three kinds read it
     fields.finish(ignored=("original_max_position_embeddings",))
     needs_original = kind not in ("default", "linear")
-    return Rope(theta, kind, partial, original_max_position_embeddings=original if needs_original else 0, **rest)
+    return Rope(theta, kind, share, original_max_position_embeddings=original if needs_original else 0, **rest)
 
 
 def rope_to_hf(rope: Rope) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`prepare`, the errors of the front, and the one rule of rows, permute and split. Forward is tested on every family."""
+"""`prepare`, the errors of the front, and the rule of rows, permute and split. Forward is tested on every family."""
 
 import sys
 import types

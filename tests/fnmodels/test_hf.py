@@ -72,7 +72,7 @@ def test_nothing_is_overlooked() -> None:
 
 
 def _read(values: dict[str, Any], head_dim: int = 8, max_positions: int = 64) -> Rope:
-    return rope_from_hf(Fields(values), head_dim=head_dim, max_positions=max_positions, theta=500.0)
+    return rope_from_hf(Fields(values), head_dim=head_dim, max_positions=max_positions, theta=500.0, partial=True)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -116,7 +116,7 @@ LONG = {"short_factor": [1, 2, 3, 4], "long_factor": [5, 6, 7, 8], "original_max
 def test_ropes(values: dict[str, Any], want: Rope) -> None:
     rope = _read(values)
     assert rope == want
-    assert parse_rope(Fields(rope_to_hf(rope)), head_dim=8, max_positions=64, theta=1.0) == rope
+    assert parse_rope(Fields(rope_to_hf(rope)), head_dim=8, max_positions=64, theta=1.0, partial=True) == rope
 
 
 @pytest.mark.parametrize(
@@ -142,3 +142,10 @@ def test_ropes(values: dict[str, Any], want: Rope) -> None:
 def test_ropes_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         _read(values)
+
+
+def test_a_family_that_rotates_all_refuses_a_part() -> None:
+    given = {"head_dim": 8, "max_positions": 64, "theta": 1.0}
+    assert rope_from_hf(Fields({"partial_rotary_factor": 1}), **given) == Rope(1.0)
+    with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
+        rope_from_hf(Fields({"partial_rotary_factor": 0.5}), **given)

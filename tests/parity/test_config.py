@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 import fnmodels
-from tests.parity.oracle import logits_of
+from tests.parity.oracle import assert_close, logits_of, model_of, params_of
 from tests.support import Case, cases, family_modules, tokens_of, variants_of
 
 WITH_REFERENCE = [case for case in cases() if case.values is not None]
@@ -63,6 +63,23 @@ def test_a_key_left_out_has_the_reference_default(case: Case) -> None:
         except fnmodels.CheckpointError:
             continue  # asked for, which is as good as the right default
         assert ours == _config(AutoConfig.for_model(**values).to_dict()), key
+
+
+@every_case
+def test_a_partial_rotation_is_refused_or_means_the_same(case: Case) -> None:
+    values = copy.deepcopy(case.values)
+    rope = values["rope_parameters"]
+    nested = [inner for inner in rope.values() if isinstance(inner, dict)]
+    for inner in nested or [rope]:
+        inner["partial_rotary_factor"] = 0.5
+    try:
+        config = _config(values)
+    except fnmodels.CheckpointError:
+        return
+    tokens = tokens_of(config, 1, 24)
+    params = params_of(model_of(values), config)
+    ours = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config, kernel="math")
+    assert_close(ours, logits_of(values, tokens))
 
 
 @pytest.mark.parametrize("family", family_modules())
