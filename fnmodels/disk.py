@@ -7,7 +7,8 @@ contiguous or the tensor is transposed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,12 +64,18 @@ def join(parts: Iterable[tuple[Stored, Tensor]]) -> Tensor:
     first, value = parts[0]
     if isinstance(first, str):
         return value
-    out = torch.empty((first.rows, *value.shape[1:]), dtype=value.dtype, device=value.device)
-    blocks = out.unflatten(0, (first.groups, -1))
+    out = torch.empty(disk_shape(first, tuple(value.shape)), dtype=value.dtype, device=value.device)
+    blocks = _rows(first, out).unflatten(0, (first.groups, -1))
     for part, value in parts:
         assert isinstance(part, Part)
         blocks[:, part.start : part.stop] = value.unflatten(0, (first.groups, -1))
-    return out.mT.contiguous() if first.transposed and out.ndim > 1 else out
+    return out
+
+
+def fuse(name: str, rows: Mapping[str, int]) -> dict[str, Part]:
+    """{path: Part} of parameters that lie one after the other in the tensor `name`. rows: {path: how many it has}."""
+    starts, total = itertools.accumulate(rows.values(), initial=0), sum(rows.values())
+    return {path: Part(name, start, start + n, total) for start, (path, n) in zip(starts, rows.items(), strict=False)}
 
 
 def covers(parts: Iterable[Stored]) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import take
+from fnmodels.disk import disk_name, take
 from fnmodels.errors import CheckpointError, ConfigError, MismatchError
 from fnmodels.families import family_for
 from fnmodels.tree import Tree
@@ -56,20 +56,17 @@ def load_pretrained(
     folder = Path(path)
     config = load_config(folder)
     parameters, tied = slots(config), ties(config)
-    expected = by_name(parameters)
     with ExitStack() as stack:
         found = open_folder(folder, stack)
-        _compare(folder, expected, tied, found)
+        _compare(folder, by_name(parameters), tied, found)
         mappings: dict[Path, mmap.mmap] = {}
         buffer = scratch()
         _check_ties(tied, found, mappings)
-        made = {}
-        for name, parts in expected.items():
-            # what lies in one tensor was declared alike, so one dtype serves all
-            whole = _tensor(*found[name], mappings, _target(parts[0], dtype), device, copy, buffer)
-            for slot in parts:
-                made[slot.path] = take(slot.stored, whole)
-    return config, tree.unflatten({slot.path: made[slot.path] for slot in parameters})
+        flat = {
+            slot.path: _leaf(slot, *found[disk_name(slot.stored)], mappings, _target(slot, dtype), device, copy, buffer)
+            for slot in parameters
+        }
+    return config, tree.unflatten(flat)
 
 
 def load_config(path: str | os.PathLike[str]) -> Any:
@@ -150,7 +147,8 @@ def _target(slot: Slot, dtype: torch.dtype | None) -> torch.dtype | None:
     return None if dtype is None else leaf_dtype(slot.leaf, dtype)
 
 
-def _tensor(
+def _leaf(
+    slot: Slot,
     file: TensorFile,
     entry: Entry,
     mappings: dict[Path, mmap.mmap],
@@ -159,12 +157,31 @@ def _tensor(
     copy: bool,
     buffer: Tensor,
 ) -> Tensor:
-    """One tensor of a file, mapped where it can stay as and where it is."""
+    """One parameter, mapped where it can stay as and where it is on disk."""
+    piece = _piece(slot, entry)
     stays = dtype in (None, entry.dtype) and torch.device(device or "cpu").type == "cpu"
     if stays and not copy:
-        return mapped_tensor(_mapping(mappings, file), entry)
+        mapping = _mapping(mappings, file)
+        return take(slot.stored, mapped_tensor(mapping, entry)) if piece is None else mapped_tensor(mapping, piece)
     # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
-    return read_tensor(file, entry, dtype, buffer).to(device or "cpu")
+    if piece is not None:
+        return read_tensor(file, piece, dtype, buffer).to(device or "cpu")
+    part = take(slot.stored, read_tensor(file, entry, None, buffer))
+    return torch.empty(part.shape, dtype=dtype or part.dtype, device=device or "cpu").copy_(part)
+
+
+def _piece(slot: Slot, entry: Entry) -> Entry | None:
+    """The bytes of a parameter which is all of a tensor on disk, or rows of it one after the other; else None.
+
+    So each such leaf has a storage of its own: a slice of a fused tensor would keep all of it, and be copied with it.
+    """
+    stored = slot.stored
+    if isinstance(stored, str):
+        return entry
+    if stored.groups > 1 or (stored.transposed and len(entry.shape) > 1):
+        return None
+    row = (entry.stop - entry.start) // stored.rows
+    return Entry(entry.dtype, slot.leaf.shape, entry.start + stored.start * row, entry.start + stored.stop * row)
 
 
 def _mapping(mappings: dict[Path, mmap.mmap], file: TensorFile) -> mmap.mmap:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fnmodels.disk import Part, covers, disk_shape, join, take
+from fnmodels.disk import Part, covers, disk_shape, fuse, join, take
 
 FUSED = [Part("qkv", 0, 4, 8), Part("qkv", 4, 6, 8), Part("qkv", 6, 8, 8)]
 GROUPED = [Part("qkv", i, i + 1, 6, groups=2) for i in range(3)]
@@ -33,6 +33,10 @@ def test_contiguous_parts_are_views():
     whole = torch.randn(8, 5)
     assert take(FUSED[1], whole).data_ptr() == whole[4:].data_ptr()
     assert take(Part("w", 0, 5, 5, transposed=True), whole).data_ptr() == whole.data_ptr()
+
+
+def test_fused_parts_follow_each_other():
+    assert fuse("qkv", {"q": 4, "k": 2, "v": 2}) == dict(zip("qkv", FUSED, strict=True))
 
 
 def test_covers_finds_holes_and_overlaps():

@@ -7,7 +7,7 @@ import torch
 
 import fnmodels
 import train
-from fnmodels import tree
+from fnmodels import disk, tree
 from tests.parity.oracle import model_of, params_of
 from tests.support import Batch, Case, batch_of, segments, structures
 
@@ -21,12 +21,11 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     model = model_of(case.values).train()
     # With one, torch gives no gradient to that row, though in these batches it is a token like others.
     model.get_input_embeddings().padding_idx = None
-    decays = {
-        path: leaf.decay for path, leaf in tree.flatten(fnmodels.family_of(case.config).spec(case.config)).items()
-    }
-    named, names = dict(model.named_parameters()), fnmodels.family_of(case.config).hf_names(case.config)
+    family, named = fnmodels.family_of(case.config), dict(model.named_parameters())
+    names = family.hf_names(case.config)
+    decays = {disk.disk_name(names[path]): leaf.decay for path, leaf in tree.flatten(family.spec(case.config)).items()}
     groups = [
-        {"params": [named[names[path]] for path in decays if decays[path] is on], "weight_decay": DECAY if on else 0.0}
+        {"params": [named[name] for name in decays if decays[name] is on], "weight_decay": DECAY if on else 0.0}
         for on in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE)
