@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .disk import Part, fuse
 from .errors import ConfigError
 from .hf import Fields
+from .leaf import Leaf
 
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
@@ -120,3 +122,10 @@ def decoder_name(path: str) -> str:
     path = path.replace(".attention.", ".self_attn.")
     head, _, last = path.rpartition("_")
     return f"model.{head}_proj.bias" if last == "bias" else f"model.{path}.weight"
+
+
+def fused(flat: Mapping[str, Leaf], where: str, name: str, leaves: Sequence[str]) -> dict[str, Part]:
+    """{path: Part} of the `leaves` at `where` that lie one after the other in one tensor `name` on disk."""
+    return fuse(
+        decoder_name(f"{where}.{name}"), {f"{where}.{leaf}": flat[f"{where}.{leaf}"].shape[0] for leaf in leaves}
+    )

@@ -137,7 +137,7 @@ def rotary_table(rope: Rope, head_dim: int, positions: Tensor, length: int | Ten
     """
     needs_length = rope.kind in ("dynamic", "longrope")
     if needs_length and length is None:
-        length = positions.max() + 1
+        length = positions.max() + 1 if positions.numel() else 1  # an empty batch has no longest
     size = torch.as_tensor(length, device=positions.device) if needs_length else None
     freqs = frequencies(rope, rope.dim(head_dim), size).to(positions.device)
     if freqs.ndim == 2:  # one length per row
