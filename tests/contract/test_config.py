@@ -68,7 +68,7 @@ def changed(config: Any) -> Iterator[tuple[str, Any]]:
                 (f"{name}.{n}", dataclasses.replace(value, **{n: other}))
                 for n, v in inner
                 if _read(value, n)
-                for other in ([half_the_head] if n == "partial" else _others(v))
+                for other in ([half_the_head, 1.0] if n == "partial" else _others(v))
             ]
         else:
             options = [(name, other) for other in _others(value)]
