@@ -1,11 +1,17 @@
 """The comparison can fail: weights moved wrongly, maths changed by a little."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import tree
+from fnmodels import Window, llama, tree
+from fnmodels.ops import rotary
+from fnmodels.ops.attention import attention
+from fnmodels.ops.norm import rms_norm
+from fnmodels.rules import Tokens
 from tests.parity.oracle import assert_close, logits_of, model_of, params_of
 from tests.support import Case, cases, structures, tokens_of
 
@@ -54,3 +60,61 @@ def test_a_wrong_permutation_is_seen(leaf: str) -> None:
         for layer in params["layers"]:
             layer["attention"][leaf] = _interleaved(layer["attention"][leaf], case.config.head_dim)
         assert _fails(case, params, logits_of(case.values, tokens), tokens), case
+
+
+def _off_by_one(self: Window, q: Tokens, kv: Tokens) -> Tensor:
+    return q.positions - kv.positions <= self.size
+
+
+WRONG_MATHS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "window": ("mistral_sliding", lambda patch: patch.setattr(Window, "__call__", _off_by_one)),
+    "layout of rotary pairs": (
+        "llama",
+        lambda patch: patch.setattr("fnmodels.llama.apply_rotary", rotary.apply_rotary_interleaved),
+    ),
+    "the square of yarn's factor": (
+        "llama_yarn",
+        lambda patch: patch.setattr(rotary, "attention_factor", lambda rope: factor_of(rope) ** 2),
+    ),
+    "no rope layers the other way": (
+        "smollm3",
+        lambda patch: patch.setattr(
+            "fnmodels.llama.freqs_cis", lambda config, positions, **o: dict(_swapped(tables_of(config, positions, **o)))
+        ),
+    ),
+    "gate and up": (
+        "llama",
+        lambda patch: patch.setattr(
+            "fnmodels.llama.gated_mlp",
+            lambda layer, x, **o: mlp({**layer, "gate_proj": layer["up_proj"], "up_proj": layer["gate_proj"]}, x, **o),
+        ),
+    ),
+    "keys shared by neighbors": (
+        "llama",
+        lambda patch: patch.setattr(
+            "fnmodels.llama.attention", lambda q, k, v, mask, **o: attention(q, k.flip(2), v.flip(2), mask, **o)
+        ),
+    ),
+    "norm of queries after rotation": (
+        "qwen3",
+        lambda patch: patch.setattr(
+            "fnmodels.llama.apply_rotary", lambda x, table: rms_norm(rotary.apply_rotary(x, table), None, eps=1e-2)
+        ),
+    ),
+}
+factor_of, tables_of, mlp = rotary.attention_factor, llama.freqs_cis, llama.gated_mlp
+
+
+def _swapped(tables: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    yield from zip(tables, reversed(tables.values()), strict=True)
+
+
+@pytest.mark.parametrize("name", WRONG_MATHS)
+def test_wrong_maths_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, plant = WRONG_MATHS[name]
+    case = next(case for case in cases() if case.name == variant)
+    tokens = tokens_of(case.config, 1, 24)
+    theirs, params = logits_of(case.values, tokens), params_of(model_of(case.values), case.config)
+    assert not _fails(case, params, theirs, tokens)
+    plant(monkeypatch)
+    assert _fails(case, params, theirs, tokens)
