@@ -9,23 +9,23 @@ class Preset:
     """Every size divides by 2 (tensor, context and pipeline parallel), the rows of a batch by 4 (data parallel)."""
 
     vocab_size: int = 4096
-    hidden_size: int = 256
-    intermediate_size: int = 768
+    hidden_size: int = 192
+    intermediate_size: int = 512
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
-    row_length: int = 256
-    batch_rows: int = 8
+    row_length: int = 512
+    batch_rows: int = 4
     steps: int = 1000
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     init_learning_rate: float = 3e-4  # from a checkpoint: what it has learned should survive the first steps
-    warmup: int = 50
-    decay_ratio: float = 0.5
+    warmup: int = 60
+    decay_ratio: float = 0.6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     clip: float = 1.0
     evaluations: int = 10
-    evaluation_rows: int = 32
+    evaluation_rows: int = 16
     save_every: int = 100
     prompt: str = "def "
     sample_tokens: int = 120
