@@ -1,0 +1,153 @@
+"""Programs made of the forward pass: exported for any batch and length, saved and loaded; Inductor; AOTInductor."""
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.func import grad, grad_and_value, jvp, vmap
+
+import fnmodels
+from fnmodels import tree
+from tests.support import Case, batch_of, generic_params, richest, segments, summed_loss
+
+SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
+FAMILIES = {case.family: case for case in richest()}
+FIRST = "llama"
+THREE = [FIRST, *sorted(set(FAMILIES) - {FIRST})[:2]]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class AsInput(torch.nn.Module):
+    """The shell torch.export asks for; parameters are one more input."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, params: Any, inputs: Any, masks: Any, freqs_cis: Any) -> Tensor:
+        return fnmodels.forward(params, inputs, masks, freqs_cis, config=self.config)
+
+
+class AsState(torch.nn.Module):
+    """The same, with the parameters saved in the program."""
+
+    def __init__(self, config: Any, params: Any) -> None:
+        super().__init__()
+        self.config, self.flat = config, tree.flatten(params)
+        for path, leaf in self.flat.items():
+            self.register_parameter(path.replace(".", "/"), torch.nn.Parameter(leaf, requires_grad=False))
+
+    def forward(self, inputs: Any, masks: Any, freqs_cis: Any) -> Tensor:
+        params = tree.unflatten({path: getattr(self, path.replace(".", "/")) for path in self.flat})
+        return fnmodels.forward(params, inputs, masks, freqs_cis, config=self.config)
+
+
+def prepared(config: Any, batch: int, length: int) -> tuple[Any, Any, Any]:
+    """Two documents in the first row, a pad at the end of each other."""
+    rows = [(length // 2, length - length // 2), *[(length - 1, -1)] * (batch - 1)]
+    return batch_of(config, segments(*rows)).prepared()
+
+
+def dynamic(arguments: Any) -> ShapesCollection:
+    """Batch and sequence of every tensor: one rule for all, so nothing has to be listed."""
+    shapes = ShapesCollection()
+    for tensor in tree.leaves(arguments):
+        shapes[tensor] = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    return shapes
+
+
+def exported(config: Any, shell: torch.nn.Module, *params: Any) -> ExportedProgram:
+    arguments = prepared(config, *SHAPES[0])
+    return export(shell, (*params, *arguments), dynamic_shapes=dynamic(arguments))
+
+
+def assert_runs(config: Any, params: Any, run: Callable[..., Tensor], tolerance: float) -> None:
+    for shape in SHAPES:
+        arguments = prepared(config, *shape)
+        want = fnmodels.forward(params, *arguments, config=config)
+        torch.testing.assert_close(run(*arguments), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES.values(), ids=str)
+def test_export_with_parameters_as_input(case: Case) -> None:
+    params = generic_params(case.config)
+    program = exported(case.config, AsInput(case.config), params)
+    file = io.BytesIO()
+    program.example_inputs = None  # they are pickled, which torch refuses to read back; masks in the signature are not
+    torch.export.save(program, file)
+    file.seek(0)
+    run = torch.export.load(file).module()
+    assert_runs(case.config, params, lambda *arguments: run(params, *arguments), 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES.values(), ids=str)
+def test_export_with_parameters_as_state(case: Case) -> None:
+    params = generic_params(case.config)
+    program = exported(case.config, AsState(case.config, params))
+    assert len(program.state_dict) == len(tree.leaves(params))
+    assert_runs(case.config, params, program.module(), 1e-6)
+
+
+def test_a_saved_rule_is_the_same_rule() -> None:
+    rule = fnmodels.Causal() & (fnmodels.Window(3) | fnmodels.SameSpan())
+    context = tree._from_json(tree._to_json((("q", "k"), (("rule", rule),))))
+    assert context == (("q", "k"), (("rule", rule),)) and hash(context[1][0][1]) == hash(rule)
+    with pytest.raises(ValueError, match="no dataclass that is imported here"):
+        tree._from_json({"module": "os", "class": "system", "fields": {}})
+
+
+def transforms(config: Any) -> dict[str, Callable[[Any, Any], Any]]:
+    """Functions of (params, batch), each compiled as a whole: a compiled function inside torch.func runs eagerly."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        arguments, labels = batch
+        return summed_loss(fnmodels.forward(params, *arguments, config=config, kernel="math"), labels)
+
+    return {
+        "gradient": grad_and_value(loss),
+        "per sample": lambda p, batch: vmap(grad(loss), in_dims=(None, 0))(p, fnmodels.rows(batch)),
+        "jvp": lambda p, batch: jvp(lambda q: loss(q, batch), (p,), (p,)),
+        "hvp": lambda p, batch: jvp(lambda q: grad(loss)(q, batch), (p,), (p,))[1],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gradient", "per sample", "jvp", "hvp"])
+@pytest.mark.parametrize("case", FAMILIES.values(), ids=str)
+def test_transforms_are_one_graph(case: Case, name: str) -> None:
+    function = transforms(case.config)[name]
+    params, batch = generic_params(case.config), batch_of(case.config, segments((5, 2), (-1, 6)))
+    arguments = (params, (batch.prepared(), batch.labels))
+    got = torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments)
+    for a, b in zip(tree.leaves(got), tree.leaves(function(*arguments)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, float(b.abs().max())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [FAMILIES[name] for name in THREE], ids=str)
+def test_inductor(case: Case) -> None:
+    params = generic_params(case.config)
+    run = torch.compile(AsInput(case.config), fullgraph=True, dynamic=True)
+    assert_runs(case.config, params, lambda *arguments: run(params, *arguments), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [FAMILIES[name] for name in THREE], ids=str)
+def test_a_package_of_compiled_code(case: Case, tmp_path: Path) -> None:
+    params = generic_params(case.config)
+    program = exported(case.config, AsState(case.config, params))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    assert_runs(case.config, params, torch._inductor.aoti_load_package(path), 1e-4)
