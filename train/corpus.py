@@ -15,7 +15,7 @@ from train.errors import UserError
 # some distributions), and modules that are generated tables.
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 HELD_OUT_SHARE = 0.05
-FEW_DOCUMENTS = 20
+FEW_DOCUMENTS = 100  # fewer are too few to judge by some of them
 
 
 @dataclass(frozen=True)
