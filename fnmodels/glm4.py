@@ -67,7 +67,7 @@ class Config:
         inner = Fields({"partial_rotary_factor": _PARTIAL} | rope_values(fields), f"{fields.where}, rope")
         config = Config(
             **sizes,
-            rope=parse_rope(inner, theta=1e4, **where),
+            rope=parse_rope(inner, theta=1e4, partial=True, **where),
             rms_norm_eps=fields.number("rms_norm_eps", 1.5625e-7),
             attention_bias=fields.boolean("attention_bias", True),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),

@@ -105,7 +105,7 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
         # transformers goes by the default of the field at the top, not by this one
         raise ConfigError(f"{fields.where}: {name!r} is {inside} in the rope alone; it must stand at the top.")
     inner = Fields(values | {name: original}, f"{fields.where}, rope")
-    rope = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4)
+    rope = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=True)
     if rope.kind not in ("default", "longrope"):
         raise UnsupportedError(f"{inner.where}: 'rope_type' is {rope.kind!r}; phi3 has default and longrope.")
     return rope
