@@ -39,4 +39,7 @@ def rms_norm_zero_centered(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (arXiv 1607.06450); fp32 inside."""
     w, b = (None if p is None else upcast(p) for p in (weight, bias))
-    return F.layer_norm(upcast(x), x.shape[-1:], w, b, eps).to(x.dtype)
+    # Not F.layer_norm: in torch 2.13 reverse over forward mode goes through it with wrong values and no error.
+    wide = upcast(x)
+    normed = F.rms_norm(wide - wide.mean(-1, keepdim=True), x.shape[-1:], w, eps)
+    return (normed if b is None else normed + b).to(x.dtype)
