@@ -139,8 +139,10 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]; vectors in place of tokens are multiplied too, as they are in the reference."""
-    return embed_tokens(params["embed_tokens"], inputs) * config.embedding_multiplier
+    """x [B, S, D]; token embeddings are multiplied, vectors pass through (the reference multiplies those too)."""
+    tokens = inputs["tokens"] if isinstance(inputs, dict) else inputs
+    x = embed_tokens(params["embed_tokens"], tokens)
+    return x if tokens.is_floating_point() else x * config.embedding_multiplier
 
 
 def block(
