@@ -124,7 +124,8 @@ def _choose(
         if softcap:
             return "math", f"softcap, and {why}: the scores are written out"
         return "sdpa", f"{why}: one fused call with a dense mask"
-    if by_index(mask, layout) is not None and not softcap:
+    plain = by_index(mask, layout) is not None and not softcap
+    if plain and (cuda or torch.compiler.is_compiling()):
         return "sdpa", "every row is one document, and its rule is plain causality or none: a fused call without a mask"
     if not cuda:
         return "blocks", "the layout and the rule say which parts of the mask are empty"

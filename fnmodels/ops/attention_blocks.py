@@ -22,6 +22,7 @@ from ..mask import Layout, Mask
 from ..rules import Causal, Everything, Rule, simplify
 from .attention_math import math_attention
 from .attention_sdpa import sdpa_attention
+from .attention_tiles import causal_tiles, pays
 
 Part = tuple[int, int]  # offset and count
 
@@ -86,7 +87,9 @@ def blocks_attention(
             continue
         keys, values = (_join(pieces[step.start : step.stop]) for pieces in (ks, vs))
         allowed = None if step.mask is None else plan.masks[step.mask]
-        if softcap is None:
+        if step.causal and softcap is None and sinks is None and pays(piece):
+            out.append(causal_tiles(piece, keys, values, scale=scale))
+        elif softcap is None:
             out.append(sdpa_attention(piece, keys, values, allowed, causal=step.causal, scale=scale, sinks=sinks))
         else:
             if allowed is None:

@@ -44,7 +44,7 @@ def flex_attention(
         score_mod=None if softcap is None else _capped(softcap),
         block_mask=block_mask,
         scale=scale,
-        enable_gqa=q.shape[-2] != k.shape[-2],
+        enable_gqa=bool(q.shape[-2] != k.shape[-2]),
         return_aux=flex.AuxRequest(lse=sinks is not None),
     )
     if sinks is not None:  # the sink's share of the probability is taken from all keys alike

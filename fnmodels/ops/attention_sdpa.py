@@ -33,7 +33,7 @@ def sdpa_attention(
             attn_mask=allowed,
             is_causal=causal,
             scale=scale,
-            enable_gqa=q.shape[-2] != k.shape[-2],
+            enable_gqa=bool(q.shape[-2] != k.shape[-2]),
         ).transpose(1, 2)
     except NotImplementedError:  # forward mode under no_grad, where no guard stands
         refuse("sdpa")

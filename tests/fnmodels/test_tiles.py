@@ -1,0 +1,80 @@
+"""Causal attention in tiles: equal to the written-out form in values, gradients and vmap; bounded error in bf16."""
+
+import pytest
+import torch
+
+import fnmodels
+from fnmodels.ops.attention import attention
+from fnmodels.ops.attention_tiles import causal_tiles, pays
+
+SCALE = 0.3
+
+
+def draw(length, *, heads=4, groups=2, width=8, v_width=8, batch=2, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(length)
+    shapes = (heads, width), (groups, width), (groups, v_width)
+    return [
+        torch.randn(batch, length, n, h, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for n, h in shapes
+    ]
+
+
+def written_out(q, k, v):
+    allowed = torch.ones(1, 1, q.shape[1], q.shape[1], dtype=torch.bool).tril()
+    return attention(q, k, v, allowed, kernel="math", scale=SCALE)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 100, 300])
+@pytest.mark.parametrize("sizes", [{}, {"groups": 4}, {"groups": 1, "v_width": 5}], ids=["grouped", "plain", "one"])
+def test_values_and_gradients(length, sizes):
+    inputs = draw(length, **sizes)
+    got, want = causal_tiles(*inputs, scale=SCALE), written_out(*inputs)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    slope = torch.randn_like(want)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, inputs, slope), torch.autograd.grad(want, inputs, slope), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 1, 0)])
+def test_vmap_of_the_gradient_equals_a_loop(in_dims):
+    q, k, v = (t.detach() for t in draw(40))
+    stacked = [
+        t if d is None else torch.stack([t + 0.1 * i for i in range(3)], dim=d)
+        for t, d in zip((q, k, v), in_dims, strict=True)
+    ]
+
+    def loss(q, k, v):
+        return causal_tiles(q, k, v, scale=SCALE).sin().sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 1, 2))
+    got = torch.func.vmap(gradient, in_dims=in_dims)(*stacked)
+    for i in range(3):
+        row = [t if d is None else t.select(d, i) for t, d in zip(stacked, in_dims, strict=True)]
+        for ours, theirs in zip(got, gradient(*row), strict=True):
+            torch.testing.assert_close(ours[i], theirs, rtol=0, atol=1e-12)
+
+
+def test_bf16_is_as_near_to_fp64_as_its_rounding_allows():
+    q, k, v = draw(512, heads=8, groups=4, width=64, v_width=64, batch=1, dtype=torch.bfloat16)
+    want = written_out(*(t.double() for t in (q, k, v)))
+    error = (causal_tiles(q, k, v, scale=SCALE).double() - want).norm() / want.norm()
+    assert error < 1e-2  # scores are rounded to 8 bits
+
+
+def test_a_second_derivative_is_refused_with_our_sentence():
+    q, k, v = draw(40, dtype=torch.bfloat16)
+    (first,) = torch.autograd.grad(causal_tiles(q, k, v, scale=SCALE).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match='kernel="math"'):
+        torch.autograd.grad(first.sum(), k)
+
+
+def test_the_blocks_kernel_uses_them_where_they_pay():
+    q, k, v = draw(40, dtype=torch.bfloat16)
+    assert pays(q) and not pays(q.float()) and not pays(q[:, :16]) and pays(q.float().repeat(1, 10, 1, 1))
+    positions = torch.arange(40).expand(2, 40)
+    mask = fnmodels.build_mask(fnmodels.Causal(), positions, torch.ones_like(positions))
+    layout = fnmodels.layout({"full": mask})
+    out = attention(q, k, v, mask, kernel="auto", scale=SCALE, layout=layout)
+    assert torch.equal(out, causal_tiles(q, k, v, scale=SCALE))
