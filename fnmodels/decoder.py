@@ -65,7 +65,7 @@ def decoder_sizes(
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
-        "num_hidden_layers": fields.integer("num_hidden_layers", high=100_000),
+        "num_hidden_layers": fields.integer("num_hidden_layers", high=10_000),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer("num_key_value_heads", kv_heads or heads),
         "head_dim": fields.integer("head_dim", head_dim or hidden // heads, high=1 << 16),

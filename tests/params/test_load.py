@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -558,6 +559,16 @@ def test_configs(folder: Path, text: str) -> None:
     with pytest.raises(kind, match=words) as caught:
         P.load_pretrained(folder)
     assert str(folder / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
+def test_absurd_numbers_of_layers(case: Case) -> None:
+    """Refused before anything is made for each layer."""
+    begin = time.monotonic()
+    for layers in (10_001, 10**9):
+        with pytest.raises(P.ConfigError, match=f"'num_hidden_layers' is {layers}, but must be .* to 10000"):
+            type(case.config).from_hf(case.values | {"num_hidden_layers": layers})
+    assert time.monotonic() - begin < 1
 
 
 def test_quantized_checkpoints_are_refused(folder: Path) -> None:

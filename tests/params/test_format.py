@@ -1,0 +1,99 @@
+"""The format of safetensors: two readers and a writer, held against the package for every dtype and odd shapes."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import params as P
+import params.load
+from fnmodels import llama
+from params import format as tensor_format
+from tests.support import generic_params
+
+SMALL = llama.Config(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+FILE = "model.safetensors"
+
+
+def raw(tensor: Tensor) -> list[int]:
+    """Its bytes: NaN equals itself, and -0 is not 0."""
+    return tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def every_kind() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = {"odd floats": torch.tensor([float("nan"), -0.0, 1e-45, float("-inf")])}
+    for name, dtype in tensor_format.DTYPES.items():
+        high = 2 if dtype == torch.bool else 256
+        noise = torch.randint(high, (3, 4 * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
+        made |= {name: noise, f"{name} scalar": noise[0, 0].clone(), f"{name} empty": noise[:, :0].clone()}
+    return made
+
+
+def test_every_dtype_and_shape(tmp_path: Path) -> None:
+    """The same bytes as the package writes; mapped and owned alike; a write to what is mapped stays in memory."""
+    content = every_kind()
+    path = tmp_path / FILE
+    tensor_format.write_tensors(
+        path, {name: tensor_format.Outgoing(t.dtype, tuple(t.shape), lambda t=t: t) for name, t in content.items()}
+    )
+    before = path.read_bytes()
+    save_file(content, tmp_path / "theirs", metadata={"format": "pt"})
+    assert before == (tmp_path / "theirs").read_bytes()
+
+    readings: list[dict[str, Tensor]] = []
+    with ExitStack() as stack:
+        file = tensor_format.open_tensors(path, stack)
+        mapping, buffer = tensor_format.map_file(file), tensor_format.scratch()
+        entries = file.entries.items()
+        readings.append({name: tensor_format.mapped_tensor(mapping, entry) for name, entry in entries})
+        readings.append({name: tensor_format.read_tensor(file, entry, None, buffer) for name, entry in entries})
+    del mapping
+    for found in readings:  # after the closing
+        for name, tensor in content.items():
+            assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+            assert raw(found[name]) == raw(tensor), name
+            assert found[name].untyped_storage().nbytes() == tensor.nbytes, name
+            found[name].view(-1).view(torch.uint8).zero_()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_what_was_checked_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: bool) -> None:
+    """Another file takes the place after the headers were checked: the first is read, through its open handle."""
+    wanted = generic_params(SMALL)
+    P.save_pretrained(tmp_path, SMALL, wanted)
+    plain = params.load._compare
+
+    def compare(*args: Any) -> None:
+        plain(*args)
+        P.save_pretrained(tmp_path, SMALL, P.init(SMALL, 0))
+
+    monkeypatch.setattr(params.load, "_compare", compare)
+    loaded = P.flatten(P.load_pretrained(tmp_path, copy=copy)[1])
+    assert all(torch.equal(leaf, loaded[path]) for path, leaf in P.flatten(wanted).items())
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="looks into /proc")
+def test_mapping_reads_no_page(tmp_path: Path) -> None:
+    """Opening a checkpoint on a slow disk would otherwise wait for it once per tensor."""
+    P.save_pretrained(tmp_path, SMALL, generic_params(SMALL))
+    loaded = P.load_pretrained(tmp_path)[1]
+
+    def resident() -> int:
+        lines = Path("/proc/self/smaps").read_text().split(str(tmp_path / FILE))[1].splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+
+    assert resident() == 0
+    assert loaded["norm"].sum() != 0 and resident() > 0
