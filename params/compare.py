@@ -1,0 +1,240 @@
+"""Where a model of ours first differs from the reference's: the tool for porting a family.
+
+    python -m params.compare CHECKPOINT_FOLDER
+
+Both load the same files. The names and shapes of their leaves are compared first, then the leaves' values, then the
+activations on one short random batch, layer by layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import family_of, forward, prepare, tree
+from fnmodels.disk import disk_name, take
+from fnmodels.errors import CheckpointError, MismatchError, UnsupportedError
+from fnmodels.tree import Tree
+from params.index import listed
+from params.load import load_config, load_pretrained
+from params.names import by_name, slots
+
+BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5 to 10 times the noise of two good kernels
+BATCH = (2, 24)  # rows, tokens
+DESCRIPTION = """\
+Load a checkpoint with fnmodels and with a reference, run both in fp32 on one short random batch,
+and print where they first differ: in which leaf, or after which part of which layer, and by how much.
+Both models are in memory at once, on the CPU.
+"""
+EPILOG = """\
+exit code: 0 equal, 1 different, 2 something is wrong with the folder or the installation
+
+example:
+  python -m params.compare ~/models/Qwen3-0.6B
+"""
+
+# Where a layer of the reference has a norm behind a sublayer, our tap is what comes out of the norm. The first that a
+# layer has all of counts: post_attention_layernorm alone is a norm before the MLP.
+_SUBLAYERS = (
+    {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
+    {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
+    {"attention": "self_attn", "mlp": "mlp"},
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One activation compared: the largest absolute difference (infinite if the shapes differ) and what is allowed."""
+
+    tap: str
+    off: float
+    bound: float
+
+    @property
+    def equal(self) -> bool:
+        return self.off <= self.bound  # not so if it is NaN
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit code. See DESCRIPTION and EPILOG."""
+    parser = argparse.ArgumentParser(
+        prog="python -m params.compare",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="CHECKPOINT_FOLDER", help="config.json and safetensors")
+    parser.add_argument(
+        "--against", choices=["transformers"], default="transformers", help="the reference (default: %(default)s)"
+    )
+    folder = parser.parse_args(arguments).folder
+    try:
+        return 0 if compare(folder) else 1
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+    except OSError as error:
+        print(f"{error.strerror}: {error.filename}", file=sys.stderr)
+    return 2
+
+
+def compare(folder: Path) -> bool:
+    """Print the comparison of `folder`; whether all is equal. CheckpointError, OSError: it cannot be compared."""
+    config = load_config(folder)
+    params, mismatch = _params(folder)
+    reference = _reference(folder)
+    theirs = dict(reference.named_parameters())  # a tied head is listed once
+    faults = _leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
+    if faults:
+        print(f"The first difference is in the leaves, ours against transformers' ({len(faults)}):{listed(faults)}")
+        return False
+    if mismatch is not None:  # our spec is the reference's, so it is the files that are wrong
+        raise mismatch
+    values = _value_faults(config, params, theirs)
+    print(f"{len(theirs)} tensors on disk: names and shapes are equal; leaves with other values: {len(values)}")
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, BATCH, generator=generator)
+    with torch.no_grad():
+        one, two = _ours(config, params, tokens), _theirs(reference, tokens)
+    rows = [_row(tap, one[tap], two[tap]) for tap in _order(len(params["layers"])) if tap in one and tap in two]
+    _print(rows)
+    print(_conclusion(rows, values))
+    return not values and all(row.equal for row in rows)
+
+
+def _params(folder: Path) -> tuple[Tree, MismatchError | None]:
+    """Our parameters, or why the files do not fit our spec."""
+    try:
+        return load_pretrained(folder, dtype=torch.float32)[1], None
+    except MismatchError as error:
+        return {}, error
+
+
+def _reference(folder: Path) -> Any:
+    """transformers' model of the folder: fp32, with attention written out. transformers is imported nowhere else."""
+    try:
+        # by name, so that type checkers do not follow
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise UnsupportedError("transformers is not installed, and it is what to compare with.") from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+    except Exception as error:  # there is no end to the kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnsupportedError(f"transformers cannot load {folder}: {reason}") from error
+    if not hasattr(model.base_model, "layers"):
+        raise UnsupportedError(f"transformers' {type(model).__name__} has no list of `layers` to look into.")
+    return model.eval()
+
+
+def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """How the tensors on disk that our spec calls for differ from the reference's in name or shape."""
+    ours = {name: parts[0].disk_shape for name, parts in by_name(slots(config)).items()}
+    faults = []
+    for name in (*ours, *(name for name in theirs if name not in ours)):
+        if name not in theirs:
+            faults.append(f"{name}: only ours, {list(ours[name])}")
+        elif name not in ours:
+            faults.append(f"{name}: only theirs, {list(theirs[name])}")
+        elif ours[name] != theirs[name]:
+            faults.append(f"{name}: ours is {list(ours[name])}, theirs {list(theirs[name])}")
+    return faults
+
+
+def _value_faults(config: Any, params: Tree, theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    """{path: largest difference} of the leaves that do not hold the reference's values."""
+    flat = tree.flatten(params)
+    pairs = {slot.path: take(slot.stored, theirs[disk_name(slot.stored)].detach()) for slot in slots(config)}
+    return {path: _off(flat[path], leaf) for path, leaf in pairs.items() if not torch.equal(flat[path], leaf)}
+
+
+def _ours(config: Any, params: Tree, tokens: Tensor) -> dict[str, Tensor]:
+    """{tap: activation} of our model."""
+    names = ("output", *(name for name in ("attention", "mlp") if name in family_of(config).TAPS))
+    taps = ("embed", *(f"layers.*.{name}" for name in names))
+    logits, tapped = forward(params, *prepare(config, tokens), config=config, kernel="math", taps=taps)
+    return {**tapped, "logits": logits}
+
+
+def _theirs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """{tap: activation} of the reference, by hooks on its modules."""
+    tapped: dict[str, Tensor] = {}
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tapped["embed"] = args[0] if args else kwargs["hidden_states"]
+
+    def after(tap: str, module: Any, args: Any, output: Any) -> None:
+        tapped[tap] = output[0] if isinstance(output, tuple) else output
+
+    layers = model.base_model.layers
+    handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
+    for i, layer in enumerate(layers):
+        modules = {"output": layer} | _sublayers(layer)
+        handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules.items()]
+    try:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {**tapped, "logits": logits}
+
+
+def _sublayers(layer: Any) -> dict[str, Any]:
+    """{tap: the module whose output it is} of one layer of the reference; {} for an unknown layout."""
+    for names in _SUBLAYERS:
+        if all(hasattr(layer, name) for name in names.values()):
+            return {tap: getattr(layer, name) for tap, name in names.items()}
+    return {}
+
+
+def _order(layers: int) -> Iterator[str]:
+    """The taps in the order in which a difference travels."""
+    yield "embed"
+    for i in range(layers):
+        yield from (f"layers.{i}.{name}" for name in ("attention", "mlp", "output"))
+    yield "logits"
+
+
+def _row(tap: str, ours: Tensor, theirs: Tensor) -> Row:
+    return Row(tap, _off(ours, theirs), BOUND * max(1.0, float(theirs.std())))
+
+
+def _off(one: Tensor, two: Tensor) -> float:
+    return float((one - two).abs().max()) if one.shape == two.shape else math.inf
+
+
+def _print(rows: Sequence[Row]) -> None:
+    width = max(len(row.tap) for row in rows)
+    print(f"{'activation':{width}}  difference  allowed")
+    for row in rows:
+        print(f"{row.tap:{width}}  {row.off:10.1e}  {row.bound:7.1e}{'' if row.equal else '  differs'}")
+
+
+def _conclusion(rows: Sequence[Row], values: Mapping[str, float]) -> str:
+    leaves = ", ".join(f"{path} (by {off:.1e})" for path, off in list(values.items())[:5])
+    leaves += f" and {len(values) - 5} more" if len(values) > 5 else ""
+    first = next((row for row in rows if not row.equal), None)
+    if first is not None:
+        why = f" Leaves with other values: {leaves}." if values else " All leaves have the same values."
+        return f"The first difference is at {first.tap}: {first.off:.1e}, where {first.bound:.1e} is allowed.{why}"
+    if values:
+        return f"No activation differs, but these leaves have other values: {leaves}."
+    return f"Equal: all {len(rows)} activations are within {BOUND:.0e} x max(1, std)."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The tool for porting: equal models are equal, and a planted fault is named where it is."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import params as P
+from fnmodels import llama, tree
+from params import compare
+from tests.parity.oracle import model_of
+from tests.support import Case, structures
+from tests.variants.llama import variants
+
+with_reference = pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of the first variant of Llama, written by the reference."""
+    model_of(next(iter(variants().values()))).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@with_reference
+def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For every layout of a layer in the reference, down to attention and MLP."""
+    model_of(case.values).save_pretrained(tmp_path)
+    assert compare.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    layers = case.config.num_hidden_layers
+    taps = [f"layers.{i}.{name}" for i in range(layers) for name in ("attention", "mlp", "output")]
+    assert [line.split()[0] for line in lines[2:-1]] == ["embed", *taps, "logits"]
+    assert not any(line.endswith("differs") for line in lines)
+    assert lines[0].endswith("names and shapes are equal; leaves with other values: 0")
+    assert lines[-1] == f"Equal: all {len(taps) + 2} activations are within 2e-05 x max(1, std)."
+
+
+def _with_changed_leaves(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Our loader with a mistake: change({path: leaf}) gives what it returns."""
+    plain = P.load_pretrained
+
+    def load_pretrained(*args: Any, **kwargs: Any) -> Any:
+        config, params = plain(*args, **kwargs)
+        return config, tree.unflatten(change(tree.flatten(params)))
+
+    monkeypatch.setattr(compare, "load_pretrained", load_pretrained)
+
+
+def test_a_permuted_leaf(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = "layers.1.attention.q_proj"
+    _with_changed_leaves(monkeypatch, lambda flat: flat | {path: flat[path].flip(0)})
+    assert compare.main([str(folder), "--against", "transformers"]) == 1
+    *table, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("The first difference is at layers.1.attention: ")
+    assert f"Leaves with other values: {path} (by " in last
+    marked = [line.split()[0] for line in table if line.endswith("differs")]
+    assert marked[:2] == ["layers.1.attention", "layers.1.mlp"] and marked[-1] == "logits"
+    assert table[0].endswith("leaves with other values: 1")
+
+
+def test_wrong_maths(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The parameters are right, and the activation of the MLP is not."""
+    plain = llama.gated_mlp
+    monkeypatch.setattr(llama, "gated_mlp", lambda weights, x, activation: plain(weights, x, activation="gelu"))
+    assert compare.main([str(folder)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("The first difference is at layers.0.mlp: ") and last.endswith("the same values.")
+
+
+def test_not_a_number(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _with_changed_leaves(monkeypatch, lambda flat: flat | {"norm": flat["norm"] * torch.nan})
+    assert compare.main([str(folder)]) == 1
+    assert "is at logits: nan, where" in capsys.readouterr().out
+
+
+def test_other_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and shapes come before all else, as without them nothing can be loaded."""
+    plain, spec = llama.hf_names, llama.spec
+
+    def wider(config: Any) -> Any:
+        made = spec(config)
+        made["lm_head"] = P.Leaf((7, 3), torch.float32, ("vocab", "embed"), P.Constant(0.0))
+        return made
+
+    monkeypatch.setattr(llama, "hf_names", lambda config: plain(config) | {"norm": "model.final_norm.weight"})
+    monkeypatch.setattr(llama, "spec", wider)
+    assert compare.main([str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("The first difference is in the leaves, ours against transformers' (3):")
+    assert "model.final_norm.weight: only ours, [" in out and "model.norm.weight: only theirs, [" in out
+    assert "lm_head.weight: ours is [7, 3], theirs [" in out
+
+
+# What the user can put right
+
+
+def _refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert compare.main([str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_wrong_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = _refused(folder / "missing", capsys)
+    assert missing.startswith("There is no such checkpoint folder") and str(folder / "missing") in missing
+    content = load_file(folder / "model.safetensors")
+    save_file(content | {"extra": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert compare.main([str(folder)]) == 2 and "'extra' in model.safetensors: unexpected" in capsys.readouterr().err
+    (folder / "model.safetensors").unlink()
+    assert _refused(folder, capsys).startswith("There is neither model.safetensors nor")
+    (folder / "config.json").write_text('{"model_type": "gptx"}')
+    assert "'gptx' is not supported" in _refused(folder, capsys)
+
+
+def test_what_transformers_cannot_load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def from_pretrained(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("first line\nsecond line")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    assert f"transformers cannot load {folder}: 'first line" in _refused(folder, capsys)
+
+
+def test_without_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "transformers is not installed" in _refused(folder, capsys)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        compare.main(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    for words in ("CHECKPOINT_FOLDER", "--against", "exit code: 0 equal, 1 different, 2 ", "where they first differ"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 110
+    with pytest.raises(SystemExit) as caught:
+        compare.main([])
+    assert caught.value.code == 2
