@@ -25,7 +25,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train --run runs/demo $(if $(wildcard runs/demo),--resume)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --nbmake tests examples
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --nbmake tests examples
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["transforms.md"])
+@pytest.mark.parametrize("page", ["testing.md", "transforms.md"])
 def test_blocks_run_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / page).read_text()
     monkeypatch.chdir(tmp_path)

@@ -42,6 +42,7 @@ def make_step(
     remat: str = "none",
     compile: str = "none",
     inplace: bool = True,
+    mesh: None = None,
 ) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
     """A function step(state, batch) -> (state, metrics).
 
@@ -57,6 +58,7 @@ def make_step(
         passed to compiled code (any other one would compile anew for each batch).
     inplace: the State that goes in is used up and its tensors are written (see `State`). False leaves it as it was, at
         the cost of a copy of parameters and optimizer state.
+    mesh: not there yet; one process.
 
     metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
     finite; and aux, summed, where there is one. Where the loss or the norm is not finite, the parameters and the
@@ -64,6 +66,8 @@ def make_step(
     loss 0 and gradient 0.
     With an optimizer that has `apply_`, nothing waits for the device but the making of a layout.
     """
+    if mesh is not None:
+        raise NotImplementedError(f"mesh is {mesh!r}; steps over a mesh are not there yet, so it must be None.")
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}; it must be at least 1.")
     if clip is not None and clip <= 0:

@@ -29,13 +29,13 @@ def causal_tiles(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
 
     Reverse mode once, and vmap. `first_order` stands in front for the sentence about the rest.
     """
-    return _Tiles.apply(q, k, v, scale)
+    return _compiled(q, k, v, scale) if torch.compiler.is_compiling() else _Tiles.apply(q, k, v, scale)
 
 
 def pays(q: Tensor) -> bool:
-    """Whether these queries are better served in tiles than by the fused kernel. A compiled graph keeps the latter."""
+    """Whether these queries are better served in tiles than by the fused kernel."""
     low, high = _LENGTHS.get(q.element_size(), (1, 0))
-    return q.device.type == "cpu" and low <= q.shape[1] <= high and not torch.compiler.is_compiling()
+    return q.device.type == "cpu" and low <= q.shape[1] <= high
 
 
 def _tile(q: Tensor) -> int:
@@ -66,24 +66,51 @@ def _probabilities(q: Tensor, keys: Tensor, lo: int, future: Tensor) -> Tensor:
     return torch.softmax(scores, -1)
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    (batch, length, heads, _), groups = q.shape, k.shape[2]
+    q5, keys, values = _grouped(q, groups), _heads(k).mT, _heads(v)
+    out = q.new_empty(batch, length, heads, v.shape[3])
+    out5, size = _grouped(out, groups), _tile(q)
+    future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+    for lo in range(0, length, size):
+        hi = min(lo + size, length)
+        p = _probabilities(_rows(q5[:, :, :, lo:hi] * scale), keys[..., :hi], lo, future[: hi - lo, : hi - lo])
+        out5[:, :, :, lo:hi] = torch.bmm(p, values[:, :hi]).view(batch, groups, -1, hi - lo, v.shape[3])
+    return out
+
+
+def _backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, length, _, width), groups = q.shape, k.shape[2]
+    q5, slope5, keys, values = _grouped(q, groups), _grouped(slope, groups), _heads(k), _heads(v)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
+    dq5, size = _grouped(dq, groups), _tile(q)
+    future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+    for lo in range(0, length, size):
+        hi = min(lo + size, length)
+        tile, above = _rows(q5[:, :, :, lo:hi] * scale), _rows(slope5[:, :, :, lo:hi])
+        p = _probabilities(tile, keys[:, :hi].mT, lo, future[: hi - lo, : hi - lo])
+        _add_product(dv[:, :hi], p.mT, above)
+        dp = torch.bmm(above, values[:, :hi].mT)
+        ds = torch._softmax_backward_data(dp, p, -1, q.dtype)
+        _add_product(dk[:, :hi], ds.mT, tile)
+        of_tile = torch.bmm(ds, keys[:, :hi]).view(batch, groups, -1, hi - lo, width)
+        torch.mul(of_tile, scale, out=dq5[:, :, :, lo:hi])
+    return dq, _unheads(dk, k), _unheads(dv, v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        (batch, length, heads, _), groups = q.shape, k.shape[2]
-        q5, keys, values = _grouped(q, groups), _heads(k).mT, _heads(v)
-        out = q.new_empty(batch, length, heads, v.shape[3])
-        out5, size = _grouped(out, groups), _tile(q)
-        future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
-        for lo in range(0, length, size):
-            hi = min(lo + size, length)
-            p = _probabilities(_rows(q5[:, :, :, lo:hi] * scale), keys[..., :hi], lo, future[: hi - lo, : hi - lo])
-            out5[:, :, :, lo:hi] = torch.bmm(p, values[:, :hi]).view(batch, groups, -1, hi - lo, v.shape[3])
-        return out
+        return _forward(q, k, v, scale)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
+    setup_context = staticmethod(_keep)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,24 +127,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        (batch, length, _, width), groups = q.shape, k.shape[2]
-        q5, slope5, keys, values = _grouped(q, groups), _grouped(slope, groups), _heads(k), _heads(v)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dk, dv = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
-        dq5, size = _grouped(dq, groups), _tile(q)
-        future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
-        for lo in range(0, length, size):
-            hi = min(lo + size, length)
-            tile, above = _rows(q5[:, :, :, lo:hi] * scale), _rows(slope5[:, :, :, lo:hi])
-            p = _probabilities(tile, keys[:, :hi].mT, lo, future[: hi - lo, : hi - lo])
-            _add_product(dv[:, :hi], p.mT, above)
-            dp = torch.bmm(above, values[:, :hi].mT)
-            ds = torch._softmax_backward_data(dp, p, -1, q.dtype)
-            _add_product(dk[:, :hi], ds.mT, tile)
-            of_tile = torch.bmm(ds, keys[:, :hi]).view(batch, groups, -1, hi - lo, width)
-            torch.mul(of_tile, scale, out=dq5[:, :, :, lo:hi])
-        return dq, _unheads(dk, k), _unheads(dv, v)
+        return _backward(q, k, v, slope, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -149,3 +159,33 @@ def _fold(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) 
     """The mapped dimension becomes part of the batch: rows do not see each other anyway."""
     pairs = zip(tensors, dims, strict=True)
     return [(t.expand(size, *t.shape) if d is None else t.movedim(d, 0)).flatten(0, 1) for t, d in pairs]
+
+
+# In a compiled graph the tiles are one node: unrolled, they would take longer to compile than all the rest. (Only
+# there: torch.func does not see the derivative of an operator.)
+@torch.library.custom_op("fnmodels::causal_tiles", mutates_args=())
+def _compiled(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return _forward(q, k, v, scale)
+
+
+@_compiled.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@torch.library.custom_op("fnmodels::causal_tiles_backward", mutates_args=())
+def _compiled_backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = _backward(q, k, v, slope, scale)
+    return dq, dk.contiguous(), dv.contiguous()
+
+
+@_compiled_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    return *_compiled_backward(*ctx.saved_tensors, slope, ctx.scale), None
+
+
+_compiled.register_autograd(_slopes, setup_context=_keep)

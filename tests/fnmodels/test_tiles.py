@@ -78,3 +78,17 @@ def test_the_blocks_kernel_uses_them_where_they_pay():
     layout = fnmodels.layout({"full": mask})
     out = attention(q, k, v, mask, kernel="auto", scale=SCALE, layout=layout)
     assert torch.equal(out, causal_tiles(q, k, v, scale=SCALE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_compiled_graph_holds_them_as_one_node(dtype):
+    inputs = draw(100, dtype=dtype)
+    compiled = torch.compile(lambda q, k, v: causal_tiles(q, k, v, scale=SCALE), fullgraph=True, backend="aot_eager")
+    got, want = compiled(*inputs), causal_tiles(*inputs, scale=SCALE)
+    assert torch.equal(got, want)
+    slope = torch.ones_like(want)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, inputs, slope), torch.autograd.grad(want, inputs, slope), strict=True
+    ):
+        assert torch.equal(ours, theirs)
