@@ -22,7 +22,10 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=WRITING) as folder:
         temporary = Path(folder) / path.name
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask has it; safetensors' writer leaves files to the owner alone
         write(temporary)
+        temporary.chmod(mode)
         move_into_place(temporary, path)
 
 
