@@ -85,6 +85,7 @@ def test_a_run_leaves_a_checkpoint_metrics_curves_and_a_summary(tmp_path, text, 
     assert {"loss", "lr", "grad_norm", "tokens", "finite"} <= rows(path)[0].keys()
     assert [row["step"] for row in rows(path) if "heldout_loss" in row] == [3, 6]
     assert rows(path)[0]["lr"] > 0
+    assert len({file.stat().st_mode for file in path.glob("*.safetensors")}) == 1
     assert (path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((path / "tensorboard").glob("events.*"))
     summary = json.loads((path / "summary.json").read_text())
