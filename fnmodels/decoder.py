@@ -121,7 +121,9 @@ def decoder_name(path: str) -> str:
         return "lm_head.weight"
     path = path.replace(".attention.", ".self_attn.")
     head, _, last = path.rpartition("_")
-    return f"model.{head}_proj.bias" if last == "bias" else f"model.{path}.weight"
+    if last != "bias":
+        return f"model.{path}.weight"
+    return f"model.{head}.bias" if head.endswith("norm") else f"model.{head}_proj.bias"
 
 
 def fused(flat: Mapping[str, Leaf], where: str, name: str, leaves: Sequence[str]) -> dict[str, Part]:

@@ -63,6 +63,11 @@ def bias(size: int, axis: str) -> Leaf:
     return Leaf((size,), torch.float32, (axis,), Constant(0.0), decay=False)
 
 
+def layer_norm_leaves(name: str, size: int, axis: str) -> dict[str, Leaf]:
+    """A LayerNorm's weight `name` and its bias beside it."""
+    return {name: norm(size, axis), f"{name}_bias": bias(size, axis)}
+
+
 def attention_leaves(
     width: int, heads: int, kv_heads: int, head_dim: int, *, std: float, qkv_bias: bool = False, o_bias: bool = False
 ) -> dict[str, Leaf]:
@@ -91,3 +96,12 @@ def gated_mlp_leaves(width: int, inner: int, *, std: float, biases: bool = False
     if biases:
         leaves |= {"gate_bias": bias(inner, "mlp"), "up_bias": bias(inner, "mlp"), "down_bias": bias(width, "embed")}
     return leaves
+
+
+def plain_mlp_leaves(width: int, inner: int, *, std: float, biases: bool = True) -> dict[str, Leaf]:
+    """up and down projections of an MLP without a gate, with their biases."""
+    leaves = {
+        "up_proj": weight((inner, width), ("mlp", "embed"), std),
+        "down_proj": weight((width, inner), ("embed", "mlp"), std),
+    }
+    return leaves | {"up_bias": bias(inner, "mlp"), "down_bias": bias(width, "embed")} if biases else leaves

@@ -33,9 +33,9 @@ def per_sample_gradients(
     batch stays whole, so every kernel works and a `layout` is that of the batch. batch: a tree of tensors [B, ...].
     out: an earlier result to write over; without it the operating system has to clear B numbers per parameter anew.
 
-    Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm and products with activations, which have
-    the rows in dimension 0; anything else raises NotImplementedError, and `torch.func.vmap(torch.func.grad(...))` over
-    `fnmodels.rows` does it. The result is data and not part of a graph.
+    Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products and sums with activations,
+    which have the rows in dimension 0; anything else raises NotImplementedError, and
+    `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows` does it. The result is data and not part of a graph.
     """
     sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tree.leaves(batch)}
     if len(sizes) != 1:
@@ -173,6 +173,12 @@ def _product(x: Tensor, y: Tensor) -> Rule:
     return _scaled(x.detach, y) if fits else []
 
 
+def _sum(x: Tensor, y: Tensor, *, alpha: float = 1) -> Rule:
+    x, y = (x, y) if x.ndim >= y.ndim else (y, x)
+    fits = alpha == 1 and 0 < y.ndim < x.ndim and y.shape == x.shape[-y.ndim :]
+    return _scaled(lambda: torch.ones_like(x), y) if fits else []
+
+
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Rule:
     x = x.detach()
     return _scaled(lambda: F.rms_norm(x, shape, None, eps), weight)
@@ -191,4 +197,5 @@ RULES: dict[Any, Callable[..., Rule]] = {
     F.layer_norm: _layer_norm,
     torch.mul: _product,
     Tensor.mul: _product,
+    Tensor.add: _sum,
 }

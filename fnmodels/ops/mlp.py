@@ -15,6 +15,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_fast": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
 
@@ -24,3 +25,9 @@ def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Ten
     gate = F.linear(x, layer["gate_proj"], layer.get("gate_bias"))
     up = F.linear(x, layer["up_proj"], layer.get("up_bias"))
     return F.linear(ACTIVATIONS[activation](gate) * up, layer["down_proj"], layer.get("down_bias"))
+
+
+def plain_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:
+    """down(activation(up(x))), without a gate (arXiv 1706.03762); x [..., D]. The biases are optional leaves."""
+    up = F.linear(x, layer["up_proj"], layer.get("up_bias"))
+    return F.linear(ACTIVATIONS[activation](up), layer["down_proj"], layer.get("down_bias"))

@@ -1,10 +1,10 @@
-"""The gated MLP against its formula."""
+"""The MLPs, with a gate and without, against their formulas."""
 
 import pytest
 import torch
 
 from fnmodels.ops.embed import embed_tokens
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
+from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
 
 FORMULAS = {
     "silu": lambda x: x * x.sigmoid(),
@@ -12,12 +12,12 @@ FORMULAS = {
     "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "relu": lambda x: x.clamp(min=0),
 }
-SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
+SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_gated_mlp(activation: str, biased: bool) -> None:
+def test_formulas(activation: str, biased: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     layer = {name: torch.randn(shape, dtype=torch.float64) for name, shape in _shapes(biased).items()}
@@ -26,6 +26,8 @@ def test_gated_mlp(activation: str, biased: bool) -> None:
     up = x @ layer["up_proj"].T + layer.get("up_bias", zero)
     want = (act(gate) * up) @ layer["down_proj"].T + layer.get("down_bias", zero)
     torch.testing.assert_close(gated_mlp(layer, x, activation=activation), want)
+    want = act(up) @ layer["down_proj"].T + layer.get("down_bias", zero)
+    torch.testing.assert_close(plain_mlp(layer, x, activation=activation), want)
 
 
 def _shapes(biased: bool) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.func import grad, jvp
 
 from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight, rms_norm_zero_centered, upcast
 
@@ -50,3 +51,15 @@ def test_upcast_never_narrows() -> None:
         (torch.float64, torch.float64),
     ):
         assert upcast(X.to(dtype)).dtype == wide
+
+
+def test_layer_norm_has_a_second_derivative() -> None:
+    """Reverse over forward equals forward over reverse and the difference of gradients."""
+    x, weight, bias, direction = X.double(), W.double(), BIAS.double(), torch.randn_like(X.double())
+
+    def f(x: Tensor) -> Tensor:
+        return layer_norm(x, weight, bias, eps=EPS).sin().sum()
+
+    wanted = (grad(f)(x + 1e-5 * direction) - grad(f)(x - 1e-5 * direction)) / 2e-5
+    assert torch.allclose(grad(lambda x: jvp(f, (x,), (direction,))[1])(x), wanted, atol=1e-7)
+    assert torch.allclose(jvp(grad(f), (x,), (direction,))[1], wanted, atol=1e-7)
