@@ -102,7 +102,7 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
     if tensor.ndim >= 2:
         return noise * (1.3 / math.sqrt(tensor.shape[-1]))
-    return 1 + 0.3 * noise if "norm" in name.lower() else 0.3 * noise
+    return 1 + 0.3 * noise if "norm" in name.lower() or ".ln_" in name else 0.3 * noise
 
 
 @functools.cache

@@ -223,7 +223,7 @@ def test_gradients_flow_from_the_past_only(case: Case, kernel: str) -> None:
     row = batch_of(case.config, segments((-1, 3, 5, -1)))
     positions, segment_ids = row.positions[0], row.segment_ids[0]
     weights, prepared = generic_params(case.config), row.prepared()
-    x = fnmodels.family_of(case.config).embed(weights, row.tokens, config=case.config).requires_grad_()
+    x = fnmodels.family_of(case.config).embed(weights, prepared[0], config=case.config).requires_grad_()
     logits = forward(weights, (x, *prepared[1:]), config=case.config, kernel=kernel)
     same = (segment_ids[:, None] == segment_ids) & row.valid[0]
     may = same & (positions[:, None] >= positions) if getattr(variants_of(case.family), "CAUSAL", True) else same

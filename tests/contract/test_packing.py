@@ -99,8 +99,8 @@ def test_what_stands_in_padding_does_not_matter(case: Case, kernel: str) -> None
 
 def _embedding_gradient(batch: Batch, labels: Tensor, kernel: str) -> tuple[Tensor, Tensor, Any]:
     weights = trainable(generic_params(batch.config))
-    x = fnmodels.family_of(batch.config).embed(weights, batch.tokens, config=batch.config).detach().requires_grad_()
-    _, masks, freqs_cis = batch.prepared()
+    inputs, masks, freqs_cis = batch.prepared()
+    x = fnmodels.family_of(batch.config).embed(weights, inputs, config=batch.config).detach().requires_grad_()
     logits = forward(weights, (x, masks, freqs_cis), config=batch.config, kernel=kernel)
     loss = summed_loss(logits, labels)
     got = gradients(loss, {"x": x, "weights": weights})

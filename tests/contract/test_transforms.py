@@ -133,7 +133,7 @@ def test_hessian_vector_products(case: Case) -> None:
 def test_jacobians(case: Case) -> None:
     """F1, F6: jacrev equals jacfwd, of some logits by a token's embedding and by a norm's weight; and the Hessian."""
     p = Problem(case, segments((-1, 3, 2)))
-    x = fnmodels.family_of(p.config).embed(p.weights, p.batch.tokens, config=p.config)
+    x = fnmodels.family_of(p.config).embed(p.weights, p.prepared[0], config=p.config)
 
     def logits(vector: Tensor, norm: Tensor) -> Tensor:
         inputs = torch.cat((x[:, :2], vector[None, None], x[:, 3:]), dim=1)

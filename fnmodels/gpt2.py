@@ -1,0 +1,248 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+
+A pre-norm decoder with LayerNorms, learned positions, an MLP without a gate and a tied head. On disk the weights are
+[in, out] ("Conv1D") with q, k and v in one; here they are [out, in] and apart, like everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .disk import Part, Stored
+from .errors import ConfigError
+from .hf import Fields
+from .leaf import attention_leaves, layer_norm_leaves, plain_mlp_leaves, weight
+from .mask import Create, Layout, MaskLike, causal_masks
+from .ops.attention import attention
+from .ops.embed import embed_tokens
+from .ops.heads import project_out, project_qkv
+from .ops.mlp import ACTIVATIONS, plain_mlp
+from .ops.norm import layer_norm
+from .ops.rotary import no_rotation
+from .tree import Tree
+
+MODEL_TYPES = ("gpt2",)
+TAPS = ("attention", "middle", "mlp")
+
+# Dropout, heads for other tasks, a second name of n_positions.
+_IGNORED = (
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "n_special", "predict_special_tokens", "summary_type"),
+    *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches. There are `max_position_embeddings` positions, and a position beyond them is an error."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int = 1024
+    layer_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    hidden_act: str = "gelu_new"
+    scale_attn_weights: bool = True  # scores by 1 / sqrt(head_dim)
+    scale_attn_by_inverse_layer_idx: bool = False  # and by 1 / (1 + number of the layer)
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="gpt2", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"n_embd {self.hidden_size} is not a multiple of n_head {self.num_attention_heads}, "
+                "so it cannot be split into heads."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries, keys and values."""
+        return self.hidden_size // self.num_attention_heads
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        for name in ("add_cross_attention", "is_encoder_decoder"):
+            fields.expect(name, False)
+        fields.expect("quantization_config", None)
+        hidden = _size(fields, "n_embd", "hidden_size")
+        config = Config(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=fields.integer("n_inner", 4 * hidden),
+            num_hidden_layers=_size(fields, "n_layer", "num_hidden_layers", high=10_000),
+            num_attention_heads=_size(fields, "n_head", "num_attention_heads"),
+            max_position_embeddings=_size(fields, "n_positions", "max_position_embeddings", 1024),
+            layer_norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
+            hidden_act=fields.choice("activation_function", tuple(ACTIVATIONS), "gelu_new"),
+            scale_attn_weights=fields.boolean("scale_attn_weights", True),
+            scale_attn_by_inverse_layer_idx=fields.boolean("scale_attn_by_inverse_layer_idx", False),
+            initializer_range=fields.number("initializer_range", 0.02, above=-1e-9),
+            model_type=model_type,
+        )
+        # Asks others for scores and softmax in fp32, which are so here in any case.
+        upcast = (("reorder_and_upcast_attn", "true"),) * fields.boolean("reorder_and_upcast_attn", False)
+        object.__setattr__(config, "extra", fields.finish(_IGNORED) + upcast)
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json under GPT-2's own names."""
+        return {name: json.loads(value) for name, value in self.extra} | {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "n_embd": self.hidden_size,
+            "n_inner": self.intermediate_size,
+            "n_layer": self.num_hidden_layers,
+            "n_head": self.num_attention_heads,
+            "n_positions": self.max_position_embeddings,
+            "layer_norm_epsilon": self.layer_norm_eps,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "activation_function": self.hidden_act,
+            "scale_attn_weights": self.scale_attn_weights,
+            "scale_attn_by_inverse_layer_idx": self.scale_attn_by_inverse_layer_idx,
+            "initializer_range": self.initializer_range,
+        }
+
+
+def _size(fields: Fields, own: str, usual: str, default: int | None = None, high: int = 1 << 31) -> int:
+    """A size under GPT-2's own name, or under the usual one, which transformers reads too."""
+    given = [name for name in (own, usual) if fields.take(name, None) is not None] or [own]
+    first, *others = [fields.integer(name, default, high=high) for name in given]
+    if others not in ([], [first]):
+        raise ConfigError(f"{fields.where}: {own!r} is {first} and {usual!r} is {others[0]}, but they are one size.")
+    return first
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]. What ends a sublayer begins smaller, as the residual stream sums it up."""
+    D, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
+    heads, ends = config.num_attention_heads, std / math.sqrt(2 * config.num_hidden_layers)
+
+    def layer() -> Tree:
+        attention = attention_leaves(D, heads, heads, config.head_dim, std=std, qkv_bias=True, o_bias=True)
+        mlp = plain_mlp_leaves(D, inner, std=std)
+        return {
+            **layer_norm_leaves("input_layernorm", D, "embed"),
+            "attention": attention | {"o_proj": weight((D, D), ("embed", "heads"), ends)},
+            **layer_norm_leaves("post_attention_layernorm", D, "embed"),
+            "mlp": mlp | {"down_proj": weight((D, inner), ("embed", "mlp"), ends)},
+        }
+
+    tree: Tree = {
+        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "embed_positions": weight((config.max_position_embeddings, D), ("position", "embed"), std),
+        "layers": [layer() for _ in range(config.num_hidden_layers)],
+        **layer_norm_leaves("norm", D, "embed"),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
+    return tree
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk, or its part of a transposed tensor}."""
+    D, inner = config.hidden_size, config.intermediate_size
+    names: dict[str, Stored] = {"embed_tokens": "transformer.wte.weight", "embed_positions": "transformer.wpe.weight"}
+    norms = {"norm": "transformer.ln_f"}
+    for i in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
+        norms |= {f"{ours}.input_layernorm": f"{theirs}.ln_1", f"{ours}.post_attention_layernorm": f"{theirs}.ln_2"}
+        parts = {f"attention.{q}": ("attn.c_attn", n * D, (n + 1) * D, 3 * D) for n, q in enumerate("qkv")}
+        parts |= {"attention.o": ("attn.c_proj", 0, D, D)}
+        parts |= {"mlp.up": ("mlp.c_fc", 0, inner, inner), "mlp.down": ("mlp.c_proj", 0, D, D)}
+        for path, (name, start, stop, rows) in parts.items():
+            names[f"{ours}.{path}_proj"] = Part(f"{theirs}.{name}.weight", start, stop, rows, transposed=True)
+            names[f"{ours}.{path}_bias"] = Part(f"{theirs}.{name}.bias", start, stop, rows, transposed=True)
+    for path, name in norms.items():
+        names |= {path: f"{name}.weight", f"{path}_bias": f"{name}.bias"}
+    return names if config.tie_word_embeddings else names | {"lm_head": "lm_head.weight"}
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis: "full", or "full_0", "full_1" and so on where the number
+    of a layer scales its scores."""
+    layers = config.num_hidden_layers
+    return tuple(f"full_{i}" for i in range(layers)) if config.scale_attn_by_inverse_layer_idx else ("full",) * layers
+
+
+def attention_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    return causal_masks(kinds(config), None, positions, segment_ids, create=create)
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:
+    """{kind: {"table": fp32 [B, S, 0, 2]}}: nothing rotates, positions enter in `embed`.
+
+    Where the number of a layer scales its scores, beside it "scale", fp32 [B, S], the factor on the queries: a tensor,
+    so that all layers compile to one graph.
+    """
+    tables: dict[str, dict[str, Tensor]] = {kind: {"table": no_rotation(positions)} for kind in kinds(config)}
+    if config.scale_attn_by_inverse_layer_idx:
+        for i, table in enumerate(tables.values()):
+            table["scale"] = torch.full_like(positions, 1 / (i + 1), dtype=torch.float32)
+    return tables
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]: what a token means plus where it stands; vectors pass through, bare token ids are a ValueError."""
+    tokens = inputs["tokens"] if isinstance(inputs, dict) else inputs
+    if tokens.is_floating_point():
+        return tokens
+    if not isinstance(inputs, dict):
+        raise ValueError(
+            "GPT-2 has a learned vector for each position, so it needs the dict of inputs that `prepare` makes, "
+            "with tokens and positions; bare token ids do not say where they stand."
+        )
+    return embed_tokens(params["embed_tokens"], tokens) + F.embedding(inputs["positions"], params["embed_positions"])
+
+
+def block(
+    layer: Tree,
+    x: Tensor,
+    mask: MaskLike,
+    freqs: dict[str, Tensor],
+    /,
+    *,
+    config: Config,
+    kind: str,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    taps: tuple[str, ...] = (),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer: x [B, S, D] -> (x, {tap: tensor})."""
+    eps, weights = config.layer_norm_eps, layer["attention"]
+    scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
+    normed = layer_norm(x, layer["input_layernorm"], layer["input_layernorm_bias"], eps=eps)
+    q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
+    if "scale" in freqs:
+        q = q * freqs["scale"][..., None, None].to(q.dtype)
+    mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, layout=layout)
+    attended = project_out(weights, mixed)
+    middle = x + attended
+    normed = layer_norm(middle, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
+    fed = plain_mlp(layer["mlp"], normed, activation=config.hidden_act)
+    named = {"attention": attended, "middle": middle, "mlp": fed}
+    return middle + fed, {name: named[name] for name in taps}
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return F.linear(layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps), head)

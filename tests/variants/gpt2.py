@@ -1,0 +1,58 @@
+"""Tiny configurations of GPT-2, one per way in which its maths can differ, and its published sizes."""
+
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 61,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "layer_norm_epsilon": 1e-2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_pdrop": 0.0,  # transformers' default of 0.1 would take part in its training
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    numbered = {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_layer": 3}
+    return {
+        "gpt2": TINY,
+        "gpt2_untied_narrow": TINY | {"tie_word_embeddings": False, "n_inner": 44, "activation_function": "relu"},
+        "gpt2_numbered": TINY | numbered,
+        "gpt2_unscaled": TINY | {"scale_attn_weights": False, "activation_function": "gelu"},
+        "gpt2_unscaled_numbered": TINY | numbered | {"scale_attn_weights": False},
+    }
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published member."""
+    return {
+        "gpt2_xl": {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": 50257,
+            "n_embd": 1600,
+            "n_layer": 48,
+            "n_head": 25,
+            "n_positions": 1024,
+            "n_ctx": 1024,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "attn_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+            "resid_pdrop": 0.1,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+        },
+    }
+
+
+def sizes() -> dict[str, int]:
+    """{name of a published member: how many parameters it has, as published}."""
+    return {"gpt2_xl": 1_557_611_200}
