@@ -19,7 +19,7 @@ from fnmodels import llama, tree
 from fnmodels.disk import Part, covers, disk_name, take
 from params import save
 from params.names import by_name, slots
-from tests.parity.oracle import model_of
+from tests.parity.oracle import model_of, on_disk
 from tests.support import Case, cases, generic_params, structures, tokens_of
 
 SMALL = llama.Config(
@@ -72,7 +72,7 @@ def test_there_and_back(case: Case, limit: str, dtype: torch.dtype, tmp_path: Pa
 def test_transformers_opens_ours(case: Case, limit: str, tmp_path: Path) -> None:
     """And computes the same logits, bit for bit, as from the parameters set by hand."""
     original = model_of(case.values)
-    config, state = case.config, dict(original.named_parameters())
+    config, state = case.config, on_disk(original)
     weights = tree.unflatten({slot.path: take(slot.stored, state[disk_name(slot.stored)]) for slot in slots(config)})
     P.save_pretrained(tmp_path, config, weights, max_shard_size=limit)
     opened, report = AutoModelForCausalLM.from_pretrained(

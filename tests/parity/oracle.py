@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 import fnmodels
 from fnmodels import disk, tree
@@ -24,9 +25,14 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
     return model
 
 
+def on_disk(model: torch.nn.Module) -> dict[str, Any]:
+    """The model's parameters under the names that its checkpoint has. A tied head is listed once."""
+    return dict(revert_weight_conversion(model, dict(model.named_parameters())))
+
+
 def params_of(model: torch.nn.Module, config: Any) -> Any:
     """The model's parameters as our tree, moved by name and by nothing else: no tensor may be left over."""
-    state = dict(model.named_parameters())  # a tied head is listed once
+    state = on_disk(model)
     stored = fnmodels.family_of(config).hf_names(config)
     assert {disk.disk_name(s) for s in stored.values()} == state.keys()
     flat = {path: disk.take(s, state[disk.disk_name(s)].detach()).clone() for path, s in stored.items()}

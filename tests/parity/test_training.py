@@ -8,7 +8,7 @@ import torch
 import fnmodels
 import train
 from fnmodels import disk, tree
-from tests.parity.oracle import model_of, params_of
+from tests.parity.oracle import model_of, on_disk, params_of
 from tests.support import Batch, Case, batch_of, segments, structures
 
 STEPS = 20
@@ -21,9 +21,10 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     model = model_of(case.values).train()
     # With one, torch gives no gradient to that row, though in these batches it is a token like others.
     model.get_input_embeddings().padding_idx = None
-    family, named = fnmodels.family_of(case.config), dict(model.named_parameters())
-    names = family.hf_names(case.config)
+    family = fnmodels.family_of(case.config)
+    named, names = on_disk(model), family.hf_names(case.config)
     decays = {disk.disk_name(names[path]): leaf.decay for path, leaf in tree.flatten(family.spec(case.config)).items()}
+    assert {id(p) for p in named.values()} == {id(p) for p in model.parameters()}, "copies would not be trained"
     groups = [
         {"params": [named[name] for name in decays if decays[name] is on], "weight_decay": DECAY if on else 0.0}
         for on in (True, False)

@@ -1,0 +1,211 @@
+"""GPT-NeoX and Pythia (arXiv 2204.06745, 2304.01373).
+
+LayerNorms, rotary embedding on a quarter of each head, an MLP without a gate. Attention and MLP stand side by side,
+with a norm each, or one after the other. On disk q, k and v of each head lie together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .decoder import check_decoder, decoder_sizes, decoder_to_hf
+from .disk import Part, Stored
+from .errors import ConfigError
+from .hf import Fields, parse_rope, rope_to_hf, rope_values
+from .leaf import attention_leaves, layer_norm_leaves, plain_mlp_leaves, weight
+from .mask import Create, Layout, MaskLike, causal_masks
+from .ops.attention import attention
+from .ops.embed import embed_tokens
+from .ops.heads import project_out, project_qkv
+from .ops.mlp import ACTIVATIONS, plain_mlp
+from .ops.norm import layer_norm
+from .ops.rotary import Rope, apply_rotary, rotary_table
+from .tree import Tree, flatten
+
+MODEL_TYPES = ("gpt_neox",)
+TAPS = ("attention", "mlp")
+
+# The names of the parts of a path, where they are not ours.
+_ON_DISK = {
+    "embed_tokens": "embed_in",
+    "norm": "final_layer_norm",
+    "o_proj": "dense",
+    "up_proj": "dense_h_to_4h",
+    "down_proj": "dense_4h_to_h",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches. `layer_kinds` is "full" for every layer."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    rope: Rope = Rope(partial=0.25)  # noqa: RUF009 - frozen
+    layer_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = True
+    use_parallel_residual: bool = True
+    hidden_act: str = "gelu"
+    layer_kinds: tuple[str, ...] = ()
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="gpt_neox", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_decoder(self, ("full",))
+        heads = self.num_attention_heads
+        if self.num_key_value_heads != heads or self.head_dim * heads != self.hidden_size:
+            raise ConfigError(
+                f"This family divides hidden_size {self.hidden_size} among {heads} heads, of keys as of queries; "
+                f"num_key_value_heads {self.num_key_value_heads} and head_dim {self.head_dim} say otherwise."
+            )
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        sizes = decoder_sizes(fields, max_positions=2048, tied=False)
+        for name in ("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+            fields.expect(name, 0, 0.0)
+        config = Config(
+            **sizes,
+            rope=_rope(fields, sizes["head_dim"], sizes["max_position_embeddings"]),
+            layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
+            attention_bias=fields.boolean("attention_bias", True),
+            use_parallel_residual=fields.boolean("use_parallel_residual", True),
+            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu"),
+            model_type=model_type,
+        )
+        object.__setattr__(config, "extra", fields.finish(("classifier_dropout",)))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        own = ("layer_norm_eps", "attention_bias", "use_parallel_residual", "hidden_act")
+        # Both are always said: transformers falls back to names of its own for this family.
+        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
+        rest = {name: getattr(self, name) for name in own}
+        return decoder_to_hf(self, "GPTNeoXForCausalLM", rope_parameters=rope, **rest)
+
+
+def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
+    """The rope, whose base and share of the head have names of their own in older files."""
+    for usual, own in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
+        if fields.take(usual, None) is not None:
+            # transformers does not read the usual names at the top, for this family; so nobody knows which is meant
+            raise ConfigError(f"{fields.where}: {usual!r} must be in 'rope_parameters', or be called {own!r}.")
+    theta, share = fields.take("rotary_emb_base", 1e4), fields.take("rotary_pct", 0.25)
+    older = {"rope_theta": theta, "partial_rotary_factor": share}
+    inner = Fields(older | rope_values(fields), f"{fields.where}, rope")
+    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=True)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
+    heads, bias = config.num_attention_heads, config.attention_bias
+
+    def layer() -> Tree:
+        return {
+            **layer_norm_leaves("input_layernorm", D, "embed"),
+            "attention": attention_leaves(D, heads, heads, H, std=std, qkv_bias=bias, o_bias=bias),
+            **layer_norm_leaves("post_attention_layernorm", D, "embed"),
+            "mlp": plain_mlp_leaves(D, config.intermediate_size, std=std),
+        }
+
+    tree: Tree = {
+        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "layers": [layer() for _ in range(config.num_hidden_layers)],
+        **layer_norm_leaves("norm", D, "embed"),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
+    return tree
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk, or its rows of each head's block of query_key_value}."""
+    return {path: _stored(path, config) for path in flatten(spec(config))}
+
+
+def _stored(path: str, config: Config) -> Stored:
+    if path == "lm_head":
+        return "embed_out.weight"
+    where, _, name = path.rpartition(".")
+    ending = "bias" if name.endswith("_bias") else "weight"
+    stem = name.removesuffix("_bias")
+    if where.endswith(("attention", "mlp")):  # q_bias belongs to q_proj, as input_layernorm_bias to input_layernorm
+        stem = stem.removesuffix("_proj") + "_proj"
+    if stem in ("q_proj", "k_proj", "v_proj"):
+        first = "qkv".index(stem[0]) * config.head_dim
+        rows, heads = 3 * config.num_attention_heads * config.head_dim, config.num_attention_heads
+        return Part(f"gpt_neox.{where}.query_key_value.{ending}", first, first + config.head_dim, rows, groups=heads)
+    return ".".join(("gpt_neox", *filter(None, (where, _ON_DISK.get(stem, stem))), ending))
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    return config.layer_kinds
+
+
+def attention_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    return causal_masks(config.layer_kinds, None, positions, segment_ids, create=create)
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 table [B, S, R/2, 2]}."""
+    return dict.fromkeys(config.layer_kinds, rotary_table(config.rope, config.head_dim, positions, length))
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]."""
+    return embed_tokens(params["embed_tokens"], inputs)
+
+
+def block(
+    layer: Tree,
+    x: Tensor,
+    mask: MaskLike,
+    freqs: Tensor,
+    /,
+    *,
+    config: Config,
+    kind: str,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    taps: tuple[str, ...] = (),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer: x [B, S, D] -> (x, {tap: tensor})."""
+    eps, weights = config.layer_norm_eps, layer["attention"]
+    normed = layer_norm(x, layer["input_layernorm"], layer["input_layernorm_bias"], eps=eps)
+    q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
+    attended = project_out(weights, mixed)
+    read = x if config.use_parallel_residual else x + attended
+    normed = layer_norm(read, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
+    fed = plain_mlp(layer["mlp"], normed, activation=config.hidden_act)
+    named = {"attention": attended, "mlp": fed}
+    return x + attended + fed, {name: named[name] for name in taps}
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return F.linear(layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps), head)
