@@ -78,6 +78,7 @@ class Config:
             kv_heads=_KV_HEADS.get(model_type, 0),
             head_dim=128 if model_type == "qwen3" else 0,
         )
+        fields.expect("activation", "swiglu")  # in Falcon 3's files, beside hidden_act
         has_bias = model_type in ("llama", "qwen3", "smollm3") and fields.boolean("attention_bias", False)
         window, kinds = _layer_kinds(fields, model_type, sizes["num_hidden_layers"])
         config = Config(

@@ -120,6 +120,21 @@ _COHERE2 |= {
     "max_position_embeddings": 131072,
     "logit_scale": 0.25,
 }
+_FALCON3 = {"model_type": "llama", "vocab_size": 131072, "head_dim": 256, "rms_norm_eps": 1e-6, "rope_theta": 1000042}
+_FALCON3 |= {"max_position_embeddings": 32768, "activation": "swiglu"}
+_GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_ctx": 1024}
+_STARCODER2 = {"model_type": "starcoder2", "vocab_size": 49152, "max_position_embeddings": 16384}
+_STARCODER2 |= {"sliding_window": 4096, "use_bias": True, "norm_epsilon": 1e-5}
+_NEOX = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
+_NEOX |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "hidden_act": "gelu", "use_parallel_residual": True}
+_STABLELM = {"model_type": "stablelm", "vocab_size": 100352, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5}
+_STABLELM |= {"rope_theta": 10000, "partial_rotary_factor": 0.25}
+
+
+def _neox(hidden: int, layers: int, heads: int, **rest: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return _NEOX | sizes | {"intermediate_size": 4 * hidden} | rest
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-2-7b": _sized(_LLAMA2, 4096, 11008, 32, 32, 32),
@@ -170,4 +185,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     "granite-3.1-8b": _sized(_GRANITE, 4096, 12800, 40, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
     "command-r7b": _sized(_COHERE2, 4096, 14336, 32, 32, 8),
     "command-a-111b": _sized(_COHERE2, 12288, 36864, 64, 96, 8),
+    "falcon3-1b": _sized(_FALCON3, 2048, 8192, 18, 8, 4),
+    "falcon3-3b": _sized(_FALCON3, 3072, 9216, 22, 12, 4),
+    "falcon3-7b": _sized(_FALCON3, 3072, 23040, 28, 12, 4),
+    "falcon3-10b": _sized(_FALCON3, 3072, 23040, 40, 12, 4),
+    "gpt2": _GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12},
+    "gpt2-medium": _GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "gpt2-large": _GPT2 | {"n_embd": 1280, "n_layer": 36, "n_head": 20},
+    "gpt2-xl": _GPT2 | {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "starcoder2-3b": _sized(_STARCODER2, 3072, 12288, 30, 24, 2, rope_theta=999999.4420358813, **_TIED),
+    "starcoder2-7b": _sized(_STARCODER2, 4608, 18432, 32, 36, 4, rope_theta=1e6, **_TIED),
+    "starcoder2-15b": _sized(_STARCODER2, 6144, 24576, 40, 48, 4, rope_theta=1e5, tie_word_embeddings=False),
+    "gpt-neox-20b": _neox(6144, 44, 64, vocab_size=50432, hidden_act="gelu_fast"),
+    "pythia-70m": _neox(512, 6, 8),
+    "pythia-160m": _neox(768, 12, 12),
+    "pythia-410m": _neox(1024, 24, 16),
+    "pythia-1b": _neox(2048, 16, 8),
+    "pythia-1.4b": _neox(2048, 24, 16),
+    "pythia-2.8b": _neox(2560, 32, 32),
+    "pythia-6.9b": _neox(4096, 32, 32, vocab_size=50432),
+    "pythia-12b": _neox(5120, 36, 40, vocab_size=50688),
+    "stablelm-3b-4e1t": _sized(_STABLELM, 2560, 6912, 32, 32, 32, vocab_size=50304),
+    "stablelm-2-1.6b": _sized(_STABLELM, 2048, 5632, 24, 32, 32, use_qkv_bias=True),
 }
