@@ -49,6 +49,8 @@ _SUBLAYERS = (
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
     {"attention": "self_attn", "mlp": "mlp"},
+    {"attention": "attn", "mlp": "mlp"},  # GPT-2
+    {"attention": "attention", "mlp": "mlp"},  # GPT-NeoX
 )
 
 
@@ -92,7 +94,7 @@ def compare(folder: Path) -> bool:
     config = load_config(folder)
     params, mismatch = _params(folder)
     reference = _reference(folder)
-    theirs = dict(reference.named_parameters())  # a tied head is listed once
+    theirs = _on_disk(reference)
     faults = _leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
     if faults:
         print(f"The first difference is in the leaves, ours against transformers' ({len(faults)}):{listed(faults)}")
@@ -136,9 +138,20 @@ def _reference(folder: Path) -> Any:
     except Exception as error:  # there is no end to the kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(f"transformers cannot load {folder}: {reason}") from error
-    if not hasattr(model.base_model, "layers"):
+    if _layers(model) is None:
         raise UnsupportedError(f"transformers' {type(model).__name__} has no list of `layers` to look into.")
     return model.eval()
+
+
+def _layers(model: Any) -> Any:
+    """The reference's list of layers; None for an unknown layout."""
+    return getattr(model.base_model, "layers", getattr(model.base_model, "h", None))
+
+
+def _on_disk(model: Any) -> dict[str, Tensor]:
+    """The reference's parameters under their names in files, not those in memory. A tied head is listed once."""
+    loading = importlib.import_module("transformers.core_model_loading")
+    return dict(loading.revert_weight_conversion(model, dict(model.named_parameters())))
 
 
 def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -180,7 +193,7 @@ def _theirs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
         tapped[tap] = output[0] if isinstance(output, tuple) else output
 
-    layers = model.base_model.layers
+    layers = _layers(model)
     handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
     for i, layer in enumerate(layers):
         modules = {"output": layer} | _sublayers(layer)
