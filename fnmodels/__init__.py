@@ -15,6 +15,7 @@ labels feed the loss; none is derived from another inside a model. Tensors are p
 """
 
 from fnmodels import siblings
+from fnmodels.balance import balance, imbalance
 from fnmodels.batch import permute, rows, split
 from fnmodels.convert import to_block_mask, to_cu_seqlens, to_dense
 from fnmodels.errors import (
@@ -37,6 +38,7 @@ from fnmodels.presets import preset, presets
 from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
 from fnmodels.segments import (
     positions_from_segments,
+    segments,
     segments_from_eos,
     segments_from_lengths,
     segments_from_positions,
@@ -64,6 +66,7 @@ __all__ = [
     "UnsafePathError",
     "UnsupportedError",
     "Window",
+    "balance",
     "build_mask",
     "document_layout",
     "explain_kernel",
@@ -72,6 +75,7 @@ __all__ = [
     "family_of",
     "forward",
     "hidden",
+    "imbalance",
     "layout",
     "pack",
     "per_sample_gradients",
@@ -82,6 +86,7 @@ __all__ = [
     "presets",
     "rows",
     "run_layers",
+    "segments",
     "segments_from_eos",
     "segments_from_lengths",
     "segments_from_positions",

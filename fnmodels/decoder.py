@@ -18,6 +18,14 @@ from .leaf import Leaf
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
     """For `Config.__post_init__`: fills what was left empty (head_dim 0, layer_kinds ()) and refuses what cannot be."""
+    for name in (*_DECODER_FIELDS[:6], "max_position_embeddings"):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ConfigError(f"sliding_window is {window!r}; it must be an integer of at least 1, or None.")
+    object.__setattr__(config, "layer_kinds", tuple(config.layer_kinds))  # hashable
     if not config.head_dim:
         if config.hidden_size % config.num_attention_heads:
             raise ConfigError(
@@ -37,9 +45,7 @@ def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
             f"layer_kinds must name {config.num_hidden_layers} layers, each one of {', '.join(known_kinds)}; "
             f"it is {config.layer_kinds}."
         )
-    if getattr(config, "sliding_window", None) is None and any(
-        kind.startswith("sliding") for kind in config.layer_kinds
-    ):
+    if window is None and any(kind.startswith("sliding") for kind in config.layer_kinds):
         raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
 
 
@@ -59,6 +65,8 @@ def decoder_sizes(
             "so 'head_dim' must be given."
         )
     fields.expect("attention_dropout", 0, 0.0)
+    fields.expect("rope_interleaved", False)
+    fields.expect("use_mrope", False)
     fields.expect("is_encoder_decoder", False)
     fields.expect("quantization_config", None)
     return {

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from .families import family_of
-from .mask import Layout, MaskLike
+from .mask import Layout, Mask, MaskLike
 from .ops.attention import materialize
-from .tree import Tree
+from .tree import Tree, leaves
 
 Block = Callable[[Tree, Tensor, MaskLike, Tensor], tuple[Tensor, dict[str, Tensor]]]
 LayerFn = Callable[[Block], Block]
@@ -41,18 +41,28 @@ def prepare(
     if tokens.ndim not in (2, 3):
         raise ValueError(f"tokens must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")
     shape = tokens.shape[:2]
-    if segment_ids is None:
-        segment_ids = torch.ones((1, 1), dtype=torch.long, device=tokens.device)
-    if positions is None:
-        positions = _positions(segment_ids.expand(shape))
-    for name, given in (("positions", positions), ("segment_ids", segment_ids)):
-        if given.ndim != 2 or any(have not in (1, want) for have, want in zip(given.shape, shape, strict=True)):
-            raise ValueError(f"{name} must be [B, S] = {list(shape)} like the tokens, not {list(given.shape)}.")
-    positions, segment_ids = positions.expand(shape), segment_ids.expand(shape)
+    if positions is not None:
+        positions = _per_token("positions", positions, shape)
+    if segment_ids is not None:
+        segment_ids = _per_token("segment_ids", segment_ids, shape)
+        positions = _positions(segment_ids) if positions is None else positions
+    else:  # nothing is read from tensors here, so that this much works on meta and never waits for a device
+        segment_ids = torch.ones((1, 1), dtype=torch.long, device=tokens.device).expand(shape)
+        if positions is None:
+            positions = torch.arange(shape[1], device=tokens.device).expand(shape)
     family = family_of(config)
     inputs = {"tokens": tokens, "positions": positions, "valid": segment_ids != 0}
     masks = family.attention_masks(config, positions, segment_ids)
     return inputs, masks, family.freqs_cis(config, positions, length=length)
+
+
+def _per_token(name: str, given: Tensor, shape: torch.Size) -> Tensor:
+    """[B, S], from that or from one row for all."""
+    if given.ndim != 2 or given.shape[0] not in (1, shape[0]) or given.shape[1] != shape[1]:
+        raise ValueError(f"{name} must be [B, S] = {list(shape)} like the tokens, not {list(given.shape)}.")
+    if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
+        raise ValueError(f"{name} must be integers, not {given.dtype}.")
+    return given.expand(shape)
 
 
 def _positions(segment_ids: Tensor) -> Tensor:
@@ -184,11 +194,7 @@ def _run(
     wanted = _wanted_taps(family, taps, len(kinds))
     local = tuple(sorted({name for _, name in wanted} - {"input", "output"}))
     used = sorted(set(kinds[lo:hi]))
-    for kind in used:
-        if kind not in masks or kind not in freqs_cis:
-            raise ValueError(
-                f"The model has {kind!r} layers, but masks has {sorted(masks)} and freqs_cis {sorted(freqs_cis)}."
-            )
+    _check_fit(params["layers"], x, masks, freqs_cis, kinds, used)
     ready: dict[str, MaskLike] = {}
     for kind in used:
         twin = next((other for other in ready if masks[other] is masks[kind]), None)
@@ -205,6 +211,33 @@ def _run(
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
     return x, tapped
+
+
+def _check_fit(
+    layers: Tree,
+    x: Tensor,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    kinds: tuple[str, ...],
+    used: list[str],
+) -> None:
+    """A sentence for what would fail deep in a block, or be broadcast or left out in silence."""
+    if isinstance(layers, (list, tuple)) and len(layers) != len(kinds):
+        raise ValueError(f"params has {len(layers)} layers, but the config has {len(kinds)}.")
+    for kind in used:
+        if kind not in masks or kind not in freqs_cis:
+            raise ValueError(
+                f"The model has {kind!r} layers, but masks has {sorted(masks)} and freqs_cis {sorted(freqs_cis)}."
+            )
+        mask = masks[kind]
+        queries = mask.q_positions.shape[1] if isinstance(mask, Mask) else mask.shape[-2]
+        if queries != x.shape[1]:
+            raise ValueError(f"masks[{kind!r}] is made for {queries} queries, but x has {x.shape[1]} tokens.")
+        for table in leaves(freqs_cis[kind]):
+            if table.shape[1] != x.shape[1] or table.shape[0] not in (1, x.shape[0]):
+                raise ValueError(
+                    f"freqs_cis[{kind!r}] is made for {list(table.shape[:2])} tokens [B, S], x has {list(x.shape[:2])}."
+                )
 
 
 def _layer_taps(family: Any) -> str:

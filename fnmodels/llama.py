@@ -80,6 +80,10 @@ class Config:
         )
         fields.expect("activation", "swiglu")  # in Falcon 3's files, beside hidden_act
         has_bias = model_type in ("llama", "qwen3", "smollm3") and fields.boolean("attention_bias", False)
+        if model_type in ("mistral", "ministral"):
+            fields.expect("attention_bias", False)
+        if model_type not in ("llama", "smollm3"):
+            fields.expect("mlp_bias", False)
         window, kinds = _layer_kinds(fields, model_type, sizes["num_hidden_layers"])
         config = Config(
             **sizes,
@@ -135,6 +139,7 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
     on = fields.boolean("use_sliding_window", False)
     rope = [1] * layers
     if model_type == "smollm3":
+        fields.take("max_window_layers", None)  # a leftover in its files: which layers slide follows from the others
         interval = fields.integer("no_rope_layer_interval", 4)
         rope = fields.take("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
         if not isinstance(rope, list) or len(rope) != layers or any(r not in (0, 1) for r in rope):

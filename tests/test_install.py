@@ -1,5 +1,6 @@
 """What a user meets before the first model: imports without side effects, shadowing files, and the wheel."""
 
+import json
 import os
 import re
 import subprocess
@@ -161,6 +162,9 @@ def test_installed_wheel_passes_the_smoke_test_from_an_empty_folder(wheel: Path,
     files = run([interpreter, "-c", where], empty).split()
     assert all(Path(file).is_relative_to(paths["purelib"]) for file in files), files
     assert "smoke test passed" in run([interpreter, "-I", ROOT / "tests" / "smoke.py"], empty)
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
+    (tmp_path / "quickstart.py").write_text("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"))
+    run([interpreter, "-I", tmp_path / "quickstart.py"], empty)
     for name in PACKAGES:
         (empty / f"{name}.py").write_text("raise SystemExit('the user file ran')\n")
     assert "usage" in run([Path(paths["scripts"]) / "fnmodels-train", "--help"], empty).lower()

@@ -135,6 +135,8 @@ def rotary_table(rope: Rope, head_dim: int, positions: Tensor, length: int | Ten
     positions: [B, S], any integers. length: see `frequencies`; an int or [B]; None means the longest position of this
     call + 1, so pass it where a sequence comes in pieces.
     """
+    if positions.ndim != 2:
+        raise ValueError(f"positions must be [B, S], not {list(positions.shape)}; no rope here has several axes.")
     needs_length = rope.kind in ("dynamic", "longrope")
     if needs_length and length is None:
         length = positions.max() + 1 if positions.numel() else 1  # an empty batch has no longest

@@ -1,5 +1,6 @@
 """`prepare`, the errors of the front, and the rule of rows, permute and split. Forward is tested on every family."""
 
+import dataclasses
 import sys
 import types
 
@@ -145,3 +146,52 @@ def test_split_and_rows() -> None:
     with pytest.raises(ValueError, match="'tokens' in 3"):
         fnmodels.split(batch, 3)
     assert fnmodels.rows(batch)["deep"][0].shape == (2, 1, 5, 3)
+
+
+def test_without_segments_nothing_is_read_from_the_tokens() -> None:
+    inputs, masks, _ = fnmodels.prepare(CONFIG, TOKENS.to("meta"))
+    assert inputs["positions"].is_meta and masks["full"].q_segments.is_meta
+
+
+@pytest.mark.parametrize("name", ["positions", "segment_ids"])
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (torch.ones(2, 1, dtype=torch.long), r"must be \[B, S\] = \[2, 5\] like the tokens, not \[2, 1\]"),
+        (torch.ones(2, 5, 3, dtype=torch.long), r"not \[2, 5, 3\]"),
+        (torch.ones(2, 5), "must be integers, not torch.float32"),
+    ],
+)
+def test_positions_and_segments_of_another_form_are_refused(name: str, given: torch.Tensor, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must.*{sentence}|{name} {sentence}"):
+        fnmodels.prepare(CONFIG, TOKENS, **{name: given})
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
+    params, (inputs, masks, freqs_cis) = generic_params(CONFIG), fnmodels.prepare(CONFIG, TOKENS)
+    extra = params | {"layers": [*params["layers"], params["layers"][0]]}
+    with pytest.raises(ValueError, match="params has 3 layers, but the config has 2"):
+        fnmodels.forward(extra, inputs, masks, freqs_cis, config=CONFIG)
+    _, short, tables = fnmodels.prepare(CONFIG, TOKENS[:, :3])
+    with pytest.raises(ValueError, match=r"masks\['full'\] is made for 3 queries, but x has 5"):
+        fnmodels.forward(params, inputs, short, freqs_cis, config=CONFIG)
+    with pytest.raises(ValueError, match=r"freqs_cis\['full'\] is made for \[2, 3\] tokens \[B, S\], x has \[2, 5\]"):
+        fnmodels.forward(params, inputs, masks, tables, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be an integer of at least 1"),
+        ({"hidden_size": 8.0}, "hidden_size is 8.0"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"sliding_window": -1}, "sliding_window is -1"),
+    ],
+)
+def test_impossible_sizes_are_refused_where_the_config_is_made(change: dict, sentence: str) -> None:
+    with pytest.raises(fnmodels.ConfigError, match=sentence):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_a_config_made_with_a_list_is_hashable() -> None:
+    hash(dataclasses.replace(CONFIG, layer_kinds=["full", "full"]))

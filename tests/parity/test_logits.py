@@ -25,7 +25,9 @@ FORMS = {
 
 def _ours(case: Case, params: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
     kernel = given.pop("kernel", "math")
-    return fnmodels.forward(params, *fnmodels.prepare(case.config, tokens, **given), config=case.config, kernel=kernel)
+    inputs, masks, freqs_cis = fnmodels.prepare(case.config, tokens, **given)
+    layout = fnmodels.layout(masks) if kernel == "auto" else None  # as the train step has it
+    return fnmodels.forward(params, inputs, masks, freqs_cis, config=case.config, kernel=kernel, layout=layout)
 
 
 @every_case
@@ -42,3 +44,11 @@ def test_logits(case: Case, kernel: str, form: str) -> None:
         same = _ours(case, params, tokens, segment_ids=segment_ids, kernel=kernel)
         if "dynamic" not in case.name and "longrope" not in case.name:
             assert torch.equal(same[valid], ours[valid])
+
+
+def test_rows_long_enough_for_tiles() -> None:
+    """From 256 tokens on the training kernel is another one in fp32."""
+    case = next(case for case in cases() if case.name == "llama")
+    tokens = tokens_of(case.config, 2, 300)
+    ours = _ours(case, params_of(model_of(case.values), case.config), tokens, kernel="auto")
+    assert_close(ours, logits_of(case.values, tokens))

@@ -95,7 +95,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published members and of some whose files have fields of their own."""
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     return {
         "llama_3_3_70b": {
@@ -138,9 +138,87 @@ def published() -> dict[str, dict[str, Any]]:
             "rope_theta": 1000000.0,
             "tie_word_embeddings": False,
         },
+        "qwen2_5_0_5b": {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "eos_token_id": 151643,
+            "vocab_size": 151936,
+            "hidden_act": "silu",
+            "hidden_size": 896,
+            "initializer_range": 0.02,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.40.1",
+            "use_cache": True,
+            "use_mrope": False,
+            "use_sliding_window": False,
+        },
+        "smollm2_135m": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "vocab_size": 49152,
+            "hidden_act": "silu",
+            "hidden_size": 576,
+            "initializer_range": 0.041666666666666664,
+            "intermediate_size": 1536,
+            "is_llama_config": True,
+            "max_position_embeddings": 8192,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-5,
+            "rope_interleaved": False,
+            "rope_scaling": None,
+            "rope_theta": 100000,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+        },
+        "smollm3_3b": {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "model_type": "smollm3",
+            "attention_bias": False,
+            "vocab_size": 128256,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 65536,
+            "max_window_layers": 28,
+            "mlp_bias": False,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(36)],
+            "pretraining_tp": 2,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": None,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
     }
 
 
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, as published}."""
-    return {"llama_3_3_70b": 70_553_706_496, "qwen2_5_72b": 72_706_203_648}
+    return {
+        "llama_3_3_70b": 70_553_706_496,
+        "qwen2_5_72b": 72_706_203_648,
+        "qwen2_5_0_5b": 494_032_768,
+        "smollm2_135m": 134_515_008,
+        "smollm3_3b": 3_075_098_624,
+    }
