@@ -33,9 +33,16 @@ def causal_tiles(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
 
 
 def pays(q: Tensor) -> bool:
-    """Whether these queries are better served in tiles than by the fused kernel."""
+    """Whether these queries are better served in tiles than by the fused kernel (and can be, see `_compiled`)."""
     low, high = _LENGTHS.get(q.element_size(), (1, 0))
-    return q.device.type == "cpu" and low <= q.shape[1] <= high
+    fits = q.device.type == "cpu" and low <= q.shape[1] <= high
+    return fits and not (torch.compiler.is_compiling() and _transformed())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _transformed() -> bool:
+    """Whether a transform of torch.func is active. Dynamo enters them while it traces, and asks for this in passing."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _tile(q: Tensor) -> int:
@@ -121,6 +128,10 @@ class _Tiles(torch.autograd.Function):
         out = _Tiles.apply(*_fold(info.batch_size, in_dims[:3], args[:3]), args[3])
         return out.unflatten(0, (info.batch_size, -1)), 0
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("blocks")
+
 
 class _Backward(torch.autograd.Function):
     """A node of its own, so that a second derivative is refused and not taken through buffers written in place."""
@@ -141,6 +152,10 @@ class _Backward(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         grads = _Backward.apply(*_fold(info.batch_size, in_dims[:4], args[:4]), args[4])
         return tuple(grad.unflatten(0, (info.batch_size, -1)) for grad in grads), (0, 0, 0)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("blocks")
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

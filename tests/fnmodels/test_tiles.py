@@ -1,11 +1,13 @@
 """Causal attention in tiles: equal to the written-out form in values, gradients and vmap; bounded error in bf16."""
 
+import functools
+
 import pytest
 import torch
 
 import fnmodels
 from fnmodels.ops.attention import attention
-from fnmodels.ops.attention_tiles import causal_tiles, pays
+from fnmodels.ops.attention_tiles import _Backward, causal_tiles, pays
 
 SCALE = 0.3
 
@@ -92,3 +94,44 @@ def test_a_compiled_graph_holds_them_as_one_node(dtype):
         torch.autograd.grad(got, inputs, slope), torch.autograd.grad(want, inputs, slope), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_mode_without_gradients_is_refused_with_our_sentence(dtype):
+    """No guard stands in front where nothing is recorded."""
+    q, k, v = (t.detach() for t in draw(300, dtype=dtype))
+    with torch.no_grad(), pytest.raises(NotImplementedError, match='kernel="math"'):
+        torch.func.jvp(lambda q: causal_tiles(q, k, v, scale=SCALE), (q,), (q,))
+    slope = torch.ones_like(q)
+    with pytest.raises(NotImplementedError, match='kernel="math"'):
+        torch.func.jvp(lambda slope: _Backward.apply(q, k, v, slope, SCALE), (slope,), (slope,))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 40), (torch.float32, 300)])
+def test_transforms_inside_of_compiled_code(dtype, length):
+    """They do not see the derivative of the operator that tiles are in a graph: it is not taken there."""
+    torch.compiler.reset()
+    q, k, v = (t.detach() for t in draw(length, dtype=dtype, batch=1))
+    positions = torch.cat([torch.arange(length - 2), torch.arange(2)])[None]
+    mask = fnmodels.build_mask(fnmodels.Causal(), positions, 1 + (torch.arange(length)[None] >= length - 2).long())
+    layout = fnmodels.layout({"full": mask})
+    assert pays(q[:, :-2])
+
+    def loss(q, kernel="blocks"):
+        return attention(q, k, v, mask, kernel=kernel, scale=SCALE, layout=layout).float().square().sum()
+
+    def compiled(function):
+        return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+    want, value = torch.func.grad_and_value(lambda q: loss(q, "math"))(q)
+    close = functools.partial(torch.testing.assert_close, rtol=0, atol=0.1 if dtype == torch.bfloat16 else 1e-4)
+    graphs = []
+    plain = torch.compile(loss, fullgraph=True, backend=lambda graph, _: graphs.append(graph.code) or graph)
+    (got,) = torch.autograd.grad(plain(leaf := q.clone().requires_grad_()), leaf)
+    close(got, want)
+    assert "causal_tiles" in graphs[0]  # what trains layers that are compiled one by one
+    got, total = compiled(torch.func.grad_and_value(loss))(q)
+    close(got, want)
+    assert abs(total - value) < 1e-2 * value
+    close(compiled(torch.func.vmap(torch.func.grad(loss)))(q[None])[0], want)
