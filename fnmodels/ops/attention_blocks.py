@@ -96,7 +96,11 @@ def blocks_attention(
                 allowed = torch.ones(1, 1, piece.shape[1], keys.shape[1], dtype=torch.bool, device=q.device)
                 allowed = allowed.tril() if step.causal else allowed
             out.append(math_attention(piece, keys, values, allowed, scale=scale, softcap=softcap, sinks=sinks))
-    return _join(out).reshape(*q.shape[:-1], v.shape[-1])
+    joined = _join(out).reshape(*q.shape[:-1], v.shape[-1])
+    if any(plan.steps):
+        return joined
+    # Nothing but padding: sums over nothing, so that a backward finds its way and brings 0, whatever the padding holds.
+    return joined + sum(t[:0].sum() for t in (q, k, v, sinks) if t is not None)
 
 
 def _join(pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:

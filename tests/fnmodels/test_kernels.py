@@ -504,6 +504,20 @@ def test_a_layout_of_another_batch_is_refused() -> None:
             attention(*heads(2), part, kernel=kernel, scale=0.4, layout=layout)
 
 
+@pytest.mark.parametrize(("softcap", "sink"), [(None, False), (1.5, False), (None, True)])
+def test_a_batch_of_nothing_but_padding_has_a_gradient(softcap: float | None, sink: bool) -> None:
+    """Of 0, whatever the padding holds: the step of a batch without documents is a step that changes nothing."""
+    positions, segments, _ = batch([[(0, -S)]] * 2)
+    mask = build_mask(Causal(), positions, segments)
+    layout = fnmodels.layout({"kind": mask})
+    inputs = [t.detach().fill_(torch.nan).requires_grad_() for t in heads(2)]
+    sinks = torch.zeros(4, requires_grad=True) if sink else None
+    out = attention(*inputs, mask, kernel="blocks", scale=0.4, softcap=softcap, sinks=sinks, layout=layout)
+    assert not out.any()
+    for gradient in torch.autograd.grad(out.sum(), inputs + ([] if sinks is None else [sinks])):
+        assert not gradient.any()
+
+
 # Kernels that run elsewhere
 
 
