@@ -137,6 +137,9 @@ def test_permute() -> None:
         fnmodels.permute({"mask": torch.ones(2, 1, 5, 5)}, order)
     with pytest.raises(ValueError, match=r"'short'.*no sequence of 5"):
         fnmodels.permute({"short": torch.ones(2, 4)}, order)
+    with pytest.raises(ValueError, match=r"'mask'.*dense mask"):  # of five heads
+        fnmodels.permute({"mask": torch.ones(2, 5, 5, 5, dtype=torch.bool)}, order)
+    assert fnmodels.permute(torch.ones(2, 5, 5, 5), order).shape == (2, 5, 5, 5)
 
 
 def test_split_and_rows() -> None:
@@ -145,6 +148,9 @@ def test_split_and_rows() -> None:
     assert torch.equal(torch.cat((first["tokens"], second["tokens"])), TOKENS) and first["deep"][0].shape == (1, 5, 3)
     with pytest.raises(ValueError, match="'tokens' in 3"):
         fnmodels.split(batch, 3)
+    for n in (0, -1):
+        with pytest.raises(ValueError, match=f"one part or more, not in {n}"):
+            fnmodels.split(batch, n)
     assert fnmodels.rows(batch)["deep"][0].shape == (2, 1, 5, 3)
 
 
@@ -195,3 +201,22 @@ def test_impossible_sizes_are_refused_where_the_config_is_made(change: dict, sen
 
 def test_a_config_made_with_a_list_is_hashable() -> None:
     hash(dataclasses.replace(CONFIG, layer_kinds=["full", "full"]))
+
+
+@pytest.mark.parametrize(
+    ("act", "function"),
+    [
+        ("permute", lambda batch: fnmodels.permute(batch, torch.arange(5))),
+        ("split", lambda batch: fnmodels.split(batch, 2)),
+        ("give a batch dimension to", fnmodels.rows),
+    ],
+)
+def test_what_is_no_tensor_is_named(act, function) -> None:
+    _, masks, _ = fnmodels.prepare(CONFIG, TOKENS)
+    for leaf, words in (
+        (fnmodels.to_block_mask(masks["full"]), "is a BlockMask.* fnmodels.Mask"),
+        (fnmodels.layout(masks), "is a Layout.* make it anew"),
+        (5, "is a int and no tensor"),
+    ):
+        with pytest.raises(ValueError, match=f"Cannot {act} 'mine': it {words}"):
+            function({"tokens": TOKENS, "mine": leaf})
