@@ -195,10 +195,12 @@ def _run(
     local = tuple(sorted({name for _, name in wanted} - {"input", "output"}))
     used = sorted(set(kinds[lo:hi]))
     _check_fit(params["layers"], x, masks, freqs_cis, kinds, used)
+    softcap = getattr(config, "attention_softcap", None)  # named so in families that have one
+    form = functools.partial(materialize, device=x.device, dtype=x.dtype, softcap=softcap)
     ready: dict[str, MaskLike] = {}
     for kind in used:
         twin = next((other for other in ready if masks[other] is masks[kind]), None)
-        ready[kind] = materialize(masks[kind], kernel, layout) if twin is None else ready[twin]
+        ready[kind] = ready[twin] if twin is not None else form(masks[kind], kernel, layout)
     blocks: dict[str, Block] = {}
     for kind in used:
         bound = functools.partial(family.block, config=config, kind=kind, kernel=kernel, layout=layout, taps=local)

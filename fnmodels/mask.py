@@ -118,7 +118,9 @@ class Layout:
     """Facts about one batch, read from its values on the host: for each row the [start, stop) of its documents.
 
     A document here is a run of one segment whose positions count up by one. Only kernels use this, and only as a way to
-    do less: it never changes what is computed.
+    do less: it never changes what is computed. A layout of other documents than the mask's raises ValueError where that
+    can be seen: in eager mode with masks on the CPU. In a graph that is traced, for masks that vmap runs over, and on
+    CUDA (reading would wait for the device) it is taken at its word, and a wrong one gives wrong numbers.
     """
 
     rows: tuple[tuple[tuple[int, int], ...], ...]
@@ -140,16 +142,19 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     if length:
         changed = segment_ids[:, 1:] != segment_ids[:, :-1]
         starts[:, 1:] = changed | ((positions[:, 1:] != positions[:, :-1] + 1) & (segment_ids[:, 1:] > 0))
+    runs: list[list[tuple[int, int, int]]] = [[] for _ in range(segment_ids.shape[0])]
+    found = (starts.nonzero().tolist(), segment_ids[starts].tolist(), positions[starts].tolist())
+    for (row, start), segment, first in zip(*found, strict=True):
+        runs[row].append((start, segment, first))
     rows, firsts = [], []
-    for row_starts, row_segments, row_positions in zip(starts, segment_ids, positions, strict=True):
-        begin = row_starts.nonzero().flatten().tolist()
-        stops = [*begin[1:], length][: len(begin)]  # a row of no tokens has no run
-        runs = zip(begin, stops, row_segments[begin].tolist(), strict=True)
-        documents = [(start, stop, segment) for start, stop, segment in runs if segment > 0]
-        if len({segment for _, _, segment in documents}) < len(documents):
+    for run in runs:
+        stops = [*(start for start, _, _ in run[1:]), length][: len(run)]  # a row of no tokens has no run
+        ends = zip(run, stops, strict=True)
+        documents = [(start, stop, segment, first) for (start, segment, first), stop in ends if segment > 0]
+        if len({segment for _, _, segment, _ in documents}) < len(documents):
             return None
-        rows.append(tuple((start, stop) for start, stop, _ in documents))
-        firsts.append(tuple(int(row_positions[start]) for start, _, _ in documents))
+        rows.append(tuple((start, stop) for start, stop, _, _ in documents))
+        firsts.append(tuple(first for *_, first in documents))
     return Layout(tuple(rows), length, tuple(firsts))
 
 

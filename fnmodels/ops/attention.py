@@ -14,11 +14,15 @@ The result is [B, Q, N, Hv]; a query that sees no key gives 0, and 0 gradient.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import mask as masks
+from .. import tree
 from ..convert import is_block_mask, to_block_mask, to_cu_seqlens, to_dense
 from ..mask import Layout, Mask, MaskLike
 from ..rules import Causal, Everything, Rule, simplify
@@ -30,6 +34,14 @@ from .attention_varlen import varlen_attention, varlen_window
 from .first_order import first_order
 
 KERNELS = ("auto", "math", "sdpa", "blocks", "flex", "varlen")
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class ByIndex:
+    """What "sdpa" reads where the rows are whole documents: `Causal()` by index, or `Everything()`."""
+
+    rule: Rule = tree.static()
 
 
 def attention(
@@ -53,7 +65,8 @@ def attention(
     does not support; both name a kernel that can.
     """
     if kernel == "auto":
-        kernel, _ = _choose(mask, layout, q.device.type, q.dtype, softcap is not None, sinks is not None)
+        compiled = torch.compiler.is_compiling()
+        kernel, _ = _choose(mask, layout, q.device.type, q.dtype, softcap is not None, sinks is not None, compiled)
     form = materialize(mask, kernel, layout)
     if kernel == "math":
         return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
@@ -65,19 +78,29 @@ def attention(
             raise ValueError(
                 'kernel="sdpa" has no softcap; "blocks" (with a layout), "flex" and kernel="math" have it.'
             )
-        rule = by_index(form, layout)
-        allowed = None if rule is not None else form
+        rule, allowed = (form.rule, None) if isinstance(form, ByIndex) else (None, form)
         return sdpa_attention(q, k, v, allowed, causal=rule == Causal(), scale=scale, sinks=sinks)
     if kernel == "blocks":
         return blocks_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
     return flex_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
 
 
-def materialize(mask: MaskLike, kernel: str, layout: Layout | None) -> Any:
-    """The mask in the form that the kernel reads, made once for all layers; a form is returned as it is."""
+def materialize(
+    mask: MaskLike,
+    kernel: str,
+    layout: Layout | None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
+) -> Any:
+    """The mask in the form that the kernel reads, made once for all layers; a form is returned as it is.
+
+    device, dtype, softcap: of the attention to come, for "auto". Raises ValueError for a layout of another batch.
+    """
     if kernel not in KERNELS:
         raise ValueError(f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}.")
-    if isinstance(mask, Plan):
+    if isinstance(mask, Plan | ByIndex):
         return mask
     if isinstance(mask, Mask) and layout is not None:
         lengths = (mask.q_positions.shape[1], mask.kv_positions.shape[1])
@@ -86,16 +109,46 @@ def materialize(mask: MaskLike, kernel: str, layout: Layout | None) -> Any:
                 f"The layout describes rows of {layout.length} tokens, the mask {lengths[0]} queries and "
                 f"{lengths[1]} keys: make it of this batch, or leave it out."
             )
+        _check_documents(mask, layout)
     if kernel == "auto":
-        device = mask.q_positions.device.type if isinstance(mask, Mask) else "cpu"
-        kernel, _ = _choose(mask, layout, device, torch.bfloat16, softcap=False, sinks=False)
+        compiled = torch.compiler.is_compiling()
+        kernel, _ = _choose(mask, layout, torch.device(device).type, dtype, softcap is not None, False, compiled)
     if kernel == "blocks":
         return plan_blocks(*_with_layout(mask, layout, kernel))
     if kernel == "flex":
         return to_block_mask(mask)
-    if kernel == "varlen" or (kernel == "sdpa" and by_index(mask, layout) is not None):
+    if kernel == "varlen":
         return mask
-    return to_dense(mask)
+    rule = by_index(mask, layout) if kernel == "sdpa" else None
+    return to_dense(mask) if rule is None else ByIndex(rule)
+
+
+def _check_documents(mask: Mask, layout: Layout) -> None:
+    """ValueError where the mask's own documents are others, and its values can be read without waiting for a device.
+
+    Not in a graph that is being traced, nor of tensors that vmap has wrapped: there one call has many values, or none.
+    """
+    if torch.compiler.is_compiling():
+        return
+    mask = tree.map(_unwrapped, mask)
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if any(type(t) is not Tensor or not t.is_cpu or wrapped(t) for t in tree.leaves(mask)):
+        return
+    # Under a transform results are wrapped too, even of plain tensors; under tracers (make_fx) they are recorded.
+    with torch._C._DisableFuncTorch(), _disable_current_modes():
+        found = masks.layout({"": mask})
+    if found != layout:
+        raise ValueError(
+            "The layout describes other documents than the mask: make it of this batch in this order, "
+            "fnmodels.layout(masks), or leave it out."
+        )
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """What `torch.func.grad` has put in its wrappers: all arguments of the function, also those without a gradient."""
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def explain_kernel(
@@ -106,16 +159,22 @@ def explain_kernel(
     dtype: torch.dtype = torch.float32,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    compiled: bool = False,
 ) -> tuple[str, str]:
-    """(kernel, reason): what kernel="auto" uses for this mask of a batch."""
-    return _choose(mask, layout, torch.device(device).type, dtype, softcap is not None, sinks is not None)
+    """(kernel, reason): what kernel="auto" uses for this mask of a batch.
+
+    compiled: for a call of `forward` inside of torch.compile. Compiled blocks (compile="block") are not meant: their
+    kernel is chosen before, in eager mode.
+    """
+    kind = torch.device(device).type
+    return _choose(mask, layout, kind, dtype, softcap is not None, sinks is not None, compiled)
 
 
 def _choose(
-    mask: MaskLike, layout: Layout | None, device: str, dtype: torch.dtype, softcap: bool, sinks: bool
+    mask: MaskLike, layout: Layout | None, device: str, dtype: torch.dtype, softcap: bool, sinks: bool, compiled: bool
 ) -> tuple[str, str]:
-    if isinstance(mask, Plan):
-        return "blocks", "the mask was made ready for it"
+    if isinstance(mask, Plan | ByIndex):
+        return "blocks" if isinstance(mask, Plan) else "sdpa", "the mask was made ready for it"
     cuda = device == "cuda"
     if cuda and is_block_mask(mask):
         return "flex", "a BlockMask is its form of a mask"
@@ -125,7 +184,7 @@ def _choose(
             return "math", f"softcap, and {why}: the scores are written out"
         return "sdpa", f"{why}: one fused call with a dense mask"
     plain = by_index(mask, layout) is not None and not softcap
-    if plain and (cuda or torch.compiler.is_compiling()):
+    if plain and (cuda or compiled):
         return "sdpa", "every row is one document, and its rule is plain causality or none: a fused call without a mask"
     if not cuda:
         return "blocks", "the layout and the rule say which parts of the mask are empty"

@@ -9,6 +9,7 @@ import torch
 
 import fnmodels
 from fnmodels import llama
+from fnmodels.front import run_layers
 from tests.support import generic_params
 
 CONFIG = llama.Config(
@@ -220,3 +221,17 @@ def test_what_is_no_tensor_is_named(act, function) -> None:
     ):
         with pytest.raises(ValueError, match=f"Cannot {act} 'mine': it {words}"):
             function({"tokens": TOKENS, "mine": leaf})
+
+
+def test_the_kernel_is_chosen_once_by_what_the_hidden_states_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr("fnmodels.front.materialize", lambda *form, **how: given.append(how) or "made")
+    params, (_, masks, freqs) = generic_params(CONFIG), fnmodels.prepare(CONFIG, TOKENS)
+    x = torch.zeros(2, 5, 8, dtype=torch.bfloat16)
+    seen = []
+
+    def layer_fn(_):
+        return lambda layer, x, mask, freqs: (x, seen.append(mask) or {})
+
+    run_layers(params, x, masks, freqs, 0, 2, config=CONFIG, layer_fn=layer_fn)
+    assert given == [{"device": x.device, "dtype": torch.bfloat16, "softcap": None}] and seen == ["made"] * 2

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jacfwd, jacrev, jvp, linearize, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -421,6 +422,9 @@ def test_blocks_never_read_padding_nor_other_documents(rule: str) -> None:
         ("causal", "one document", {"sinks": torch.zeros(4)}, "blocks"),
         ("causal", "one document", {"softcap": 2.0}, "blocks"),
         ("causal", "one document", {"softcap": 2.0, "layout": None}, "math"),
+        ("causal", "one document", {"compiled": True}, "sdpa"),
+        ("causal", "one document", {"compiled": True, "softcap": 2.0}, "blocks"),
+        ("causal", "two equal rows", {"compiled": True}, "blocks"),
         ("causal", "two equal rows", {"device": "cuda", "dtype": torch.bfloat16}, "varlen"),
         ("window 16", "one document", {"device": "cuda", "dtype": torch.float16}, "varlen"),
         ("causal", "one document", {"device": "cuda", "dtype": torch.bfloat16}, "sdpa"),
@@ -443,6 +447,21 @@ def test_the_choice_for_other_forms_of_masks() -> None:
     assert explain_kernel(to_block_mask(mask))[0] == "sdpa"
     assert explain_kernel(to_block_mask(mask), device="cuda")[0] == "flex"
     assert explain_kernel(materialize(mask, "auto", layout))[0] == "blocks"
+    mask, layout = mask_of("causal", "one document")
+    assert explain_kernel(materialize(mask, "sdpa", layout))[0] == "sdpa"
+
+
+def test_the_form_is_that_of_the_kernel_which_is_explained() -> None:
+    """By device, dtype and softcap of the attention to come: what is made for another is made again in every layer."""
+    mask, layout = mask_of("window 16", "two equal rows")
+    block_mask = to_block_mask(mask)
+    assert materialize(block_mask, "auto", layout, device="cuda") is block_mask
+    assert materialize(block_mask, "auto", layout, device="cpu").dtype == torch.bool
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    assert materialize(mask, "auto", layout, **half) is mask  # varlen
+    for how in ({"device": "cuda"}, {**half, "softcap": 2.0}):
+        assert explain_kernel(mask, layout=layout, **how)[0] == "flex"
+        assert type(materialize(mask, "auto", layout, **how)) is type(block_mask)
 
 
 def test_kinds_with_one_mask_share_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,6 +521,52 @@ def test_a_layout_of_another_batch_is_refused() -> None:
     for kernel in ("sdpa", "blocks", "auto"):
         with pytest.raises(ValueError, match="rows of 150 tokens, the mask 149 queries and 149 keys"):
             attention(*heads(2), part, kernel=kernel, scale=0.4, layout=layout)
+
+
+@pytest.mark.parametrize("kernel", ["math", "sdpa", "blocks", "auto"])
+@pytest.mark.parametrize("rows", ["one document", "two equal rows", "left pad, right pad, all pad"])
+def test_a_layout_of_other_documents_is_refused(rows: str, kernel: str) -> None:
+    """Of the same shape it would leak one document into another; with or without a transform around the call."""
+    mask, layout = mask_of("causal", rows)
+    q, k, v = heads(len(ROWS[rows]))
+
+    def loss(q: Tensor, mask: Mask) -> Tensor:
+        return attention(q, k, v, mask, kernel=kernel, scale=0.4, layout=layout).sum()
+
+    other = fnmodels.tree.map(torch.clone, mask)
+    other.q_segments[:, 20:] += 7
+    other.kv_segments[:, 20:] += 7
+    moved = fnmodels.permute(mask, torch.arange(S).flip(0))
+    for wrong in (other, moved):
+        for call, given in ((loss, q), (grad(loss), q), (vmap(loss, in_dims=(0, None)), q[None])):
+            with pytest.raises(ValueError, match="describes other documents than the mask"):
+                call(given, wrong)
+    assert grad(loss)(q, fnmodels.tree.map(torch.clone, mask)).isfinite().all()
+    assert vmap(grad(loss), in_dims=(0, None))(q[None], mask).isfinite().all()
+
+
+def test_a_mask_that_vmap_runs_over_is_not_read() -> None:
+    """Its values are not there; the layout is taken at its word."""
+    mask, layout = mask_of("causal", "two equal rows")
+    stacked = fnmodels.tree.map(lambda t: torch.stack([t, t]), mask)
+    q, k, v = heads(2)
+    wanted = attention(q, k, v, mask, kernel="math", scale=0.4)
+
+    def one(mask: Mask) -> Tensor:
+        return attention(q, k, v, mask, kernel="blocks", scale=0.4, layout=layout)
+
+    assert worst(list(vmap(one)(stacked)), [wanted, wanted]) < 1e-5
+
+
+def test_a_tracer_does_not_see_that_a_mask_is_read() -> None:
+    mask, layout = mask_of("causal", "two equal rows")
+    tensors = [t.detach() for t in heads(2)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mask, kernel="blocks", scale=0.4, layout=layout)
+
+    traced = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    assert torch.equal(traced(*tensors), call(*tensors)) and "nonzero" not in traced.code
 
 
 @pytest.mark.parametrize(("softcap", "sink"), [(None, False), (1.5, False), (None, True)])
