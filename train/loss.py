@@ -42,9 +42,13 @@ def next_token_loss(
     """(sum of the tokens' cross entropies in nats, fp32 at least; count of valid labels, int64).
 
     batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
-    shifted) and -100 is ignored. kernel, layout, layer_fn: see `fnmodels.forward`. length: see `fnmodels.prepare`.
-    chunk: see `head_loss`.
+    shifted), int64, and -100 is ignored. kernel, layout, layer_fn: see `fnmodels.forward`. length: see
+    `fnmodels.prepare`. chunk: see `head_loss`.
     """
+    missing = [name for name in ("tokens", "positions", "segment_ids", "labels") if name not in batch]
+    if missing:
+        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
+    _check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
     inputs, masks, freqs_cis = fnmodels.prepare(
         config,
         batch["tokens"],
@@ -70,6 +74,14 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORE).sum()
 
 
+def _check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
+    """Shape and dtype only: labels of another shape would broadcast, or be read in another order, without a word."""
+    if labels.shape != shape:
+        raise ValueError(f"labels must be {list(shape)} like the {of}, not {list(labels.shape)}.")
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, not {str(labels.dtype).removeprefix('torch.')}.")
+
+
 def head_loss(
     params: Tree, x: Tensor, labels: Tensor, *, config: Any, chunk: int | None = CHUNK
 ) -> tuple[Tensor, Tensor]:
@@ -81,6 +93,7 @@ def head_loss(
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
+    _check_labels(labels, x.shape[:-1], "hidden states")
     family = fnmodels.family_of(config)
     # The head never reads the layers, and what is not handed in gets no gradient buffer.
     rest = {name: value for name, value in params.items() if name != "layers"}

@@ -178,6 +178,34 @@ def test_the_chunk_is_checked():
         next_token_loss(parameters(config()), batch(), config=config(), chunk=0)
 
 
+@pytest.mark.parametrize("chunk", [4, None])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda labels: labels[:1, :1], r"labels must be \[3, 10\] like the .*, not \[1, 1\]"),
+        (lambda labels: labels.T, r"not \[10, 3\]"),
+        (lambda labels: labels.flatten(), r"not \[30\]"),
+        (lambda labels: labels.int(), "labels must be int64, not int32"),
+    ],
+    ids=["one", "transposed", "flat", "int32"],
+)
+def test_labels_that_do_not_fit_are_named(change, named, grad, chunk):
+    params, data = tree.map(lambda p: p.requires_grad_(grad), parameters(config())), batch()
+    data["labels"] = change(data["labels"])
+    with pytest.raises(ValueError, match=named):
+        next_token_loss(params, data, config=config(), chunk=chunk)
+    with pytest.raises(ValueError, match=named):
+        head_loss(params, torch.randn(B, S, D, dtype=torch.float64), data["labels"], config=config(), chunk=chunk)
+
+
+@pytest.mark.parametrize("name", ["tokens", "positions", "segment_ids", "labels"])
+def test_a_missing_key_is_named(name):
+    data = {key: value for key, value in batch().items() if key != name}
+    with pytest.raises(ValueError, match=f"The batch has no {name}; its keys are"):
+        next_token_loss(parameters(config()), data, config=config())
+
+
 # Transforms: the chunked head against plain operations.
 
 
