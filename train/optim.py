@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -95,9 +96,11 @@ def adamw(
 
     The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
     """
+    _check_rate(lr)
+    _check_numbers(eps=eps, weight_decay=weight_decay)
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas are {betas}; they must be two numbers, at least 0 and below 1.")
     beta1, beta2 = betas
-    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-        raise ValueError(f"betas are {betas}; both must be at least 0 and below 1.")
     trainable, decays = _from_spec(spec)
 
     def init(params: Tree) -> Tree:
@@ -164,7 +167,9 @@ def sgd(
 
     lr, spec: as in `adamw`. State: {step, momentum}, where `momentum` is None without one.
     """
-    if nesterov and momentum <= 0:
+    _check_rate(lr)
+    _check_numbers(momentum=momentum, weight_decay=weight_decay)
+    if nesterov and not momentum:
         raise ValueError("nesterov=True needs a momentum above 0.")
     trainable, decays = _from_spec(spec)
 
@@ -217,6 +222,19 @@ def _from_spec(spec: Tree | None) -> tuple[Tree | None, dict[str, bool] | None]:
     if spec is None:
         return None, None
     return tree.map(lambda leaf: leaf.trainable, spec), {path: leaf.decay for path, leaf in tree.flatten(spec).items()}
+
+
+def _check_rate(lr: Rate) -> None:
+    if isinstance(lr, Tensor):
+        return  # a parameter of whoever differentiates or vmaps the update: its value is not for reading
+    if not callable(lr) and not (isinstance(lr, Real) and lr >= 0):
+        raise ValueError(f"lr is {lr!r}; it must be a number, at least 0, or a function of the update's number.")
+
+
+def _check_numbers(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not (isinstance(number, Real) and number >= 0):
+            raise ValueError(f"{name} is {number!r}; it must be a number, at least 0.")
 
 
 def _at(lr: Rate, step: Tensor) -> float | Tensor:

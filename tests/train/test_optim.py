@@ -203,8 +203,41 @@ def test_global_norm_of_bf16_is_in_fp32_and_of_nothing_is_0():
     assert float(global_norm({"a": None})) == 0.0
 
 
-def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="betas"):
-        adamw(1e-3, betas=(0.9, 1.0))
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        *((adamw, name) for name in ("lr", "eps", "weight_decay")),
+        *((sgd, name) for name in ("lr", "momentum", "weight_decay")),
+    ],
+)
+@pytest.mark.parametrize("value", [-1e-3, float("nan"), "0.1"])
+def test_wrong_numbers_are_named(make, name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a number, at least 0"):
+        make(**{"lr": 1e-3, name: value})
+
+
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, 0.99, 0.999)])
+def test_wrong_betas_are_named(betas):
+    with pytest.raises(ValueError, match=r"betas are .*two numbers, at least 0 and below 1"):
+        adamw(1e-3, betas=betas)
+
+
+def test_nesterov_needs_a_momentum():
     with pytest.raises(ValueError, match="momentum"):
         sgd(1e-3, nesterov=True)
+
+
+def test_zeros_are_right_as_in_torch():
+    adamw(0, betas=(0.0, 0.0), eps=0, weight_decay=0)
+    sgd(0, momentum=0, weight_decay=0)
+
+
+def test_a_rate_may_be_a_tensor_whose_value_nobody_reads():
+    rates, params, grads = torch.tensor([0.1, 0.2]), toy(), gradients(0, toy())
+
+    def after(rate):
+        optimizer = sgd(rate)
+        return apply_updates(params, optimizer.update(grads, optimizer.init(params), params)[0])["embed"]
+
+    both = torch.func.vmap(after)(rates)
+    torch.testing.assert_close(both[1], params["embed"] - 0.2 * grads["embed"])
