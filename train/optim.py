@@ -31,7 +31,7 @@ Rate = float | Callable[[Tensor], "float | Tensor"]
 class Optimizer:
     """What a train step needs of an optimizer.
 
-    init(params) -> opt_state
+    init(params) -> opt_state, which keeps its structure through all updates
     update(grads, opt_state, params) -> (updates, opt_state): pure; `updates` are to be added to the parameters.
     apply_(grads, opt_state, params, *, skip=None): the same in place; where the 0-d bool tensor `skip` is True every
         tensor keeps its bits, without the host having to wait for it. None: the step uses `update`.

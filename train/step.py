@@ -68,8 +68,8 @@ def make_step(
     """
     if mesh is not None:
         raise NotImplementedError(f"mesh is {mesh!r}; steps over a mesh are not there yet, so it must be None.")
-    if accumulate < 1:
-        raise ValueError(f"accumulate is {accumulate}; it must be at least 1.")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate is {accumulate!r}; it must be a whole number, at least 1.")
     if clip is not None and clip <= 0:
         raise ValueError(f"clip is {clip}; it must be above 0, or None.")
     if compile not in ("none", "block", "whole"):
@@ -90,7 +90,13 @@ def make_step(
             chosen["layout"] = layout if compile == "none" or (layout and layout.plain) else None
         return chosen
 
+    checked = False
+
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
+        nonlocal checked
+        if not checked:  # once: what a step returns has the structure of what it was given
+            _check_opt_state(optimizer, state)
+            checked = True
         train = trainable_mask(state.params, optimizer.trainable)
         first, *rest = _parts(batch, accumulate)
         gradients = functools.partial(_gradients, run, state.params, train, divide=not rest)
@@ -137,13 +143,49 @@ def _gradients(
             leaves.append(fresh.requires_grad_())
         return fresh
 
-    total, count, *aux = loss_fn(tree.map(leaf, params, train), batch, **extras)
-    if total.ndim or not isinstance(count, Tensor) or len(aux) > 1:
-        raise ValueError("The loss function must return (sum, count) or (sum, count, aux), sum and count 0-d tensors.")
+    given = tree.map(leaf, params, train)
+    if not leaves:
+        raise ValueError("No leaf trains: params need a floating leaf that the optimizer's spec does not freeze.")
+    total, count, *aux = _checked(loss_fn(given, batch, **extras))
     slope = 1 / _valid(total, count).to(total.dtype) if divide else None
-    grads = torch.autograd.grad(total, leaves, slope, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(total, leaves, slope, allow_unused=True) if total.requires_grad else ()
+    if all(grad is None for grad in found):
+        raise ValueError(
+            "The loss does not depend on any leaf that trains: it must be computed from the params that the loss "
+            "function is given, without no_grad or detach."
+        )
+    grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found, strict=True)]
     taken = {t.untyped_storage().data_ptr() for t in (*leaves, *tree.leaves(batch)) if isinstance(t, Tensor)}
     return total.detach(), count.detach(), tree.map(Tensor.detach, aux[0]) if aux else None, _own(grads, taken)
+
+
+def _checked(result: Any) -> tuple[Any, ...]:
+    """What a loss function returned, if it is (sum, count) or (sum, count, aux)."""
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    if len(parts) in (2, 3) and all(isinstance(part, Tensor) and not part.ndim for part in parts[:2]):
+        return tuple(parts)
+    kinds = [type(p).__name__ + (f" of shape {list(p.shape)}" if isinstance(p, Tensor) else "") for p in parts]
+    raise ValueError(
+        "The loss function must return (sum, count) or (sum, count, aux), sum and count 0-d tensors; "
+        f"it returned {', '.join(kinds)}."
+    )
+
+
+def _check_opt_state(optimizer: Optimizer, state: State) -> None:
+    """ValueError where the State's opt_state has other leaves than this optimizer makes for such params."""
+    shapes = tree.map(lambda p: torch.empty_like(p, device="meta"), state.params)
+    try:
+        with torch.no_grad():
+            made = optimizer.init(shapes)
+    except RuntimeError:
+        return  # an init that reads values cannot be asked for no more than a structure
+    want, have = tree.flatten(made).keys(), tree.flatten(state.opt_state).keys()
+    if want != have:
+        wrong = [*(f"{path} is missing" for path in want - have), *(f"{path} is too much" for path in have - want)]
+        raise ValueError(
+            f"The State's opt_state is not of this step's optimizer ({sorted(wrong)[0]}, one of {len(wrong)} such "
+            "leaves): make it by train.init_state(params, optimizer) with the optimizer that the step has."
+        )
 
 
 def _valid(total: Tensor, count: Tensor) -> Tensor:
@@ -151,7 +193,7 @@ def _valid(total: Tensor, count: Tensor) -> Tensor:
     return count.clamp(min=1).to(torch.promote_types(total.dtype, torch.float32))
 
 
-def _own(grads: tuple[Tensor, ...], taken: set[int]) -> list[Tensor]:
+def _own(grads: list[Tensor], taken: set[int]) -> list[Tensor]:
     """The gradients, copied where writing into one would show elsewhere: autograd hands out views and shared ones."""
     owned = []
     for grad in grads:

@@ -1,5 +1,6 @@
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -42,6 +43,13 @@ def toy_loss(params, batch, *, layer_fn=None):
         x, _ = block(layer, x, None, None)
     logits, labels = F.linear(x, params["head"]), batch["labels"]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def spec_of(params, trainable):
+    def leaf(p):
+        return fnmodels.Leaf(tuple(p.shape), p.dtype, ("d",) * p.ndim, fnmodels.Normal(), trainable=trainable(p))
+
+    return tree.map(leaf, params)
 
 
 def same_bits(ours, theirs):
@@ -435,6 +443,7 @@ def test_the_layout_goes_to_losses_that_take_one(counter):
     ("wrong", "named"),
     [
         ({"accumulate": 0}, "accumulate is 0"),
+        ({"accumulate": 2.0}, r"accumulate is 2\.0; it must be a whole number"),
         ({"clip": 0.0}, "clip is 0"),
         ({"remat": "some"}, "remat is 'some'"),
         ({"remat": "every"}, "remat is 'every'"),
@@ -454,7 +463,75 @@ def test_wrapping_layers_needs_a_loss_that_lets_it(options):
     make_step(lambda params, batch, **more: toy_loss(params, batch, **more), sgd(1.0), **options)
 
 
-def test_a_loss_that_returns_something_else_is_named():
-    step = make_step(lambda params, batch: (params["head"], torch.tensor(1)), sgd(1.0))
-    with pytest.raises(ValueError, match="must return \\(sum, count\\)"):
+SUM, COUNT = torch.tensor(1.0), torch.tensor(1)
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [
+        (SUM, "Tensor of shape []"),
+        (torch.ones(2), "Tensor of shape [2]"),
+        (1.5, "float"),
+        ((1.5, COUNT), "float, Tensor of shape []"),
+        ((SUM, 4), "Tensor of shape [], int"),
+        ((torch.ones(5, 6), COUNT), "Tensor of shape [5, 6], Tensor of shape []"),
+        ((SUM, torch.ones(6)), "Tensor of shape [], Tensor of shape [6]"),
+        ((SUM, COUNT, {}, {}), "Tensor of shape [], Tensor of shape [], dict, dict"),
+        (None, "NoneType"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_returns_something_else_is_named(result, named):
+    step = make_step(lambda params, batch: result, sgd(1.0))
+    with pytest.raises(ValueError, match=re.escape(f"sum and count 0-d tensors; it returned {named}.")):
         step(init_state(toy_params(), sgd(1.0)), toy_batch())
+
+
+@pytest.mark.parametrize("detached", [True, False], ids=["no graph", "a graph of something else"])
+def test_a_loss_without_parameters_is_named(detached):
+    other = torch.ones((), requires_grad=not detached)
+    step = make_step(lambda params, batch: (other * 2, torch.tensor(1)), sgd(1.0))
+    with pytest.raises(ValueError, match="does not depend on any leaf that trains"):
+        step(init_state(toy_params(), sgd(1.0)), toy_batch())
+
+
+def test_nothing_that_trains_is_named():
+    optimizer = sgd(1.0, spec=spec_of(toy_params(), lambda p: False))
+    with pytest.raises(ValueError, match="No leaf trains"):
+        make_step(toy_loss, optimizer)(init_state(toy_params(), optimizer), toy_batch())
+
+
+@pytest.mark.parametrize(
+    ("mine", "made", "named"),
+    [
+        (adamw(1.0), sgd(1.0, momentum=0.9), "exp_avg.head is missing"),
+        (sgd(1.0), adamw(1.0), "exp_avg.head is too much"),
+        (sgd(1.0, momentum=0.9), sgd(1.0), "momentum.head is missing"),
+        (
+            adamw(1.0),
+            adamw(1.0, spec=spec_of(toy_params(), lambda p: p.shape != (5, 6))),
+            "exp_avg.head is missing, one of 2 ",
+        ),
+    ],
+    ids=["adamw", "sgd", "momentum", "frozen"],
+)
+def test_the_state_of_another_optimizer_is_named_and_stays_usable(mine, made, named):
+    step, state = make_step(toy_loss, mine), init_state(toy_params(), made)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"not of this step's optimizer .{named}"):
+            step(state, toy_batch())
+    make_step(toy_loss, made)(state, toy_batch())
+
+
+def test_an_optimizer_whose_init_reads_values_is_not_asked_for_its_structure():
+    plain = sgd(0.1)
+
+    def init(params):
+        return plain.init(params) | {"largest": torch.tensor(max(p.abs().max().item() for p in tree.leaves(params)))}
+
+    def update(grads, opt_state, params):
+        updates, after = plain.update(grads, opt_state, params)
+        return updates, opt_state | after
+
+    state, _ = run(toy_loss, Optimizer(init, update), toy_params(), [toy_batch()] * 2)
+    assert int(state.opt_state["step"]) == 2
