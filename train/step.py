@@ -54,8 +54,8 @@ def make_step(
     clip: the largest global norm of the gradient; None: none.
     remat: "none"; "full": a layer keeps its input only; "every:N": every Nth layer of each kind does; "selective":
         layers keep the results of matmuls and attention and recompute what lies between.
-    compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph. Only a plain layout is
-        passed to compiled code (any other one would compile anew for each batch).
+    compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph. Only the layout of rows
+        that are one document from position 0 is passed to compiled code (others would compile anew for each batch).
     inplace: the State that goes in is used up and its tensors are written (see `State`). False leaves it as it was, at
         the cost of a copy of parameters and optimizer state.
     mesh: not there yet; one process.
@@ -87,7 +87,7 @@ def make_step(
         chosen: dict[str, Any] = {} if layer_fn is None else {"layer_fn": layer_fn}
         if "layout" in takes:
             layout = _layout(part)
-            chosen["layout"] = layout if compile == "none" or (layout and layout.plain) else None
+            chosen["layout"] = layout if compile == "none" or (layout and _one_per_shape(layout)) else None
         return chosen
 
     checked = False
@@ -248,6 +248,11 @@ def _layout(batch: Batch) -> Layout | None:
     if "positions" not in batch or "segment_ids" not in batch:
         return None
     return document_layout(batch["positions"], batch["segment_ids"])
+
+
+def _one_per_shape(layout: Layout) -> bool:
+    """Whether all batches of this shape for which this is True have equal layouts."""
+    return layout.plain and all(first == (0,) for first in layout.firsts)
 
 
 def _open_keywords(loss_fn: LossFn) -> set[str]:

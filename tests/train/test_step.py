@@ -436,6 +436,20 @@ def test_the_layout_goes_to_losses_that_take_one(counter):
     assert seen[-1] == "mine"
 
 
+@pytest.mark.parametrize(("begins", "wrappers"), [([0] * 5, 2), ([1, 2, 3, 4, 5], 2), ([0, 0, 7, 8, 9], 4)], ids=str)
+def test_batches_that_begin_elsewhere_share_a_wrapper(counter, monkeypatch, begins, wrappers):
+    # The model has two kinds of layers; rows from position 0 may have wrappers of their own, with the layout.
+    made, real = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **more: made.append(args) or real(*args, **more))
+    batches = [model_batch(seed, packed=False) for seed in range(5)]
+    for batch, begin in zip(batches, begins, strict=True):
+        batch["positions"] = batch["positions"] + begin
+    plain, _ = run(MODEL_LOSS, sgd(1e-2), model_params(), batches)
+    block, _ = run(MODEL_LOSS, sgd(1e-2), model_params(), batches, compile="block")
+    assert len(made) == wrappers
+    assert_close(block.params, plain.params, atol=1e-5)
+
+
 # Arguments.
 
 
