@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,25 @@ def test_dtype_is_a_cast_of_the_same_draw() -> None:
 def test_distribution() -> None:
     drawn = P.init(_small(vocab_size=4000, initializer_range=0.03), 0)["embed_tokens"]
     assert float(drawn.std()) == pytest.approx(0.03, rel=0.02) and abs(float(drawn.mean())) < 1e-3
+
+
+@pytest.mark.parametrize("seed", [1.0, "1", None, True, torch.tensor(1)], ids=repr)
+def test_a_seed_that_is_no_int_is_named(seed: Any) -> None:
+    # It is hashed as text, so that 1 and 1.0 would be two seeds, and a tensor's text is not its value.
+    with pytest.raises(TypeError, match="seed must be an int, not"):
+        P.init(_small(), seed)
+
+
+def test_equal_ints_are_one_seed() -> None:
+    one, two = (P.init(_small(), seed)["embed_tokens"] for seed in (3, np.int64(3)))
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "float32", float], ids=repr)
+def test_a_dtype_that_is_not_floating_is_named(dtype: Any) -> None:
+    for make in (lambda: P.init(_small(), 0, dtype=dtype), lambda: P.abstract(_small(), dtype=dtype)):
+        with pytest.raises(TypeError, match=r"dtype must be None or a floating torch\.dtype, not"):
+            make()
 
 
 @every_case
