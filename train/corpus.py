@@ -47,6 +47,8 @@ def load(data: Path | None = None, *, without: Path | None = None) -> Corpus:
     elif data.is_dir():
         root, files, source = data, files_under(data), f"the folder {data}"
         files = [path for path in files if without is None or without.resolve() not in path.resolve().parents]
+    elif data.exists():
+        raise UserError(f"--data {data}: it is neither a regular file nor a folder")
     else:
         raise UserError(f"--data {data}: there is no such file or folder")
     documents, skipped = read_all(files, root)

@@ -97,10 +97,11 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
     )
     if recorded:
         check_agreement(recorded, identity, path)
-    else:
-        begin_folder(path, identity, tokenizer, source, preset)
     dataset = data.tokenized(texts, tokenizer, ends[0] if ends else None)
     length = min(preset.row_length, config.max_position_embeddings)
+    check_length(dataset, length, choices.data)
+    if not recorded:
+        begin_folder(path, identity, tokenizer, source, preset)
     return params, Job(
         path=path,
         choices=choices,
@@ -161,6 +162,18 @@ def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
             raise UserError(
                 f"--run {path}: {change}, so that resuming would not give the same result: name another --run"
             )
+
+
+def check_length(dataset: data.Dataset, length: int, source: str | None) -> None:
+    """UserError where the held-out text does not fill one row: its bits per byte would say nothing."""
+    tokens, size = len(dataset.heldout.ids), dataset.train.bytes + dataset.heldout.bytes
+    if tokens < length:
+        kilobytes = -(-size * length // (tokens * 1000))
+        raise UserError(
+            f"too little text in {source or 'the standard library'}: of its {size:,} bytes "
+            f"{dataset.heldout.bytes:,} are held out, which are {tokens} tokens and not the {length} of one row: "
+            f"give about {kilobytes} kB or more"
+        )
 
 
 def loss_function(config: Any, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:

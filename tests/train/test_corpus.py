@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from train import corpus
@@ -68,6 +70,7 @@ def test_the_fingerprint_follows_the_texts_and_not_their_place(tmp_path):
     ("make", "message"),
     [
         (lambda path: path / "absent", "there is no such file or folder"),
+        (lambda path: Path("/dev/null"), "/dev/null: it is neither a regular file nor a folder"),
         (lambda path: path, "no text in the folder"),
         (lambda path: _file(path / "a.bin", b"\0\xff"), r"skipped: a\.bin"),
         (lambda path: _file(path / "a.txt", b"a"), "too little text"),

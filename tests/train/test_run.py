@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -116,6 +117,20 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, text, mo
     assert train(tmp_path / "parts", None, "--resume") == 0
     assert f"resuming at step {stop} of 6" in capsys.readouterr().out
     assert same(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_text_of_which_no_row_can_be_held_out_is_refused_before_the_folder_is_a_runs(tmp_path, text, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text(text.read_text()[:300])
+    assert train(tmp_path / "run", short) == 2
+    error = capsys.readouterr().err
+    assert re.search(
+        r"too little text in .*: of its 300 bytes \d+ are held out, which are \d+ tokens and not the 32", error
+    )
+    kilobytes = re.search(r"give about (\d+) kB or more\.$", error.strip())
+    assert kilobytes
+    short.write_text(text.read_text()[: 1000 * int(kilobytes[1])])
+    assert train(tmp_path / "run", short) == 0
 
 
 def test_a_run_keeps_the_dtype_it_began_with_on_another_machine(tmp_path, text, monkeypatch):
