@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _output(script: str, *flags: str) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "benchmarks" / script), *flags, "--threads", "1"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -22,3 +22,18 @@ def _output(script: str, *flags: str) -> str:
 def test_train_step() -> None:
     out = _output("train_step.py", "--quick", "--contenders", "fnmodels", "--dtype", "float32")
     assert [line for line in out.splitlines() if line.startswith("| fnmodels |") and "MiB" in line], out
+
+
+@pytest.mark.slow
+def test_attention() -> None:
+    out = _output("attention.py", "--quick")
+    for part in ("long: one row", "packed: 6 documents", "window: 512 keys"):
+        assert part in out, out
+
+
+@pytest.mark.slow
+def test_per_sample() -> None:
+    names = ("fnmodels", "fnmodels batch", "transformers vmap(grad)")
+    out = _output("per_sample.py", "--rounds", "1", "--batch", "2", "--sequence", "16", "--contenders", *names)
+    for name in names:
+        assert f"\n{name} " in out, out
