@@ -29,20 +29,22 @@ def causal_tiles(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
 
     Reverse mode once, and vmap. `first_order` stands in front for the sentence about the rest.
     """
-    return _compiled(q, k, v, scale) if torch.compiler.is_compiling() else _Tiles.apply(q, k, v, scale)
+    if torch.compiler.is_compiling():
+        from .attention_tiles_op import compiled_tiles  # here, for it imports dynamo and with that sympy
+
+        return compiled_tiles(q, k, v, scale)
+    return _Tiles.apply(q, k, v, scale)
 
 
 def pays(q: Tensor) -> bool:
-    """Whether these queries are better served in tiles than by the fused kernel (and can be, see `_compiled`)."""
+    """Whether these queries are better served in tiles than by the fused kernel, and can be (`attention_tiles_op`)."""
     low, high = _LENGTHS.get(q.element_size(), (1, 0))
     fits = q.device.type == "cpu" and low <= q.shape[1] <= high
-    return fits and not (torch.compiler.is_compiling() and _transformed())
+    if fits and torch.compiler.is_compiling():
+        from .attention_tiles_op import transformed
 
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _transformed() -> bool:
-    """Whether a transform of torch.func is active. Dynamo enters them while it traces, and asks for this in passing."""
-    return torch._C._functorch.maybe_current_level() is not None
+        return not transformed()
+    return fits
 
 
 def _tile(q: Tensor) -> int:
@@ -73,7 +75,7 @@ def _probabilities(q: Tensor, keys: Tensor, lo: int, future: Tensor) -> Tensor:
     return torch.softmax(scores, -1)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     (batch, length, heads, _), groups = q.shape, k.shape[2]
     q5, keys, values = _grouped(q, groups), _heads(k).mT, _heads(v)
     out = q.new_empty(batch, length, heads, v.shape[3])
@@ -86,7 +88,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out
 
 
-def _backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def tiles_backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     (batch, length, _, width), groups = q.shape, k.shape[2]
     q5, slope5, keys, values = _grouped(q, groups), _grouped(slope, groups), _heads(k), _heads(v)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -107,7 +109,7 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> t
     return dq, _unheads(dk, k), _unheads(dv, v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 
@@ -115,9 +117,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return _forward(q, k, v, scale)
+        return tiles_forward(q, k, v, scale)
 
-    setup_context = staticmethod(_keep)
+    setup_context = staticmethod(keep_inputs)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,7 +140,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(q, k, v, slope, scale)
+        return tiles_backward(q, k, v, slope, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -174,33 +176,3 @@ def _fold(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) 
     """The mapped dimension becomes part of the batch: rows do not see each other anyway."""
     pairs = zip(tensors, dims, strict=True)
     return [(t.expand(size, *t.shape) if d is None else t.movedim(d, 0)).flatten(0, 1) for t, d in pairs]
-
-
-# In a compiled graph the tiles are one node: unrolled, they would take longer to compile than all the rest. (Only
-# there: torch.func does not see the derivative of an operator.)
-@torch.library.custom_op("fnmodels::causal_tiles", mutates_args=())
-def _compiled(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return _forward(q, k, v, scale)
-
-
-@_compiled.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
-
-
-@torch.library.custom_op("fnmodels::causal_tiles_backward", mutates_args=())
-def _compiled_backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _backward(q, k, v, slope, scale)
-    return dq, dk.contiguous(), dv.contiguous()
-
-
-@_compiled_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-    return *_compiled_backward(*ctx.saved_tensors, slope, ctx.scale), None
-
-
-_compiled.register_autograd(_slopes, setup_context=_keep)

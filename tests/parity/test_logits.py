@@ -51,4 +51,5 @@ def test_rows_long_enough_for_tiles() -> None:
     case = next(case for case in cases() if case.name == "llama")
     tokens = tokens_of(case.config, 2, 300)
     ours = _ours(case, params_of(model_of(case.values), case.config), tokens, kernel="auto")
-    assert_close(ours, logits_of(case.values, tokens))
+    # At these positions transformers' fp32 angles show: it is 2.3e-5 off the same in fp64, ours 0.9e-5.
+    assert_close(ours, logits_of(case.values, tokens), bound=5e-5)
