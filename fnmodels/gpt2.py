@@ -30,6 +30,7 @@ from .tree import Tree
 
 MODEL_TYPES = ("gpt2",)
 TAPS = ("attention", "middle", "mlp")
+LEFTOVERS = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # masks that older files hold
 
 # Dropout, heads for other tasks, a second name of n_positions.
 _IGNORED = (

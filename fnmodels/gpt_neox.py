@@ -28,6 +28,7 @@ from .tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_neox",)
 TAPS = ("attention", "mlp")
+LEFTOVERS = (r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",)  # older files hold them
 
 # The names of the parts of a path, where they are not ours.
 _ON_DISK = {

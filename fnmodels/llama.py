@@ -28,6 +28,7 @@ from .tree import Tree, flatten
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3")
 KINDS = ("full", "sliding", "full_nope", "sliding_nope")
 TAPS = ("attention", "middle", "mlp")  # what the sublayers add to the residual stream, and the stream between them
+LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that older files hold
 
 # Where the key is left out; null means as many as there are query heads.
 _KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}

@@ -28,6 +28,7 @@ from .tree import Tree, flatten
 
 MODEL_TYPES = ("stablelm",)
 TAPS = ("attention", "mlp")
+LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that older files hold
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from params.files import plain_file, read_json
 from params.format import Entry, TensorFile, map_file, mapped_tensor, read_tensor, scratch
 from params.index import listed, open_folder
 from params.init import leaf_dtype
-from params.names import LEFTOVERS, Slot, by_name, dtype_class, slots, ties
+from params.names import Slot, by_name, dtype_class, is_leftover, lacking, slots, ties
 
 Found = dict[str, tuple[TensorFile, Entry]]
 
@@ -55,10 +55,12 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     config = load_config(folder)
-    parameters, tied = slots(config), ties(config)
     with ExitStack() as stack:
         found = open_folder(folder, stack)
-        _compare(folder, by_name(parameters), tied, found)
+        prefix = lacking(config, found)
+        parameters, tied = slots(config, prefix), ties(config, prefix)
+        known = {name: value for name, value in found.items() if not is_leftover(config, prefix + name)}
+        _compare(folder, by_name(parameters), tied, known)
         mappings: dict[Path, mmap.mmap] = {}
         buffer = scratch()
         _check_ties(tied, found, mappings)
@@ -107,7 +109,7 @@ def _compare(folder: Path, expected: dict[str, list[Slot]], tied: dict[str, str]
     for name, (file, entry) in found.items():
         if name in tied:
             faults += _faults(name, expected[tied[name]][0], file, entry)
-        elif name not in expected and not name.endswith(LEFTOVERS):
+        elif name not in expected:
             faults.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
     if faults:
         raise MismatchError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +13,6 @@ from fnmodels import tree
 from fnmodels.disk import Stored, disk_name, disk_shape
 from fnmodels.families import family_of
 from fnmodels.leaf import Leaf
-
-# Buffers that old checkpoints saved and nobody reads: they follow from the configuration.
-LEFTOVERS = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,11 @@ class Slot:
         return disk_shape(self.stored, self.leaf.shape)
 
 
-def slots(config: Any) -> tuple[Slot, ...]:
-    """All parameters, in the order of the spec."""
+def slots(config: Any, prefix: str = "") -> tuple[Slot, ...]:
+    """All parameters, in the order of the spec. prefix: what the names in the files lack (`lacking`)."""
     family = family_of(config)
-    names = family.hf_names(config)
-    return tuple(Slot(path, leaf, names[path]) for path, leaf in tree.flatten(family.spec(config)).items())
+    names, leaves = family.hf_names(config), tree.flatten(family.spec(config))
+    return tuple(Slot(path, leaf, _cut(names[path], prefix)) for path, leaf in leaves.items())
 
 
 def by_name(parameters: Iterable[Slot]) -> dict[str, list[Slot]]:
@@ -46,12 +44,37 @@ def by_name(parameters: Iterable[Slot]) -> dict[str, list[Slot]]:
     return grouped
 
 
-def ties(config: Any) -> dict[str, str]:
-    """{name that a tied head may have on disk all the same: name of the tensor it must equal}."""
+def lacking(config: Any, found: Container[str]) -> str:
+    """The first part of the names of `config`, with its dot, if the files `found` go without it; else "".
+
+    OpenAI's GPT-2 and models that were saved without a head begin at `wte` or `layers`, not `transformer` or `model`.
+    """
+    names = [disk_name(stored) for path, stored in family_of(config).hf_names(config).items() if path != "lm_head"]
+    prefix = names[0].partition(".")[0] + "."
+    common = all(name.startswith(prefix) for name in names)
+    bare = not any(name in found for name in names) and any(name.removeprefix(prefix) in found for name in names)
+    return prefix if common and bare else ""
+
+
+def is_leftover(config: Any, name: str) -> bool:
+    """Whether `name` is a buffer that old files of the family hold and nobody reads: see its LEFTOVERS, if any."""
+    return any(re.fullmatch(pattern, name) for pattern in getattr(family_of(config), "LEFTOVERS", ()))
+
+
+def ties(config: Any, prefix: str = "") -> dict[str, str]:
+    """{name that a tied head may have on disk all the same: name of the tensor it must equal}; prefix as in `slots`."""
     if not getattr(config, "tie_word_embeddings", False):
         return {}
-    names = family_of(config).hf_names(config)
-    return {"lm_head.weight": disk_name(names["embed_tokens"])} if "embed_tokens" in names else {}
+    names = family_of(config).hf_names(replace(config, tie_word_embeddings=False))
+    if not names.keys() >= {"lm_head", "embed_tokens"}:  # a family of someone's own, with a head of its own
+        return {}
+    return {disk_name(names["lm_head"]): disk_name(_cut(names["embed_tokens"], prefix))}
+
+
+def _cut(stored: Stored, prefix: str) -> Stored:
+    if isinstance(stored, str):
+        return stored.removeprefix(prefix)
+    return replace(stored, name=stored.name.removeprefix(prefix))
 
 
 def dtype_class(dtype: torch.dtype) -> str:
