@@ -3,8 +3,8 @@
 Families are found by looking (`fnmodels.families`). Their tiny configurations stand in `tests/variants/<family>.py`, in
 a function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
 `published() -> {name: config.json}`, the largest published members, `sizes() -> {name: number of parameters}`; where
-they are needed `CAUSAL = False` for a family whose tokens see later ones, and `BLIND = {variant: {fields of Config}}`
-for fields that a variant has no use for.
+they are needed `BIDIRECTIONAL = {variants}` for those whose tokens see later ones, and `BLIND = {variant: {fields of
+Config}}` for fields that a variant has no use for.
 """
 
 import functools
@@ -71,15 +71,20 @@ def cases() -> tuple[Case, ...]:
     return tuple(found)
 
 
+def causal(case: Case) -> bool:
+    """Whether no token of the model sees a later one."""
+    return case.name not in getattr(variants_of(case.family), "BIDIRECTIONAL", ())
+
+
 @functools.cache
 def structures() -> tuple[Case, ...]:
-    """The first variant of each structure: its kinds of layers and its parameters' names. For tests that are slow."""
+    """The first variant of each structure: kinds of layers, names of parameters, causal or not. For slow tests."""
     first: dict[Any, Case] = {}
     for case in cases():
         family = fnmodels.family_of(case.config)
         kinds = frozenset(family.kinds(case.config))
         names = frozenset(path.split(".", 2)[-1] for path in tree.flatten(family.spec(case.config)))
-        first.setdefault((case.family, kinds, names), case)
+        first.setdefault((case.family, kinds, names, causal(case)), case)
     return tuple(first.values())
 
 

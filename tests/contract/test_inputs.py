@@ -16,6 +16,7 @@ from tests.support import (
     Case,
     batch_of,
     cases,
+    causal,
     forward,
     generic_params,
     gradients,
@@ -26,7 +27,6 @@ from tests.support import (
     summed_loss,
     tokens_of,
     trainable,
-    variants_of,
     with_kernels,
 )
 
@@ -226,7 +226,7 @@ def test_gradients_flow_from_the_past_only(case: Case, kernel: str) -> None:
     x = fnmodels.family_of(case.config).embed(weights, prepared[0], config=case.config).requires_grad_()
     logits = forward(weights, (x, *prepared[1:]), config=case.config, kernel=kernel)
     same = (segment_ids[:, None] == segment_ids) & row.valid[0]
-    may = same & (positions[:, None] >= positions) if getattr(variants_of(case.family), "CAUSAL", True) else same
+    may = same & (positions[:, None] >= positions) if causal(case) else same
     # which tokens reach which over all layers: the masks' own pattern, layer after layer, and the residual
     own = torch.eye(len(positions), dtype=torch.bool)
     reach = own

@@ -8,7 +8,7 @@ import torch
 
 import fnmodels
 from fnmodels import testing
-from tests.support import Case, generic_params, structures
+from tests.support import Case, causal, generic_params, structures
 
 
 def subject_of(case: Case) -> testing.Subject:
@@ -21,7 +21,7 @@ def subject_of(case: Case) -> testing.Subject:
     def forward(params: Any, batch: Any) -> torch.Tensor:
         return fnmodels.forward(params, *batch, config=config, kernel="math")
 
-    return testing.Subject(generic_params(config), prepare, forward, vocab_size=config.vocab_size)
+    return testing.Subject(generic_params(config), prepare, forward, vocab_size=config.vocab_size, causal=causal(case))
 
 
 @pytest.mark.parametrize("check", testing.CHECKS, ids=lambda check: check.__name__)

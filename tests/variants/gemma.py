@@ -5,6 +5,9 @@ from typing import Any
 # In the published dialect: which layer type `rope_theta` and `rope_scaling` speak of, and the other thetas' own fields.
 OLDER_ROPES = ("full_attention", {"sliding_attention": "rope_local_base_freq"})
 
+# EmbeddingGemma: tokens see later ones.
+BIDIRECTIONAL = {"gemma3_text_bidirectional"}
+
 # A model of one kind of layer reads one table.
 BLIND = {name: {"local_rope.theta", "local_rope.partial"} for name in ("gemma", "gemma_bias_untied")}
 
@@ -61,6 +64,7 @@ def variants() -> dict[str, dict[str, Any]]:
         ),
         "gemma3_text": _third(query_pre_attn_scalar=20, final_logit_softcapping=3.0),
         "gemma3_text_plain": _third(query_pre_attn_scalar=12, attention_bias=True),
+        "gemma3_text_bidirectional": _third(query_pre_attn_scalar=12, use_bidirectional_attention=True),
     }
 
 
