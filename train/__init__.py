@@ -5,6 +5,7 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels", "params")
 
+from .logprobs import document_sums, head_logprobs, logprobs, token_logprobs
 from .loss import cross_entropy, head_loss, next_token_loss
 from .optim import (
     Optimizer,
@@ -15,6 +16,7 @@ from .optim import (
     sgd,
     trainable_mask,
 )
+from .policy import distillation_loss, dpo_loss, group_advantages, policy_loss, token_divergence
 from .schedule import warmup_stable_decay
 from .state import State, init_state
 from .step import make_step
@@ -26,12 +28,21 @@ __all__ = [
     "apply_updates",
     "clip_by_global_norm",
     "cross_entropy",
+    "distillation_loss",
+    "document_sums",
+    "dpo_loss",
     "global_norm",
+    "group_advantages",
+    "head_logprobs",
     "head_loss",
     "init_state",
+    "logprobs",
     "make_step",
     "next_token_loss",
+    "policy_loss",
     "sgd",
+    "token_divergence",
+    "token_logprobs",
     "trainable_mask",
     "warmup_stable_decay",
 ]

@@ -45,10 +45,25 @@ def next_token_loss(
     shifted), int64, and -100 is ignored. kernel, layout, layer_fn: see `fnmodels.forward`. length: see
     `fnmodels.prepare`. chunk: see `head_loss`.
     """
+    x = hidden_states(params, batch, config=config, kernel=kernel, layout=layout, layer_fn=layer_fn, length=length)
+    return head_loss(params, x, batch["labels"], config=config, chunk=chunk)
+
+
+def hidden_states(
+    params: Tree,
+    batch: Mapping[str, Tensor],
+    *,
+    config: Any,
+    kernel: str,
+    layout: Layout | None,
+    layer_fn: Any,
+    length: int | Tensor | None,
+) -> Tensor:
+    """The hidden states [B, S, D] of a batch as `next_token_loss` takes it, after a check of its keys and labels."""
     missing = [name for name in ("tokens", "positions", "segment_ids", "labels") if name not in batch]
     if missing:
         raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
-    _check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
+    check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
     inputs, masks, freqs_cis = fnmodels.prepare(
         config,
         batch["tokens"],
@@ -56,10 +71,10 @@ def next_token_loss(
         segment_ids=batch["segment_ids"],
         length=length,
     )
-    x = fnmodels.hidden(
+    found: Tensor = fnmodels.hidden(
         params, inputs, masks, freqs_cis, config=config, kernel=kernel, layout=layout, layer_fn=layer_fn
     )
-    return head_loss(params, x, batch["labels"], config=config, chunk=chunk)
+    return found
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +89,7 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels != IGNORE).sum()
 
 
-def _check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
+def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
     """Shape and dtype only: labels of another shape would broadcast, or be read in another order, without a word."""
     if labels.shape != shape:
         raise ValueError(f"labels must be {list(shape)} like the {of}, not {list(labels.shape)}.")
@@ -93,7 +108,7 @@ def head_loss(
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
-    _check_labels(labels, x.shape[:-1], "hidden states")
+    check_labels(labels, x.shape[:-1], "hidden states")
     family = fnmodels.family_of(config)
     # The head never reads the layers, and what is not handed in gets no gradient buffer.
     rest = {name: value for name, value in params.items() if name != "layers"}

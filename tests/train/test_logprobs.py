@@ -1,0 +1,124 @@
+"""Per-token log-probabilities and entropies: one alignment, equal to the dense computation, in little memory."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fnmodels
+from fnmodels import tree
+from tests.support import batch_of, cases, generic_params, segments, trainable
+from train import cross_entropy, document_sums, token_logprobs
+from train.logprobs import head_logprobs, logprobs
+
+CASE = next(case for case in cases() if case.name == "llama")
+CONFIG = CASE.config
+
+
+def _batch():
+    batch = batch_of(CONFIG, segments((7, 5), (-2, 10), (9, -3)))
+    given = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
+    return given | {"labels": batch.labels}
+
+
+def _dense(params, batch):
+    """Written out, from all the logits."""
+    prepared = fnmodels.prepare(CONFIG, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"])
+    p = torch.softmax(fnmodels.forward(params, *prepared, config=CONFIG, kernel="math"), -1)
+    valid = batch["labels"] >= 0
+    logp = p.gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0].log()
+    return torch.where(valid, logp, 0), torch.where(valid, -(p * p.log()).sum(-1), 0), valid
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 36, 1000])
+def test_values_and_gradients_equal_the_dense_ones(chunk) -> None:
+    params, batch = trainable(generic_params(CONFIG, torch.float64)), _batch()
+    weight = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = []
+    for logp, entropy, valid in (token_logprobs(params, batch, config=CONFIG, chunk=chunk), _dense(params, batch)):
+        loss = (weight[0] * logp + weight[1] * entropy).sum()
+        found.append([logp, entropy, valid, *torch.autograd.grad(loss, tree.leaves(params))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_fp32_is_within_a_millionth() -> None:
+    params, batch = generic_params(CONFIG), _batch()
+    with torch.no_grad():
+        ours, theirs = token_logprobs(params, batch, config=CONFIG, chunk=7), _dense(params, batch)
+        assert all(float((a - b).abs().max()) <= 1e-5 for a, b in zip(ours[:2], theirs[:2], strict=True))
+        x = torch.randn(3, 12, CONFIG.hidden_size)
+        dense = logprobs(fnmodels.family_of(CONFIG).unembed(params, x, config=CONFIG), batch["labels"])
+        ours = head_logprobs(params, x, batch["labels"], config=CONFIG, chunk=5)
+        assert all(float((a - b).abs().max()) <= 1e-6 for a, b in zip(ours[:2], dense, strict=True))
+
+
+def test_their_sum_is_the_cross_entropy() -> None:
+    logits = torch.randn(3, 12, 61, generator=torch.Generator().manual_seed(0))
+    labels = _batch()["labels"]
+    logp, _ = logprobs(logits, labels)
+    torch.testing.assert_close(-logp.sum(), cross_entropy(logits, labels)[0])
+
+
+def test_a_temperature_is_that_of_sampling() -> None:
+    logits, labels = torch.randn(4, 61), torch.arange(4)
+    cool = torch.distributions.Categorical(logits=logits / 0.7)
+    logp, entropy = logprobs(logits, labels, temperature=0.7)
+    torch.testing.assert_close(logp, cool.log_prob(labels))
+    torch.testing.assert_close(entropy, cool.entropy())
+    with pytest.raises(ValueError, match="temperature is 0"):
+        logprobs(logits, labels, temperature=0)
+
+
+def test_a_forbidden_token_leaves_entropy_and_gradient_finite() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
+    logp, entropy = logprobs(logits, torch.tensor([1]))
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits[:, :2]).entropy())
+    (grad,) = torch.autograd.grad((logp + entropy).sum(), logits)
+    assert torch.isfinite(grad).all()
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that any tensor made under it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree.leaves(out) if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_the_logits_of_all_tokens_are_never_held() -> None:
+    vocab, tokens, chunk = 4096, 64, 8
+    config = fnmodels.llama.Config(vocab, 8, 8, 1, 1, 1, tie_word_embeddings=True)
+    params = trainable(generic_params(config))
+    x, labels = torch.randn(1, tokens, 8, requires_grad=True), torch.randint(vocab, (1, tokens))
+    with _Largest() as seen:
+        logp, entropy, _ = head_logprobs(params, x, labels, config=config, chunk=chunk)
+        (logp.sum() + entropy.sum()).backward()
+    assert seen.elements == chunk * vocab
+
+
+def test_transforms_take_all_tokens_at_once() -> None:
+    params, batch = generic_params(CONFIG), _batch()
+
+    def total(params, chunk):
+        return token_logprobs(params, batch, config=CONFIG, kernel="math", chunk=chunk)[0].sum()
+
+    _, tangent = torch.func.jvp(lambda p: total(p, None), (params,), (params,))
+    grads = torch.func.grad(total)(params, None)
+    products = [(g * p).sum() for g, p in zip(tree.leaves(grads), tree.leaves(params), strict=True)]
+    torch.testing.assert_close(tangent, torch.stack(products).sum(), rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match="pass chunk=None"):
+        torch.func.grad(total)(params, 5)
+
+
+def test_documents_are_summed_apart() -> None:
+    values, ids = torch.arange(1.0, 9.0).reshape(2, 4), torch.tensor([[1, 1, 2, 0], [0, 1, 3, 3]])
+    assert document_sums(values, ids, 3).tolist() == [[3, 3, 0], [6, 0, 15]]
+    with pytest.raises(ValueError, match="segment_ids"):
+        document_sums(values, ids[:, :3], 3)

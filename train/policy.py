@@ -1,0 +1,132 @@
+"""Losses on log-probabilities: preferences, policy gradients, distillation.
+
+Each takes tensors aligned as `token_logprobs` gives them and returns (sum, count, metrics), metrics being sums over the
+same tokens or pairs, so that a step over microbatches divides everything once by the global count.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Sums = dict[str, Tensor]
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor, Sums]:
+    """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta x (margin over the reference)).
+
+    All [N]: summed log-probabilities of the answers (see `document_sums`). label_smoothing: the probability that a
+    preference is wrong (conservative DPO, arXiv 2305.18290 appendix). Metrics: margin and accuracy.
+    """
+    _same_shape(
+        chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
+    )
+    margin = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
+    losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    metrics = {"margin": margin.detach().sum(), "accuracy": (margin.detach() > 0).to(margin).sum()}
+    return losses.sum(), torch.tensor(chosen.numel(), device=chosen.device), metrics
+
+
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    valid: Tensor,
+    *,
+    clip: tuple[float, float] = (0.2, 0.2),
+    reference_logp: Tensor | None = None,
+    kl: float = 0.0,
+    entropy: Tensor | None = None,
+    entropy_bonus: float = 0.0,
+) -> tuple[Tensor, Tensor, Sums]:
+    """PPO's clipped surrogate (arXiv 1707.06347) per token, as GRPO uses it (arXiv 2402.03300), to be minimized.
+
+    logp, old_logp, advantages, entropy, reference_logp, valid: [B, S]. old_logp: of the policy that drew the tokens.
+    advantages: per token; a whole answer's is repeated over its tokens. clip: how far the ratio may fall and rise
+    before its gradient stops (unequal: "clip higher", arXiv 2503.14476). kl: weight of the penalty
+    exp(r) - r - 1, r = reference_logp - logp, an unbiased and positive estimate (GRPO's equation 4).
+    entropy_bonus: weight of the entropy that is rewarded.
+
+    Returns (sum over valid tokens, how many, {ratio, clipped, kl, entropy} summed). What is not valid may hold
+    anything, NaN too. Dividing by the count of tokens is GRPO's token-level form (as in DAPO); for a mean per answer
+    weight the advantages by 1 / length.
+    """
+    given = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "valid": valid}
+    given |= {"reference_logp": reference_logp} if reference_logp is not None else {}
+    _same_shape(**given, **({} if entropy is None else {"entropy": entropy}))
+    if kl and reference_logp is None:
+        raise ValueError(f"kl is {kl}, so reference_logp must be given.")
+    if entropy_bonus and entropy is None:
+        raise ValueError(f"entropy_bonus is {entropy_bonus}, so entropy must be given.")
+    logp, old_logp, advantages = (torch.where(valid, t, 0.0) for t in (logp, old_logp.detach(), advantages.detach()))
+    ratio = (logp - old_logp).exp()
+    low, high = 1 - clip[0], 1 + clip[1]
+    gain = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    losses = -gain
+    beyond = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    metrics = {"ratio": ratio, "clipped": beyond.to(ratio)}
+    if reference_logp is not None:
+        r = torch.where(valid, reference_logp.detach(), 0.0) - logp
+        metrics["kl"] = r.exp() - r - 1
+        losses = losses + kl * metrics["kl"]
+    if entropy is not None:
+        metrics["entropy"] = torch.where(valid, entropy, 0.0)
+        losses = losses - entropy_bonus * metrics["entropy"]
+    total = torch.where(valid, losses, 0.0).sum()
+    return total, valid.sum(), {name: torch.where(valid, m.detach(), 0.0).sum() for name, m in metrics.items()}
+
+
+def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
+    """GRPO's advantages (arXiv 2402.03300): each answer's reward against those to the same prompt, [prompts, answers].
+
+    normalize: divided by the group's standard deviation; False is the form without that bias (arXiv 2503.20783). A
+    group whose rewards are all equal teaches nothing: 0.
+    """
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards must be [prompts, answers], not {list(rewards.shape)}.")
+    wide = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    centered = wide - wide.mean(1, keepdim=True)
+    if not normalize:
+        return centered
+    return centered / (wide.std(1, keepdim=True, correction=0) + eps)
+
+
+def distillation_loss(
+    student: Tensor, teacher: Tensor, valid: Tensor, *, direction: str = "forward", temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(sum over valid tokens of the divergence in nats, count), of logits [..., V] of student and teacher.
+
+    direction: "forward" KL(teacher || student), which covers the teacher's modes (arXiv 1503.02531); "reverse"
+    KL(student || teacher), which seeks them (arXiv 2306.08543). Scaled by temperature^2, so that gradients keep
+    their size (arXiv 1503.02531). No gradient reaches the teacher. For chunks over tokens see `chunks.per_token`.
+    """
+    if direction not in ("forward", "reverse"):
+        raise ValueError(f'direction is {direction!r}; it must be "forward" or "reverse".')
+    _same_shape(student=student, teacher=teacher)
+    divergence = token_divergence(student, teacher.detach(), direction=direction, temperature=temperature)
+    return torch.where(valid, divergence, 0.0).sum(), valid.sum()
+
+
+def token_divergence(student: Tensor, teacher: Tensor, *, direction: str, temperature: float = 1.0) -> Tensor:
+    """The divergence of `distillation_loss` for each token, [...]."""
+    wide = torch.promote_types(student.dtype, torch.float32)
+    p, q = (torch.log_softmax(z.to(wide) / temperature, -1) for z in (teacher, student))
+    if direction == "reverse":
+        p, q = q, p
+    return (p.exp() * (p - q)).sum(-1) * temperature**2
+
+
+def _same_shape(**tensors: Tensor) -> None:
+    """Otherwise they would broadcast, and a token's reward reach another."""
+    shapes = {name: list(t.shape) for name, t in tensors.items()}
+    if len({tuple(shape) for shape in shapes.values()}) > 1:
+        raise ValueError(f"The shapes must be equal, not {', '.join(f'{n} {s}' for n, s in shapes.items())}.")
