@@ -86,6 +86,43 @@ def attention_leaves(
     return leaves
 
 
+def latent_attention_leaves(
+    width: int,
+    heads: int,
+    *,
+    q_rank: int | None,
+    kv_rank: int,
+    nope_dim: int,
+    rope_dim: int,
+    value_dim: int,
+    std: float,
+    biases: bool = False,
+) -> dict[str, Leaf]:
+    """What `ops.mla.latent_qkv` reads, and o; q_rank None: queries without a latent. biases: of what reads x, and of o.
+
+    "latent" is the axis of both latents; the rows of the shared rotating key lie behind those of the kv latent.
+    """
+    q = heads * (nope_dim + rope_dim)
+    if q_rank is None:
+        leaves = {"q_proj": weight((q, width), ("heads", "embed"), std)}
+    else:
+        leaves = {
+            "q_a_proj": weight((q_rank, width), ("latent", "embed"), std),
+            "q_a_layernorm": norm(q_rank, "latent"),
+            "q_b_proj": weight((q, q_rank), ("heads", "latent"), std),
+        }
+    leaves |= {
+        "kv_a_proj": weight((kv_rank + rope_dim, width), ("latent", "embed"), std),
+        "kv_a_layernorm": norm(kv_rank, "latent"),
+        "kv_b_proj": weight((heads * (nope_dim + value_dim), kv_rank), ("heads", "latent"), std),
+        "o_proj": weight((width, heads * value_dim), ("embed", "heads"), std),
+    }
+    if biases:
+        of_q = {} if q_rank is None else {"q_a_bias": bias(q_rank, "latent")}
+        leaves |= of_q | {"kv_a_bias": bias(kv_rank + rope_dim, "latent"), "o_bias": bias(width, "embed")}
+    return leaves
+
+
 def gated_mlp_leaves(width: int, inner: int, *, std: float, biases: bool = False) -> dict[str, Leaf]:
     """gate, up and down projections, with their biases."""
     leaves = {

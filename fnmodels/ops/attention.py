@@ -228,8 +228,8 @@ def _varlen(
     window = varlen_window(mask.rule)
     if window is None:
         raise ValueError(f'kernel="varlen" knows causality and windows, not {mask.rule}; kernel="flex" does.')
-    if softcap is not None or sinks is not None or v.shape[-1] != q.shape[-1]:
-        raise ValueError('kernel="varlen" has no softcap, no sinks and one head width; kernel="flex" has them.')
+    if softcap is not None or sinks is not None:
+        raise ValueError('kernel="varlen" has no softcap and no sinks; kernel="flex" has them.')
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
             f'kernel="varlen" runs in fp16 and bf16 on CUDA, not in {q.dtype} on {q.device.type}; '

@@ -605,7 +605,10 @@ def test_windows_of_variable_length_attention(rule: Rule, window: tuple[int, int
 
 @pytest.mark.parametrize("rule", ["causal", "window 16", "encoder", "encoder window"])
 @pytest.mark.parametrize("rows", ["documents, differing rows", "left pad, right pad, all pad"])
-def test_arguments_of_variable_length_attention(rule: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("v_width", [8, 5, 12])
+def test_arguments_of_variable_length_attention(
+    rule: str, rows: str, v_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What torch's CUDA function is called with, by a stand-in that follows its documentation."""
     from torch.nn.attention import varlen
 
@@ -624,6 +627,7 @@ def test_arguments_of_variable_length_attention(rule: str, rows: str, monkeypatc
     ) -> Tensor:
         assert enable_gqa and cu_seq_q is cu_seq_k and max_q == max_k == cu_seq_q.diff().max()
         assert query.shape[0] == key.shape[0] == value.shape[0] == cu_seq_q[-1]
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         out = []
         for start, stop in itertools.pairwise(cu_seq_q.tolist()):
             one = [t[None, start:stop] for t in (query, key, value)]
@@ -635,7 +639,7 @@ def test_arguments_of_variable_length_attention(rule: str, rows: str, monkeypatc
 
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     mask, layout = mask_of(rule, rows)
-    q, k, v = heads(len(ROWS[rows]))
+    q, k, v = heads(len(ROWS[rows]), v_width=v_width)
     window = varlen_window(mask.rule)
     assert window is not None
     out = varlen_attention(q, k, v, to_cu_seqlens(layout), window=window, scale=0.4)
