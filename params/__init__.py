@@ -21,6 +21,7 @@ from fnmodels.leaf import Constant, Leaf, Normal
 from fnmodels.tree import flatten, unflatten
 from params.init import abstract, count, init
 from params.load import load_config, load_pretrained
+from params.manifest import verify
 from params.save import save_pretrained
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "load_pretrained",
     "save_pretrained",
     "unflatten",
+    "verify",
 ]

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,11 @@ from fnmodels.tree import Tree
 from params.files import sync
 from params.format import NAMES, Outgoing, write_tensors
 from params.index import INDEX, SINGLE, listed, make_index
+from params.manifest import MANIFEST, write_manifest
 from params.names import Slot, by_name, dtype_class, slots
+from params.saving import staged, told
 
-_OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 
 def save_pretrained(
@@ -32,55 +33,64 @@ def save_pretrained(
     """Write config.json and model.safetensors into the folder `path` (made if needed), replacing an older model there.
 
     max_shard_size: bytes, or a text as "5GB"; a larger model goes into several files with an index. dtypes are kept;
-    other files of the folder are not touched. MismatchError names every leaf that is missing, unexpected or mis-shaped
-    by the spec of `config`.
+    other files of the folder are not touched. Beside them fnmodels_manifest.json says what `verify` holds them against.
+    MismatchError names every leaf that is missing, unexpected or mis-shaped by the spec of `config`.
 
-    Everything is written and flushed to a folder `.saving-*` inside first, and the old files stay valid until then. A
-    kill during the renames that follow leaves a folder without config.json, which nothing loads, never a mix; where a
+    Everything is written and flushed to a folder `.saving-*` inside first, and the old files stay valid until then: an
+    OSError says so where the disk is full, and BlockingIOError that another save into the folder is under way. A kill
+    during the renames that follow leaves a folder without config.json, which nothing loads, never a mix; where a
     single file of an equal config is replaced, it leaves the old model or the new one. Parameters that were mapped from
     this very folder stay good, for renaming keeps the old files alive as long as they are mapped.
     """
     parameters = slots(config)
     flat = tree.flatten(params)
     _check(parameters, flat)
-    values = config.to_hf() | {"dtype": _main_dtype(flat)}
+    text = config_text(config, _main_dtype(flat))
     tensors = {name: _outgoing(parts, flat) for name, parts in by_name(parameters).items()}
     shards = _shards(tensors, _bytes(max_shard_size))
 
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
-        temporary = Path(name)
-        for file, names in shards.items():
-            write_tensors(temporary / file, {name: tensors[name] for name in names})
-        if len(shards) > 1:
-            sizes = {file: {name: tensors[name].nbytes for name in names} for file, names in shards.items()}
-            _write_json(temporary / INDEX, make_index(sizes))
-        _write_json(temporary / "config.json", values)
+    with staged(folder) as temporary:
+        with told(folder, "The model was not saved", "what the folder held before is as it was"):
+            for file, names in shards.items():
+                write_tensors(temporary / file, {name: tensors[name] for name in names})
+            if len(shards) > 1:
+                sizes = {file: {name: tensors[name].nbytes for name in names} for file, names in shards.items()}
+                _write(temporary / INDEX, _json(make_index(sizes)))
+            _write(temporary / "config.json", text)
+            write_manifest(temporary)
         _replace(folder, temporary)
 
 
+def config_text(config: Any, dtype: torch.dtype) -> str:
+    """config.json as it is written for a model most of whose numbers have this dtype."""
+    return _json(config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")})
+
+
 def _replace(folder: Path, temporary: Path) -> None:
-    """Move the new files into place. config.json goes first and comes last: without it nothing loads the folder."""
+    """Move the new files into place. config.json goes first and comes last: without it nothing loads the folder.
+
+    The manifest is away while what it speaks of changes: a model without one is a model that cannot be verified, one
+    with another's would be called damaged.
+    """
     new = {path.name for path in temporary.iterdir()}
-    old = {path.name for path in folder.iterdir() if path.name == "config.json" or _OURS.fullmatch(path.name)}
-    if old == new == {"config.json", SINGLE} and _same(folder / "config.json", temporary / "config.json"):
-        os.replace(temporary / SINGLE, folder / SINGLE)  # a single rename needs no care
-        sync(folder)
-        return
-    (folder / "config.json").unlink(missing_ok=True)
+    old = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
+    around = [MANIFEST, "config.json"]
+    if old <= {SINGLE} and SINGLE in new and _same(folder / "config.json", temporary / "config.json"):
+        around = [MANIFEST]  # the model changes by a single rename
+    for name in (*around, *sorted(old - new)):
+        (folder / name).unlink(missing_ok=True)
     sync(folder)
-    for name in old - new - {"config.json"}:
-        (folder / name).unlink()
-    for name in sorted(new - {"config.json"}):
+    for name in sorted(new - {MANIFEST, "config.json"}):
         os.replace(temporary / name, folder / name)
     sync(folder)
-    os.replace(temporary / "config.json", folder / "config.json")
+    for name in reversed(around):
+        os.replace(temporary / name, folder / name)
     sync(folder)
 
 
 def _same(one: Path, two: Path) -> bool:
-    return one.read_bytes() == two.read_bytes()
+    return one.exists() and one.read_bytes() == two.read_bytes()
 
 
 def _outgoing(parts: list[Slot], flat: dict[str, Tensor]) -> Outgoing:
@@ -115,13 +125,13 @@ def _check(parameters: tuple[Slot, ...], flat: dict[str, Any]) -> None:
         )
 
 
-def _main_dtype(flat: dict[str, Tensor]) -> str:
+def _main_dtype(flat: dict[str, Tensor]) -> torch.dtype:
     """What config.json calls the model's dtype: that of most floating-point numbers in it."""
     sizes: Counter[torch.dtype] = Counter()
     for value in flat.values():
         if value.dtype.is_floating_point:
             sizes[value.dtype] += value.numel()
-    return str(max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))).removeprefix("torch.")
+    return max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
 
 
 def _bytes(size: int | str) -> int:
@@ -147,6 +157,10 @@ def _shards(tensors: dict[str, Outgoing], limit: int) -> dict[str, list[str]]:
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
     sync(path)

@@ -2,9 +2,7 @@
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import params as P
 from fnmodels import llama, tree
 from fnmodels.disk import Part, covers, disk_name, take
 from params import save
+from params.manifest import MANIFEST
 from params.names import by_name, slots
 from tests.parity.oracle import model_of, on_disk
 from tests.support import Case, cases, generic_params, structures, tokens_of
@@ -61,7 +60,7 @@ def test_there_and_back(case: Case, limit: str, dtype: torch.dtype, tmp_path: Pa
     theirs, ours = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "ours")
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(leaf, ours[name]) and leaf.dtype == ours[name].dtype for name, leaf in theirs.items())
-    assert (len(list((tmp_path / "ours").iterdir())) > 2) == (limit == "10KB")
+    assert (len(list((tmp_path / "ours").iterdir())) > 3) == (limit == "10KB")
     values = [json.loads((tmp_path / who / "config.json").read_text()) for who in ("theirs", "ours")]
     assert values[0]["dtype"] == values[1]["dtype"] == str(dtype).removeprefix("torch.")
     assert values[0]["architectures"] == values[1]["architectures"]
@@ -284,12 +283,6 @@ def test_over_the_folder_it_was_loaded_from(before: str, after: str, tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {*fresh, "fresh", "tokenizer.json"}
 
 
-@contextmanager
-def uncleaned(**place: Any) -> Iterator[str]:
-    """A temporary folder that stays, as a kill leaves it."""
-    yield tempfile.mkdtemp(**place)
-
-
 class Killed(BaseException):
     """The process ends here, as far as the folder can tell."""
 
@@ -320,8 +313,8 @@ def test_a_kill_leaves_old_or_new_or_nothing(
             patch.setattr(os, "replace", dying(os.replace))
             patch.setattr(Path, "unlink", dying(Path.unlink))
             patch.setattr(save, "write_tensors", dying(save.write_tensors))
-            patch.setattr(save, "_write_json", dying(save._write_json))
-            patch.setattr("tempfile.TemporaryDirectory", uncleaned)
+            patch.setattr(save, "write_manifest", dying(save.write_manifest))
+            patch.setattr("shutil.rmtree", lambda *args, **kwargs: None)  # what is there stays, as a kill leaves it
             try:
                 P.save_pretrained(folder, SMALL, new, max_shard_size=after)
                 finished = True
@@ -331,6 +324,8 @@ def test_a_kill_leaves_old_or_new_or_nothing(
             loaded = P.load_pretrained(folder)[1]
             assert equal(loaded, old) or equal(loaded, new)
             outcomes.add("new" if equal(loaded, new) else "old")
+            if (folder / MANIFEST).exists():
+                P.verify(folder)
         else:
             with pytest.raises(FileNotFoundError, match=r"no config\.json: a save was cut short .* from \.saving-"):
                 P.load_pretrained(folder)
@@ -338,19 +333,39 @@ def test_a_kill_leaves_old_or_new_or_nothing(
         if finished:
             assert equal(loaded, new)
             break
+        P.save_pretrained(folder, SMALL, new, max_shard_size=after)
+        P.verify(folder)
+        assert not list(folder.glob(".saving*")), "the next save removes what the kill left"
     single = before == after == "5GB"  # one rename, so that there is always a model
     assert finished and outcomes == ({"old", "new"} if single else {"old", "refused", "new"})
 
 
-def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", ["write_tensors", "write_manifest"])
+def test_a_full_disk_leaves_the_old_one(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     P.save_pretrained(tmp_path, SMALL, generic_params(SMALL))
     before = bytes_of(tmp_path)
 
-    def full(path: Path, values: Any) -> None:
-        path.write_bytes(b"half")
+    def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(save, "_write_json", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(save, fails, full)
+    with pytest.raises(OSError, match=r"The model was not saved \(No space left on device\); what the folder held"):
         P.save_pretrained(tmp_path, SMALL, P.init(SMALL, 0))
     assert bytes_of(tmp_path) == before
+
+
+def test_of_two_savers_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = generic_params(SMALL), P.init(SMALL, 0)
+    real = save.write_tensors
+
+    def meanwhile(*args: Any) -> None:
+        monkeypatch.setattr(save, "write_tensors", real)
+        with pytest.raises(BlockingIOError, match="Another save into this folder is under way"):
+            P.save_pretrained(tmp_path, SMALL, second)
+        real(*args)
+
+    monkeypatch.setattr(save, "write_tensors", meanwhile)
+    P.save_pretrained(tmp_path, SMALL, first)
+    assert equal(P.load_pretrained(tmp_path)[1], first)
+    P.save_pretrained(tmp_path, SMALL, second)
+    assert equal(P.load_pretrained(tmp_path)[1], second)

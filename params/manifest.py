@@ -1,0 +1,102 @@
+"""fnmodels_manifest.json: the size and digest of each file that a save wrote, by which a changed byte is found.
+
+    {"version": 1, "hash": "sha256", "files": {"model.safetensors": {"size": 1234, "digest": "<64 hex digits>"}, ...}}
+
+SHA-256 is in the standard library and in every processor of the last years: 1.8 GB/s on a core here, 3.5 GB/s on two.
+blake2b has 0.9, crc32 4.2 but 32 bits only; xxh3 has 16 and would be one more dependency, which is worth little where
+disks give 1 to 5 GB/s. Besides, `sha256sum` agrees without any of this code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fnmodels.errors import FormatError, UnsupportedError
+from params.files import plain_file, read_json, sync
+
+MANIFEST = "fnmodels_manifest.json"
+VERSION, HASH = 1, "sha256"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a file was when it was saved; `digest` in lower-case hex."""
+
+    size: int
+    digest: str
+
+
+def write_manifest(folder: Path) -> None:
+    """Record every file of `folder`, and flush the record to disk; read back, so that it holds whoever wrote them."""
+    paths = sorted(folder.iterdir())
+    with ThreadPoolExecutor() as pool:  # hashing and reading leave Python's lock alone
+        digests = pool.map(digest, paths)
+        records = {path.name: asdict(Record(path.stat().st_size, d)) for path, d in zip(paths, digests, strict=True)}
+    manifest = folder / MANIFEST
+    text = json.dumps({"version": VERSION, "hash": HASH, "files": records}, indent=2)
+    manifest.write_text(text + "\n", encoding="utf-8")
+    sync(manifest)
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, HASH).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Record]:
+    """{file: what it was}. FormatError where the manifest is damaged, FileNotFoundError where there is none."""
+    path = plain_file(folder, MANIFEST)
+    content: Any = read_json(path)
+    if not isinstance(content, dict) or content.keys() != {"version", "hash", "files"}:
+        raise FormatError(f"{path} must have exactly version, hash and files.")
+    if (type(content["version"]), content["version"], content["hash"]) != (int, VERSION, HASH):
+        raise UnsupportedError(
+            f"{path} has version {content['version']!r} and hash {content['hash']!r}; "
+            f"only {VERSION} and {HASH!r} are read."
+        )
+    files = content["files"]
+    if not isinstance(files, dict) or not files:
+        raise FormatError(f"{path}: files must map the names of files to what they were.")
+    return {name: _record(path, name, value) for name, value in files.items()}
+
+
+def _record(path: Path, name: str, value: Any) -> Record:
+    if not isinstance(value, dict) or value.keys() != {"size", "digest"}:
+        raise FormatError(f"{path}: the file {name!r} must have exactly size and digest.")
+    size, hexadecimal = value["size"], value["digest"]
+    if type(size) is not int or size < 0:
+        raise FormatError(f"{path}: the file {name!r} has the size {size!r}; it must be a number of bytes.")
+    if not isinstance(hexadecimal, str) or not re.fullmatch("[0-9a-f]{64}", hexadecimal):
+        raise FormatError(f"{path}: the file {name!r} has the digest {hexadecimal!r}; it must be 64 hex digits.")
+    return Record(size, hexadecimal)
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Read every file that the manifest of the folder `path` names, and compare; other files are not looked at.
+
+    FormatError names all that differ. FileNotFoundError: there is no manifest, or a file that it names is gone.
+    """
+    folder = Path(path)
+    records = read_manifest(folder)
+    paths = {name: plain_file(folder, name) for name in records}
+    with ThreadPoolExecutor() as pool:
+        faults = pool.map(lambda name: _fault(paths[name], records[name]), records)
+        found = [fault for fault in faults if fault]
+    if found:
+        raise FormatError(f"{folder} is not what was saved there: {'; '.join(found)}.")
+
+
+def _fault(path: Path, record: Record) -> str | None:
+    size = path.stat().st_size
+    if size != record.size:
+        return f"{path.name} has {size:,} bytes, not {record.size:,}"
+    if (now := digest(path)) != record.digest:
+        return f"{path.name} has the {HASH} {now[:16]}..., not {record.digest[:16]}...: its bytes have changed"
+    return None

@@ -1,0 +1,92 @@
+"""Saving so that no kill, full disk or second process leaves a mix: written aside, flushed, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+STAGING = ".saving-"  # begins the names of folders that are being written
+LOCK = ".saving.lock"
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A new folder inside `folder` (made if needed) to be filled and renamed from; what is left of it goes at the end.
+
+    BlockingIOError: another saver is at work in `folder`. What a killed one left behind is removed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder) as alone:
+        if alone:
+            for leftover in folder.glob(f"{STAGING}*"):
+                shutil.rmtree(leftover)
+        temporary = folder / f"{STAGING}{secrets.token_hex(8)}"
+        temporary.mkdir()  # unlike tempfile's folders, which are closed to everybody else, as the umask has it
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # gone where it was renamed as a whole
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[bool]:
+    """Keep every other saver out of `folder`; BlockingIOError where one is inside. The lock goes with the process.
+
+    Yields False, with a warning, where the file system knows no locks: no reason to lose what is to be saved.
+    """
+    import fcntl  # not on every system where checkpoints can be read
+
+    path = folder / LOCK
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        alone = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(handle)
+                if not isinstance(error, BlockingIOError):
+                    raise
+                text = "Another save into this folder is under way: wait for it, or save elsewhere"
+                raise BlockingIOError(error.errno, text, str(folder)) from None
+            warnings.warn(
+                f"{folder} is on a file system without locks ({error.strerror}): a second process that saves there at "
+                "the same time would go unnoticed.",
+                stacklevel=5,
+            )
+            alone = False
+        if not alone or _is_at(handle, path):
+            break
+        os.close(handle)  # the one who had it removed the file meanwhile: another file is the lock now
+    try:
+        yield alone
+    finally:
+        try:
+            path.unlink(missing_ok=True)
+        finally:
+            if alone:
+                fcntl.flock(handle, fcntl.LOCK_UN)  # not by closing alone: a forked child may hold the handle too
+            os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def told(folder: Path, lost: str, kept: str) -> Iterator[None]:
+    """An error of the operating system becomes one sentence: what was not saved, why, and what is as it was."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{lost} ({error.strerror or error}); {kept}", str(folder)) from error
