@@ -5,8 +5,12 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels", "params")
 
+from .adafactor import adafactor
+from .combine import partition, with_ema, with_master
+from .lion import lion
 from .logprobs import document_sums, head_logprobs, logprobs, token_logprobs
 from .loss import cross_entropy, head_loss, next_token_loss
+from .muon import muon
 from .optim import (
     Optimizer,
     adamw,
@@ -24,6 +28,7 @@ from .step import make_step
 __all__ = [
     "Optimizer",
     "State",
+    "adafactor",
     "adamw",
     "apply_updates",
     "clip_by_global_norm",
@@ -36,13 +41,18 @@ __all__ = [
     "head_logprobs",
     "head_loss",
     "init_state",
+    "lion",
     "logprobs",
     "make_step",
+    "muon",
     "next_token_loss",
+    "partition",
     "policy_loss",
     "sgd",
     "token_divergence",
     "token_logprobs",
     "trainable_mask",
     "warmup_stable_decay",
+    "with_ema",
+    "with_master",
 ]

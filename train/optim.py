@@ -36,32 +36,40 @@ class Optimizer:
     apply_(grads, opt_state, params, *, skip=None): the same in place; where the 0-d bool tensor `skip` is True every
         tensor keeps its bits, without the host having to wait for it. None: the step uses `update`.
     lr(opt_state) -> the rate of the update that comes next, for the metrics.
-    trainable: a tree of bools over the parameters; None: every floating leaf trains.
+    trainable: a tree of bools over the parameters, or a function that makes it from them; None: every floating leaf
+        trains.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     apply_: Callable[..., None] | None = None
     lr: Callable[[Tree], float | Tensor] | None = None
-    trainable: Tree | None = None
+    trainable: Tree | Callable[[Tree], Tree] | None = None
 
 
-def trainable_mask(params: Tree, trainable: Tree | None = None) -> Tree:
-    """The tree of bools that says which leaves of `params` train: floating ones that `trainable` does not exclude."""
+def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None = None) -> Tree:
+    """The tree of bools that says which leaves of `params` train: floating ones that `trainable` does not exclude.
+
+    By path: `params` may lack leaves of `trainable`, as one group's share of them does.
+    """
     if trainable is None:
         return tree.map(lambda p: p.is_floating_point(), params)
-    return tree.map(lambda p, t: bool(t) and p.is_floating_point(), params, trainable)
+    flat = tree.flatten(trainable(params) if callable(trainable) else trainable)
+    lost = [path for path in tree.flatten(params) if path not in flat]
+    if lost:
+        raise ValueError(f"The optimizer's tree of what trains (from its spec) lacks {lost[0]}, which is in params.")
+    return with_paths(lambda path, p: bool(flat[path]) and p.is_floating_point(), params)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """params + updates, each in its parameter's dtype; leaves without an update are passed on as they are."""
     flat = tree.flatten(updates)
-    return _with_paths(lambda path, p: (p + flat[path]).to(p.dtype) if path in flat else p, params)
+    return with_paths(lambda path, p: (p + flat[path]).to(p.dtype) if path in flat else p, params)
 
 
 def global_norm(grads: Tree) -> Tensor:
     """The Euclidean norm over all leaves together, a 0-d tensor in fp32 at least; 0 for a tree without leaves."""
-    norms = [torch.linalg.vector_norm(g, dtype=_wide(g.dtype)) for g in tree.leaves(grads)]
+    norms = [torch.linalg.vector_norm(g, dtype=wide_dtype(g.dtype)) for g in tree.leaves(grads)]
     if not norms:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
@@ -96,27 +104,27 @@ def adamw(
 
     The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
     """
-    _check_rate(lr)
-    _check_numbers(eps=eps, weight_decay=weight_decay)
+    check_rate(lr)
+    check_numbers(eps=eps, weight_decay=weight_decay)
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"betas are {betas}; they must be two numbers, at least 0 and below 1.")
     beta1, beta2 = betas
-    trainable, decays = _from_spec(spec)
+    trainable, decays = from_spec(spec)
 
     def init(params: Tree) -> Tree:
         first, second = _zeros(params, trainable), _zeros(params, trainable)
-        return {"step": _first_step(params), "exp_avg": first, "exp_avg_sq": second}
+        return {"step": first_step(params), "exp_avg": first, "exp_avg_sq": second}
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         step = opt_state["step"] + 1
-        rate = _at(lr, step)
+        rate = rate_at(lr, step)
         # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
         correction1, correction2 = (-torch.expm1(step.to(torch.float32) * _log(beta)) for beta in betas)
         flat = [tree.flatten(t) for t in (params, opt_state["exp_avg"], opt_state["exp_avg_sq"])]
         updates, first, second = {}, {}, {}
         for path, grad in tree.flatten(grads).items():
             param, m, v = (t[path] for t in flat)
-            wide = _wide(param.dtype)
+            wide = wide_dtype(param.dtype)
             g, p = grad.to(wide), param.to(wide)
             m_new = m.to(wide).lerp(g, 1 - beta1)
             v_new = v.to(wide) * beta2 + (1 - beta2) * g * g
@@ -124,13 +132,13 @@ def adamw(
             decay = weight_decay if decays is None or decays[path] else 0.0
             updates[path] = -rate * (change + decay * p if decay else change)
             first[path], second[path] = m_new.to(m.dtype), v_new.to(v.dtype)
-        new_state = {"step": step, "exp_avg": _like(grads, first), "exp_avg_sq": _like(grads, second)}
-        return _like(grads, updates), new_state
+        new_state = {"step": step, "exp_avg": like(grads, first), "exp_avg_sq": like(grads, second)}
+        return like(grads, updates), new_state
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         step = opt_state["step"]
-        rate = _at(lr, step + 1)
+        rate = rate_at(lr, step + 1)
         names = (opt_state["exp_avg"], opt_state["exp_avg_sq"])
         for decay, (ps, gs, ms, vs) in _groups(grads, params, names, decays, weight_decay):
             # found_inf is the kernels' own word for "leave everything as it is".
@@ -152,7 +160,7 @@ def adamw(
             )
         step.add_(1 if skip is None else (~skip).to(step))
 
-    return Optimizer(init, update, apply_, lambda opt_state: _at(lr, opt_state["step"] + 1), trainable)
+    return Optimizer(init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable)
 
 
 def sgd(
@@ -167,23 +175,23 @@ def sgd(
 
     lr, spec: as in `adamw`. State: {step, momentum}, where `momentum` is None without one.
     """
-    _check_rate(lr)
-    _check_numbers(momentum=momentum, weight_decay=weight_decay)
+    check_rate(lr)
+    check_numbers(momentum=momentum, weight_decay=weight_decay)
     if nesterov and not momentum:
         raise ValueError("nesterov=True needs a momentum above 0.")
-    trainable, decays = _from_spec(spec)
+    trainable, decays = from_spec(spec)
 
     def init(params: Tree) -> Tree:
-        return {"step": _first_step(params), "momentum": _zeros(params, trainable) if momentum else None}
+        return {"step": first_step(params), "momentum": _zeros(params, trainable) if momentum else None}
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         step = opt_state["step"] + 1
-        rate = _at(lr, step)
+        rate = rate_at(lr, step)
         flat_params, flat_buffers = tree.flatten(params), tree.flatten(opt_state["momentum"])
         updates, buffers = {}, {}
         for path, grad in tree.flatten(grads).items():
             param = flat_params[path]
-            wide = _wide(param.dtype)
+            wide = wide_dtype(param.dtype)
             g = grad.to(wide)
             if weight_decay and (decays is None or decays[path]):
                 g = g + weight_decay * param.to(wide)
@@ -192,12 +200,12 @@ def sgd(
                 buffers[path] = buffer.to(flat_buffers[path].dtype)
                 g = g + momentum * buffer if nesterov else buffer
             updates[path] = -rate * g
-        return _like(grads, updates), {"step": step, "momentum": _like(grads, buffers) if momentum else None}
+        return like(grads, updates), {"step": step, "momentum": like(grads, buffers) if momentum else None}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         step = opt_state["step"]
-        rate = _at(lr, step + 1)
+        rate = rate_at(lr, step + 1)
         names = (opt_state["momentum"],) if momentum else ()
         for decay, (ps, gs, *buffers) in _groups(grads, params, names, decays, weight_decay):
             torch._fused_sgd_(
@@ -215,29 +223,29 @@ def sgd(
             )
         step.add_(1 if skip is None else (~skip).to(step))
 
-    return Optimizer(init, update, apply_, lambda opt_state: _at(lr, opt_state["step"] + 1), trainable)
+    return Optimizer(init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable)
 
 
-def _from_spec(spec: Tree | None) -> tuple[Tree | None, dict[str, bool] | None]:
+def from_spec(spec: Tree | None) -> tuple[Tree | None, dict[str, bool] | None]:
     if spec is None:
         return None, None
     return tree.map(lambda leaf: leaf.trainable, spec), {path: leaf.decay for path, leaf in tree.flatten(spec).items()}
 
 
-def _check_rate(lr: Rate) -> None:
+def check_rate(lr: Rate) -> None:
     if isinstance(lr, Tensor):
         return  # a parameter of whoever differentiates or vmaps the update: its value is not for reading
     if not callable(lr) and not (isinstance(lr, Real) and lr >= 0):
         raise ValueError(f"lr is {lr!r}; it must be a number, at least 0, or a function of the update's number.")
 
 
-def _check_numbers(**numbers: float) -> None:
+def check_numbers(**numbers: float) -> None:
     for name, number in numbers.items():
         if not (isinstance(number, Real) and number >= 0):
             raise ValueError(f"{name} is {number!r}; it must be a number, at least 0.")
 
 
-def _at(lr: Rate, step: Tensor) -> float | Tensor:
+def rate_at(lr: Rate, step: Tensor) -> float | Tensor:
     return lr(step) if callable(lr) else lr
 
 
@@ -245,11 +253,11 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _first_step(params: Tree) -> Tensor:
+def first_step(params: Tree) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=next(iter(tree.leaves(params))).device)
 
 
@@ -261,13 +269,13 @@ def _zeros(params: Tree, trainable: Tree | None) -> Tree:
     )
 
 
-def _with_paths(function: Callable[[str, Any], Any], params: Tree) -> Tree:
+def with_paths(function: Callable[[str, Any], Any], params: Tree) -> Tree:
     paths = iter(tree.flatten(params))
     return tree.map(lambda leaf: function(next(paths), leaf), params)
 
 
-def _like(grads: Tree, flat: dict[str, Tensor]) -> Tree:
-    return _with_paths(lambda path, _: flat[path], grads)
+def like(grads: Tree, flat: dict[str, Tensor]) -> Tree:
+    return with_paths(lambda path, _: flat[path], grads)
 
 
 def _groups(

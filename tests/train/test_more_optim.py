@@ -1,0 +1,210 @@
+"""Lion, Muon, Adafactor and the combinations, against torch.optim or a loop, over 50 steps."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from fnmodels import llama, tree
+from tests.support import batch_of, cases, generic_params, segments
+from train import (
+    adafactor,
+    adamw,
+    apply_updates,
+    init_state,
+    lion,
+    make_step,
+    muon,
+    next_token_loss,
+    partition,
+    sgd,
+    with_ema,
+    with_master,
+)
+from train.muon import orthogonalize
+
+CONFIG = next(case.config for case in cases() if case.name == "llama")
+
+
+def _params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"wide": (4, 6), "tall": (7, 3), "square": (5, 5)}
+    return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
+
+
+def _gradient(param: Tensor, step: int) -> Tensor:
+    """Of a bowl whose center moves, the same for both sides."""
+    return param - torch.sin(torch.arange(param.numel()).reshape(param.shape) + 0.3 * step).to(param.dtype)
+
+
+def _ours(optimizer, params, steps: int = 50):
+    state = optimizer.init(params)
+    for step in range(steps):
+        grads = tree.map(lambda p, step=step: _gradient(p, step), params)
+        updates, state = optimizer.update(grads, state, params)
+        params = apply_updates(params, updates)
+    return params, state
+
+
+def _theirs(make, params, steps: int = 50):
+    params = tree.map(lambda p: p.clone().requires_grad_(), params)
+    optimizer = make(tree.leaves(params))
+    for step in range(steps):
+        for param in tree.leaves(params):
+            param.grad = _gradient(param.detach(), step)
+        optimizer.step()
+    return tree.map(Tensor.detach, params)
+
+
+def _assert_close(ours, theirs, **tolerance) -> None:
+    for path, value in tree.flatten(ours).items():
+        torch.testing.assert_close(value, tree.flatten(theirs)[path], **tolerance)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adafactor_is_torchs(weight_decay: float) -> None:
+    params = _params() | {"bias": torch.linspace(-1, 1, 5)}
+    ours, _ = _ours(adafactor(0.05, weight_decay=weight_decay), params)
+    theirs = _theirs(lambda ps: torch.optim.Adafactor(ps, lr=0.05, weight_decay=weight_decay), params)
+    _assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("match_adamw", [True, False])
+def test_muon_is_torchs(nesterov: bool, match_adamw: bool) -> None:
+    params = _params()
+    ours, _ = _ours(muon(0.02, nesterov=nesterov, match_adamw=match_adamw), params)
+    adjust = "match_rms_adamw" if match_adamw else "original"
+    theirs = _theirs(
+        lambda ps: torch.optim.Muon(ps, lr=0.02, weight_decay=0.1, nesterov=nesterov, adjust_lr_fn=adjust), params
+    )
+    # bf16 iterations: each update has 8 bits, and the roundings of 50 of them add up
+    _assert_close(ours, theirs, rtol=0, atol=0.02)
+    first, reference = (
+        _ours(muon(0.02, nesterov=nesterov), params, 1)[0],
+        _theirs(lambda ps: torch.optim.Muon(ps, lr=0.02, weight_decay=0.1, nesterov=nesterov), params, 1),
+    )
+    _assert_close(first, reference, rtol=0, atol=5e-4)
+
+
+def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
+    stack = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(1))
+    for form in (stack, stack.mT):
+        values = torch.linalg.svdvals(orthogonalize(form).float())
+        assert values.min() > 0.5 and values.max() < 1.3
+    alone = torch.stack([orthogonalize(m) for m in stack])
+    torch.testing.assert_close(orthogonalize(stack), alone, rtol=0, atol=0.02)
+
+
+def test_muon_names_the_way_out_for_vectors() -> None:
+    with pytest.raises(ValueError, match="partition"):
+        muon(0.1).init({"norm": torch.ones(3)})
+
+
+def test_lion_is_its_loop() -> None:
+    params = _params()
+    ours, _ = _ours(lion(0.01, betas=(0.8, 0.95), weight_decay=0.1), params)
+    theirs, moments = dict(params), {name: torch.zeros_like(p) for name, p in params.items()}
+    for step in range(50):
+        for name, param in theirs.items():
+            grad = _gradient(param, step)
+            sign = torch.sign(0.8 * moments[name] + 0.2 * grad)
+            theirs[name] = param - 0.01 * (sign + 0.1 * param)
+            moments[name] = 0.95 * moments[name] + 0.05 * grad
+    _assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_partition_is_each_optimizer_on_its_own_leaves() -> None:
+    params = _params()
+    ours, state = _ours(partition({"t*": sgd(0.1, momentum=0.9), "square": None, "*": adamw(0.01)}), params)
+    _assert_close(ours["tall"], _ours(sgd(0.1, momentum=0.9), {"tall": params["tall"]})[0]["tall"])
+    _assert_close(ours["wide"], _ours(adamw(0.01), {"wide": params["wide"]})[0]["wide"])
+    assert torch.equal(ours["square"], params["square"])
+    assert "square" not in str(tree.flatten(state).keys())
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"wide": sgd(0.1)}, "No pattern .* matches (tall|square)"),
+        ({"*": sgd(0.1), "wide": sgd(0.1)}, "'wide' gets no leaf"),
+        ({"*": None}, "at least one"),
+    ],
+)
+def test_a_partition_that_does_not_fit_is_refused(groups, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        partition(groups).init(_params())
+
+
+def test_an_average_of_the_weights() -> None:
+    params = _params(torch.bfloat16)
+    optimizer = with_ema(sgd(0.1), 0.9)
+    average, state = tree.map(Tensor.float, params), optimizer.init(params)
+    for step in range(50):
+        grads = tree.map(lambda p, step=step: _gradient(p, step), params)
+        updates, state = optimizer.update(grads, state, params)
+        params = apply_updates(params, updates)
+        average = tree.map(lambda a, p: 0.9 * a + 0.1 * p.float(), average, params)
+    assert all(e.dtype == torch.float32 for e in tree.leaves(state["ema"]))
+    _assert_close(state["ema"], average, rtol=1e-5, atol=1e-5)
+
+
+def test_a_master_copy_keeps_updates_that_bf16_would_lose() -> None:
+    params = {"w": torch.ones(64, dtype=torch.bfloat16)}
+    grads = {"w": torch.full((64,), 1.0, dtype=torch.bfloat16)}
+    found = {}
+    for name, optimizer in (("plain", sgd(1e-4)), ("master", with_master(sgd(1e-4)))):
+        p, state = dict(params), optimizer.init(params)
+        for _ in range(100):
+            updates, state = optimizer.update(grads, state, p)
+            p = apply_updates(p, updates)
+        found[name] = p["w"]
+    assert torch.equal(found["plain"], params["w"])
+    assert found["master"].dtype == torch.bfloat16
+    torch.testing.assert_close(found["master"].float(), torch.full((64,), 0.99), rtol=0, atol=2e-3)
+
+
+COMBINED = {
+    "partition": lambda: partition({"layers.*_proj": sgd(0.05), "*norm*": None, "*": adamw(0.01)}),
+    "muon": lambda: partition({"layers.*_proj": muon(0.01), "*": adamw(0.01)}),
+    "ema": lambda: with_ema(adamw(0.01, spec=llama.spec(CONFIG)), 0.9),
+    "master": lambda: with_master(adamw(0.01, spec=llama.spec(CONFIG))),
+    "lion": lambda: lion(0.001, spec=llama.spec(CONFIG)),
+    "adafactor": lambda: adafactor(0.01),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_the_step_takes_them_in_place_and_pure(name: str) -> None:
+    made = batch_of(CONFIG, segments((7, 5), (12,)))
+    batch = {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+    results = []
+    for inplace in (True, False):
+        optimizer = COMBINED[name]()
+        step = make_step(lambda p, b: next_token_loss(p, b, config=CONFIG), optimizer, inplace=inplace, clip=1.0)
+        state = init_state(copy.deepcopy(generic_params(CONFIG)), optimizer)
+        losses = []
+        for _ in range(4):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        assert losses[-1] < losses[0]
+        results.append((state.params, state.opt_state))
+    _assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_a_step_that_is_not_finite_keeps_every_bit(name: str) -> None:
+    optimizer = COMBINED[name]()
+
+    def loss(params, batch):
+        total = sum((p * p).sum() for p in tree.leaves(params))
+        return total * batch["factor"].sum(), torch.tensor(1)
+
+    step = make_step(loss, optimizer)
+    state, _ = step(init_state(generic_params(CONFIG), optimizer), {"factor": torch.ones(1)})
+    before = tree.map(torch.clone, (state.params, state.opt_state))
+    state, metrics = step(state, {"factor": torch.full((1,), torch.nan)})
+    assert not metrics["finite"]
+    for a, b in zip(tree.leaves(before), tree.leaves((state.params, state.opt_state)), strict=True):
+        assert torch.equal(a, b)

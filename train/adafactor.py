@@ -1,0 +1,57 @@
+"""Adafactor: second moments as a row and a column per matrix (arXiv 1804.04235)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fnmodels.tree import Tree
+
+from .leafwise import State, leafwise, zeros
+from .optim import Optimizer, Rate
+
+
+def adafactor(
+    lr: Rate = 1e-2,
+    *,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    clip: float = 1.0,
+    weight_decay: float = 0.0,
+    spec: Tree | None = None,
+) -> Optimizer:
+    """Equal to torch.optim.Adafactor, whose `d` is `clip` here: the largest root mean square of an update.
+
+    lr: an upper bound; the rate is min(lr, 1/sqrt(step)) x the parameter's root mean square, at least eps[1].
+    beta2_decay: the share of the new square at step n is n^beta2_decay. eps[0]: None is the dtype's machine epsilon.
+    Matrices and stacks of them (experts) are factored along their last two dimensions, vectors are not. spec: as in
+    `adamw`.
+    """
+    if beta2_decay > 0:
+        raise ValueError(f"beta2_decay is {beta2_decay}; it must be at most 0.")
+
+    def init(param: Tensor) -> State:
+        if param.ndim < 2:
+            return {"variance": zeros(param)}
+        return {"row": zeros(param[..., :1]), "column": zeros(param[..., :1, :])}
+
+    def rule(grad: Tensor, state: State, param: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
+        floor = torch.finfo(param.dtype).eps if eps[0] is None else eps[0]
+        share = step.to(grad.dtype) ** beta2_decay
+        if "variance" in state:
+            new = {"variance": state["variance"].lerp(grad.square(), share)}
+            variance = new["variance"]
+        else:
+            means = {"row": grad.square().mean(-1, keepdim=True), "column": grad.square().mean(-2, keepdim=True)}
+            new = {name: state[name].lerp(mean, share) for name, mean in means.items()}
+            variance = new["row"] @ new["column"] / new["row"].mean(-2, keepdim=True).clamp(min=floor)
+        change = grad * variance.clamp(min=floor * floor).rsqrt()
+        change = change / (_rms(change) / clip).clamp(min=1.0)
+        relative = torch.minimum(torch.as_tensor(rate, dtype=grad.dtype), step.to(grad.dtype).rsqrt())
+        return -relative * _rms(param).clamp(min=eps[1]) * change, new
+
+    return leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return tensor.square().mean().sqrt()

@@ -1,0 +1,156 @@
+"""Optimizers made of optimizers: one per group of leaves, an average of the weights, fp32 copies of bf16 weights."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+from .optim import Optimizer, apply_updates, trainable_mask, wide_dtype, with_paths
+
+
+def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
+    """{pattern: optimizer}: each leaf goes to the first pattern that its dotted path matches; None freezes it.
+
+    Patterns are those of the shell (`fnmatch`), over the whole path: "layers.*.attention.*", "*norm*", "*". A leaf that
+    none matches raises, and so does a pattern without a leaf. Groups have rates of their own; the metrics show the
+    first one's. State: a list, one per optimizer in the given order.
+    """
+    trained = {pattern: optimizer for pattern, optimizer in groups.items() if optimizer is not None}
+    if not trained:
+        raise ValueError("partition needs at least one optimizer.")
+
+    def assign(params: Tree) -> dict[str, str]:
+        found = {path: next((p for p in groups if fnmatch.fnmatchcase(path, p)), "") for path in tree.flatten(params)}
+        lost = [path for path, pattern in found.items() if not pattern]
+        if lost:
+            raise ValueError(f"No pattern of {list(groups)} matches {lost[0]} ({len(lost)} such leaves).")
+        idle = [pattern for pattern in groups if pattern not in found.values()]
+        if idle:
+            raise ValueError(f"The pattern {idle[0]!r} gets no leaf; the paths are like {next(iter(found))}.")
+        return found
+
+    def parts(values: Tree, assigned: dict[str, str]) -> dict[str, Tree]:
+        """The same tree once per optimizer, with None where a leaf is not its own."""
+        return {
+            p: with_paths(lambda path, leaf, p=p: leaf if assigned[path] == p else None, values)  # type: ignore[misc]
+            for p in trained
+        }
+
+    def init(params: Tree) -> Tree:
+        pruned = parts(params, assign(params))
+        return [optimizer.init(pruned[pattern]) for pattern, optimizer in trained.items()]
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        assigned = assign(params)
+        ours, given = parts(params, assigned), parts(grads, assigned)
+        updates: dict[str, Tensor] = {}
+        states = []
+        for (pattern, optimizer), state in zip(trained.items(), opt_state, strict=True):
+            change, state = optimizer.update(given[pattern], state, ours[pattern])
+            updates |= tree.flatten(change)
+            states.append(state)
+        return with_paths(lambda path, _: updates.get(path), grads), states
+
+    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        assigned = assign(params)
+        ours, given = parts(params, assigned), parts(grads, assigned)
+        for (pattern, optimizer), state in zip(trained.items(), opt_state, strict=True):
+            assert optimizer.apply_ is not None
+            optimizer.apply_(given[pattern], state, ours[pattern], skip=skip)
+
+    def trainable(params: Tree) -> Tree:
+        found = dict.fromkeys(tree.flatten(params), False)
+        for pattern, part in parts(params, assign(params)).items():
+            found |= tree.flatten(trainable_mask(part, trained[pattern].trainable))
+        return with_paths(lambda path, _: found[path], params)
+
+    in_place = all(optimizer.apply_ is not None for optimizer in trained.values())
+    rate = next(iter(trained.values())).lr
+    lr = None if rate is None else lambda opt_state: rate(opt_state[0])
+    return Optimizer(init, update, apply_ if in_place else None, lr, trainable)
+
+
+def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
+    """Keeps an exponential moving average of the weights beside them: opt_state["ema"], fp32 at least.
+
+    ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. State: {inner, ema}.
+    """
+    if not 0.0 <= decay < 1.0:
+        raise ValueError(f"decay is {decay}; it must be at least 0 and below 1.")
+
+    def init(params: Tree) -> Tree:
+        return {"inner": optimizer.init(params), "ema": tree.map(_wide_copy, params)}
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        updates, inner = optimizer.update(grads, opt_state["inner"], params)
+        new = apply_updates(params, updates)
+        ema = tree.map(lambda e, p: e.lerp(p.to(e.dtype), 1 - decay), opt_state["ema"], new)
+        return updates, {"inner": inner, "ema": ema}
+
+    @torch.no_grad()
+    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        assert optimizer.apply_ is not None
+        optimizer.apply_(grads, opt_state["inner"], params, skip=skip)
+        share = 1 - decay if skip is None else (1 - decay) * ~skip
+        for average, param in zip(tree.leaves(opt_state["ema"]), tree.leaves(params), strict=True):
+            average.lerp_(param.to(average.dtype), torch.as_tensor(share, dtype=average.dtype, device=average.device))
+
+    return _around(optimizer, init, update, apply_)
+
+
+def with_master(optimizer: Optimizer) -> Optimizer:
+    """Updates an fp32 copy of each parameter, of which a bf16 parameter is the rounded view; for small rates.
+
+    bf16 has 8 bits: an update below 1/256 of a weight is lost without this. Moments are fp32 too. State: {inner,
+    master}. The pure update adds master - parameter, which rounds to the same bits but for ties.
+    """
+
+    def init(params: Tree) -> Tree:
+        master = tree.map(_wide_copy, params)
+        return {"inner": optimizer.init(master), "master": master}
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        master = opt_state["master"]
+        changes, inner = optimizer.update(tree.map(_widened, grads), opt_state["inner"], master)
+        new = apply_updates(master, changes)
+        flat, old = tree.flatten(new), tree.flatten(params)
+        updates = with_paths(lambda path, _: flat[path] - old[path].to(flat[path].dtype), changes)
+        return updates, {"inner": inner, "master": new}
+
+    @torch.no_grad()
+    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        assert optimizer.apply_ is not None
+        optimizer.apply_(tree.map(_widened, grads), opt_state["inner"], opt_state["master"], skip=skip)
+        for wide, param in zip(tree.leaves(opt_state["master"]), tree.leaves(params), strict=True):
+            param.copy_(wide)
+
+    return _around(optimizer, init, update, apply_)
+
+
+def _around(
+    optimizer: Optimizer,
+    init: Callable[[Tree], Tree],
+    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+    apply_: Callable[..., None],
+) -> Optimizer:
+    inner = optimizer.lr
+    lr = None if inner is None else lambda opt_state: inner(opt_state["inner"])
+    return Optimizer(init, update, apply_ if optimizer.apply_ is not None else None, lr, optimizer.trainable)
+
+
+def _wide_copy(param: Tensor) -> Tensor:
+    return param.detach().to(_wide(param), copy=True)
+
+
+def _widened(grad: Tensor) -> Tensor:
+    return grad.to(_wide(grad))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return wide_dtype(tensor.dtype) if tensor.is_floating_point() else tensor.dtype

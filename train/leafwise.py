@@ -1,0 +1,75 @@
+"""Optimizers whose update of a leaf needs nothing but that leaf: everything around the rule, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+from .optim import (
+    Optimizer,
+    Rate,
+    check_numbers,
+    check_rate,
+    first_step,
+    from_spec,
+    like,
+    rate_at,
+    trainable_mask,
+    wide_dtype,
+    with_paths,
+)
+
+State = dict[str, Tensor]
+# (gradient, state, parameter, number of the update from 1, rate) -> (what to add to the parameter, state)
+Rule = Callable[[Tensor, State, Tensor, Tensor, "float | Tensor"], tuple[Tensor, State]]
+
+
+def leafwise(
+    init_leaf: Callable[[Tensor], State], rule: Rule, lr: Rate, *, weight_decay: float, spec: Tree | None
+) -> Optimizer:
+    """An Optimizer from what happens to one leaf; the arithmetic is fp32 at least, the state keeps its dtype.
+
+    Decoupled weight decay, -rate x weight_decay x parameter, comes on top of the rule. lr, spec: as in `adamw`.
+    State: {step, and per name of the rule's state a tree like the parameters', None where a leaf has none}.
+    """
+    check_rate(lr)
+    check_numbers(weight_decay=weight_decay)
+    trainable, decays = from_spec(spec)
+
+    def init(params: Tree) -> Tree:
+        train = tree.flatten(trainable_mask(params, trainable))
+        leaves = {path: init_leaf(p) for path, p in tree.flatten(params).items() if train[path]}
+        return {"step": first_step(params), **_by_name(leaves, params)}
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        step = opt_state["step"] + 1
+        rate = rate_at(lr, step)
+        states = {name: tree.flatten(values) for name, values in opt_state.items() if name != "step"}
+        flat, updates, leaves = tree.flatten(params), {}, {}
+        for path, grad in tree.flatten(grads).items():
+            wide = wide_dtype(flat[path].dtype)
+            old = {name: values[path] for name, values in states.items() if path in values}
+            param = flat[path].to(wide)
+            change, new = rule(grad.to(wide), {name: s.to(wide) for name, s in old.items()}, param, step, rate)
+            if weight_decay and (decays is None or decays[path]):
+                change = change - rate * weight_decay * param
+            updates[path] = change
+            leaves[path] = {name: new[name].to(s.dtype) for name, s in old.items()}
+        return like(grads, updates), {"step": step, **_by_name(leaves, params)}
+
+    return Optimizer(init, update, None, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable)
+
+
+def _by_name(leaves: dict[str, State], params: Tree) -> dict[str, Tree]:
+    names = sorted({name for state in leaves.values() for name in state})
+    return {name: with_paths(lambda path, _, n=name: leaves.get(path, {}).get(n), params) for name in names}  # type: ignore[misc]
+
+
+def zeros(param: Tensor) -> Tensor:
+    """State of a parameter's shape and dtype."""
+    return torch.zeros_like(param, memory_format=torch.contiguous_format)

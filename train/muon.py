@@ -1,0 +1,71 @@
+"""Muon: momentum, orthogonalized, for hidden matrices (Keller Jordan et al., 2024; arXiv 2502.16982)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fnmodels.tree import Tree
+
+from .leafwise import State, leafwise, zeros
+from .optim import Optimizer, Rate, check_numbers
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the steepest slope at 0
+
+
+def muon(
+    lr: Rate,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    steps: int = 5,
+    eps: float = 1e-7,
+    match_adamw: bool = False,
+    spec: Tree | None = None,
+) -> Optimizer:
+    """Equal to torch.optim.Muon on matrices; stacks [E, out, in] (experts) are orthogonalized matrix by matrix.
+
+    match_adamw: scales the rate by 0.2 sqrt(max(out, in)), so that AdamW's rates fit (arXiv 2502.16982); otherwise by
+    sqrt(max(1, out / in)). steps: of Newton and Schulz, in bf16. lr, spec: as in `adamw`.
+
+    For hidden matrices only: embeddings, heads, norms and biases go to AdamW, see `partition`. A vector raises.
+    """
+    check_numbers(momentum=momentum, eps=eps)
+
+    def init(param: Tensor) -> State:
+        if param.ndim < 2:
+            raise ValueError(
+                f"Muon takes matrices; one parameter has the shape {list(param.shape)}. Give it to another optimizer "
+                'by train.partition, e.g. partition({"layers.*_proj": muon(...), "*": adamw(...)}).'
+            )
+        return {"momentum": zeros(param)}
+
+    def rule(grad: Tensor, state: State, param: Tensor, _: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
+        moment = state["momentum"].lerp(grad, 1 - momentum)
+        direction = grad.lerp(moment, momentum) if nesterov else moment
+        rows, columns = param.shape[-2:]
+        scale = 0.2 * math.sqrt(max(rows, columns)) if match_adamw else math.sqrt(max(1.0, rows / columns))
+        change = orthogonalize(direction, steps=steps, eps=eps).to(grad.dtype)
+        return -rate * scale * change, {"momentum": moment}
+
+    return leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
+
+
+def orthogonalize(matrix: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """The nearest (semi-)orthogonal matrices to `matrix` [..., out, in], roughly: singular values in about 0.7..1.2.
+
+    Newton-Schulz in bf16, which is enough here, with the smaller side first so that the products are small.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.reshape(-1, *matrix.shape[-2:]).to(torch.bfloat16)
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        # sums inside the products are rounded once, which in bf16 is worth a digit
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(matrix.shape)
