@@ -111,7 +111,7 @@ def sliding_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
     if types is None:
         return list(default)
     known = {"full_attention": False, "sliding_attention": True}
-    if not isinstance(types, list) or len(types) != len(default) or not all(t in known for t in types):
+    if not isinstance(types, list) or len(types) != len(default) or any(t not in list(known) for t in types):
         raise ConfigError(
             f"{fields.where}: 'layer_types' must name {len(default)} layers, each {' or '.join(map(repr, known))}."
         )

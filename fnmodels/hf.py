@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,10 +67,11 @@ class Fields:
             raise self._wrong(name, value, f"an integer from {low} to {high}")
         return value
 
-    def number(self, name: str, default: Any = _MISSING, *, above: float = 0.0) -> float:
+    def number(self, name: str, default: Any = _MISSING, *, above: float = 0.0, high: float = math.inf) -> float:
         value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
-            raise self._wrong(name, value, f"a finite number above {above:g}")
+        if not _finite(value) or not above < value <= high:
+            most = "" if math.isinf(high) else f" and at most {high:g}"
+            raise self._wrong(name, value, f"a finite number above {above:g}{most}")
         return float(value)
 
     def boolean(self, name: str, default: Any = _MISSING) -> bool:
@@ -88,10 +90,7 @@ class Fields:
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         value = self.take(name)
-        good = isinstance(value, list) and all(
-            isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) and v > 0 for v in value
-        )
-        if not good or len(value) != length:
+        if not isinstance(value, list) or len(value) != length or not all(_finite(v) and v > 0 for v in value):
             raise self._wrong(name, value, f"a list of {length} positive numbers")
         return tuple(float(v) for v in value)
 
@@ -113,6 +112,13 @@ class Fields:
                 "Remove them if they do not, or set them to null."
             )
         return tuple((n, json.dumps(self.values[n], sort_keys=True)) for n in KEPT if self.values.get(n) is not None)
+
+
+def _finite(value: Any) -> bool:
+    """Whether JSON's `value` is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max  # math.isfinite raises for integers of 400 digits
 
 
 _ROPE_KEYS = {
@@ -168,7 +174,8 @@ def ropes_by_layer_type(
         raise ConfigError(f"{fields.where}: 'rope_parameters' has {', '.join(unknown)} beside {', '.join(thetas)}.")
     ropes = {}
     for name, theta in thetas.items():
-        inner = Fields(nested.get(name) or {}, f"{fields.where}, rope of {name}")
+        given = nested.get(name)
+        inner = Fields({} if given is None else given, f"{fields.where}, rope of {name}")
         ropes[name] = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta)
     return ropes
 
@@ -185,7 +192,7 @@ def parse_rope(fields: Fields, *, head_dim: int, max_positions: int, theta: floa
     kind = fields.choice("rope_type", tuple(_ROPE_KEYS), default=fields.values.get("type") or "default")
     if not partial:
         fields.expect("partial_rotary_factor", 1, 1.0)
-    share = fields.number("partial_rotary_factor", 1.0)
+    share = fields.number("partial_rotary_factor", 1.0, high=1.0)
     theta = fields.number("rope_theta", theta)
     dim = int(head_dim * share)
     if dim % 2 or not 2 <= dim <= head_dim:

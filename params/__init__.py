@@ -19,8 +19,9 @@ from fnmodels.errors import (
 )
 from fnmodels.leaf import Constant, Leaf, Normal
 from fnmodels.tree import flatten, unflatten
+from params.config import load_config
 from params.init import abstract, count, init
-from params.load import load_config, load_pretrained
+from params.load import load_pretrained
 from params.manifest import verify
 from params.save import save_pretrained
 

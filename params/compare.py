@@ -25,8 +25,9 @@ from fnmodels import family_of, forward, prepare, tree
 from fnmodels.disk import disk_name, take
 from fnmodels.errors import CheckpointError, MismatchError, UnsupportedError
 from fnmodels.tree import Tree
+from params.config import load_config
 from params.index import listed
-from params.load import load_config, load_pretrained
+from params.load import load_pretrained
 from params.names import by_name, slots
 
 BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5 to 10 times the noise of two good kernels

@@ -11,7 +11,8 @@ from typing import Any
 
 from fnmodels.errors import FormatError, UnsafePathError
 
-JSON_LIMIT = 100_000_000  # bytes; the largest published index has about 15 MB
+JSON_LIMIT = 50_000_000  # bytes; the largest published index has about 15 MB
+DEPTH_LIMIT = 32  # of nesting; configurations have 4
 
 
 def plain_file(folder: Path, name: str) -> Path:
@@ -20,13 +21,16 @@ def plain_file(folder: Path, name: str) -> Path:
     UnsafePathError: the name is not a bare one, a link leads out of the folder, or it is a pipe or device (reading one
     could hang). Links into the `blobs` of a Hugging Face cache are what its snapshots consist of, and pass.
     """
-    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         raise UnsafePathError(f"{folder}: {name!r} is not the bare name of a file in this folder.")
     path = folder / name
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, f"The checkpoint folder has no {name}", str(path)) from None
+        text = f"The checkpoint folder has no {name}"
+        if path.is_symlink():
+            text = f"{name} is a link to {os.readlink(path)!r}, which is not there"
+        raise FileNotFoundError(errno.ENOENT, text, str(path)) from None
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "A folder stands where a file belongs", str(path))
     if not stat.S_ISREG(mode):
@@ -39,22 +43,35 @@ def plain_file(folder: Path, name: str) -> Path:
     return path
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
     """The content of a small JSON file; FormatError if it is not JSON, names a key twice or is absurdly large."""
     size = path.stat().st_size
-    if size > JSON_LIMIT:
-        raise FormatError(f"{path} has {size:,} bytes; no such file has more than {JSON_LIMIT:,}.")
+    if size > limit:
+        raise FormatError(f"{path} has {size:,} bytes; no such file has more than {limit:,}.")
     return parse_json(path.read_bytes(), str(path))
 
 
 def parse_json(data: bytes | bytearray, where: str) -> Any:
     """`where` begins the message of the FormatError."""
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
         raise FormatError(f"{where} is not valid: its JSON is nested too deeply.") from None
     except ValueError as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
         raise FormatError(f"{where} is not valid JSON: {error}.") from None
+    # What was just shallow enough to be parsed may be too deep to be compared, or shown in a message.
+    level, depth = [value], 0
+    while level:
+        if depth > DEPTH_LIMIT:
+            raise FormatError(f"{where} is not valid: its JSON is nested too deeply.")
+        level, depth = [inner for outer in level for inner in _inside(outer)], depth + 1
+    return value
+
+
+def _inside(value: Any) -> list[Any]:
+    """The lists and objects in a list or an object."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [inner for inner in values if isinstance(inner, (dict, list))]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

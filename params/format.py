@@ -80,13 +80,16 @@ def _entries(path: Path, handle: FileIO) -> dict[str, Entry]:
     size = os.fstat(handle.fileno()).st_size
     if size < 8:
         raise FormatError(f"{path} has {size} bytes, less than the 8 that a safetensors file begins with.")
-    length = int.from_bytes(handle.read(8), "little")
+    prefix = handle.read(8)
+    length = int.from_bytes(prefix, "little")
+    if prefix == b"version ":
+        raise FormatError(f"{path} is a pointer of Git LFS in place of the file; `git lfs pull` gets it.")
     if length > HEADER_LIMIT:
         raise FormatError(f"{path} announces a header of {length:,} bytes; at most {HEADER_LIMIT:,} are allowed.")
     if 8 + length > size:
         raise FormatError(f"{path} has {size:,} bytes, but its header alone would end at {8 + length:,}: truncated?")
     data = bytearray(length)
-    _fill(path, handle, data)
+    _fill(path, handle, data, 8)
     if not data.startswith(b"{"):
         raise FormatError(f"{path}: the header must begin with '{{', not with {bytes(data[:8])!r}.")
     header = parse_json(data, f"{path}: the header")
@@ -175,14 +178,15 @@ def scratch() -> Tensor:
 def read_tensor(file: TensorFile, entry: Entry, dtype: torch.dtype | None, buffer: Tensor) -> Tensor:
     """A tensor in memory of its own, read from the file and cast piece by piece; dtype None: as it is there."""
     out = torch.empty(entry.shape, dtype=dtype or entry.dtype, device="cpu")
-    file.handle.seek(entry.start)
     if out.dtype == entry.dtype:
-        _fill(file.path, file.handle, _raw(out))
+        _fill(file.path, file.handle, _raw(out), entry.start)
         return out
-    piece = buffer.view(entry.dtype)
+    piece, start = buffer.view(entry.dtype), entry.start
     for part in out.view(-1).split(len(piece)):
-        _fill(file.path, file.handle, _raw(piece[: len(part)]))
-        part.copy_(piece[: len(part)])
+        read = piece[: len(part)]
+        _fill(file.path, file.handle, _raw(read), start)
+        part.copy_(read)
+        start += read.nbytes
     return out
 
 
@@ -191,11 +195,12 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _fill(path: Path, handle: FileIO, view: memoryview | bytearray) -> None:
+def _fill(path: Path, handle: FileIO, view: memoryview | bytearray, start: int) -> None:
+    """Read the bytes of the file from `start` on into all of `view`."""
     # A single read returns at most 2 GiB, and memory that it left alone would look like weights.
     done = 0
     while done < len(view):
-        count = handle.readinto(memoryview(view)[done:])
+        count = os.preadv(handle.fileno(), [memoryview(view)[done:]], start + done)
         if not count:
             raise FormatError(f"{path} ended {len(view) - done:,} bytes early while being read: is it being rewritten?")
         done += count

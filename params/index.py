@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +28,7 @@ def listed(lines: Iterable[str]) -> str:
 
 def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, Entry]]:
     """{name on disk: (its file, its entry)} with every header checked; `stack` closes the files."""
-    single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
+    single, index = os.path.lexists(folder / SINGLE), os.path.lexists(folder / INDEX)
     if index:
         weight_map = _weight_map(plain_file(folder, INDEX))
         shards = sorted(set(weight_map.values()))

@@ -6,7 +6,6 @@ and all differences are told at once.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 from contextlib import ExitStack
@@ -18,10 +17,9 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.disk import disk_name, take
-from fnmodels.errors import CheckpointError, ConfigError, MismatchError
-from fnmodels.families import family_for
+from fnmodels.errors import MismatchError
 from fnmodels.tree import Tree
-from params.files import plain_file, read_json
+from params.config import load_config
 from params.format import Entry, TensorFile, map_file, mapped_tensor, read_tensor, scratch
 from params.index import listed, open_folder
 from params.init import leaf_dtype
@@ -37,6 +35,7 @@ def load_pretrained(
     device: torch.device | str | None = None,
     plan: None = None,
     copy: bool = False,
+    check_finite: bool = False,
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
@@ -45,7 +44,8 @@ def load_pretrained(
     copy=False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If the
     file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place the leaf may
     change. copy=True reads everything into memory of its own, as does any cast or other device. Beyond the result, at
-    most one tensor is held. A head that is tied is one leaf.
+    most one tensor is held. A head that is tied is one leaf. check_finite=True reads everything, and refuses leaves
+    with a NaN or an infinity (which a cast to fp16 may bring in).
 
     Raises CheckpointError by kind (see `fnmodels.errors`), and the operating system's own errors for what is missing.
     """
@@ -68,34 +68,9 @@ def load_pretrained(
             slot.path: _leaf(slot, *found[disk_name(slot.stored)], mappings, _target(slot, dtype), device, copy, buffer)
             for slot in parameters
         }
+        if check_finite:
+            _check_finite(folder, parameters, flat, found)
     return config, tree.unflatten(flat)
-
-
-def load_config(path: str | os.PathLike[str]) -> Any:
-    """The Config of a checkpoint folder; the family is found by the file's model_type."""
-    folder = Path(path)
-    if not folder.exists():
-        raise FileNotFoundError(
-            errno.ENOENT, "There is no such checkpoint folder (nothing is ever downloaded)", str(path)
-        )
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "A checkpoint is a folder, not a file", str(path))
-    unfinished = sorted(path.name for path in folder.glob(".saving-*"))
-    if unfinished and not (folder / "config.json").exists():
-        text = (
-            f"There is no config.json: a save was cut short while it moved its files here from {unfinished[0]}; folder"
-        )
-        raise FileNotFoundError(errno.ENOENT, text, str(folder))
-    file = plain_file(folder, "config.json")
-    values = read_json(file)
-    try:
-        if not isinstance(values, dict):
-            raise ConfigError("it must hold a JSON object.")
-        if not isinstance(values.get("model_type"), str):
-            raise ConfigError(f"'model_type' must be a string, not {values.get('model_type')!r}.")
-        return family_for(values["model_type"]).Config.from_hf(values)
-    except CheckpointError as error:
-        raise type(error)(f"{file}: {error}") from None
 
 
 def _compare(folder: Path, expected: dict[str, list[Slot]], tied: dict[str, str], found: Found) -> None:
@@ -143,6 +118,19 @@ def _check_ties(tied: dict[str, str], found: Found, mappings: dict[Path, mmap.mm
                     f"{found[name][0].path}: {name} differs from {twin}, but config.json says tie_word_embeddings, "
                     "which makes them one tensor."
                 )
+
+
+def _check_finite(folder: Path, parameters: tuple[Slot, ...], flat: dict[str, Tensor], found: Found) -> None:
+    """MismatchError with every leaf that has a value which no training gives a good model."""
+    faults = []
+    for slot in parameters:
+        leaf, name = flat[slot.path], disk_name(slot.stored)
+        # in one pass and without a mask as large as the leaf: NaN spreads to both ends
+        if leaf.is_floating_point() and leaf.numel() and not all(end.isfinite() for end in torch.aminmax(leaf)):
+            count = leaf.numel() - int(leaf.isfinite().sum())
+            faults.append(f"{name} in {found[name][0].path.name}: {count:,} of {leaf.numel():,} values are not finite")
+    if faults:
+        raise MismatchError(f"{folder}: check_finite found NaN or infinities ({len(faults)} tensors):{listed(faults)}")
 
 
 def _target(slot: Slot, dtype: torch.dtype | None) -> torch.dtype | None:

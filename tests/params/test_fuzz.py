@@ -1,0 +1,193 @@
+"""Seeded mutations of headers and of config.json: each is read, or refused by an error of ours; none crashes or hangs.
+
+The full counts take about a minute and stand behind the `slow` marker; the first mutations of the same seeds are always
+run.
+"""
+
+import copy
+import json
+import random
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import params as P
+from params.format import map_file, mapped_tensor, open_tensors
+from tests.support import Case, cases, generic_params
+
+LONGEST = 2.0  # seconds of processor time that any single mutation may take
+
+NASTY: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 7, 1.5, -0.0, 1e308, float("nan"), float("inf"), 10**7, 1 << 31, 1 << 63),
+    *(
+        -(1 << 63),
+        1 << 64,
+        10**400,
+        "",
+        "\0",
+        "\ud800",
+        "a" * 300,
+        "1",
+        "../x",
+        "F32",
+        "float32",
+        "silu",
+        "yarn",
+        "llama",
+    ),
+    *([], [0], [-1], [1, 2, 3], [[]], [None], ["full_attention"], [1 << 62] * 3, {}, {"": 0}, {"a": {"b": []}}),
+    *({"rope_type": "linear"}, {"rope_type": "longrope", "factor": 2.0}, {"dtype": "F32"}),
+)
+
+
+NESTED = tuple(f"nested {depth}" for depth in (2, 31, 33, 300, 990, 5000))  # see `dumps`
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of every value in nested lists and objects."""
+    found, level = [], [tree]
+    while level:
+        inner = level.pop()
+        for key in list(inner) if isinstance(inner, dict) else range(len(inner)):
+            found.append((inner, key))
+            if isinstance(inner[key], (dict, list)):
+                level.append(inner[key])
+    return found
+
+
+def mutate_tree(draw: random.Random, tree: Any) -> Any:
+    """A copy with one to three values replaced, moved, renamed or dropped."""
+    tree = copy.deepcopy(tree)
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        spots = places(tree)
+        if not spots:
+            break
+        inner, key = draw.choice(spots)
+        kind = draw.randrange(8)
+        if kind < 3:
+            inner[key] = copy.deepcopy(draw.choice(NASTY))
+        elif kind == 3:
+            del inner[key]
+        elif kind == 4:
+            other, there = draw.choice(spots)
+            inner[key] = copy.deepcopy(other[there])
+        elif kind == 5 and isinstance(inner, dict):
+            inner[draw.choice((key + "_", key[:-1], key.upper(), "rope_scaling", "dtype", "type"))] = inner.pop(key)
+        elif kind == 6 and isinstance(inner[key], (int, float)):
+            inner[key] = draw.choice((inner[key] + 1, inner[key] * 2, -inner[key], str(inner[key]), [inner[key]]))
+        else:
+            inner[key] = draw.choice(NESTED)
+    return tree
+
+
+def mutate_bytes(draw: random.Random, data: bytes, end: int) -> bytes:
+    """Flips, cuts and doubles bytes among the first `end`, or cuts the whole."""
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        at, kind = draw.randrange(end), draw.randrange(6)
+        if kind < 3 and at < len(changed):
+            changed[at] = draw.choice((changed[at] ^ (1 << draw.randrange(8)), draw.randrange(256)))
+        elif kind == 3:
+            del changed[at : at + draw.choice((1, 2, 20))]
+        elif kind == 4:
+            changed[at:at] = changed[at : at + draw.choice((1, 8, 60))]
+        else:
+            del changed[draw.randrange(len(changed) + 1) :]
+    return bytes(changed)
+
+
+def dumps(tree: Any) -> bytes:
+    """JSON in which "nested 3" is [[[]]]: too deep a list could not be written by the package."""
+    text = json.dumps(tree)
+    for name in NESTED:
+        depth = int(name.split()[1])
+        text = text.replace(f'"{name}"', "[" * depth + "]" * depth)
+    return text.encode()
+
+
+def run(count: int, mutate: Callable[[random.Random], None], read: Callable[[], None]) -> Counter[str]:
+    """How often each outcome came; the seed of a failure is in the message."""
+    outcomes: Counter[str] = Counter()
+    for seed in range(count):
+        mutate(random.Random(seed))
+        begin = time.process_time()
+        try:
+            read()
+            outcome = "read"
+        except P.CheckpointError as error:
+            outcome = type(error).__name__
+        except Exception as error:
+            raise AssertionError(f"mutation {seed} gave {type(error).__name__}: {error}") from error
+        assert time.process_time() - begin < LONGEST, seed
+        outcomes[outcome] += 1
+    return outcomes
+
+
+def fuzz_headers(folder: Path, count: int) -> Counter[str]:
+    """Of a file with tensors of several dtypes. What passes is mapped, and each byte of it read."""
+    path = folder / "model.safetensors"
+    tensors = {"a": torch.ones(3, 2), "b.weight": torch.ones(4, dtype=torch.bfloat16), "c": torch.ones(2, 0)}
+    save_file(tensors | {"d": torch.ones((), dtype=torch.int64)}, path, metadata={"format": "pt"})
+    good = path.read_bytes()
+    begin = 8 + struct.unpack("<Q", good[:8])[0]
+    header = json.loads(good[8:begin])
+
+    def mutate(draw: random.Random) -> None:
+        if draw.random() < 0.5:
+            path.write_bytes(mutate_bytes(draw, good, begin))
+        else:
+            text = dumps(mutate_tree(draw, header))
+            path.write_bytes(struct.pack("<Q", len(text)) + text + good[begin:])
+
+    def read() -> None:
+        with ExitStack() as stack:
+            file = open_tensors(path, stack)
+            mapping = map_file(file)
+            for entry in file.entries.values():
+                assert mapped_tensor(mapping, entry).view(-1).view(torch.uint8).sum() >= 0
+
+    return run(count, mutate, read)
+
+
+def fuzz_configs(folder: Path, count: int) -> Counter[str]:
+    """Of a checkpoint of every family; the whole of it is loaded."""
+    good: list[Case] = [case for case in cases() if case.values is not None]
+    folders = {}
+    for case in good:
+        folders[case] = folder / case.name
+        P.save_pretrained(folders[case], case.config, generic_params(case.config))
+    current = folder
+
+    def mutate(draw: random.Random) -> None:
+        nonlocal current
+        case = draw.choice(good)
+        current = folders[case]
+        values = case.values if draw.random() < 0.5 else case.config.to_hf()
+        text = dumps(values)
+        mutated = dumps(mutate_tree(draw, values)) if draw.random() < 0.9 else mutate_bytes(draw, text, len(text))
+        (current / "config.json").write_bytes(mutated)
+
+    return run(count, mutate, lambda: P.load_pretrained(current) and None)
+
+
+@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_headers(count: int, tmp_path: Path) -> None:
+    outcomes = fuzz_headers(tmp_path, count)
+    print(outcomes)
+    assert set(outcomes) == {"read", "FormatError", "UnsupportedError"} and outcomes["read"] < count / 5
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_configs(count: int, tmp_path: Path) -> None:
+    outcomes = fuzz_configs(tmp_path, count)
+    print(outcomes)
+    kinds = {"read", "FormatError", "UnsupportedError", "ConfigError", "MismatchError"}
+    assert set(outcomes) == kinds and outcomes["read"] < count / 2
