@@ -18,9 +18,11 @@ from torch import Tensor
 from .families import family_of
 from .mask import Layout, Mask, MaskLike
 from .ops.attention import materialize
+from .ops.experts import Experts
+from .ops.moe import MOE_TAPS
 from .tree import Tree, leaves
 
-Block = Callable[[Tree, Tensor, MaskLike, Tensor], tuple[Tensor, dict[str, Tensor]]]
+Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 LayerFn = Callable[[Block], Block]
 
 
@@ -91,18 +93,23 @@ def forward(
     kernel: str = "auto",
     layout: Layout | None = None,
     layer_fn: LayerFn | None = None,
+    experts: str | Experts = "auto",
     taps: tuple[str, ...] = (),
 ) -> Any:
     """Logits [B, S, V]; with taps (logits, {name: tensor}).
 
-    params: the tree of `family.spec(config)`. inputs: `prepare`'s, or token ids [B, S], or vectors [B, S, D].
+    params: the tree of `family.spec(config)`. inputs: `prepare`'s, or token ids [B, S], or vectors [B, S, D]; a model
+    with experts needs `prepare`'s, whose "valid" says what padding is, and reads an optional "routing" there, int64
+    [B, S, number of sparse layers, k]: the experts to take in place of its own choice.
     masks, freqs_cis: {kind: ...} for each kind of layer. kernel: see `ops.attention`.
     layout: `fnmodels.layout(masks)`, lets kernels skip what a mask rules out. layer_fn: called once per kind with the
     block, a callable (layer, x, mask, freqs) -> (x, aux); returns the one to use (checkpointed, compiled, gathered).
+    Blocks with experts are called with the keywords `valid` and `routing` besides, which it must pass on.
+    experts: how the chosen experts are computed, see `ops.experts`.
     taps: activations to return: "embed", "hidden", "layers.3.input", "layers.3.output" and the family's own TAPS, as
-    "layers.3.attention"; "layers.*.attention" for all layers.
+    "layers.3.attention"; "layers.*.attention" for all layers that have it.
     """
-    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, kernel, layout, layer_fn, taps)
+    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, kernel, layout, layer_fn, experts, taps)
     logits = family_of(config).unembed(params, x, config=config)
     return (logits, tapped) if taps else logits
 
@@ -118,10 +125,11 @@ def hidden(
     kernel: str = "auto",
     layout: Layout | None = None,
     layer_fn: LayerFn | None = None,
+    experts: str | Experts = "auto",
     taps: tuple[str, ...] = (),
 ) -> Any:
     """The final hidden states [B, S, D], before `family.unembed` (whose first act is the final norm). As `forward`."""
-    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, kernel, layout, layer_fn, taps)
+    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, kernel, layout, layer_fn, experts, taps)
     return (x, tapped) if taps else x
 
 
@@ -134,14 +142,22 @@ def _hidden(
     kernel: str,
     layout: Layout | None,
     layer_fn: LayerFn | None,
+    experts: str | Experts,
     taps: tuple[str, ...],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     family = family_of(config)
+    valid, routing = (inputs.get(n) if isinstance(inputs, Mapping) else None for n in ("valid", "routing"))
+    if valid is None and any(_sparse(family, kind) for kind in family.kinds(config)):
+        raise ValueError(
+            "The model has layers with experts, which must know what is padding: pass the inputs that "
+            'fnmodels.prepare returns, which hold "valid" [B, S], in place of bare tokens or vectors.'
+        )
     x = family.embed(params, inputs, config=config)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
     layers = len(family.kinds(config))
-    x, tapped = _run(params, x, masks, freqs_cis, 0, layers, config, kernel, layout, layer_fn, in_layers)
+    feed = (valid, routing, experts)
+    x, tapped = _run(params, x, masks, freqs_cis, 0, layers, config, kernel, layout, layer_fn, feed, in_layers)
     ends["hidden"] = x
     for tap in taps:
         if tap in ends:
@@ -164,13 +180,19 @@ def run_layers(
     kernel: str = "auto",
     layout: Layout | None = None,
     layer_fn: LayerFn | None = None,
+    valid: Tensor | None = None,
+    routing: Tensor | None = None,
+    experts: str | Experts = "auto",
     taps: tuple[str, ...] = (),
 ) -> Any:
     """Layers lo <= i < hi on x [B, S, D]: any slice of the stack, as a pipeline stage runs it. Taps as in `forward`.
 
     params needs nothing but "layers" here: all of them in a list, or in a stage a dict of its own under their numbers.
+    For layers with experts: valid [B, S] says what is no padding (None: what the masks say, where they are `Mask`s);
+    routing is the whole model's, as in `forward`.
     """
-    x, tapped = _run(params, x, masks, freqs_cis, lo, hi, config, kernel, layout, layer_fn, taps)
+    feed = (valid, routing, experts)
+    x, tapped = _run(params, x, masks, freqs_cis, lo, hi, config, kernel, layout, layer_fn, feed, taps)
     return (x, tapped) if taps else x
 
 
@@ -185,13 +207,14 @@ def _run(
     kernel: str,
     layout: Layout | None,
     layer_fn: LayerFn | None,
+    feed: tuple[Tensor | None, Tensor | None, str | Experts],
     taps: tuple[str, ...],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     family = family_of(config)
     kinds = family.kinds(config)
     if not 0 <= lo <= hi <= len(kinds):
         raise ValueError(f"Layers {lo} to {hi} are asked for; the model has {len(kinds)}.")
-    wanted = _wanted_taps(family, taps, len(kinds))
+    wanted = _wanted_taps(family, taps, kinds)
     local = tuple(sorted({name for _, name in wanted} - {"input", "output"}))
     used = sorted(set(kinds[lo:hi]))
     _check_fit(params["layers"], x, masks, freqs_cis, kinds, used)
@@ -201,18 +224,58 @@ def _run(
     for kind in used:
         twin = next((other for other in ready if masks[other] is masks[kind]), None)
         ready[kind] = ready[twin] if twin is not None else form(masks[kind], kernel, layout)
+    sparse = [index for index, kind in enumerate(kinds) if _sparse(family, kind)]
+    valid, routing, experts = feed
+    if any(lo <= index < hi for index in sparse):
+        valid = _valid(valid, masks, used, x)
+    if routing is not None:
+        _check_routing(routing, x, len(sparse))
     blocks: dict[str, Block] = {}
     for kind in used:
-        bound = functools.partial(family.block, config=config, kind=kind, kernel=kernel, layout=layout, taps=local)
+        bound = functools.partial(family.block, config=config, kind=kind, kernel=kernel, layout=layout)
+        if _sparse(family, kind):
+            bound = functools.partial(bound, experts=experts, taps=local)
+        else:
+            bound = functools.partial(bound, taps=tuple(name for name in local if name not in MOE_TAPS))
         blocks[kind] = bound if layer_fn is None else layer_fn(bound)
     tapped: dict[str, Tensor] = {}
     for index in range(lo, hi):
         kind, before = kinds[index], x
-        x, aux = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind])
+        # Tensors of the batch are arguments of the call: bound to the block they would make it another one each time.
+        more: dict[str, Tensor | None] = {}
+        if index in sparse:
+            more = {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
+        x, aux = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind], **more)
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
     return x, tapped
+
+
+def _sparse(family: Any, kind: str) -> bool:
+    """Whether layers of this kind have experts. In families that have any, such kinds end in "_moe"."""
+    return getattr(family, "ROUTED", False) and kind.endswith("_moe")
+
+
+def _valid(valid: Tensor | None, masks: Mapping[str, MaskLike], used: list[str], x: Tensor) -> Tensor:
+    """[B, S] bool, as given or as the masks of these layers say."""
+    if valid is not None:
+        return valid
+    for kind in used:
+        if isinstance(mask := masks[kind], Mask):
+            return (mask.q_segments != 0).expand(x.shape[:2])
+    raise ValueError(
+        "These layers have experts, which must know what is padding, and the masks do not say it: pass `valid` [B, S], "
+        'which fnmodels.prepare returns as inputs["valid"].'
+    )
+
+
+def _check_routing(routing: Tensor, x: Tensor, sparse: int) -> None:
+    if routing.ndim != 4 or routing.shape[:3] != (*x.shape[:2], sparse) or routing.dtype != torch.int64:
+        raise ValueError(
+            f"routing must be int64 [B, S, number of layers with experts, k] = {[*x.shape[:2], sparse]} and k, not "
+            f"{str(routing.dtype).removeprefix('torch.')} {list(routing.shape)}."
+        )
 
 
 def _check_fit(
@@ -246,13 +309,16 @@ def _layer_taps(family: Any) -> str:
     return "layers.N.NAME (N a layer or *) with NAME one of " + ", ".join(("input", "output", *family.TAPS))
 
 
-def _wanted_taps(family: Any, taps: tuple[str, ...], layers: int) -> frozenset[tuple[int, str]]:
-    wanted = set()
+def _wanted_taps(family: Any, taps: tuple[str, ...], kinds: tuple[str, ...]) -> frozenset[tuple[int, str]]:
+    wanted, layers = set(), len(kinds)
     for tap in taps:
         head, _, rest = tap.partition(".")
         number, _, name = rest.partition(".")
         known = head == "layers" and name in ("input", "output", *family.TAPS)
         if not known or not (number == "*" or (number.isdigit() and int(number) < layers)):
             raise ValueError(f"The tap {tap!r} is unknown; there are {_layer_taps(family)} and {layers} layers.")
-        wanted |= {(i, name) for i in (range(layers) if number == "*" else [int(number)])}
+        having = {i for i, kind in enumerate(kinds) if name not in MOE_TAPS or _sparse(family, kind)}
+        if number != "*" and int(number) not in having:
+            raise ValueError(f"The tap {tap!r} is of layers with experts, and layer {number} is none.")
+        wanted |= {(i, name) for i in (having if number == "*" else [int(number)])}
     return frozenset(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -132,6 +133,47 @@ def gated_mlp_leaves(width: int, inner: int, *, std: float, biases: bool = False
     }
     if biases:
         leaves |= {"gate_bias": bias(inner, "mlp"), "up_bias": bias(inner, "mlp"), "down_bias": bias(width, "embed")}
+    return leaves
+
+
+def moe_leaves(
+    width: int,
+    experts: int,
+    inner: int,
+    *,
+    std: float,
+    biases: bool = False,
+    shared: int = 0,
+    shared_gate: bool = False,
+    selection_bias: bool = False,
+    router_bias: bool = False,
+) -> dict[str, Any]:
+    """A router over `experts` gated MLPs of width `inner`, with the biases of both.
+
+    shared: width of the expert that every token passes through, 0: there is none; shared_gate: it has a gate. The
+    selection bias is state that no gradient teaches (see `train.update_bias`). The router's own axis is "router": what
+    splits the experts over devices leaves it whole.
+    """
+    stacks: dict[str, Any] = {
+        "gate_proj": weight((experts, inner, width), ("expert", "expert_mlp", "embed"), std),
+        "up_proj": weight((experts, inner, width), ("expert", "expert_mlp", "embed"), std),
+        "down_proj": weight((experts, width, inner), ("expert", "embed", "expert_mlp"), std),
+    }
+    if biases:
+        sizes = {"gate_bias": (inner, "expert_mlp"), "up_bias": (inner, "expert_mlp"), "down_bias": (width, "embed")}
+        for name, (size, axis) in sizes.items():
+            stacks[name] = Leaf((experts, size), torch.float32, ("expert", axis), Constant(0.0), decay=False)
+    leaves: dict[str, Any] = {"router": weight((experts, width), ("router", "embed"), std), "experts": stacks}
+    if router_bias:
+        leaves["router_bias"] = bias(experts, "router")
+    if selection_bias:
+        leaves["selection_bias"] = Leaf(
+            (experts,), torch.float32, ("router",), Constant(0.0), trainable=False, decay=False, keep_dtype=True
+        )
+    if shared:
+        leaves["shared_expert"] = gated_mlp_leaves(width, shared, std=std)
+    if shared_gate:
+        leaves["shared_expert_gate"] = weight((1, width), ("one", "embed"), std)
     return leaves
 
 

@@ -292,9 +292,9 @@ def _every(block: Block, every: int) -> Block:
     """Checkpoints every Nth call of one forward: `layer_fn` is called anew in each, and layers run in order."""
     calls: Counter[str] = Counter()
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **more: Any) -> Any:
         calls["made"] += 1
-        return block(*args) if calls["made"] % every else checkpoint(block, *args, use_reentrant=False)
+        return block(*args, **more) if calls["made"] % every else checkpoint(block, *args, use_reentrant=False, **more)
 
     return run
 
@@ -309,7 +309,7 @@ def _selective(block: Block) -> Block:
     )
     saved = [getattr(aten, name).default for name in names.split() if hasattr(aten, name)]
     contexts = functools.partial(create_selective_checkpoint_contexts, saved)
-    return lambda *args: checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
+    return lambda *args, **more: checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **more)
 
 
 def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:

@@ -16,6 +16,7 @@ from torch import Tensor
 def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tensor, ...]:
     """The tensors, in front of `kernel`: jvp, a second backward, and vmap=False also vmap, raise NotImplementedError.
 
+    kernel: one of attention's, or "grouped" for that of experts.
     It costs 20 us where gradients are recorded. A compiled graph has no second derivative to guard.
     """
     if torch.compiler.is_compiling() or (vmap and not torch.is_grad_enabled()):
@@ -24,9 +25,10 @@ def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tenso
 
 
 def refuse(kernel: str) -> NoReturn:
+    what, other = ("experts", "dense") if kernel == "grouped" else ("kernel", "math")
     raise NotImplementedError(
-        f'kernel="{kernel}" does not support this transform (forward mode, a second derivative, or vmap): '
-        'kernel="math" supports all of them.'
+        f'{what}="{kernel}" does not support this transform (forward mode, a second derivative, or vmap): '
+        f'{what}="{other}" supports all of them.'
     )
 
 

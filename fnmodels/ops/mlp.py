@@ -20,11 +20,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    """activation(gate) * up: what stands between the projections of a gated MLP, one expert's or any."""
+    return ACTIVATIONS[activation](gate) * up
+
+
 def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); x [..., D]. The biases are optional leaves."""
     gate = F.linear(x, layer["gate_proj"], layer.get("gate_bias"))
     up = F.linear(x, layer["up_proj"], layer.get("up_bias"))
-    return F.linear(ACTIVATIONS[activation](gate) * up, layer["down_proj"], layer.get("down_bias"))
+    return F.linear(glu(gate, up, activation=activation), layer["down_proj"], layer.get("down_bias"))
 
 
 def plain_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:

@@ -1,0 +1,180 @@
+"""Experts: gated MLPs of which each token passes through k, all stacked in one tree.
+
+    experts(weights tree, x [T, D], weights [T, k], indices [T, k], valid [T], *, act, input_weighted) -> [T, D]
+
+The tree holds gate_proj and up_proj [E, F, D], down_proj [E, D, F] and optionally gate_bias, up_bias [E, F] and
+down_bias [E, D]. `act` (gate, up) -> inner. input_weighted: the weight multiplies what goes into the expert, in place
+of what comes out (Llama 4). Padding reaches no expert and gets 0.
+
+    path       what it does                              what it is for
+    loop       sorts, and one product per expert         CPU; reads the counts on the host
+    grouped    sorts, and F.grouped_mm                   CUDA; first derivatives only
+    dense      every expert on every token, others 0     static shapes: every transform, compilation and export
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import Dispatched, combine, dispatch
+from .first_order import first_order
+
+Act = Callable[[Tensor, Tensor], Tensor]
+Experts = Callable[..., Tensor]
+
+
+def choose_experts(experts: str | Experts, x: Tensor, *, kernel: str) -> Experts:
+    """The function behind `experts`: "loop", "grouped", "dense", "auto", or a function of that signature itself.
+
+    "auto" is "dense" with kernel="math", in compiled graphs, and where x holds no values to read (vmap, meta); else
+    "grouped" on CUDA and "loop" elsewhere.
+    """
+    if not isinstance(experts, str):
+        return experts
+    if experts == "auto":
+        static = kernel == "math" or torch.compiler.is_compiling() or not _readable(x)
+        experts = "dense" if static else "grouped" if x.is_cuda and x.dtype is not torch.float64 else "loop"
+    if experts not in _PATHS:
+        raise ValueError(f"experts is {experts!r}; it must be auto, {', '.join(_PATHS)}, or a function.")
+    return _PATHS[experts]
+
+
+def loop_experts(
+    experts: Mapping[str, Tensor],
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    valid: Tensor,
+    *,
+    act: Act,
+    input_weighted: bool = False,
+) -> Tensor:
+    """One product per expert that has tokens: the reference, and the fastest on a CPU."""
+    if torch.compiler.is_compiling() or not _readable(x) or not _readable(indices):
+        raise NotImplementedError(
+            'experts="loop" reads on the host how many tokens each expert has, which vmap and compiled graphs do not '
+            'allow: experts="dense" has static shapes (and is what kernel="math" takes).'
+        )
+    rows, sent, weights = _sent(experts, x, weights, indices, valid, input_weighted)
+    sizes = sent.counts.tolist()
+    padding = len(rows) - sum(sizes)
+    # unbind's gradient is one stack; that of leaf[e] would be a full [E, ...] of zeros for each expert
+    each = zip(*(leaf.unbind(0) for leaf in experts.values()), strict=True)
+    done = [
+        _mlp(dict(zip(experts, leaves, strict=True)), part, act)
+        for part, leaves in zip(rows.split([*sizes, padding]), each, strict=False)
+        if len(part)
+    ]
+    out = torch.cat([*done, rows.new_zeros(padding, rows.shape[1])])
+    return combine(out, sent, weights)
+
+
+def grouped_experts(
+    experts: Mapping[str, Tensor],
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    valid: Tensor,
+    *,
+    act: Act,
+    input_weighted: bool = False,
+) -> Tensor:
+    """F.grouped_mm over the sorted rows: three calls whatever E is, and nothing is read on the host."""
+    if x.dtype is torch.float64:
+        raise ValueError(f'experts="grouped" takes fp32 and half precision, not {x.dtype}: experts="loop" takes it.')
+    for name in ("gate_proj", "down_proj"):
+        width = experts[name].shape[-1]
+        if width * experts[name].element_size() % 16:
+            raise ValueError(
+                f'experts="grouped" needs rows that are a multiple of 16 bytes long, but those of {name} hold {width} '
+                f'numbers of {experts[name].element_size()} bytes: experts="loop" takes any width.'
+            )
+    names = list(experts)
+    x, weights, *leaves = first_order("grouped", x, weights, *experts.values(), vmap=False)
+    experts = dict(zip(names, leaves, strict=True))
+    rows, sent, weights = _sent(experts, x, weights, indices, valid, input_weighted)
+    # Rows past the last offset come back as uninitialized memory. Cleared on the way in they have no gradient either.
+    owned = torch.arange(len(rows), device=rows.device) < sent.counts.sum()
+    rows = rows.where(owned[:, None], 0)
+    offsets = sent.counts.cumsum(0).to(torch.int32)
+    expert = None
+    if any(name.endswith("bias") for name in experts):
+        ids = torch.arange(len(sent.counts), device=rows.device)
+        padded = torch.cat((ids, ids.new_zeros(1)))
+        sizes = torch.cat((sent.counts, (len(rows) - sent.counts.sum())[None]))
+        expert = padded.repeat_interleave(sizes, output_size=len(rows))
+
+    def linear(rows: Tensor, name: str) -> Tensor:
+        out = F.grouped_mm(rows, experts[f"{name}_proj"].mT, offs=offsets)
+        bias = experts.get(f"{name}_bias")
+        if bias is None or expert is None:
+            return out
+        return out.where(owned[:, None], 0) + bias.index_select(0, expert)
+
+    inner = act(linear(rows, "gate"), linear(rows, "up")).where(owned[:, None], 0)
+    return combine(linear(inner, "down"), sent, weights)
+
+
+def dense_experts(
+    experts: Mapping[str, Tensor],
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    valid: Tensor,
+    *,
+    act: Act,
+    input_weighted: bool = False,
+) -> Tensor:
+    """Every expert on every token, at E / k times the work, in plain operations of static shape.
+
+    Where an expert was not chosen it is given zeros, not the token: what it would make of that token may not even be
+    finite, and 0 times that would be NaN.
+    """
+    ids = torch.arange(experts["gate_proj"].shape[0], device=x.device)
+    picked = (indices[..., None] == ids) & valid[:, None, None]
+    share = torch.where(picked, weights[..., None], 0).sum(1).T[..., None]  # [E, T, 1]
+    chosen = picked.any(1).T[..., None]
+    given = torch.where(chosen, x, 0)
+    if input_weighted:
+        given, share = given * share.to(x.dtype), chosen
+    inner = act(_batched(experts, given, "gate"), _batched(experts, given, "up"))
+    return (_batched(experts, inner, "down") * share).sum(0).to(x.dtype)
+
+
+_PATHS: dict[str, Experts] = {"loop": loop_experts, "grouped": grouped_experts, "dense": dense_experts}
+
+
+def _sent(
+    experts: Mapping[str, Tensor], x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, input_weighted: bool
+) -> tuple[Tensor, Dispatched, Tensor]:
+    """(sorted rows, where they came from, the weights of what comes out)."""
+    rows, sent = dispatch(x, indices, valid, experts["gate_proj"].shape[0])
+    if input_weighted and len(rows):
+        rows = rows * weights.flatten().index_select(0, sent.order)[:, None].to(rows.dtype)
+        weights = torch.ones_like(weights)
+    return rows, sent, weights
+
+
+def _mlp(expert: Mapping[str, Tensor], x: Tensor, act: Act) -> Tensor:
+    gate = F.linear(x, expert["gate_proj"], expert.get("gate_bias"))
+    up = F.linear(x, expert["up_proj"], expert.get("up_bias"))
+    return F.linear(act(gate, up), expert["down_proj"], expert.get("down_bias"))
+
+
+def _batched(experts: Mapping[str, Tensor], x: Tensor, name: str) -> Tensor:
+    out, bias = x @ experts[f"{name}_proj"].mT, experts.get(f"{name}_bias")
+    return out if bias is None else out + bias[:, None]
+
+
+def _readable(tensor: Any) -> bool:
+    """Whether Python may ask for values: not of vmap's tensors, of fake and traced ones, nor on meta."""
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(tensor):  # torch.func.grad wraps all arguments, values and all
+        tensor = functorch.get_unwrapped(tensor)
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not functorch.is_functorch_wrapped_tensor(tensor)
+    return plain and tensor.device.type != "meta"

@@ -1,0 +1,86 @@
+"""A mixture of experts in the place of an MLP (arXiv 1701.06538): a router, k of E experts, and perhaps a shared one.
+
+Padding takes no part: `valid` is an argument, a layer without it raises, and nothing that stands at padding (NaN
+included) reaches an expert, a count or a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..tree import Tree
+from .experts import Act, Experts, choose_experts
+from .norm import upcast
+
+# What a sparse block returns always, and what it can be asked for besides.
+KEPT = ("counts", "router_logits")
+MOE_TAPS = (*KEPT, "expert_indices", "expert_weights")
+
+Route = Callable[..., tuple[Tensor, Tensor]]
+
+
+def moe(
+    layer: Tree,
+    x: Tensor,
+    route: Route,
+    *,
+    valid: Tensor | None,
+    routing: Tensor | None = None,
+    experts: str | Experts = "auto",
+    act: Act,
+    kernel: str = "auto",
+    input_weighted: bool = False,
+    wide_router: bool = False,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
+
+    layer: the leaves of `fnmodels.leaf.moe_leaves`. x [B, S, D]. route: a function of `ops.router`, its statics bound.
+    valid: [B, S] bool, False at padding. routing: [B, S, k] int64, experts chosen earlier; their weights come from the
+    live logits. experts, kernel: see `ops.experts.choose_experts`. wide_router: logits in fp32 at least, whatever x's
+    dtype. counts: tokens that went to each expert.
+    """
+    if valid is None:
+        raise ValueError(
+            "A layer with experts needs to know which tokens are padding: pass `valid` [B, S], which is in the inputs "
+            "that fnmodels.prepare returns."
+        )
+    if valid.shape != x.shape[:2] or valid.dtype != torch.bool:
+        raise ValueError(
+            f"valid must be bool {list(x.shape[:2])} like the tokens, not {valid.dtype} {list(valid.shape)}."
+        )
+    x = x.where(valid[..., None], 0)
+    cast = upcast if wide_router else _same
+    bias = layer.get("router_bias")
+    logits = F.linear(cast(x), cast(layer["router"]), None if bias is None else cast(bias))
+    weights, indices = route(logits, None if routing is None else routing.where(valid[..., None], 0))
+    flat = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1), valid.flatten())
+    run = choose_experts(experts, x, kernel=kernel)
+    y = run(layer["experts"], *flat, act=act, input_weighted=input_weighted).reshape(x.shape)
+    if "shared_expert" in layer:
+        y = y + _shared(layer, x, act)
+    aux = {"counts": count_tokens(indices, valid, logits.shape[-1]), "router_logits": logits}
+    return y, aux | {"expert_indices": indices, "expert_weights": weights}
+
+
+def count_tokens(indices: Tensor, valid: Tensor, experts: int) -> Tensor:
+    """[E] int64: how many tokens go to each expert; indices [B, S, k], valid [B, S]."""
+    key = indices.where(valid[..., None], experts).flatten()
+    return key.new_zeros(experts + 1).scatter_add(0, key, torch.ones_like(key))[:experts]
+
+
+def _shared(layer: Tree, x: Tensor, act: Act) -> Tensor:
+    """The expert that every token passes through; in Qwen 2 behind a gate of its own."""
+    shared = layer["shared_expert"]
+    inner = act(F.linear(x, shared["gate_proj"]), F.linear(x, shared["up_proj"]))
+    y = F.linear(inner, shared["down_proj"])
+    gate = layer.get("shared_expert_gate")
+    return y if gate is None else F.linear(x, gate).sigmoid() * y
+
+
+def _same(x: Any) -> Any:
+    return x

@@ -1,0 +1,117 @@
+"""Routers: which experts a token goes to, and with what weights.
+
+    route(logits [..., E], indices=None) -> (weights [..., k], indices [..., k] int64)
+
+Scores are taken in fp32 at least, and nothing is cast before the choice: two experts that bf16 cannot tell apart would
+be chosen by their number. torch.topk decides ties. With `indices` given (a replay) nothing is chosen, and the weights
+come from the live scores of those experts; the choice itself has no gradient. Non-finite logits are the caller's fault.
+
+    function         scores           chosen by              weights                          used by
+    softmax_top_k    softmax over E   score                  score, renormalized if asked     Mixtral, Qwen, DeepSeek V2
+    top_k_softmax    logits           logit                  softmax over the chosen logits   gpt-oss
+    sigmoid_top_k    sigmoid          score + bias, groups   score, renormalized if asked     DeepSeek V3, GLM 4.5
+    top_k_sigmoid    logits           logit                  sigmoid of the chosen logits     Llama 4
+
+`dtype` is what the weights are handed out in; None leaves them in the scores' own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .norm import upcast
+
+
+def softmax_top_k(
+    logits: Tensor,
+    indices: Tensor | None = None,
+    *,
+    k: int,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    expert_scale: Tensor | None = None,
+    groups: int = 1,
+    kept_groups: int = 1,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k most probable experts (arXiv 2101.03961).
+
+    renormalize: the k weights add up to 1 before `scale`. expert_scale [E] multiplies each expert's weight. groups:
+    only experts of the `kept_groups` groups with the greatest single score can be chosen (arXiv 2405.04434).
+    """
+    scores = upcast(logits).softmax(-1)
+    if indices is None:
+        # Of one group, the greatest score is its best; DeepSeek V3 adds its best two instead.
+        indices = choose(scores, k, groups=groups, kept_groups=kept_groups, best=1)
+    weights = _weights(scores, indices, renormalize=renormalize, eps=0.0, scale=scale)
+    if expert_scale is not None:
+        weights = weights * upcast(expert_scale)[indices]
+    return weights.to(dtype or weights.dtype), indices
+
+
+def sigmoid_top_k(
+    logits: Tensor,
+    indices: Tensor | None = None,
+    *,
+    k: int,
+    bias: Tensor | None = None,
+    renormalize: bool = False,
+    eps: float = 1e-20,
+    scale: float = 1.0,
+    groups: int = 1,
+    kept_groups: int = 1,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k experts of the greatest sigmoid plus `bias` [E], which takes part in the choice only (arXiv 2412.19437).
+
+    groups: only experts of the `kept_groups` groups whose two best add up to most can be chosen. renormalize: weights
+    are divided by their sum + eps, then multiplied by `scale`.
+    """
+    scores = upcast(logits).sigmoid()
+    if indices is None:
+        wanted = scores if bias is None else scores + bias
+        indices = choose(wanted, k, groups=groups, kept_groups=kept_groups, best=2)
+    weights = _weights(scores, indices, renormalize=renormalize, eps=eps, scale=scale)
+    return weights.to(dtype or weights.dtype), indices
+
+
+def top_k_softmax(
+    logits: Tensor, indices: Tensor | None = None, *, k: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k greatest logits, and the softmax over these alone."""
+    indices = choose(logits, k) if indices is None else indices
+    weights = upcast(logits).gather(-1, indices).softmax(-1)
+    return weights.to(dtype or weights.dtype), indices
+
+
+def top_k_sigmoid(
+    logits: Tensor, indices: Tensor | None = None, *, k: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k greatest logits, each through a sigmoid of its own."""
+    indices = choose(logits, k) if indices is None else indices
+    weights = upcast(logits).gather(-1, indices).sigmoid()
+    return weights.to(dtype or weights.dtype), indices
+
+
+def choose(scores: Tensor, k: int, *, groups: int = 1, kept_groups: int = 1, best: int = 1) -> Tensor:
+    """[..., k] int64: the greatest of `scores` [..., E], the best first.
+
+    With groups of neighbors, only those count whose `best` greatest scores add up to most.
+    """
+    if groups > 1:
+        grouped = scores.unflatten(-1, (groups, -1))
+        of_groups = grouped.topk(min(best, grouped.shape[-1]), dim=-1).values.sum(-1)
+        kept = of_groups.topk(kept_groups, dim=-1).indices
+        ids = torch.arange(groups, device=scores.device)
+        # compared rather than scattered, so that vmap goes through
+        outside = (kept[..., None] != ids).all(-2)
+        scores = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    return scores.topk(k, dim=-1).indices
+
+
+def _weights(scores: Tensor, indices: Tensor, *, renormalize: bool, eps: float, scale: float) -> Tensor:
+    weights = scores.gather(-1, indices)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    return weights * scale if scale != 1.0 else weights

@@ -1,0 +1,361 @@
+"""Routers, dispatch and experts, each against a few lines that do it token by token."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+from fnmodels import tree
+from fnmodels.leaf import moe_leaves
+from fnmodels.ops.dispatch import combine, dispatch, virtual_padding
+from fnmodels.ops.experts import choose_experts, dense_experts, grouped_experts, loop_experts
+from fnmodels.ops.mlp import glu
+from fnmodels.ops.moe import moe
+from fnmodels.ops.router import choose, sigmoid_top_k, softmax_top_k, top_k_sigmoid, top_k_softmax
+from tests.support import generic, off
+
+E, D, F, K = 5, 8, 16, 2
+SILU = functools.partial(glu, activation="silu")
+PATHS = {"loop": loop_experts, "grouped": grouped_experts, "dense": dense_experts}
+
+
+def leaves(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    spec = tree.flatten(moe_leaves(D, E, F, std=0.02, **options))
+    return tree.unflatten({p: generic(p, torch.empty(leaf.shape)).to(dtype) for p, leaf in spec.items()})
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------ routers
+
+
+def test_a_softmax_over_all() -> None:
+    logits = noise(3, 4, E)
+    weights, indices = softmax_top_k(logits, k=K)
+    assert weights.dtype == torch.float64 and indices.dtype == torch.int64
+    for b in range(3):
+        for s in range(4):
+            p = logits[b, s].exp() / logits[b, s].exp().sum()
+            best = sorted(range(E), key=lambda e, p=p: -float(p[e]))[:K]
+            assert indices[b, s].tolist() == best
+            assert torch.allclose(weights[b, s], p[best])
+            share, _ = softmax_top_k(logits, k=K, renormalize=True, scale=2.5)
+            assert torch.allclose(share[b, s], 2.5 * p[best] / p[best].sum())
+    scaled, _ = softmax_top_k(logits, k=K, expert_scale=torch.arange(E).double())
+    assert torch.allclose(scaled, weights * indices)
+
+
+def test_scores_of_the_chosen_only() -> None:
+    logits = noise(6, E)
+    best = logits.topk(K).indices
+    weights, indices = top_k_softmax(logits, k=K)
+    assert torch.equal(indices, best) and torch.allclose(weights, logits.gather(1, best).softmax(-1))
+    weights, indices = top_k_sigmoid(logits, k=K)
+    assert torch.equal(indices, best) and torch.allclose(weights, 1 / (1 + (-logits.gather(1, best)).exp()))
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    logits, bias = noise(50, E), torch.tensor([0.0, 3.0, 0.0, -3.0, 0.1], dtype=torch.float64)
+    weights, indices = sigmoid_top_k(logits, k=K, bias=bias, renormalize=True, scale=1.5)
+    scores = logits.sigmoid()
+    assert (indices == 1).any(-1).all() and not (indices == 3).any()
+    picked = scores.gather(1, (scores + bias).topk(K).indices)
+    assert torch.allclose(weights, 1.5 * picked / (picked.sum(-1, keepdim=True) + 1e-20))
+    plain, _ = sigmoid_top_k(logits, k=K)
+    assert torch.allclose(plain, scores.topk(K).values)
+
+
+@pytest.mark.parametrize("best", [1, 2])
+def test_experts_of_the_best_groups(best: int) -> None:
+    scores = noise(40, 12).sigmoid()
+    got = choose(scores, 4, groups=4, kept_groups=2, best=best)
+    for row, indices in zip(scores.tolist(), got.tolist(), strict=True):
+        groups = [sum(sorted(row[3 * g : 3 * g + 3])[-best:]) for g in range(4)]
+        kept = sorted(range(4), key=lambda g, groups=groups: -groups[g])[:2]
+        allowed = [e for e in range(12) if e // 3 in kept]
+        assert indices == sorted(allowed, key=lambda e, row=row: -row[e])[:4]
+
+
+def test_the_two_rules_for_groups_are_told_apart() -> None:
+    logits = torch.tensor([[3.0, -9.0, 1.0, 0.9]], dtype=torch.float64)  # a best expert, and a best pair
+    assert softmax_top_k(logits, k=1, groups=2, kept_groups=1)[1].tolist() == [[0]]
+    assert sigmoid_top_k(logits, k=1, groups=2, kept_groups=1)[1].tolist() == [[2]]
+
+
+ROUTERS: dict[str, Callable[..., Any]] = {
+    "softmax": functools.partial(softmax_top_k, k=K, renormalize=True),
+    "sigmoid": functools.partial(sigmoid_top_k, k=K, bias=torch.linspace(-1, 1, E), renormalize=True),
+    "chosen softmax": functools.partial(top_k_softmax, k=K),
+    "chosen sigmoid": functools.partial(top_k_sigmoid, k=K),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_replay_reads_the_live_scores(name: str) -> None:
+    """Its own choice gives the same bits and gradients; another choice the weights of those experts."""
+    route, logits = ROUTERS[name], noise(7, E)
+    weights, indices = route(logits)
+    again, same = route(logits, indices)
+    assert torch.equal(again, weights) and same is indices
+    other = (indices + 1) % E
+    assert not torch.allclose(route(logits, other)[0], weights)
+    first, second = (grad(lambda x, i=i: route(x, i)[0].square().sum())(logits) for i in (None, indices))
+    assert torch.equal(first, second) and first.any()
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_nothing_is_cast_before_the_choice(name: str) -> None:
+    """M4: logits one part in 10^4 apart, which bf16 takes for equal; weights come in the dtype asked for."""
+    logits = torch.full((1, E), -2.0)
+    logits[0, 4], logits[0, 3] = 2.0002, 2.0001
+    weights, indices = ROUTERS[name](logits, dtype=torch.bfloat16)
+    assert indices.tolist() == [[4, 3]] and weights.dtype == torch.bfloat16
+    assert ROUTERS[name](logits.bfloat16())[0].dtype == torch.float32
+    assert torch.equal(ROUTERS[name](torch.zeros(1, E))[1], ROUTERS[name](torch.zeros(1, E), None)[1])
+
+
+# ------------------------------------------------------------------------------------------------ dispatch
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 12])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("spread", ["random", "one expert", "empty experts"])
+@pytest.mark.parametrize("padded", ["none", "some", "all"])
+def test_there_and_back(tokens: int, k: int, spread: str, padded: str) -> None:
+    """M2: identity experts and weights that add up to 1 give the tokens back; padding, of NaN here, 0."""
+    x = noise(tokens, D)
+    choice = {"random": torch.randint(E, (tokens, k), generator=torch.Generator().manual_seed(1))}
+    choice |= {"one expert": torch.full((tokens, k), 3), "empty experts": 2 * torch.randint(2, (tokens, k))}
+    indices = choice[spread]
+    valid = torch.ones(tokens, dtype=torch.bool) & (padded == "none")
+    if padded == "some":
+        valid[::2] = True
+    given = torch.where(valid[:, None], x, torch.nan)
+    rows, sent = dispatch(given, torch.where(valid[:, None], indices, -7), valid, E)
+    kept = int(sent.counts.sum())
+    assert kept == int(valid.sum()) * k and rows.shape == (tokens * k, D)
+    assert not rows[:kept].isnan().any() and rows[kept:].isnan().all()
+    of_row = indices.flatten()[sent.order[:kept]]
+    assert (of_row.diff() >= 0).all() and torch.equal(of_row.bincount(minlength=E), sent.counts)
+    back = combine(rows, sent, torch.full((tokens, k), 1 / k, dtype=torch.float64))
+    assert off(back, torch.where(valid[:, None], x, 0)) < 1e-15
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(8, 4), (7, 4), (1, 4), (5, 4), (9, 4), (0, 3), (10, 3), (3, 1)])
+def test_tokens_over_ranks_that_do_not_divide_them(tokens: int, ranks: int) -> None:
+    """M2: each rank sends its own tokens, in slots of one size; what comes back is every token, once."""
+    pad, ranges = virtual_padding(tokens, ranks)
+    slots, rest = divmod(tokens + pad, ranks)
+    assert not rest and 0 <= pad < ranks and len(ranges) == ranks
+    assert all(0 <= hi - lo <= slots for lo, hi in ranges)
+    assert [t for lo, hi in ranges for t in range(lo, hi)] == list(range(tokens))
+    x, indices = noise(tokens, D), torch.arange(tokens * K).view(tokens, K) % E
+    back, counts = [], torch.zeros(E, dtype=torch.int64)
+    for lo, hi in ranges:
+        missing = slots - (hi - lo)
+        mine = torch.cat((x[lo:hi], torch.full((missing, D), torch.nan, dtype=x.dtype)))
+        choice = torch.cat((indices[lo:hi], torch.zeros(missing, K, dtype=torch.int64)))
+        rows, sent = dispatch(mine, choice, torch.arange(slots) < hi - lo, E)
+        counts += sent.counts
+        back.append(combine(rows, sent, torch.full((slots, K), 0.5, dtype=x.dtype))[: hi - lo])
+    assert torch.equal(torch.cat(back), x) and int(counts.sum()) == tokens * K
+
+
+def test_ranks_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="8 tokens over 0 ranks"):
+        virtual_padding(8, 0)
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+
+def one_by_one(experts: Any, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, inputs: bool) -> Tensor:
+    """The reference: token by token, choice by choice."""
+    out = []
+    for t in range(len(x)):
+        y = torch.zeros(D, dtype=x.dtype)
+        for w, e in zip(weights[t], indices[t].tolist(), strict=True):
+            if valid[t]:
+                part = {name: leaf[e] for name, leaf in experts.items()}
+                given = x[t] * w if inputs else x[t]
+                gate, up = (part[f"{n}_proj"] @ given + part.get(f"{n}_bias", 0) for n in ("gate", "up"))
+                inner = gate * gate.sigmoid() * up
+                y = y + (part["down_proj"] @ inner + part.get("down_bias", 0)) * (1 if inputs else w)
+        out.append(y)
+    return torch.stack(out)
+
+
+def problem(dtype: torch.dtype, biases: bool, tokens: int = 9) -> tuple[Any, ...]:
+    x, logits = noise(tokens, D).to(dtype), noise(tokens, E, seed=1)
+    logits[:, 2] = -9  # an expert without tokens
+    weights, indices = softmax_top_k(logits, k=K, dtype=dtype)
+    valid = torch.arange(tokens) % 4 != 1
+    return leaves(dtype, biases=biases)["experts"], x, weights, indices, valid
+
+
+@contextlib.contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_path_is_the_loop_over_tokens(path: str, biases: bool, inputs: bool, dtype: torch.dtype) -> None:
+    """M3: values and every gradient; with NaN at padding, and in memory that nobody has written."""
+    if path == "grouped" and dtype == torch.float64:
+        return  # it has no such kernel, and says so: below
+    experts, x, weights, indices, valid = problem(dtype, biases)
+    inputs_of = {"experts": experts, "x": x, "weights": weights}
+    slope = noise(*x.shape, seed=2).to(dtype)
+
+    def run(given: Any, function: Callable[..., Tensor], poison: bool) -> tuple[Tensor, Any]:
+        flat = {p: t.detach().clone().requires_grad_() for p, t in tree.flatten(given).items()}
+        values = tree.unflatten(flat)
+        x, weights = values["x"], values["weights"]
+        if poison:
+            x = torch.where(valid[:, None], x, torch.nan)
+            weights = torch.where(valid[:, None], weights, torch.nan)
+        y = function(values["experts"], x, weights, indices, valid)
+        found = torch.autograd.grad((y * slope).sum(), list(flat.values()))
+        return y.detach(), dict(zip(flat, found, strict=True))
+
+    want, want_grads = run(inputs_of, functools.partial(one_by_one, inputs=inputs), False)
+    with unwritten_memory_is_nan():
+        got, grads = run(inputs_of, functools.partial(PATHS[path], act=SILU, input_weighted=inputs), True)
+    assert not got[~valid].any()
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    assert off(got, want) < bound
+    for name, gradient in grads.items():
+        assert off(gradient, want_grads[name]) < bound, name
+    assert not grads["experts.down_proj"][2].any()
+
+
+def test_half_precision_sums_its_choices_in_single() -> None:
+    """The paths agree in bf16 to its rounding, and weights in fp32 stay so until the sum."""
+    experts, x, weights, indices, valid = problem(torch.bfloat16, False)
+    want = one_by_one(*(tree.map(Tensor.double, t) for t in (experts, x, weights)), indices, valid, False)
+    for path in PATHS.values():
+        for w in (weights, weights.float()):
+            got = path(experts, x, w, indices, valid, act=SILU)
+            assert got.dtype == torch.bfloat16
+            assert float((got.double() - want).abs().max()) < 0.02 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_no_token_and_few(path: str, tokens: int) -> None:
+    experts, x, weights, indices, _ = problem(torch.float32, True, tokens)
+    nobody = torch.zeros(tokens, dtype=torch.bool)
+    y = PATHS[path](experts, x, weights, indices, nobody, act=SILU)
+    assert y.shape == (tokens, D) and not y.any()
+    everybody = PATHS[path](experts, x, weights, indices, ~nobody, act=SILU)
+    assert off(everybody, dense_experts(experts, x, weights, indices, ~nobody, act=SILU)) < 1e-5
+
+
+def test_what_an_unchosen_expert_makes_of_a_token_is_not_seen() -> None:
+    """Static shapes compute every expert; one that overflows on tokens of others must not spoil them."""
+    experts, x, weights, indices, valid = problem(torch.float32, False)
+    huge = {name: leaf.clone() for name, leaf in experts.items()}
+    huge["gate_proj"][2], huge["up_proj"][2] = 1e30, 1e30
+    flat = [leaf.requires_grad_() for leaf in huge.values()]
+    y = dense_experts(huge, x, weights, indices, valid, act=SILU)
+    assert y.isfinite().all() and all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), flat))
+
+
+def test_static_shapes_go_through_every_transform() -> None:
+    experts, x, weights, indices, valid = problem(torch.float64, True)
+
+    def f(experts: Any, x: Tensor, weights: Tensor) -> Tensor:
+        return dense_experts(experts, x, weights, indices, valid, act=SILU).sin().sum()
+
+    given = (experts, x, weights)
+    direction = tree.map(lambda t: generic("direction", torch.empty(t.shape)).double(), given)
+    slope = jvp(f, given, direction)[1]
+    step = 1e-6
+    hi, lo = (f(*tree.map(lambda t, d, s=s: t + s * d, given, direction)) for s in (step, -step))
+    assert off(slope, (hi - lo) / (2 * step)) < 1e-7
+    twice = jvp(lambda *a: grad(f, argnums=1)(*a), given, direction)[1]
+    assert twice.isfinite().all() and twice.any()
+    each = vmap(lambda x, w, i, v: dense_experts(experts, x, w, i, v, act=SILU))(
+        x[:, None], weights[:, None], indices[:, None], valid[:, None]
+    )
+    assert off(each[:, 0], dense_experts(*given, indices, valid, act=SILU)) < 1e-12
+
+
+def test_who_is_chosen_and_who_says_no() -> None:
+    experts, x, weights, indices, valid = problem(torch.float32, False)
+    assert choose_experts("auto", x, kernel="math") is dense_experts
+    assert choose_experts("auto", x, kernel="auto") is loop_experts
+    assert choose_experts("auto", x.to("meta"), kernel="auto") is dense_experts
+    assert choose_experts(grouped_experts, x, kernel="math") is grouped_experts
+    with pytest.raises(ValueError, match="experts is 'quick'; it must be auto, loop, grouped, dense"):
+        choose_experts("quick", x, kernel="auto")
+    seen = []
+    vmap(lambda row: seen.append(choose_experts("auto", row, kernel="auto")) or row)(x)
+    grad(lambda x: seen.append(choose_experts("auto", x, kernel="auto")) or x.sum())(x)
+    assert seen == [dense_experts, loop_experts]
+    with pytest.raises(NotImplementedError, match='experts="dense" has static shapes'):
+        vmap(lambda *row: loop_experts(experts, *row, act=SILU))(*(t[:, None] for t in (x, weights, indices, valid)))
+    with pytest.raises(NotImplementedError, match='experts="dense" supports all'):
+        jvp(lambda x: grouped_experts(experts, x, weights, indices, valid, act=SILU), (x,), (x,))
+    narrow = {name: leaf[..., :6].contiguous() for name, leaf in experts.items()}
+    with pytest.raises(ValueError, match="takes fp32 and half precision, not torch"):
+        grouped_experts(*problem(torch.float64, False), act=SILU)
+    with pytest.raises(ValueError, match="those of gate_proj hold 6 numbers of 4 bytes"):
+        grouped_experts(narrow, x[:, :6], weights, indices, valid, act=SILU)
+
+
+# ------------------------------------------------------------------------------------------------ the whole
+
+
+def test_the_whole_layer() -> None:
+    layer = leaves(shared=7, shared_gate=True, router_bias=True)
+    x, valid = noise(2, 6, D), torch.tensor([[False, True, True, True, True, False], [True] * 6])
+    route = functools.partial(softmax_top_k, k=K)
+    y, aux = moe(layer, x, route, valid=valid, act=SILU)
+    logits = x @ layer["router"].T + layer["router_bias"]
+    weights, indices = route(logits)
+    shared = layer["shared_expert"]
+    flat = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1), valid.flatten())
+    want = one_by_one(layer["experts"], *flat, False).view(2, 6, D)
+    inner = SILU(x @ shared["gate_proj"].T, x @ shared["up_proj"].T)
+    want += (x @ layer["shared_expert_gate"].T).sigmoid() * (inner @ shared["down_proj"].T)
+    assert off(y[valid], want[valid]) < 1e-12 and y[~valid].isfinite().all()
+    assert off(aux["router_logits"][valid], logits[valid]) < 1e-12
+    assert torch.equal(aux["expert_indices"][valid], indices[valid])
+    assert torch.equal(aux["counts"], indices[valid].flatten().bincount(minlength=E))
+    again, _ = moe(layer, x, route, valid=valid, routing=torch.where(valid[..., None], indices, -1), act=SILU)
+    assert torch.equal(again, y)
+    own = []
+    moe(layer, x, route, valid=valid, act=SILU, experts=lambda *a, **o: own.append(o) or loop_experts(*a, **o))
+    assert own == [{"act": SILU, "input_weighted": False}]
+
+
+def test_a_wide_router() -> None:
+    layer = leaves(torch.bfloat16)
+    x, valid = noise(1, 6, D).bfloat16(), torch.ones(1, 6, dtype=torch.bool)
+    _, narrow = moe(layer, x, functools.partial(softmax_top_k, k=K), valid=valid, act=SILU)
+    _, wide = moe(layer, x, functools.partial(softmax_top_k, k=K), valid=valid, act=SILU, wide_router=True)
+    assert narrow["router_logits"].dtype == torch.bfloat16
+    assert torch.equal(wide["router_logits"], x.float() @ layer["router"].float().T)
+
+
+@pytest.mark.parametrize("valid", [None, torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 6)])
+def test_a_layer_that_is_not_told_of_padding(valid: Tensor | None) -> None:
+    with pytest.raises(ValueError, match="pass `valid`" if valid is None else r"valid must be bool \[2, 6\]"):
+        moe(leaves(), noise(2, 6, D), functools.partial(softmax_top_k, k=K), valid=valid, act=SILU)
