@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .disk import Part, fuse
+from .disk import Part, Stack, fuse
 from .errors import ConfigError
 from .hf import Fields
 from .leaf import Leaf
@@ -139,3 +139,11 @@ def fused(flat: Mapping[str, Leaf], where: str, name: str, leaves: Sequence[str]
     return fuse(
         decoder_name(f"{where}.{name}"), {f"{where}.{leaf}": flat[f"{where}.{leaf}"].shape[0] for leaf in leaves}
     )
+
+
+def expert_names(prefix: str, experts: int, name: str) -> Stack:
+    """A leaf [E, ...] that is a tensor of each expert on disk: model.layers.3.mlp.experts.0.gate_proj.weight and so on.
+
+    prefix: "model.layers.3.mlp.experts". name: what follows the expert's number, "gate_proj.weight".
+    """
+    return Stack(tuple(f"{prefix}.{index}.{name}" for index in range(experts)))

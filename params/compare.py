@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import family_of, forward, prepare, tree
-from fnmodels.disk import disk_name, take
+from fnmodels.disk import gather
 from fnmodels.errors import CheckpointError, MismatchError, UnsupportedError
 from fnmodels.tree import Tree
 from params.config import load_config
@@ -172,7 +172,7 @@ def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str
 def _value_faults(config: Any, params: Tree, theirs: Mapping[str, Tensor]) -> dict[str, float]:
     """{path: largest difference} of the leaves that do not hold the reference's values."""
     flat = tree.flatten(params)
-    pairs = {slot.path: take(slot.stored, theirs[disk_name(slot.stored)].detach()) for slot in slots(config)}
+    pairs = {slot.path: gather(slot.stored, theirs).detach() for slot in slots(config)}
     return {path: _off(flat[path], leaf) for path, leaf in pairs.items() if not torch.equal(flat[path], leaf)}
 
 

@@ -178,16 +178,21 @@ def scratch() -> Tensor:
 def read_tensor(file: TensorFile, entry: Entry, dtype: torch.dtype | None, buffer: Tensor) -> Tensor:
     """A tensor in memory of its own, read from the file and cast piece by piece; dtype None: as it is there."""
     out = torch.empty(entry.shape, dtype=dtype or entry.dtype, device="cpu")
+    read_into(out, file, entry, buffer)
+    return out
+
+
+def read_into(out: Tensor, file: TensorFile, entry: Entry, buffer: Tensor) -> None:
+    """As `read_tensor`, into contiguous memory on the CPU that is there."""
     if out.dtype == entry.dtype:
         _fill(file.path, file.handle, _raw(out), entry.start)
-        return out
+        return
     piece, start = buffer.view(entry.dtype), entry.start
     for part in out.view(-1).split(len(piece)):
         read = piece[: len(part)]
         _fill(file.path, file.handle, _raw(read), start)
         part.copy_(read)
         start += read.nbytes
-    return out
 
 
 def _raw(tensor: Tensor) -> memoryview:

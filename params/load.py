@@ -6,9 +6,12 @@ and all differences are told at once.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,14 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import disk_name, take
+from fnmodels.disk import Part, Single, Stack, disk_name, take, take_into
 from fnmodels.errors import MismatchError
 from fnmodels.tree import Tree
 from params.config import load_config
-from params.format import Entry, TensorFile, map_file, mapped_tensor, read_tensor, scratch
+from params.format import Entry, TensorFile, map_file, mapped_tensor, read_into, read_tensor, scratch
 from params.index import listed, open_folder
 from params.init import leaf_dtype
-from params.names import Slot, by_name, dtype_class, is_leftover, lacking, slots, ties
+from params.names import Piece, Slot, by_name, dtype_class, is_leftover, lacking, pieces, slots, ties
 
 Found = dict[str, tuple[TensorFile, Entry]]
 
@@ -43,9 +46,10 @@ def load_pretrained(
     keep_dtype. device: None is the CPU. plan: sharded loading, not there yet.
     copy=False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If the
     file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place the leaf may
-    change. copy=True reads everything into memory of its own, as does any cast or other device. Beyond the result, at
-    most one tensor is held. A head that is tied is one leaf. check_finite=True reads everything, and refuses leaves
-    with a NaN or an infinity (which a cast to fp16 may bring in).
+    change. copy=True reads everything into memory of its own, as does any cast or other device. A leaf of several
+    tensors, as experts often are, is always read, into one piece. Beyond the result, at most one tensor is held. A head
+    that is tied is one leaf. check_finite=True reads everything, and refuses leaves with a NaN or an infinity (which a
+    cast to fp16 may bring in).
 
     Raises CheckpointError by kind (see `fnmodels.errors`), and the operating system's own errors for what is missing.
     """
@@ -65,22 +69,27 @@ def load_pretrained(
         buffer = scratch()
         _check_ties(tied, found, mappings)
         flat = {
-            slot.path: _leaf(slot, *found[disk_name(slot.stored)], mappings, _target(slot, dtype), device, copy, buffer)
-            for slot in parameters
+            slot.path: _leaf(slot, found, mappings, _target(slot, dtype), device, copy, buffer) for slot in parameters
         }
         if check_finite:
             _check_finite(folder, parameters, flat, found)
     return config, tree.unflatten(flat)
 
 
-def _compare(folder: Path, expected: dict[str, list[Slot]], tied: dict[str, str], found: Found) -> None:
+def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str], found: Found) -> None:
     """MismatchError with every difference between the tensors called for and those that the headers announce."""
     faults = []
-    for name, (slot, *_) in expected.items():
-        if name in found:
-            faults += _faults(name, slot, *found[name])
-        else:
-            faults.append(f"{name}: missing; expected {list(slot.disk_shape)}")
+    dtypes: dict[str, tuple[str, torch.dtype]] = {}  # of leaves that are several tensors
+    for name, (piece, *_) in expected.items():
+        if name not in found:
+            faults.append(f"{name}: missing; expected {list(piece.disk_shape)}")
+            continue
+        file, entry = found[name]
+        faults += _faults(name, piece, file, entry)
+        if piece.index is not None:
+            other, dtype = dtypes.setdefault(piece.path, (name, entry.dtype))
+            if entry.dtype != dtype:
+                faults.append(f"{name}: {_name(entry.dtype)}, but {other}, which it is stacked with, is {_name(dtype)}")
     for name, (file, entry) in found.items():
         if name in tied:
             faults += _faults(name, expected[tied[name]][0], file, entry)
@@ -93,11 +102,11 @@ def _compare(folder: Path, expected: dict[str, list[Slot]], tied: dict[str, str]
         )
 
 
-def _faults(name: str, slot: Slot, file: TensorFile, entry: Entry) -> list[str]:
+def _faults(name: str, piece: Piece, file: TensorFile, entry: Entry) -> list[str]:
     faults = []
-    if entry.shape != slot.disk_shape:
-        faults.append(f"{name} in {file.path.name}: expected {list(slot.disk_shape)}, found {list(entry.shape)}")
-    wanted = dtype_class(slot.leaf.dtype)
+    if entry.shape != piece.disk_shape:
+        faults.append(f"{name} in {file.path.name}: expected {list(piece.disk_shape)}, found {list(entry.shape)}")
+    wanted = dtype_class(piece.leaf.dtype)
     if dtype_class(entry.dtype) != wanted:
         faults.append(f"{name} in {file.path.name}: expected a {wanted} dtype, found {_name(entry.dtype)}")
     return faults
@@ -123,12 +132,12 @@ def _check_ties(tied: dict[str, str], found: Found, mappings: dict[Path, mmap.mm
 def _check_finite(folder: Path, parameters: tuple[Slot, ...], flat: dict[str, Tensor], found: Found) -> None:
     """MismatchError with every leaf that has a value which no training gives a good model."""
     faults = []
-    for slot in parameters:
-        leaf, name = flat[slot.path], disk_name(slot.stored)
+    for piece in itertools.chain.from_iterable(pieces(slot) for slot in parameters):
+        value, name = piece.value(flat), disk_name(piece.stored)
         # in one pass and without a mask as large as the leaf: NaN spreads to both ends
-        if leaf.is_floating_point() and leaf.numel() and not all(end.isfinite() for end in torch.aminmax(leaf)):
-            count = leaf.numel() - int(leaf.isfinite().sum())
-            faults.append(f"{name} in {found[name][0].path.name}: {count:,} of {leaf.numel():,} values are not finite")
+        if value.is_floating_point() and value.numel() and not all(end.isfinite() for end in torch.aminmax(value)):
+            count = value.numel() - int(value.isfinite().sum())
+            faults.append(f"{name} in {found[name][0].path.name}: {count:,} of {value.numel():,} values are not finite")
     if faults:
         raise MismatchError(f"{folder}: check_finite found NaN or infinities ({len(faults)} tensors):{listed(faults)}")
 
@@ -139,8 +148,7 @@ def _target(slot: Slot, dtype: torch.dtype | None) -> torch.dtype | None:
 
 def _leaf(
     slot: Slot,
-    file: TensorFile,
-    entry: Entry,
+    found: Found,
     mappings: dict[Path, mmap.mmap],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
@@ -148,30 +156,68 @@ def _leaf(
     buffer: Tensor,
 ) -> Tensor:
     """One parameter, mapped where it can stay as and where it is on disk."""
-    piece = _piece(slot, entry)
+    stored = slot.stored
+    if isinstance(stored, Stack):
+        several = [(single, *found[disk_name(single)]) for single in stored.parts]
+        return _stacked(slot, several, dtype, device, buffer)
+    file, entry = found[disk_name(stored)]
+    piece = _piece(stored, slot.leaf.shape, entry)
     stays = dtype in (None, entry.dtype) and torch.device(device or "cpu").type == "cpu"
-    if stays and not copy:
+    if stays and not copy and not _takes_turns(stored):
         mapping = _mapping(mappings, file)
-        return take(slot.stored, mapped_tensor(mapping, entry)) if piece is None else mapped_tensor(mapping, piece)
+        return take(stored, mapped_tensor(mapping, entry)) if piece is None else mapped_tensor(mapping, piece)
     # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
     if piece is not None:
         return read_tensor(file, piece, dtype, buffer).to(device or "cpu")
-    part = take(slot.stored, read_tensor(file, entry, None, buffer))
-    return torch.empty(part.shape, dtype=dtype or part.dtype, device=device or "cpu").copy_(part)
+    if isinstance(stored, Part) and stored.batched:
+        one = replace(stored, batched=False)
+        return _stacked(slot, [(one, file, each) for each in _each(entry)], dtype, device, buffer)
+    out = torch.empty(slot.leaf.shape, dtype=dtype or entry.dtype, device=device or "cpu")
+    take_into(out, stored, read_tensor(file, entry, None, buffer))
+    return out
 
 
-def _piece(slot: Slot, entry: Entry) -> Entry | None:
+def _stacked(
+    slot: Slot,
+    several: Sequence[tuple[Single, TensorFile, Entry]],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    buffer: Tensor,
+) -> Tensor:
+    """A parameter [E, ...] in one allocation, filled entry by entry."""
+    out = torch.empty(slot.leaf.shape, dtype=dtype or several[0][2].dtype, device=device or "cpu")
+    for target, (single, file, entry) in zip(out, several, strict=True):
+        piece = _piece(single, tuple(target.shape), entry)
+        if piece is not None and target.device.type == "cpu":
+            read_into(target, file, piece, buffer)
+        else:
+            take_into(target, single, read_tensor(file, entry, None, buffer))
+    return out
+
+
+def _each(entry: Entry) -> list[Entry]:
+    """The entries of the first dimension, which lie one after the other."""
+    count, size = entry.shape[0], (entry.stop - entry.start) // entry.shape[0]
+    starts = (entry.start + index * size for index in range(count))
+    return [Entry(entry.dtype, entry.shape[1:], start, start + size) for start in starts]
+
+
+def _takes_turns(stored: Single) -> bool:
+    """Whether its rows alternate with another's, so that `take` copies: then better from what was read."""
+    return isinstance(stored, Part) and stored.groups > 1
+
+
+def _piece(stored: Single, shape: tuple[int, ...], entry: Entry) -> Entry | None:
     """The bytes of a parameter which is all of a tensor on disk, or rows of it one after the other; else None.
 
     So each such leaf has a storage of its own: a slice of a fused tensor would keep all of it, and be copied with it.
     """
-    stored = slot.stored
     if isinstance(stored, str):
         return entry
-    if stored.groups > 1 or (stored.transposed and len(entry.shape) > 1):
+    if stored.batched or stored.groups > 1 or (stored.transposed and len(entry.shape) > 1):
         return None
     row = (entry.stop - entry.start) // stored.rows
-    return Entry(entry.dtype, slot.leaf.shape, entry.start + stored.start * row, entry.start + stored.stop * row)
+    return Entry(entry.dtype, shape, entry.start + stored.start * row, entry.start + stored.stop * row)
 
 
 def _mapping(mappings: dict[Path, mmap.mmap], file: TensorFile) -> mmap.mmap:

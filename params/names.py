@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import Stored, disk_name, disk_shape
+from fnmodels.disk import Single, Stack, Stored, disk_name, disk_names, disk_shape
 from fnmodels.families import family_of
 from fnmodels.leaf import Leaf
 
@@ -23,10 +24,24 @@ class Slot:
     leaf: Leaf
     stored: Stored
 
+
+@dataclass(frozen=True)
+class Piece:
+    """What one tensor on disk has of a parameter: all of it, or entry `index` of its first dimension, of a `Stack`."""
+
+    path: str
+    leaf: Leaf  # of this piece
+    stored: Single
+    index: int | None = None
+
     @property
     def disk_shape(self) -> tuple[int, ...]:
         """The shape of the tensor on disk, of which this may be a part."""
         return disk_shape(self.stored, self.leaf.shape)
+
+    def value(self, flat: Mapping[str, Tensor]) -> Tensor:
+        """It, from all parameters by path."""
+        return flat[self.path] if self.index is None else flat[self.path][self.index]
 
 
 def slots(config: Any, prefix: str = "") -> tuple[Slot, ...]:
@@ -36,11 +51,23 @@ def slots(config: Any, prefix: str = "") -> tuple[Slot, ...]:
     return tuple(Slot(path, leaf, _cut(names[path], prefix)) for path, leaf in leaves.items())
 
 
-def by_name(parameters: Iterable[Slot]) -> dict[str, list[Slot]]:
+def pieces(slot: Slot) -> list[Piece]:
+    """One for each tensor on disk that it is made of."""
+    path, leaf, stored = slot.path, slot.leaf, slot.stored
+    if not isinstance(stored, Stack):
+        return [Piece(path, leaf, stored)]
+    if len(stored.parts) != leaf.shape[0]:
+        raise ValueError(f"{path} has {leaf.shape[0]} entries, but {len(stored.parts)} tensors on disk.")
+    one = replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:])
+    return [Piece(path, one, single, index) for index, single in enumerate(stored.parts)]
+
+
+def by_name(parameters: Iterable[Slot]) -> dict[str, list[Piece]]:
     """{name of a tensor on disk: what it consists of}, usually one parameter."""
-    grouped: dict[str, list[Slot]] = {}
+    grouped: dict[str, list[Piece]] = {}
     for slot in parameters:
-        grouped.setdefault(disk_name(slot.stored), []).append(slot)
+        for piece in pieces(slot):
+            grouped.setdefault(disk_name(piece.stored), []).append(piece)
     return grouped
 
 
@@ -49,7 +76,8 @@ def lacking(config: Any, found: Container[str]) -> str:
 
     OpenAI's GPT-2 and models that were saved without a head begin at `wte` or `layers`, not `transformer` or `model`.
     """
-    names = [disk_name(stored) for path, stored in family_of(config).hf_names(config).items() if path != "lm_head"]
+    stored = {path: one for path, one in family_of(config).hf_names(config).items() if path != "lm_head"}
+    names = [name for one in stored.values() for name in disk_names(one)]
     prefix = names[0].partition(".")[0] + "."
     common = all(name.startswith(prefix) for name in names)
     bare = not any(name in found for name in names) and any(name.removeprefix(prefix) in found for name in names)
@@ -68,10 +96,17 @@ def ties(config: Any, prefix: str = "") -> dict[str, str]:
     names = family_of(config).hf_names(replace(config, tie_word_embeddings=False))
     if not names.keys() >= {"lm_head", "embed_tokens"}:  # a family of someone's own, with a head of its own
         return {}
-    return {disk_name(names["lm_head"]): disk_name(_cut(names["embed_tokens"], prefix))}
+    (head,), (embedding,) = disk_names(names["lm_head"]), disk_names(names["embed_tokens"])
+    return {head: embedding.removeprefix(prefix)}
 
 
 def _cut(stored: Stored, prefix: str) -> Stored:
+    if isinstance(stored, Stack):
+        return Stack(tuple(_cut_one(single, prefix) for single in stored.parts))
+    return _cut_one(stored, prefix)
+
+
+def _cut_one(stored: Single, prefix: str) -> Single:
     if isinstance(stored, str):
         return stored.removeprefix(prefix)
     return replace(stored, name=stored.name.removeprefix(prefix))

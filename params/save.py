@@ -21,7 +21,7 @@ from params.files import sync
 from params.format import NAMES, Outgoing, write_tensors
 from params.index import INDEX, SINGLE, listed, make_index
 from params.manifest import MANIFEST, write_manifest
-from params.names import Slot, by_name, dtype_class, slots
+from params.names import Piece, Slot, by_name, dtype_class, slots
 from params.saving import staged, told
 
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
@@ -93,10 +93,10 @@ def _same(one: Path, two: Path) -> bool:
     return one.exists() and one.read_bytes() == two.read_bytes()
 
 
-def _outgoing(parts: list[Slot], flat: dict[str, Tensor]) -> Outgoing:
+def _outgoing(parts: list[Piece], flat: dict[str, Tensor]) -> Outgoing:
     """A tensor of the file; parts of one are joined when it is written, not before."""
     return Outgoing(
-        flat[parts[0].path].dtype, parts[0].disk_shape, lambda: join((slot.stored, flat[slot.path]) for slot in parts)
+        flat[parts[0].path].dtype, parts[0].disk_shape, lambda: join((part.stored, part.value(flat)) for part in parts)
     )
 
 
@@ -115,9 +115,9 @@ def _check(parameters: tuple[Slot, ...], flat: dict[str, Any]) -> None:
         elif value.is_meta:
             faults.append(f"{path}: on the meta device, so there is nothing to save")
     for name, parts in by_name(parameters).items():
-        dtypes = {value.dtype for slot in parts if isinstance(value := flat.get(slot.path), Tensor)}
+        dtypes = {value.dtype for part in parts if isinstance(value := flat.get(part.path), Tensor)}
         if len(dtypes) > 1:
-            listing = ", ".join(slot.path for slot in parts)
+            listing = ", ".join(part.path for part in parts)
             faults.append(f"{listing}: must have one dtype, for they are one tensor {name} on disk")
     if faults:
         raise MismatchError(

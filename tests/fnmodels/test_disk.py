@@ -1,13 +1,20 @@
 """Parameters that are parts of one tensor on disk: taken apart, joined again."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fnmodels.disk import Part, covers, disk_shape, fuse, join, take
+from fnmodels.decoder import expert_names
+from fnmodels.disk import Part, Stack, covers, disk_names, disk_shape, fuse, gather, join, take, take_into
 
 FUSED = [Part("qkv", 0, 4, 8), Part("qkv", 4, 6, 8), Part("qkv", 6, 8, 8)]
 GROUPED = [Part("qkv", i, i + 1, 6, groups=2) for i in range(3)]
 TRANSPOSED = [Part("qkv", 0, 3, 6, transposed=True), Part("qkv", 3, 6, 6, transposed=True)]
+HALVES = [Part("experts", i, i + 4, 8, transposed=True, batched=True) for i in (0, 4)]  # Llama 4's
+TURNS = [Part("experts", i, i + 1, 8, groups=4, transposed=True, batched=True) for i in (0, 1)]  # gpt-oss's
 
 
 def test_take_selects_rows():
@@ -47,3 +54,59 @@ def test_covers_finds_holes_and_overlaps():
 def test_a_part_outside_of_its_tensor_is_refused():
     with pytest.raises(ValueError, match="does not lie in its tensor"):
         Part("qkv", 4, 9, 8)
+
+
+def test_experts_of_one_tensor():
+    """Gate and up of all experts lie in [E, in, 2 F], by halves or column by column in turn; so do biases [E, 2 F]."""
+    weight, bias = torch.randn(3, 5, 8), torch.randn(3, 8)
+    for e in range(3):
+        assert torch.equal(take(HALVES[0], weight)[e], weight[e, :, :4].T)
+        assert torch.equal(take(HALVES[1], weight)[e], weight[e, :, 4:].T)
+        assert torch.equal(take(HALVES[1], bias)[e], bias[e, 4:])
+        assert torch.equal(take(TURNS[0], weight)[e], weight[e, :, 0::2].T)
+        assert torch.equal(take(TURNS[1], weight)[e], weight[e, :, 1::2].T)
+        assert torch.equal(take(TURNS[1], bias)[e], bias[e, 1::2])
+    assert take(HALVES[1], weight).data_ptr() == weight[0, 0, 4:].data_ptr(), "a view"
+    assert take(TURNS[1], weight).is_contiguous(), "a copy: as a view none of its numbers would have a neighbor"
+
+
+@st.composite
+def _layouts(draw: st.DrawFn) -> tuple[list[Part], tuple[int, ...]]:
+    """Parts that fill one tensor, and that tensor's shape but for its rows."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    groups, transposed, batched = draw(st.integers(1, 3)), draw(st.booleans()), draw(st.booleans())
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    rows = groups * sum(sizes)
+    parts = [
+        Part("w", start, start + size, rows, groups=groups, transposed=transposed, batched=batched)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    experts = (draw(st.integers(1, 3)),) if batched else ()
+    return draw(st.permutations(parts)), (*experts, rows, *draw(st.sampled_from([(), (1,), (3,)])))
+
+
+@settings(max_examples=150, deadline=None)
+@given(_layouts())
+def test_any_layout_there_and_back(layout):
+    parts, shape = layout
+    whole = torch.arange(float(math.prod(shape))).view(disk_shape(parts[0], shape))
+    leaves = [take(part, whole) for part in parts]
+    assert covers(parts) and (len(parts) == 1 or not covers(parts[1:]))
+    assert torch.equal(join(zip(parts, leaves, strict=True)), whole)
+    for part, leaf in zip(parts, leaves, strict=True):
+        assert disk_shape(part, leaf.shape) == whole.shape
+        filled = torch.full_like(leaf, math.nan, memory_format=torch.contiguous_format)
+        take_into(filled, part, whole)
+        assert torch.equal(filled, leaf)
+
+
+def test_a_stack_is_made_of_one_tensor_per_expert():
+    stack = expert_names("model.layers.3.mlp.experts", 2, "gate_proj.weight")
+    names = tuple(f"model.layers.3.mlp.experts.{e}.gate_proj.weight" for e in (0, 1))
+    assert stack == Stack(names) and disk_names(stack) == names and disk_names("norm") == ("norm",)
+    tensors = {name: torch.randn(4, 6) for name in names}
+    assert torch.equal(gather(stack, tensors), torch.stack(list(tensors.values())))
+    fused = Stack(tuple(Part(name, 1, 3, 4, transposed=True) for name in names))
+    assert torch.equal(gather(fused, {n: t.T for n, t in tensors.items()})[1], tensors[names[1]][1:3])
+    with pytest.raises(ValueError, match="at least one"):
+        Stack(())

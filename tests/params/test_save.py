@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import params as P
 from fnmodels import llama, tree
-from fnmodels.disk import Part, covers, disk_name, take
+from fnmodels.disk import Part, covers, gather, take
 from params import save
 from params.manifest import MANIFEST
 from params.names import by_name, slots
@@ -72,7 +72,7 @@ def test_transformers_opens_ours(case: Case, limit: str, tmp_path: Path) -> None
     """And computes the same logits, bit for bit, as from the parameters set by hand."""
     original = model_of(case.values)
     config, state = case.config, on_disk(original)
-    weights = tree.unflatten({slot.path: take(slot.stored, state[disk_name(slot.stored)]) for slot in slots(config)})
+    weights = tree.unflatten({slot.path: gather(slot.stored, state) for slot in slots(config)})
     P.save_pretrained(tmp_path, config, weights, max_shard_size=limit)
     opened, report = AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True, attn_implementation="eager", dtype="auto"

@@ -34,8 +34,8 @@ def params_of(model: torch.nn.Module, config: Any) -> Any:
     """The model's parameters as our tree, moved by name and by nothing else: no tensor may be left over."""
     state = on_disk(model)
     stored = fnmodels.family_of(config).hf_names(config)
-    assert {disk.disk_name(s) for s in stored.values()} == state.keys()
-    flat = {path: disk.take(s, state[disk.disk_name(s)].detach()).clone() for path, s in stored.items()}
+    assert {name for s in stored.values() for name in disk.disk_names(s)} == state.keys()
+    flat = {path: disk.gather(s, state).detach().clone() for path, s in stored.items()}
     return tree.unflatten(flat)
 
 

@@ -28,7 +28,8 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     model.get_input_embeddings().padding_idx = None
     family = fnmodels.family_of(case.config)
     named, names = on_disk(model), family.hf_names(case.config)
-    decays = {disk.disk_name(names[path]): leaf.decay for path, leaf in tree.flatten(family.spec(case.config)).items()}
+    leaves = tree.flatten(family.spec(case.config))
+    decays = {name: leaf.decay for path, leaf in leaves.items() for name in disk.disk_names(names[path])}
     assert {id(p) for p in named.values()} == {id(p) for p in model.parameters()}, "copies would not be trained"
     groups = [
         {"params": [named[name] for name in decays if decays[name] is on], "weight_decay": DECAY if on else 0.0}
