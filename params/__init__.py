@@ -19,6 +19,7 @@ from fnmodels.errors import (
 )
 from fnmodels.leaf import Constant, Leaf, Normal
 from fnmodels.tree import flatten, unflatten
+from params import lora
 from params.config import load_config
 from params.init import abstract, count, init
 from params.load import load_pretrained
@@ -42,6 +43,7 @@ __all__ = [
     "init",
     "load_config",
     "load_pretrained",
+    "lora",
     "save_pretrained",
     "unflatten",
     "verify",

@@ -1,0 +1,277 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a rewrite of the parameter tree that no forward notices.
+
+    params = P.lora.add(config, params, rank=8, targets=("q_proj", "v_proj"), seed=0)
+    optimizer = train.adamw(1e-4, spec=P.lora.spec(config, params))     # the adapters alone train
+    P.lora.save_adapters("adapters", config, params)                    # in PEFT's format
+    params = P.lora.merge(params)                                       # plain weights again
+
+A target becomes a node `Lora` of three leaves, at path.weight, path.a and path.b. It stands where a weight stands in
+`F.linear` and computes x W^T + scale (x A^T) B^T there, so that the large product's gradient is never made.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.disk import Stored
+from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
+from fnmodels.families import family_of
+from fnmodels.leaf import Constant, Leaf, Normal
+from fnmodels.tree import Tree, pytree, static
+from params.files import plain_file, read_json, sync
+from params.format import Outgoing, map_file, mapped_tensor, open_tensors, write_tensors
+from params.index import listed
+from params.init import draw
+from params.saving import staged, told
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+@pytree
+@dataclass(frozen=True, eq=False)
+class Lora:
+    """weight [out, in] with an adapter: weight + scale b a, where a is [rank, in] and b [out, rank]."""
+
+    weight: Any
+    a: Any
+    b: Any
+    scale: float = static(default=1.0)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """F.linear(x, self, bias); torch raises for every other function of a Lora, naming it."""
+        if func is not F.linear or isinstance(args[0], cls):
+            return NotImplemented
+        return args[1].linear(args[0], *args[2:], **(kwargs or {}))
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        low = F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
+        return F.linear(x, self.weight, bias) + self.scale * low
+
+    def merged(self) -> Tensor:
+        """The weight with the adapter added, in the weight's dtype; added in fp32 at least."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        low: Tensor = self.b.to(wide) @ self.a.to(wide)
+        return (self.weight.to(wide) + self.scale * low).to(self.weight.dtype)
+
+
+def add(
+    config: Any,
+    params: Tree,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    targets: Iterable[str] = ("q_proj", "v_proj"),
+    seed: int = 0,
+) -> Tree:
+    """`params` with an adapter at every target; the weights are the same tensors, and the model computes the same.
+
+    targets: last names of paths ("q_proj"), or patterns of the shell over whole paths ("layers.1?.mlp.*"); one without
+    a match, or with a match that is no matrix of a linear map, raises. alpha: the adapter is scaled by alpha / rank;
+    None: rank. a is drawn by (seed, path), uniform in +-1/sqrt(in) as PEFT's, in the weight's dtype; b begins at 0.
+    """
+    if rank < 1:
+        raise ValueError(f"rank is {rank}; it must be at least 1.")
+    chosen = _targets(config, params, tuple(targets))
+    scale = (rank if alpha is None else alpha) / rank
+
+    def adapted(path: str, weight: Any) -> Any:
+        if path not in chosen:
+            return weight
+        a, b = _adapter_leaves(chosen[path], rank)
+        # the distribution function of a normal variable is uniform at its draws
+        uniform = torch.special.erf(draw(a, seed, f"{path}.a") / math.sqrt(2)) / math.sqrt(a.shape[1])
+        return Lora(weight, uniform.to(weight), draw(b, seed, f"{path}.b").to(weight), scale)
+
+    return _rewrite(adapted, params)
+
+
+def merge(params: Tree) -> Tree:
+    """Plain weights: each `Lora` becomes the one tensor that it stands for."""
+    return _rewrite(lambda _, leaf: leaf.merged() if isinstance(leaf, Lora) else leaf, params)
+
+
+def spec(config: Any, params: Tree) -> Tree:
+    """The family's spec for `params` with adapters: a and b train, decay included, and nothing else does."""
+    leaves = tree.flatten(family_of(config).spec(config))
+
+    def frozen(path: str, value: Any) -> Any:
+        leaf = leaves[path]
+        base = Leaf(leaf.shape, leaf.dtype, leaf.axes, leaf.init, trainable=False, decay=False)
+        return Lora(base, *_adapter_leaves(leaf, len(value.a)), value.scale) if isinstance(value, Lora) else base
+
+    return _rewrite(frozen, params)
+
+
+def save_adapters(path: str | os.PathLike[str], config: Any, params: Tree, *, base: str = "") -> None:
+    """Write the adapters into the folder `path` as PEFT reads them: adapter_config.json, adapter_model.safetensors.
+
+    base: what PEFT shall take for the base model (`base_model_name_or_path`). All adapters must share rank and scale.
+    UnsupportedError where a weight is a part of a fused tensor on disk, for which PEFT has no adapter.
+    """
+    adapters = _adapters(params)
+    if not adapters:
+        raise ValueError("params hold no adapters; params.lora.add makes them.")
+    forms = {(len(node.a), node.scale) for node in adapters.values()}
+    if len(forms) > 1:
+        raise ValueError(f"The adapters have several ranks and scales, {sorted(forms)}; one file holds one.")
+    (rank, scale), names = forms.pop(), _modules(config, adapters)
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": int(alpha) if (alpha := scale * rank) == int(alpha) else alpha,
+        "target_modules": sorted(names.values()),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    tensors: dict[str, Outgoing] = {}
+    for where, node in adapters.items():
+        for letter, value in (("A", node.a), ("B", node.b)):
+            name = f"{_PREFIX}{names[where]}.lora_{letter}.weight"
+            tensors[name] = Outgoing(value.dtype, tuple(value.shape), lambda value=value: value.detach())  # type: ignore[misc]
+    folder = Path(path)
+    with staged(folder) as temporary, told(folder, "The adapters were not saved", "older ones are as they were"):
+        write_tensors(temporary / WEIGHTS, tensors)
+        (temporary / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        sync(temporary / CONFIG)
+        (folder / CONFIG).unlink(missing_ok=True)  # first away and last back: without it nothing loads the folder
+        for file in (WEIGHTS, CONFIG):
+            os.replace(temporary / file, folder / file)
+        sync(folder)
+
+
+def load_adapters(path: str | os.PathLike[str], config: Any, params: Tree) -> Tree:
+    """`params` with the adapters of a folder in PEFT's format: plain LoRA on linear weights, which must all be there.
+
+    ConfigError or UnsupportedError for what the config asks beyond that, MismatchError with every tensor that is
+    missing, unexpected or mis-shaped.
+    """
+    folder = Path(path)
+    rank, alpha = _read_config(plain_file(folder, CONFIG))
+    with ExitStack() as stack:
+        file = open_tensors(plain_file(folder, WEIGHTS), stack)
+        mapping = map_file(file)
+        found = {name: mapped_tensor(mapping, entry).clone() for name, entry in file.entries.items()}
+    leaves = {p: leaf for p, leaf in tree.flatten(family_of(config).spec(config)).items() if _is_linear(p, leaf)}
+    paths = {module: where for where, module in _modules(config, leaves, strict=False).items()}
+    faults: list[str] = []
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, value in found.items():
+        module, _, letter = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".lora_")
+        where = paths.get(module)
+        if not name.startswith(_PREFIX) or letter not in ("A", "B") or where is None:
+            faults.append(f"{name!r}: unexpected, the model has no such linear weight")
+            continue
+        a, b = _adapter_leaves(leaves[where], rank)
+        expected = a.shape if letter == "A" else b.shape
+        if tuple(value.shape) != expected:
+            faults.append(f"{name}: expected {list(expected)}, found {list(value.shape)}")
+        pairs.setdefault(where, {})[letter] = value
+    faults += [f"{where}: only lora_{next(iter(p))} is there" for where, p in pairs.items() if len(p) == 1]
+    if faults:
+        raise MismatchError(f"{folder / WEIGHTS}: {len(faults)} adapters do not fit the model:{listed(faults)}")
+
+    def adapted(where: str, weight: Any) -> Any:
+        pair = pairs.get(where)
+        return weight if pair is None else Lora(weight, pair["A"].to(weight), pair["B"].to(weight), alpha / rank)
+
+    return _rewrite(adapted, params)
+
+
+def _read_config(file: Path) -> tuple[int, float]:
+    """(rank, alpha), after a check that the file asks for nothing more than plain LoRA."""
+    values = read_json(file)
+    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+        raise UnsupportedError(f"{file}: it must be a JSON object with the peft_type LORA.")
+    rank, alpha = values.get("r"), values.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise ConfigError(f"{file}: r is {rank!r} and lora_alpha {alpha!r}; they must be a whole number and a number.")
+    plain = {"bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False}
+    for name, wanted in plain.items():
+        if values.get(name, wanted) not in (wanted, None):
+            raise UnsupportedError(f"{file}: {name} is {values[name]!r}; only {wanted!r} can be read.")
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication"):
+        if values.get(name):
+            raise UnsupportedError(f"{file}: {name} is {values[name]!r}; adapters with it cannot be read.")
+    return rank, float(alpha)
+
+
+def _targets(config: Any, params: Tree, targets: tuple[str, ...]) -> dict[str, Leaf]:
+    """{path: leaf} that the targets name; ValueError for one that names nothing, or what no adapter fits."""
+    leaves = tree.flatten(family_of(config).spec(config))
+    if _adapters(params):
+        raise ValueError("params hold adapters already; merge them first.")
+    chosen: set[str] = set()
+    for target in targets:
+        named = {p for p in leaves if p.rpartition(".")[2] == target or fnmatch.fnmatchcase(p, target)}
+        if not named:
+            last = sorted({p.rpartition(".")[2] for p, leaf in leaves.items() if _is_linear(p, leaf)})
+            raise ValueError(f"The target {target!r} names no parameter; linear weights end in {', '.join(last)}.")
+        chosen |= named
+    wrong = sorted(path for path in chosen if not _is_linear(path, leaves[path]))
+    if wrong:
+        raise ValueError(f"{wrong[0]} {list(leaves[wrong[0]].shape)} is no weight of a linear map; adapters need one.")
+    return {path: leaves[path] for path in chosen}
+
+
+def _is_linear(path: str, leaf: Leaf) -> bool:
+    """Families apply every matrix by F.linear, but for tables that are looked up and routers in dtypes of their own."""
+    return len(leaf.shape) == 2 and not path.startswith("embed") and not path.endswith("router")
+
+
+def _adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
+    """(a, b) of an adapter to the weight `leaf`."""
+    (out, into), (rows, columns) = leaf.shape, leaf.axes
+    a = Leaf((rank, into), leaf.dtype, ("rank", columns), Normal(1.0))
+    return a, Leaf((out, rank), leaf.dtype, (rows, "rank"), Constant(0.0))
+
+
+def _adapters(params: Tree) -> dict[str, Lora]:
+    found: dict[str, Lora] = {}
+
+    def note(path: str, leaf: Any) -> None:
+        if isinstance(leaf, Lora):
+            found[path] = leaf
+
+    _rewrite(note, params)
+    return found
+
+
+def _modules(config: Any, paths: Iterable[str], *, strict: bool = True) -> dict[str, str]:
+    """{path: the name of the module whose weight it is in transformers}, as its name on disk says."""
+    names: dict[str, Stored] = family_of(config).hf_names(config)
+    found = {}
+    for path in paths:
+        stored = names[path]
+        if isinstance(stored, str) and stored.endswith(".weight"):
+            found[path] = stored.removesuffix(".weight")
+        elif strict:
+            raise UnsupportedError(f"{path} is a part of a larger tensor on disk, for which PEFT has no adapter.")
+    return found
+
+
+def _rewrite(function: Callable[[str, Any], Any], node: Tree, path: str = "") -> Tree:
+    """function(path, leaf) everywhere, a `Lora` being one leaf."""
+    if isinstance(node, dict):
+        return {key: _rewrite(function, value, f"{path}.{key}" if path else key) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_rewrite(function, value, f"{path}.{i}") for i, value in enumerate(node)]
+    return function(path, node)

@@ -1,0 +1,166 @@
+"""Adapters: they alone train, merged they are the model, and PEFT reads and writes the same files."""
+
+import json
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from params import lora
+from tests.support import batch_of, cases, generic, generic_params, off, segments
+from train import adamw, init_state, make_step, next_token_loss
+
+CASE = next(case for case in cases() if case.name == "llama_biases" or case.name == "llama")
+CONFIG = CASE.config
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _adapted(
+    config: Any = CONFIG, targets: tuple[str, ...] = ALL, rank: int = 3, dtype: torch.dtype = torch.float32
+) -> Any:
+    """Generic adapters, neither at their zero beginning."""
+    params = lora.add(config, generic_params(config, dtype), rank=rank, alpha=2 * rank, targets=targets)
+    flat = tree.flatten(params)
+    noise = {path: generic(path, t).to(dtype) if path.endswith((".a", ".b")) else t for path, t in flat.items()}
+    values = iter(noise.values())
+    return tree.map(lambda _: next(values), params)
+
+
+def _logits(params: Any, config: Any = CONFIG, kernel: str = "auto") -> torch.Tensor:
+    return batch_of(config, segments((7, 5), (12,))).forward(params, kernel=kernel)
+
+
+def test_fresh_adapters_change_no_bit_and_copy_no_weight() -> None:
+    params = generic_params(CONFIG)
+    adapted = lora.add(CONFIG, params, rank=4)
+    assert torch.equal(_logits(adapted), _logits(params))
+    assert adapted["layers"][0]["attention"]["q_proj"].weight is params["layers"][0]["attention"]["q_proj"]
+    again = lora.add(CONFIG, params, rank=4)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(adapted), tree.leaves(again), strict=True))
+
+
+def test_merged_weights_are_the_adapted_model_in_every_family() -> None:
+    for name, config in {case.family: case.config for case in cases()}.items():
+        leaves = tree.flatten(fnmodels.family_of(config).spec(config)).items()
+        linear = {path.rpartition(".")[2] for path, leaf in leaves if lora._is_linear(path, leaf)}
+        adapted = _adapted(config, tuple(sorted(linear)), dtype=torch.float64)
+        plain = _logits(generic_params(config, torch.float64), config, "math")
+        ours, merged = _logits(adapted, config, "math"), _logits(lora.merge(adapted), config, "math")
+        assert off(ours, merged) < 1e-9, name
+        assert off(ours, plain) > 1e-2, name
+
+
+def test_merged_to_a_millionth() -> None:
+    adapted = tree.map(lambda t: t * 0.3, _adapted())
+    assert float((_logits(adapted) - _logits(lora.merge(adapted))).abs().max()) <= 1e-6
+
+
+def test_only_adapters_get_gradients_and_state() -> None:
+    params = _adapted(targets=("q_proj", "layers.1.mlp.*"))
+    optimizer = adamw(0.01, spec=lora.spec(CONFIG, params))
+    made = batch_of(CONFIG, segments((7, 5), (12,)))
+    batch = {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+    step = make_step(lambda p, b: next_token_loss(p, b, config=CONFIG), optimizer)
+    state = init_state(params, optimizer)
+    adapters = {path for path in tree.flatten(params) if path.endswith((".a", ".b"))}
+    assert {path.removeprefix("exp_avg.") for path in tree.flatten(state.opt_state) if "exp_avg." in path} == adapters
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
+    for path, value in tree.flatten(state.params).items():
+        assert torch.equal(value, tree.flatten(params)[path]) == (path not in adapters), path
+
+
+def test_transforms_and_compilation_go_through() -> None:
+    params, batch = _adapted(), batch_of(CONFIG, segments((7, 5)))
+
+    def loss(params: Any) -> torch.Tensor:
+        return batch.forward(params).square().mean()
+
+    grads = torch.func.grad(loss)(params)
+    _, tangent = torch.func.jvp(loss, (params,), (params,))
+    products = [(g * p).sum() for g, p in zip(tree.leaves(grads), tree.leaves(params), strict=True)]
+    torch.testing.assert_close(tangent, torch.stack(products).sum(), rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(params)
+    torch.testing.assert_close(compiled, loss(params), rtol=1e-5, atol=1e-5)
+
+
+def test_our_own_files_come_back_bit_for_bit(tmp_path: Any) -> None:
+    adapted = _adapted(targets=("q_proj", "layers.1.mlp.*"))
+    lora.save_adapters(tmp_path / "a", CONFIG, adapted)
+    again = lora.load_adapters(tmp_path / "a", CONFIG, generic_params(CONFIG))
+    assert tree.flatten(again).keys() == tree.flatten(adapted).keys()
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(adapted), strict=True))
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [lora.CONFIG, lora.WEIGHTS]
+
+
+def test_peft_reads_what_we_write_and_we_what_it_writes(tmp_path: Any) -> None:
+    adapted = _adapted()
+    P.save_pretrained(tmp_path / "base", CONFIG, generic_params(CONFIG))
+    lora.save_adapters(tmp_path / "ours", CONFIG, adapted, base=str(tmp_path / "base"))
+    batch = batch_of(CONFIG, segments((12,), (12,)))
+
+    def theirs(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model.eval()(input_ids=batch.tokens, use_cache=False).logits
+
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
+    torch.testing.assert_close(theirs(model), batch.forward(adapted), rtol=0, atol=1e-4)
+
+    model.save_pretrained(tmp_path / "theirs")
+    back = lora.load_adapters(tmp_path / "theirs", CONFIG, generic_params(CONFIG))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(back), tree.leaves(adapted), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (("q_prj",), "'q_prj' names no parameter; linear weights end in .*q_proj"),
+        (("embed_tokens",), "no weight of a linear map"),
+        (("input_layernorm",), "no weight of a linear map"),
+    ],
+)
+def test_targets_that_do_not_fit_are_named(targets: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        lora.add(CONFIG, generic_params(CONFIG), rank=2, targets=targets)
+
+
+def test_other_mistakes_are_named(tmp_path: Any) -> None:
+    params = generic_params(CONFIG)
+    with pytest.raises(ValueError, match="rank is 0"):
+        lora.add(CONFIG, params, rank=0)
+    with pytest.raises(ValueError, match="merge them first"):
+        lora.add(CONFIG, _adapted(), rank=2)
+    with pytest.raises(ValueError, match="no adapters"):
+        lora.save_adapters(tmp_path, CONFIG, params)
+    phi = next(case.config for case in cases() if case.name == "phi3")
+    with pytest.raises(P.UnsupportedError, match="part of a larger tensor"):
+        lora.save_adapters(tmp_path, phi, _adapted(phi, ("q_proj",)))
+    with pytest.raises(TypeError, match="matmul"):
+        torch.matmul(torch.zeros(2, 3), lora.Lora(torch.zeros(4, 3), torch.zeros(1, 3), torch.zeros(4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"peft_type": "IA3"}, P.UnsupportedError, "peft_type"),
+        ({"use_dora": True}, P.UnsupportedError, "use_dora is True"),
+        ({"rank_pattern": {"q": 3}}, P.UnsupportedError, "rank_pattern"),
+        ({"r": 0}, P.ConfigError, "r is 0"),
+        ({"r": 5}, P.MismatchError, r"expected \[5, 32\], found \[3, 32\]"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Any, change: Any, kind: Any, words: str) -> None:
+    lora.save_adapters(tmp_path, CONFIG, _adapted())
+    values = json.loads((tmp_path / lora.CONFIG).read_text())
+    (tmp_path / lora.CONFIG).write_text(json.dumps(values | change))
+    with pytest.raises(kind, match=words):
+        lora.load_adapters(tmp_path, CONFIG, generic_params(CONFIG))
