@@ -71,24 +71,30 @@ def segments_from_positions(positions: Tensor, *, valid: Tensor | None = None, s
     (chunked requests), keep the lengths and use `segments_from_lengths`.
 
     Padding is 0, never n documents. `valid` [B,S] is False (or 0) there; what positions it has is not looked at, and a
-    document goes on over padding in its middle. With valid=None padding is guessed: negative positions, and two or more
-    equal positions at the end of the row, less a first one that continues the document before it: [0,1,2,0,0,0] and
-    [0,1,2,2,2,2] both end in three pads. The guess fails for documents of one token at the end of a row, a single pad
-    there, and zeros before the first document: pass `valid` where those occur.
+    document goes on over padding in its middle. With valid=None padding is guessed, wherever it stands in the row:
+    negative positions, and tokens alone (which neither go on from the token before nor lead to the one behind) whose
+    neighbor has the same position. [0,0,0,1,2] begins with two pads, [0,1,2,0,0,0] and [0,1,2,2,2,2] end in three. The
+    guess fails for documents of one token side by side, for one beside a document that begins at the same position, and
+    for a single pad: [0,1,0] reads as two documents. Pass `valid` where those occur.
 
-    strict=True (host-side) accepts only rows that "every document starts at 0" decides. It raises a ValueError that
-    names row and index for a document that begins elsewhere (the row's first included: a row that shows one such
-    beginning may hide another at any + 1, as [4,5,6,7,8] does), and for equal positions at the end without `valid`.
+    strict=True (host-side) accepts only rows that can be read in one way if every document starts at 0 and padding has
+    position 0 or less, and raises a ValueError that names row and index for all others. These are, without `valid`, a
+    token alone, which is padding or a document of one token: [0,0,0,1,2], and the last of [0,1,0]. And a document that
+    begins elsewhere, the row's first included: a row that shows one such beginning may hide another at any + 1, as
+    [4,5,6,7,8] does.
     """
-    repeated = _repeated_at_end(positions) if valid is None else torch.zeros_like(positions, dtype=torch.bool)
-    valid = (positions >= 0) & ~repeated if valid is None else _valid(valid, positions)
+    if valid is None:
+        alone, repeated = _alone(positions)
+        valid = (positions >= 0) & ~(alone & repeated)
+    else:
+        alone, valid = torch.zeros_like(positions, dtype=torch.bool), _valid(valid, positions)
     begins = (positions != _previous(positions, valid, first=positions) + 1) & valid
     if strict:
-        place = _first(repeated & (positions >= 0))
+        place = _first(alone)
         if place is not None:
             raise ValueError(
-                f"row {place[0]}, from index {place[1]}: positions repeat to the end of the row, which is padding or "
-                "documents of one token: say which with valid=."
+                f"row {place[0]}, index {place[1]}: the position {int(torch.atleast_2d(positions)[place])} stands "
+                "alone, which is padding or a document of one token: say which with valid=."
             )
         place = _first(begins & (positions != 0))
         if place is not None:
@@ -182,12 +188,13 @@ def _previous(values: Tensor, valid: Tensor, *, first: Tensor | int) -> Tensor:
     return torch.where(last >= 0, values.gather(-1, last.clamp(min=0)), first)
 
 
-def _repeated_at_end(positions: Tensor) -> Tensor:
-    """True on two or more equal positions that end the row, but for a first one that continues what is before it."""
-    run = (positions == positions[..., -1:]).flip(-1).cumprod(-1).flip(-1) == 1
+def _alone(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a token neither goes on from the one before nor leads to the next; where one of these has its position."""
     index = torch.arange(positions.shape[-1], device=positions.device)
-    continues = (positions == positions.roll(1, -1) + 1) & (index > 0)
-    return run & ~continues & (run.sum(-1, keepdim=True) > 1)
+    before, inside = positions.roll(1, -1), index > 0
+    follows = (positions == before + 1) & (before >= 0) & inside
+    same = (positions == before) & inside
+    return (positions >= 0) & ~follows & ~follows.roll(-1, -1), same | same.roll(-1, -1)
 
 
 def _first(where: Tensor) -> tuple[int, int] | None:

@@ -1,5 +1,7 @@
 """Converters between lengths, end tokens, positions and segment ids (P2, P3): tables, round trips, transforms."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,7 +89,16 @@ POSITIONS = [  # positions, valid, segment ids
     ([-1, -1, 0, 1], None, [0, 0, 1, 1]),
     ([0, 0, 0, 0], None, [0, 0, 0, 0]),
     ([0, 1, 0], None, [1, 1, 2]),  # one last token is a document
-    ([0, 0, 1], None, [1, 2, 2]),  # and so is one first token
+    ([0], None, [1]),
+    ([0, 0, 1], None, [0, 1, 1]),  # what leads to the next token is its document's, repeated or not
+    ([0, 0, 0, 1, 2], None, [0, 0, 1, 1, 1]),
+    ([1, 1, 1, 0, 1, 2], None, [0, 0, 0, 1, 1, 1]),  # left padding as Hugging Face numbers it
+    ([0, 1, 0, 0, 0, 1], None, [1, 1, 0, 0, 2, 2]),  # padding between documents
+    ([0, 1, 2, 2, 2, 0, 1], None, [1, 1, 1, 0, 0, 2, 2]),
+    ([0, 1, 1, 2], None, [1, 1, 2, 2]),  # repeated, but neither of them alone
+    ([3, 5, 0, 1], None, [1, 2, 3, 3]),  # alone, but not repeated
+    ([-1, 0, 0, 1], None, [0, 0, 1, 1]),
+    ([0, -1, 1, 2], None, [1, 0, 1, 1]),
     ([0, 1, 2, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]),
     ([0, 1, 2, 3, 4, 5], [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]),
     ([0, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 1, 2, 2, 3, 4]),  # said to be documents of one token
@@ -107,7 +118,7 @@ def test_positions_table(positions, valid, want):
     assert segments_from_positions(positions, valid=valid).tolist() == [want]
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1], [0, 0, 1], [0], [0, 1, -1, -1], []])
+@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1], [0, 1, -1, -1], [-1, 0, 1], [-1, -1], []])
 def test_strict_accepts_what_is_decided(positions):
     positions = torch.tensor([positions], dtype=torch.int64)
     assert segments_from_positions(positions, strict=True).tolist() == segments_from_positions(positions).tolist()
@@ -119,12 +130,46 @@ def test_strict_accepts_what_is_decided(positions):
         ([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]], "row 1, index 0: .* other than 0"),
         ([[0, 1, 2, 7, 8]], "row 0, index 3: .* other than 0"),
         ([[4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10]], "row 0, index 0: .* other than 0"),
-        ([[0, 1, 0, 0, 0]], "row 0, from index 2: positions repeat .* valid="),
+        ([[0, 1, 0, 0, 0]], "row 0, index 2: the position 0 stands alone, which is padding or a document .* valid="),
+        ([[0, 1, 2], [0, 0, 1]], "row 1, index 0: the position 0 stands alone"),
+        ([[0, 0, 0, 1, 2]], "row 0, index 0: the position 0 stands alone"),
+        ([[0, 1, 0]], "row 0, index 2: the position 0 stands alone"),
+        ([[0, 1, 0, 0, 1]], "row 0, index 2: the position 0 stands alone"),
+        ([[0, 1, 2, 2]], "row 0, index 3: the position 2 stands alone"),
+        ([[-1, 0, -1]], "row 0, index 1: the position 0 stands alone"),
+        ([[0]], "row 0, index 0: the position 0 stands alone"),
     ],
 )
 def test_strict_refuses_what_is_not(positions, sentence):
     with pytest.raises(ValueError, match=sentence):
         segments_from_positions(torch.tensor(positions), strict=True)
+
+
+def readings(positions: tuple[int, ...]) -> list[list[int]]:
+    """Every way to read a row if each document starts at 0 and padding has position 0 or less, by trying them all."""
+    found = []
+    for kinds in itertools.product(("pad", "start", "next"), repeat=len(positions)):
+        ids, document = [], 0
+        for t, (kind, position) in enumerate(zip(kinds, positions, strict=True)):
+            goes_on = t > 0 and kinds[t - 1] != "pad" and position == positions[t - 1] + 1
+            if not {"pad": position <= 0, "start": position == 0, "next": goes_on}[kind]:
+                break
+            document += kind == "start"
+            ids.append(0 if kind == "pad" else document)
+        else:
+            found.append(ids)
+    return found
+
+
+def test_strict_accepts_what_can_be_read_in_one_way_and_reads_it_so():
+    for length in range(6):
+        for positions in itertools.product((-1, 0, 1, 2), repeat=length):
+            row, possible = torch.tensor([positions], dtype=torch.int64), readings(positions)
+            if len(possible) == 1:
+                assert segments_from_positions(row, strict=True).tolist() == possible
+            else:
+                with pytest.raises(ValueError, match=r"stands alone|begins at a position other than 0"):
+                    segments_from_positions(row, strict=True)
 
 
 def test_strict_with_valid_takes_repeats_as_said():
@@ -221,6 +266,26 @@ def test_converters_agree(lengths, extra, start):
     assert segments(tokens=tokens, eos_ids=9, positions=positions_from_segments(ids), rule="agree", valid=valid).equal(
         ids
     )
+
+
+padding = st.one_of(st.integers(-3, -1).map(lambda value: [value]), st.integers(0, 3).map(lambda value: [value] * 2))
+gaps = st.builds(lambda pad, n: pad + pad[-1:] * n, padding, st.integers(0, 3)) | st.just([])
+
+
+@settings(max_examples=200, deadline=None)
+@given(gaps, st.lists(st.tuples(st.integers(0, 9), st.integers(2, 5), gaps), max_size=4))
+def test_padding_is_found_where_it_stands(left, documents):
+    """Negative, or repeated before, between and behind documents of two tokens or more, wherever these begin."""
+    positions, wanted, end = list(left), [0] * len(left), -1
+    for index, (first, length, gap) in enumerate(documents):
+        while first in {p + 1 for p in (*positions[-1:], end) if p >= 0}:  # it would go on from what is before it
+            first += 10
+        end = first + length - 1
+        gap = [] if gap[:1] == [end + 1] else gap  # it would be one more token of the document
+        positions += [*range(first, end + 1), *gap]
+        wanted += [index + 1] * length + [0] * len(gap)
+    row = torch.tensor([positions], dtype=torch.int64)
+    assert segments_from_positions(row).tolist() == [wanted]
 
 
 CONVERTERS = {  # each a function of one row of ids
