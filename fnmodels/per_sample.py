@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from . import tree
@@ -50,13 +51,12 @@ def per_sample_gradients(
         loss = loss_fn(leaves, batch)
     if loss.ndim:
         raise ValueError(f"The loss must be one number, the sum over the rows; its shape is {tuple(loss.shape)}.")
+    if not loss.requires_grad:
+        raise ValueError("The loss does not depend on the parameters in a way that has a gradient.")
+    recorder.check(loss)
     # Asked for are the first activations: every hook lies on the way there, and no weight's summed gradient is made.
-    unread = [path for path in flat if path not in recorder.read]
-    wanted = [*recorder.first, *(flat[path] for path in unread)]
-    grads = torch.autograd.grad(loss, wanted, allow_unused=True)
-    for path, grad in zip(unread, grads[len(recorder.first) :], strict=True):
-        if grad is not None:
-            raise NotImplementedError(f"{path!r} is read by an operation that cannot be seen; {_INSTEAD}.")
+    if recorder.first:
+        torch.autograd.grad(loss, recorder.first, allow_unused=True)
     for path, buffer in recorder.buffers.items():
         if path not in recorder.written:
             buffer.zero_()
@@ -72,39 +72,74 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, flat: dict[str, Tensor], buffers: dict[str, Tensor], rows: int) -> None:
         super().__init__()
         self.paths = {id(leaf): path for path, leaf in flat.items()}
+        self.guarded = {get_gradient_edge(leaf).node: path for path, leaf in flat.items()}  # where their gradients end
+        self.known: set[Node] = set()  # and what may lead there
         self.same: list[Tensor] = []  # parameters after a cast or `1 + weight`: kept, for an id is one only while alive
         self.buffers, self.rows = buffers, rows
         self.first: list[Tensor] = []
-        self.read: set[str] = set()
         self.written: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         given = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
         params = {id(x): self.paths[id(x)] for x in given if id(x) in self.paths}
-        made = [x for x in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(x, Tensor)]
-        if not params or not made or id(result) in self.paths or not torch.is_grad_enabled():
-            return result
+        if not params or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
         if func in (Tensor.to, Tensor.float) or (func is Tensor.add and not isinstance(args[1], Tensor)):
-            ((_, path),) = params.items()
-            self.paths[id(result)] = path
-            self.same.append(result)
-            return result
+            return self._derived(func(*args, **kwargs), *params.values())
         rule = RULES[func](*args, **kwargs) if func in RULES else []
         if {id(param) for param, _ in rule} != params.keys():
+            result = func(*args, **kwargs)
+            made = result if isinstance(result, (list, tuple)) else [result]
+            if id(result) in self.paths or not any(isinstance(x, Tensor) for x in made):
+                return result
             raise NotImplementedError(f"{resolve_name(func)} reads the parameters {list(params.values())}; {_INSTEAD}.")
+        result = func(*map(self._mark, args), **{name: self._mark(x) for name, x in kwargs.items()})
         if result.shape[0] != self.rows:
             raise NotImplementedError(
                 f"{resolve_name(func)} with {list(params.values())} gives {list(result.shape)}, which does not have "
                 f"the {self.rows} rows in dimension 0; {_INSTEAD}."
             )
-        self.read |= set(params.values())
         if not any(isinstance(x, Tensor) and x.requires_grad and id(x) not in params for x in given):
             self.first.append(result)
         for param, write in rule:
             self._hang(result, params[id(param)], write)
         return result
+
+    def _derived(self, result: Tensor, path: str) -> Tensor:
+        """A parameter in another form, which counts as it from here on."""
+        if id(result) not in self.paths and result.grad_fn is not None:
+            self.paths[id(result)] = self.guarded[result.grad_fn] = path
+            self.same.append(result)
+            self.known.add(result.grad_fn)
+        return result
+
+    def _mark(self, given: Any) -> Any:
+        """A parameter behind an identity, by which `check` knows an operation that was seen; all else as it is."""
+        if id(given) not in self.paths:
+            return given
+        marked = given.view_as(given)
+        self.known.add(marked.grad_fn)
+        return marked
+
+    def check(self, loss: Tensor) -> None:
+        """NotImplementedError if the graph reads a parameter in an operation that no mode sees: its share would miss.
+
+        That is what an autograd.Function, or compiled code, does with its arguments.
+        """
+        waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+        met = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            for below, _ in node.next_functions:
+                if below in self.guarded and node not in self.known:
+                    raise NotImplementedError(
+                        f"{self.guarded[below]!r} is read by an operation that cannot be seen ({node.name()}); "
+                        f"{_INSTEAD}."
+                    )
+                if below is not None and below not in met:
+                    met.add(below)
+                    waiting.append(below)
 
     def _hang(self, result: Tensor, path: str, write: Write) -> None:
         def hook(slope: Tensor) -> None:

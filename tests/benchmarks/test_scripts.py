@@ -33,7 +33,9 @@ def test_attention() -> None:
 
 @pytest.mark.slow
 def test_per_sample() -> None:
-    names = ("fnmodels", "fnmodels batch", "transformers vmap(grad)")
+    names = ("fnmodels out=", "fnmodels fresh", "fnmodels batch", "transformers vmap(grad)")
     out = _output("per_sample.py", "--rounds", "1", "--batch", "2", "--sequence", "16", "--contenders", *names)
     for name in names:
         assert f"\n{name} " in out, out
+    for ours in names[:2]:  # both ratios, of wall and of CPU time
+        assert len([line for line in out.splitlines() if f" {ours} " in line and "target" in line]) == 4, out

@@ -1,5 +1,6 @@
 """Per-sample gradients in one backward pass equal vmap(grad) over rows, for every family; what is refused says why."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 import fnmodels
 from fnmodels import tree
@@ -84,6 +86,10 @@ class _Unseen(torch.autograd.Function):
         return slope, slope.sum().expand(4, 4)
 
 
+def _again(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.double(), weight).sum()
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -93,6 +99,11 @@ class _Unseen(torch.autograd.Function):
         (lambda p, x: F.linear(x[None], p["w"]).sum(), "does not have the 3 rows in dimension 0"),
         (lambda p, x: F.embedding(torch.ones(3, 1).long(), p["w"], padding_idx=0).sum(), "embedding reads"),
         (lambda p, x: _Unseen.apply(x, p["w"]).sum(), "'w' is read by an operation that cannot be seen"),
+        # each of these reads it in a way that is seen as well
+        (lambda p, x: _Unseen.apply(F.linear(x, p["w"]), p["w"]).sum(), r"cannot be seen \(_UnseenBackward"),
+        (lambda p, x: (F.linear(x, p["w"]) + _Unseen.apply(x, p["w"])).sum(), r"cannot be seen \(_UnseenBackward"),
+        (lambda p, x: _Unseen.apply(F.linear(x, 1 + p["w"]), 1 + p["w"]).sum(), r"cannot be seen \(_UnseenBackward"),
+        (lambda p, x: _Unseen.apply(x, p["w"]).sum() + _again(x, p["w"].to(torch.float64)), "'w' is read by an"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(function: Any, message: str) -> None:
@@ -100,8 +111,29 @@ def test_what_it_cannot_do_is_refused_by_name(function: Any, message: str) -> No
         fnmodels.per_sample_gradients(function, {"w": torch.randn(4, 4)}, torch.randn(3, 4, requires_grad=True))
 
 
+@pytest.mark.parametrize("case", structures()[:2], ids=str)
+def test_through_rematerialized_layers(case: Case) -> None:
+    params, batch, loss = problem(case)
+
+    def saving(params: Any, batch: Any) -> Tensor:
+        prepared, labels = batch
+        logits = fnmodels.forward(
+            params,
+            *prepared,
+            config=case.config,
+            kernel="math",
+            layer_fn=lambda block: partial(checkpoint, block, use_reentrant=False),
+        )
+        return summed_loss(logits, labels)
+
+    want, _ = fnmodels.per_sample_gradients(loss, params, batch)
+    assert_same(fnmodels.per_sample_gradients(saving, params, batch)[0], want, 1e-12)
+
+
 def test_wrong_arguments() -> None:
     params = {"w": torch.randn(4, 4)}
+    with pytest.raises(ValueError, match="does not depend on the parameters"):
+        fnmodels.per_sample_gradients(lambda p, x: x.sum(), params, torch.randn(3, 4))
     with pytest.raises(ValueError, match="sum over the rows"):
         fnmodels.per_sample_gradients(lambda p, x: F.linear(x, p["w"]).sum(1), params, torch.randn(3, 4))
     with pytest.raises(ValueError, match="the sizes are \\[2, 3\\]"):
