@@ -10,12 +10,12 @@ masks, rotary tables and labels follow from tensors that were permuted with it, 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from . import tree
 from .batch import permute
 from .mask import Mask
 from .tree import Tree
@@ -55,7 +55,7 @@ def balanced_order(mask: Mask, ranks: int, *, block: int = 128) -> Tensor:
     """[B, S]: per row, blocks of `block` queries dealt out so that the ranks see about the same number of keys.
 
     Largest block first to the least loaded rank with room (Graham's LPT rule, within 4/3 of the best without the room
-    limit). Host-side; counts visible keys exactly, in memory linear in S.
+    limit). Host-side; counts visible keys exactly (`visible_keys`).
     """
     area = visible_keys(mask).cpu()
     length = area.shape[1]
@@ -82,19 +82,70 @@ def inverse_order(order: Tensor) -> Tensor:
     return order.argsort(dim=-1)
 
 
-def visible_keys(mask: Mask, *, chunk: int = 256) -> Tensor:
-    """int64 [B, Q]: how many keys each query sees. Memory is O(chunk K), time O(Q K)."""
-    counts = []
-    for begin in range(0, mask.q_positions.shape[1], chunk):
-        part = slice(begin, begin + chunk)
-        queries = dataclasses.replace(
-            mask,
-            q_positions=mask.q_positions[:, part],
-            q_segments=mask.q_segments[:, part],
-            q_spans=None if mask.q_spans is None else mask.q_spans[:, part],
-        )
-        counts.append(queries.dense()[:, 0].sum(-1))
-    return torch.cat(counts, dim=1)
+def visible_keys(mask: Mask) -> Tensor:
+    """int64 [B, Q]: how many keys each query sees. Host-side, in memory linear in the sequence.
+
+    Time is linear too, but for a logarithm, where the rule says of ranges of positions what is empty and what is full
+    (`Rule.visible`, `Rule.covers`); for one that does not it is the square of the longest document.
+    """
+    rows = max(tensor.shape[0] for tensor in tree.leaves(mask))
+    counts = torch.zeros(rows, mask.q_positions.shape[1], dtype=torch.int64)
+    for row in range(rows):
+        one = tree.map(torch.Tensor.cpu, mask.part(slice(None), slice(None), slice(row, row + 1)))
+        q, kv = _by_document(one.q_positions, one.q_segments), _by_document(one.kv_positions, one.kv_segments)
+        counts[row, q] = _visible_in_row(_in_order(one, q, kv))
+    return counts.to(mask.q_positions.device)
+
+
+_PIECE = (256, 1024)  # queries and keys at most where the predicate is evaluated
+
+
+def _visible_in_row(mask: Mask) -> Tensor:
+    """[Q] of one row in order: the plane of queries and keys is halved until a part is empty, full or small."""
+    q_at, kv_at = mask.q_positions[0].tolist(), mask.kv_positions[0].tolist()
+    q_documents, kv_documents = _documents(mask.q_segments), _documents(mask.kv_segments)
+    counts = torch.zeros(len(q_at), dtype=torch.int64)
+    waiting = [(*q_documents[d], *kv_documents[d]) for d in q_documents.keys() & kv_documents.keys() if d > 0]
+    while waiting:
+        q0, q1, k0, k1 = waiting.pop()
+        queries, keys = (q_at[q0], q_at[q1 - 1]), (kv_at[k0], kv_at[k1 - 1])
+        low, high = mask.rule.visible(queries)
+        if keys[1] < low or keys[0] > high:
+            continue
+        if mask.rule.covers(queries, keys):
+            counts[q0:q1] += k1 - k0
+        elif q1 - q0 <= _PIECE[0] and k1 - k0 <= _PIECE[1]:
+            counts[q0:q1] += mask.part(slice(q0, q1), slice(k0, k1)).dense()[0, 0].sum(-1)
+        elif (k1 - k0) * _PIECE[0] >= (q1 - q0) * _PIECE[1]:
+            middle = (k0 + k1) // 2
+            waiting += [(q0, q1, k0, middle), (q0, q1, middle, k1)]
+        else:
+            middle = (q0 + q1) // 2
+            waiting += [(q0, middle, k0, k1), (middle, q1, k0, k1)]
+    return counts
+
+
+def _in_order(mask: Mask, q: Tensor, kv: Tensor) -> Mask:
+    return Mask(
+        *(mask.q_positions[:, q], mask.q_segments[:, q]),
+        *(mask.kv_positions[:, kv], mask.kv_segments[:, kv]),
+        None if mask.q_spans is None else mask.q_spans[:, q],
+        None if mask.kv_spans is None else mask.kv_spans[:, kv],
+        mask.rule,
+    )
+
+
+def _by_document(positions: Tensor, segments: Tensor) -> Tensor:
+    """The order [S] in which documents lie one after another, each by position; from [1, S]."""
+    order = positions[0].argsort(stable=True)
+    return order[segments[0, order].argsort(stable=True)]
+
+
+def _documents(segments: Tensor) -> dict[int, tuple[int, int]]:
+    """{segment: [start, stop)} of sorted segment ids [1, S]."""
+    ids, sizes = segments[0].unique_consecutive(return_counts=True)
+    stops = sizes.cumsum(0)
+    return dict(zip(ids.tolist(), zip((stops - sizes).tolist(), stops.tolist(), strict=True), strict=True))
 
 
 def imbalance(mask: Mask, ranks: int, order: Tensor | None = None) -> float:

@@ -90,7 +90,7 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Ragged:
     """The documents of a batch one after another, without padding: what variable-length kernels read.
 
     offsets: int32 [n + 1], where each of n documents begins and the last ends. tokens: int64 [T], the places of these
@@ -102,7 +102,7 @@ class Packed:
     longest: int
 
 
-def to_cu_seqlens(layout: Layout, *, device: torch.device | str | None = None) -> Packed:
+def to_cu_seqlens(layout: Layout, *, device: torch.device | str | None = None) -> Ragged:
     """The documents of all rows, row by row; padding is left out."""
     documents = [
         (row * layout.length + start, row * layout.length + stop)
@@ -115,4 +115,4 @@ def to_cu_seqlens(layout: Layout, *, device: torch.device | str | None = None) -
     if sum(lengths) < len(layout.rows) * layout.length:
         places = [torch.arange(start, stop, device=device) for start, stop in documents]
         tokens = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device=device)
-    return Packed(offsets, tokens, max(lengths, default=0))
+    return Ragged(offsets, tokens, max(lengths, default=0))

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..convert import Packed
+from ..convert import Ragged
 from ..rules import And, BidirectionalWindow, Causal, Everything, Rule, Window
 
 
@@ -37,7 +37,7 @@ def _narrower(one: int, other: int) -> int:
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, window: tuple[int, int], scale: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Ragged, *, window: tuple[int, int], scale: float
 ) -> Tensor:
     """Shapes as in `ops.attention`; queries and keys are the same tokens."""
     from torch.nn.attention.varlen import varlen_attn
@@ -45,13 +45,13 @@ def varlen_attention(
     # The kernel takes one width: zeros behind the narrower add nothing to scores, and columns that are cut off again.
     value_width, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
     flat = [F.pad(t, (0, width - t.shape[-1])).flatten(0, 1) for t in (q, k, v)]
-    if packed.tokens is not None:
-        flat = [t.index_select(0, packed.tokens) for t in flat]
+    if documents.tokens is not None:
+        flat = [t.index_select(0, documents.tokens) for t in flat]
     # Older releases group queries without being told; the newer ones want to be told.
     told = q.shape[-2] != k.shape[-2] and "enable_gqa" in inspect.signature(varlen_attn).parameters
-    offsets, longest = packed.offsets, packed.longest
+    offsets, longest = documents.offsets, documents.longest
     call: Any = functools.partial(varlen_attn, enable_gqa=True) if told else varlen_attn
     out = call(*flat, offsets, offsets, longest, longest, scale=scale, window_size=window)[..., :value_width]
-    if packed.tokens is not None:
-        out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, packed.tokens, out)
+    if documents.tokens is not None:
+        out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, documents.tokens, out)
     return out.unflatten(0, q.shape[:2])

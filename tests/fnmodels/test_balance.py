@@ -1,6 +1,12 @@
 """Orders for context parallelism: permutations, their inverses, and how even they are."""
 
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 
 import fnmodels
 from fnmodels.balance import balance, balanced_order, head_tail_order, imbalance, inverse_order, visible_keys
@@ -42,9 +48,55 @@ def test_head_tail_does_not_see_documents():
     assert imbalance(MASKS["packed"], RANKS, head_tail_order(LENGTH, RANKS)) > 1.1
 
 
-def test_visible_keys_counts_the_dense_mask():
-    mask = MASKS["packed"]
-    assert visible_keys(mask, chunk=7).equal(mask.dense()[:, 0].sum(-1))
+@dataclasses.dataclass(frozen=True)
+class Odd(fnmodels.Rule):
+    """Says nothing of itself."""
+
+    def __call__(self, q, kv):
+        return (q.positions * kv.positions) % 3 > 0
+
+
+RULES = {
+    "causal": fnmodels.Causal(),
+    "window": fnmodels.Causal() & fnmodels.Window(9),
+    "chunk": fnmodels.Causal() & fnmodels.Chunk(16),
+    "both ways": fnmodels.BidirectionalWindow(5) | fnmodels.Chunk(7),
+    "encoder": fnmodels.Everything(),
+    "images": fnmodels.Causal() | fnmodels.SameSpan(),
+    "odd": Odd(),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("piece", [(256, 1024), (4, 16), (1, 1)])
+def test_visible_keys_counts_the_dense_mask(name, piece, monkeypatch):
+    """In text order, permuted, with gaps between positions, and of fewer queries than keys."""
+    monkeypatch.setattr(sys.modules["fnmodels.balance"], "_PIECE", piece)
+    segments = fnmodels.segments_from_lengths([[40, 3, 1, 16], [60], []], 64)
+    positions = fnmodels.positions_from_segments(segments, start=torch.tensor([5, 0, 0]))
+    positions = positions * torch.tensor([[1], [3], [1]])
+    spans = torch.randint(0, 3, (3, 64), generator=torch.Generator().manual_seed(0))
+    mask = fnmodels.build_mask(RULES[name], positions, segments, spans=spans)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    for one in (mask, fnmodels.permute(mask, order), mask.part(slice(30, 50), slice(None))):
+        assert visible_keys(one).equal(one.dense()[:, 0].sum(-1))
+    row = fnmodels.build_mask(RULES[name], positions[:1], segments, spans=spans[1:2])  # one row of positions for all
+    assert visible_keys(row).equal(row.dense()[:, 0].sum(-1))
+    assert visible_keys(mask.part(slice(0), slice(None))).shape == (3, 0)
+
+
+@pytest.mark.parametrize("rule", ["causal", "window", "chunk"])
+def test_visible_keys_looks_at_a_number_of_pairs_linear_in_the_sequence(rule, monkeypatch):
+    looked = []
+    dense = fnmodels.Mask.dense
+    monkeypatch.setattr(fnmodels.Mask, "dense", lambda self: looked.append(out := dense(self)) or out)
+    for length in (8192, 32768):
+        looked.clear()
+        positions = torch.arange(length)[None]
+        counts = visible_keys(fnmodels.build_mask(RULES[rule], positions, torch.ones_like(positions)))
+        want = {"causal": positions + 1, "window": (positions + 1).clamp(max=9), "chunk": positions % 16 + 1}[rule]
+        assert counts.equal(want)
+        assert sum(out.numel() for out in looked) <= 2048 * length
 
 
 @pytest.mark.parametrize("method", ["mask", "head_tail"])
@@ -69,3 +121,49 @@ def test_lengths_that_do_not_divide_are_refused():
         head_tail_order(8, 3)
     with pytest.raises(ValueError, match="divisible by 384, not 256"):
         balanced_order(MASKS["causal"], 3)
+
+
+# Measured for the docs: rows as they are trained on, the share of the busiest rank over the mean one.
+DOCS = Path(__file__).parents[2] / "docs" / "contract.md"
+MEASURED = {
+    "causal, 8,192 tokens": ([8192], fnmodels.Causal()),
+    "packed, 8,192 tokens in 8 documents": ([3500, 120, 900, 40, 2000, 700, 300, 632], fnmodels.Causal()),
+    "sliding window 512, 8,192 tokens": ([8192], fnmodels.Causal() & fnmodels.Window(512)),
+}
+
+
+def measured(lengths, rule, ranks):
+    """Imbalance as the sequence lies, in head-tail order, and in the order made from the mask."""
+    segments = fnmodels.segments_from_lengths([lengths])
+    mask = fnmodels.build_mask(rule, fnmodels.positions_from_segments(segments), segments)
+    orders = (None, head_tail_order(mask.q_positions.shape[1], ranks), balanced_order(mask, ranks))
+    return [imbalance(mask, ranks, order) for order in orders]
+
+
+def table():
+    lines = ["| rows | ranks | contiguous | head-tail | by the mask |", "|---" * 5 + "|"]
+    for name, (lengths, rule) in MEASURED.items():
+        for ranks in (2, 4, 8):
+            cells = [f"{value:.2f}" for value in measured(lengths, rule, ranks)]
+            lines.append("| " + " | ".join([name, str(ranks), *cells]) + " |")
+    return "\n".join(lines)
+
+
+def test_the_table_in_the_docs():
+    """FNMODELS_UPDATE_DOCS=1 writes it."""
+    begin, end = "<!-- balance: written by tests/fnmodels/test_balance.py -->\n", "\n<!-- end -->"
+    before, rest = DOCS.read_text().split(begin)
+    _, after = rest.split(end, 1)
+    wanted = before + begin + table() + end + after
+    if os.environ.get("FNMODELS_UPDATE_DOCS"):
+        DOCS.write_text(wanted)
+    assert DOCS.read_text() == wanted
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_order_made_from_the_mask_is_the_most_even(name):
+    """Within 4%, with blocks of 128: equal shares of a window cannot be more even than that."""
+    lengths, rule = MEASURED[name]
+    for ranks in (2, 4, 8):
+        contiguous, head_tail, by_mask = measured(lengths, rule, ranks)
+        assert by_mask <= 1.04 and by_mask <= contiguous and by_mask <= head_tail + 0.02
