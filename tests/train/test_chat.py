@@ -1,0 +1,153 @@
+"""Fine-tuning on conversations: the text is transformers', and every token's label is checked by hand."""
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fnmodels import pack
+from train.chat import Template, encode_chat, read_template, render, spans
+from train.errors import UserError
+
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+# Written from the formats that the model cards describe.
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+# (template, each piece of the text with whether it is learnt)
+PUBLISHED = {
+    "chatml": (
+        CHATML,
+        [
+            ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False),
+            ("Hello!<|im_end|>\n", True),
+            ("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("4<|im_end|>\n", True),
+        ],
+    ),
+    "llama3": (
+        LLAMA3,
+        [
+            ("<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>", False),
+            ("<|start_header_id|>assistant<|end_header_id|>\n\n", False),
+            ("Hello!<|eot_id|>", True),
+            ("<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>", False),
+            ("<|start_header_id|>assistant<|end_header_id|>\n\n", False),
+            ("4<|eot_id|>", True),
+        ],
+    ),
+    "mistral": (
+        MISTRAL,
+        [
+            ("<s>[INST] Hi [/INST]", False),
+            ("Hello!</s>", True),
+            ("[INST] 2+2? [/INST]", False),
+            ("4</s>", True),
+        ],
+    ),
+}
+MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+
+def _tokenizer() -> Tokenizer:
+    """Bytes, and the templates' marks as one token each."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(MARKS)
+    return made
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_token_is_learnt_or_not_as_written_out(name: str) -> None:
+    source, pieces = PUBLISHED[name]
+    tokenizer = _tokenizer()
+    example = encode_chat(tokenizer, Template(source, SPECIAL), CHAT)
+    expected = [(token, learnt) for text, learnt in pieces for token in tokenizer.encode(text).ids]
+    assert example.tokens.tolist() == [token for token, _ in expected]
+    assert example.learnt.tolist() == [learnt for _, learnt in expected]
+    assert example.labels.tolist() == [token if learnt else -100 for token, learnt in expected[1:]] + [-100]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_the_text_is_that_of_transformers(name: str, prompt: bool) -> None:
+    source = PUBLISHED[name][0]
+    reference = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), **SPECIAL)
+    theirs = reference.apply_chat_template(CHAT, chat_template=source, tokenize=False, add_generation_prompt=prompt)
+    assert render(Template(source, SPECIAL), CHAT, prompt=prompt) == theirs
+
+
+def test_packed_conversations_keep_what_is_learnt() -> None:
+    tokenizer, template = _tokenizer(), Template(CHATML, {})
+    examples = [encode_chat(tokenizer, template, messages) for messages in (CHAT[:2], CHAT, CHAT[2:])]
+    packed = pack([e.tokens for e in examples], 160, split=False, weights=[e.learnt.float() for e in examples])
+    learnt = packed.labels[(packed.labels != -100) & (packed.weights > 0)]
+    assert sorted(learnt.tolist()) == sorted(t for e in examples for t in e.labels.tolist() if t != -100)
+
+
+def test_a_token_across_the_seam_is_not_learnt() -> None:
+    tokenizer = _tokenizer()
+    tokenizer.add_tokens(["t\nHel"])
+    example = encode_chat(tokenizer, Template(CHATML, {}), CHAT[:2])
+    said = [token for token in example.labels.tolist() if token != -100]
+    assert tokenizer.decode(said, skip_special_tokens=False) == "lo!<|im_end|>\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    forgetful = Template(
+        "{% for m in messages %}{{ '[' + m['role'] + ']' + (m['content'] if loop.last else m['content'] | upper) }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}",
+        {},
+    )
+    with pytest.raises(UserError, match="renders turn 2 of 4 differently"):
+        spans(forgetful, CHAT)
+
+
+def test_mistakes_are_sentences() -> None:
+    with pytest.raises(UserError, match="no turn of the assistant; its roles are user"):
+        encode_chat(_tokenizer(), Template(CHATML, {}), CHAT[:1])
+    with pytest.raises(UserError, match="Roles must alternate"):
+        render(Template(MISTRAL, SPECIAL), [CHAT[0], CHAT[0]])
+    with pytest.raises(UserError, match="cannot render"):
+        render(Template("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}), CHAT)
+    with pytest.raises(UserError, match="cannot render"):
+        render(Template("{% for", {}), CHAT)
+
+
+def test_templates_are_found_in_a_folder(tmp_path: Any) -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        read_template(tmp_path)
+    values = {
+        "chat_template": [{"name": "default", "template": "A"}],
+        "bos_token": {"content": "<s>"},
+        "eos_token": "</s>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    assert read_template(tmp_path) == Template("A", SPECIAL)
+    (tmp_path / "chat_template.jinja").write_text("B")
+    assert read_template(tmp_path).source == "B"

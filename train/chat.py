@@ -1,0 +1,121 @@
+"""Supervised fine-tuning on conversations: the tokenizer's own chat template, and loss on the assistant's turns alone.
+
+    template = read_template("checkpoint")
+    example = encode_chat(tokenizer, template, messages)  # [{"role": "user", "content": "2+2?"}, ...]
+    packed = fnmodels.pack([example.tokens], length, weights=[example.learnt.float()])
+
+What the assistant says is found in the rendered text, and the text is tokenized once and whole, as the model will see
+it: a conversation tokenized turn by turn has other tokens at the seams.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from train.errors import UserError
+from train.loss import IGNORE
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template (Jinja source) and the special tokens that it may name."""
+
+    source: str
+    special: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Example:
+    """tokens [S] of a conversation, and which of them the assistant says: `learnt`, bool [S]."""
+
+    tokens: Tensor
+    learnt: Tensor
+
+    @property
+    def labels(self) -> Tensor:
+        """[S], already shifted: the next token if it is learnt, else -100."""
+        said = torch.where(self.learnt, self.tokens, IGNORE)
+        return torch.cat([said[1:], torch.tensor([IGNORE])])
+
+
+def read_template(folder: str | Path) -> Template:
+    """The template of a checkpoint folder: chat_template.jinja, or `chat_template` in tokenizer_config.json."""
+    folder = Path(folder)
+    file = folder / "tokenizer_config.json"
+    values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    own = folder / "chat_template.jinja"
+    source = own.read_text(encoding="utf-8") if own.exists() else values.get("chat_template")
+    if isinstance(source, list):  # several named ones; "default" is for conversation
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if not isinstance(source, str):
+        raise UserError(f"{folder} has no chat template: neither {own.name} nor 'chat_template' in {file.name}")
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    given = {name: values.get(name) for name in names}
+    return Template(source, {n: v["content"] if isinstance(v, dict) else v for n, v in given.items() if v is not None})
+
+
+def render(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
+    """The text of a conversation; prompt: up to where the assistant begins. UserError where the template refuses."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.datetime.now().strftime}
+    try:
+        compiled = environment.from_string(template.source)
+        return compiled.render(messages=messages, add_generation_prompt=prompt, **template.special, **extra)
+    except (TemplateError, SecurityError, TypeError) as error:
+        raise UserError(f"the chat template cannot render the conversation: {error}") from error
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def spans(template: Template, messages: Sequence[Message], **extra: Any) -> tuple[str, list[tuple[int, int]]]:
+    """(the rendered text, where each of the assistant's turns stands in it, the end of the turn included).
+
+    A turn is what the text up to it gains over the text that ends with the assistant's cue. UserError where a template
+    renders a turn differently once others follow it (dropping earlier thoughts, say): then nothing says what to learn.
+    """
+    whole, found = render(template, messages, **extra), []
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        before = render(template, messages[:index], prompt=True, **extra)
+        until = render(template, messages[: index + 1], **extra)
+        if not (whole.startswith(until) and until.startswith(before)):
+            raise UserError(
+                f"the chat template renders turn {index + 1} of {len(messages)} differently when others follow it, so "
+                "its place in the text cannot be told: give each turn that is to be learnt as an example of its own"
+            )
+        found.append((len(before), len(until)))
+    return whole, found
+
+
+def encode_chat(tokenizer: Tokenizer, template: Template, messages: Sequence[Message], **extra: Any) -> Example:
+    """A conversation as tokens, of which the assistant's turns are learnt. UserError where there is none.
+
+    A token that begins before a turn and reaches into it is not learnt: the assistant never chooses it.
+    """
+    text, turns = spans(template, messages, **extra)
+    if not turns:
+        roles = ", ".join(str(message.get("role")) for message in messages) or "none"
+        raise UserError(f"the conversation has no turn of the assistant; its roles are {roles}")
+    tokenizer.encode_special_tokens = False  # the template writes them as text
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    learnt = [any(start <= begin < stop for start, stop in turns) for begin, _ in encoding.offsets]
+    return Example(torch.tensor(encoding.ids), torch.tensor(learnt))
