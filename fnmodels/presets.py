@@ -1,7 +1,8 @@
 """Published sizes as data: `fnmodels.preset("qwen3-0.6b") -> config`, without any file.
 
 Each is what the model's own config.json says of its dimensions, in the published dialect; the family reads it as it
-would read the file. Their parameter counts are tested against the published totals.
+would read the file. Their parameter counts are tested against the published totals; where only a rounded one is
+published (StableLM 2 12B, GLM-4 32B, Ministral 3 8B and 14B) against that.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ _MISTRAL = {
     "rope_theta": 1e6,
     "sliding_window": None,
 }
+_MINISTRAL = _MISTRAL | {"model_type": "ministral", "vocab_size": 131072, "head_dim": 128, "rope_theta": 1e8}
+_MINISTRAL |= {"max_position_embeddings": 32768, "sliding_window": 32768}
+_MINISTRAL |= {"layer_types": ["full_attention", *["sliding_attention"] * 3] * 9}
 _QWEN2 = {
     "model_type": "qwen2",
     "rms_norm_eps": 1e-6,
@@ -129,6 +133,40 @@ _NEOX = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings
 _NEOX |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "hidden_act": "gelu", "use_parallel_residual": True}
 _STABLELM = {"model_type": "stablelm", "vocab_size": 100352, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5}
 _STABLELM |= {"rope_theta": 10000, "partial_rotary_factor": 0.25}
+_PHI3 = {"model_type": "phi3", "vocab_size": 32064, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+_PHI3 |= {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047}
+_PHI4 = {"model_type": "phi3", "vocab_size": 100352, "rms_norm_eps": 1e-5, "rope_theta": 250000.0}
+_PHI4 |= {"max_position_embeddings": 16384, "original_max_position_embeddings": 16384}
+_PHI4_MINI_ROPE = {
+    "type": "longrope",
+    "short_factor": [1.0] * 48,
+    "long_factor": [
+        *(1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),
+        *(2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533),
+        *(5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651),
+        *(14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03),
+        *(32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+    ],
+}
+_PHI4_MINI = {"model_type": "phi3", "vocab_size": 200064, "rms_norm_eps": 1e-5, "rope_theta": 10000.0} | _TIED
+_PHI4_MINI |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+_PHI4_MINI |= {"partial_rotary_factor": 0.75, "rope_scaling": _PHI4_MINI_ROPE}
+_GLM4 = {"model_type": "glm4", "vocab_size": 151552, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+_GLM4 |= {"max_position_embeddings": 32768, "partial_rotary_factor": 0.5}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+# The text part of what is published together with a vision tower.
+_MINISTRAL3 = {"model_type": "ministral3", "vocab_size": 131072, "head_dim": 128, "rms_norm_eps": 1e-5}
+_MINISTRAL3 |= {"max_position_embeddings": 262144, "rope_parameters": _MINISTRAL3_ROPE}
 
 
 def _neox(hidden: int, layers: int, heads: int, **rest: Any) -> dict[str, Any]:
@@ -155,6 +193,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mistral-small-24b": _sized(
         _MISTRAL, 5120, 32768, 40, 32, 8, vocab_size=131072, head_dim=128, rope_theta=1e8, max_position_embeddings=32768
     ),
+    "ministral-8b": _sized(_MINISTRAL, 4096, 12288, 36, 32, 8),
     "qwen2.5-0.5b": _sized(_QWEN2S, 896, 4864, 24, 14, 2),
     "qwen2.5-1.5b": _sized(_QWEN2S, 1536, 8960, 28, 12, 2),
     "qwen2.5-3b": _sized(_QWEN2S, 2048, 11008, 36, 16, 2),
@@ -207,4 +246,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pythia-12b": _neox(5120, 36, 40, vocab_size=50688),
     "stablelm-3b-4e1t": _sized(_STABLELM, 2560, 6912, 32, 32, 32, vocab_size=50304),
     "stablelm-2-1.6b": _sized(_STABLELM, 2048, 5632, 24, 32, 32, use_qkv_bias=True),
+    "stablelm-2-12b": _sized(_STABLELM, 5120, 13824, 40, 32, 8, qk_layernorm=True, use_parallel_residual=True),
+    "phi-3-mini": _sized(_PHI3, 3072, 8192, 32, 32, 32),
+    "phi-3-medium": _sized(_PHI3, 5120, 17920, 40, 40, 10),
+    "phi-4": _sized(_PHI4, 5120, 17920, 40, 40, 10),
+    "phi-4-mini": _sized(_PHI4_MINI, 3072, 8192, 32, 24, 8),
+    "glm-4-9b": _sized(_GLM4, 4096, 13696, 40, 32, 2, attention_bias=True),
+    "glm-4-32b": _sized(_GLM4, 6144, 23040, 61, 48, 2, attention_bias=False),
+    "ministral-3-3b": _sized(_MINISTRAL3, 3072, 9216, 26, 32, 8, **_TIED),
+    "ministral-3-8b": _sized(_MINISTRAL3, 4096, 14336, 34, 32, 8),
+    "ministral-3-14b": _sized(
+        _MINISTRAL3, 5120, 16384, 40, 32, 8, rope_parameters=_MINISTRAL3_ROPE | {"rope_theta": 1e9}
+    ),
 }

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fnmodels
+import params as P
 from fnmodels import tree
 
 
@@ -160,6 +161,17 @@ def forward(params: Any, prepared: tuple[Any, Any, Any], *, config: Any, kernel:
     if kernel == "auto":
         options["layout"] = fnmodels.layout(prepared[1])
     return fnmodels.forward(params, *prepared, config=config, kernel=kernel, **options)
+
+
+def check_shapes(config: Any) -> None:
+    """A whole model runs on meta, where there are no values: as large as it is published, in no memory."""
+    weights = P.abstract(config, dtype=torch.bfloat16)
+    assert all(leaf.device.type == "meta" for leaf in tree.leaves(weights))
+    tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    segment_ids = torch.ones_like(tokens)
+    prepared = fnmodels.prepare(config, tokens, positions=segment_ids, segment_ids=segment_ids, length=16)
+    logits = fnmodels.forward(weights, *prepared, config=config)
+    assert logits.shape == (2, 16, config.vocab_size) and logits.dtype == torch.bfloat16
 
 
 KERNELS = ("math", "sdpa", "auto")

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import fnmodels
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -29,9 +27,3 @@ def test_make_targets_and_files_exist() -> None:
     assert set(re.findall(r"\bmake ([a-z]+)\b(?= {2}|`|$)", README, re.MULTILINE)) <= targets
     for name in re.findall(r"`((?:fnmodels|params|train|tests|examples|benchmarks|\.ci)/[\w./]+)`", README):
         assert (ROOT / name).exists(), name
-
-
-def test_status_names_every_family_and_model_type() -> None:
-    rows = {cells[1].strip(): cells[2] for line in README.splitlines() if len(cells := line.split("|")) > 3}
-    for model_type, module in fnmodels.families().items():
-        assert re.search(rf"\b{model_type}\b", rows[f"`{module.replace('.', '/')}.py`"]), f"{model_type} of {module}"

@@ -6,7 +6,7 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from params.init import draw
+from tests.status import CHECKED
 from tests.support import (
     KERNELS,
     Case,
     batch_of,
     cases,
+    check_shapes,
     family_modules,
     generic_params,
     segments,
@@ -40,27 +42,31 @@ def test_families_are_found() -> None:
     assert "llama" in family_modules()
 
 
+def test_every_model_type_has_a_variant() -> None:
+    assert {case.config.model_type for case in cases()} == fnmodels.families().keys()
+
+
 def test_a_family_without_variants_fails() -> None:
     with pytest.raises(FileNotFoundError, match="write tests/variants/unheard_of"):
         variants_of("unheard_of")
 
 
 @every_family
-def test_published_sizes_on_meta(family: str) -> None:
-    """The largest published member runs in shapes alone: spec, masks, tables, every layer, the head."""
-    module = importlib.import_module(f"fnmodels.{family}")
-    published = variants_of(family).published()
-    assert published, "a family names its largest published members"
-    for name, values in published.items():
-        config = module.Config.from_hf(values)
-        assert P.count(config) == variants_of(family).sizes()[name]
-        weights = P.abstract(config, dtype=torch.bfloat16)
-        assert all(leaf.device.type == "meta" for leaf in tree.leaves(weights))
-        tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
-        segment_ids = torch.ones_like(tokens)
-        prepared = fnmodels.prepare(config, tokens, positions=segment_ids, segment_ids=segment_ids, length=16)
-        logits = fnmodels.forward(weights, *prepared, config=config)
-        assert logits.shape == (2, 16, config.vocab_size) and logits.dtype == torch.bfloat16
+def test_a_family_names_its_largest_published_members(family: str) -> None:
+    assert variants_of(family).published().keys() == variants_of(family).sizes().keys() != set()
+
+
+PUBLISHED = [(family, name) for family in family_modules() for name in variants_of(family).published()]
+
+
+@pytest.mark.parametrize(("family", "name"), PUBLISHED)
+def test_published_sizes_on_meta(family: str, name: str, record_property: Callable[[str, object], None]) -> None:
+    """A published member runs in shapes alone: spec, masks, tables, every layer, the head."""
+    values = variants_of(family).published()[name]
+    config = importlib.import_module(f"fnmodels.{family}").Config.from_hf(values)
+    assert P.count(config) == variants_of(family).sizes()[name]
+    check_shapes(config)
+    record_property(CHECKED, (config.model_type, P.count(config)))
 
 
 @with_kernels(cases())
