@@ -1,13 +1,21 @@
-"""loss.png: train and held-out loss over the steps, and what zlib reaches on the same held-out text."""
+"""loss.png: train and held-out loss over the steps, and what zlib reaches on the same held-out text.
 
+python -m train.plot RUN [RUN ...] draws the curves of several runs on one picture.
+"""
+
+import argparse
 import math
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from train.commands import Parser, run_command
+from train.errors import UserError
 from train.files import write_atomic
-from train.metrics import Row
+from train.metrics import Row, read_rows
 
 NATS_PER_BIT = math.log(2)
 
@@ -55,3 +63,50 @@ def smooth(losses: tuple[float, ...]) -> list[float]:
         window = losses[index - min(index // 10, 49) : index + 1]
         means.append(sum(window) / len(window))
     return means
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """(step, train loss) of a run folder. UserError where it has none."""
+    file = run / "metrics.jsonl"
+    if not file.is_file():
+        raise UserError(f"{run} is no run folder: it has no {file.name}")
+    found = [(row["step"], row["loss"]) for row in read_rows(file) if row.get("loss") is not None]
+    if not found:
+        raise UserError(f"{file} has no loss in it yet")
+    return found
+
+
+def curves(path: Path, runs: Mapping[str, Path]) -> None:
+    """Running means of the train losses of {name: run folder}, each step's own pale behind them."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, run in runs.items():
+        steps, values = zip(*losses(run), strict=True)
+        (line,) = axes.plot(steps, smooth(values), linewidth=1.6, label=name)
+        axes.plot(steps, values, color=line.get_color(), alpha=0.2, linewidth=0.8)
+    axes.set(xlabel="step", ylabel="train loss in nats per token", title="Running mean, and each step")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=120))
+
+
+def parser() -> Parser:
+    made = Parser(prog="python -m train.plot", description="The loss curves of several runs on one picture.")
+    made.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
+    made.add_argument("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="default %(default)s")
+    return made
+
+
+def plot(arguments: argparse.Namespace) -> int:
+    curves(arguments.out, {str(run): run for run in arguments.runs})
+    print(f"curves: {arguments.out}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command("python -m train.plot", parser, plot, argv, needs=("matplotlib", "tensorboard"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Two runs side by side: where their losses part, in a table and on a picture."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from train import compare, plot
+
+
+def _run(folder: Path, losses: list[float]) -> Path:
+    folder.mkdir()
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    losses = [5 - 0.01 * step for step in range(100)]
+    other = [loss + (0.25 if step == 60 else 1e-3 if step >= 40 else 0) for step, loss in enumerate(losses)]
+    return _run(tmp_path / "a", losses), _run(tmp_path / "b", other)
+
+
+def test_the_first_and_the_largest_difference_are_told(runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main([str(run) for run in runs]) == 0
+    out = capsys.readouterr().out
+    assert "100 steps; the first difference is at step 41, the largest 2.500e-01 at 61" in out
+    assert out.splitlines()[1].split() == ["1", "5.000000", "5.000000", "0.000e+00"]
+    assert len(out.splitlines()) == compare.SHOWN + 2
+
+
+def test_equal_runs_are_called_equal(runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main([str(runs[0]), str(runs[0]), "--within", "0"]) == 0
+    assert "equal to the last digit" in capsys.readouterr().out
+
+
+def test_a_bound_decides_the_exit_code(runs) -> None:
+    pair = [str(run) for run in runs]
+    assert compare.main([*pair, "--within", "0.3"]) == 0
+    assert compare.main([*pair, "--within", "0.2"]) == 1
+
+
+def test_pictures_of_several_runs(runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot.main([*map(str, runs), "--out", str(tmp_path / "new" / "both.png")]) == 0
+    assert compare.main([*map(str, runs), "--out", str(tmp_path / "two.png")]) == 0
+    for picture in (tmp_path / "new" / "both.png", tmp_path / "two.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{a}"], "give either a second run or --ref"),
+        (["{a}", "{b}", "--ref", "HEAD"], "give either a second run or --ref"),
+        (["{a}", "nowhere"], "nowhere is no run folder: it has no metrics.jsonl"),
+        (["{a}", "--ref", "HEAD"], "has no run.json"),
+        (["{a}", "{b}", "--within", "-1"], "'-1' is not a number"),
+    ],
+)
+def test_mistakes_are_one_sentence(runs, arguments, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"a": runs[0], "b": runs[1]}
+    assert compare.main([argument.format(**names) for argument in arguments]) == 2
+    err = capsys.readouterr().err
+    assert words in err and len(err.splitlines()) == 1
+
+
+def test_another_revision_makes_the_run_again(runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository whose `train` writes what its revision says."""
+    repository = tmp_path / "repository"
+    (repository / "train").mkdir(parents=True)
+    (repository / "train" / "__init__.py").touch()
+    body = (
+        "import json, sys\nfrom pathlib import Path\nassert sys.argv[1::2] == ['--run', '--steps', '--seed']\n"
+        "run = Path(sys.argv[2]); run.mkdir()\n"
+        "rows = [json.dumps({'step': s, 'loss': LOSS}) + chr(10) for s in range(1, int(sys.argv[4]) + 1)]\n"
+        "(run / 'metrics.jsonl').write_text(''.join(rows))\n"
+    )
+
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *arguments], cwd=repository, check=True, capture_output=True)
+
+    git("init")
+    for tag, loss in (("old", "4.0"), ("new", "3.0")):
+        (repository / "train" / "__main__.py").write_text(body.replace("LOSS", loss))
+        git("add", ".")
+        git("commit", "-m", tag)
+        git("tag", tag)
+    monkeypatch.chdir(repository)
+    (runs[0] / "run.json").write_text(json.dumps({"choices": {"steps": 3, "seed": 1, "data": None}}))
+    made = compare.run_at("old", runs[0], tmp_path / "made")
+    assert [loss for _, loss in plot.losses(made)] == [4.0, 4.0, 4.0]
+    assert compare.main([str(runs[0]), "--ref", "nonsense"]) == 2
+    assert not list((repository / ".git").glob("worktrees/*"))

@@ -1,0 +1,117 @@
+"""python -m train.compare RUN_A RUN_B: whether two runs learnt the same, step by step, and where they part.
+
+With --ref the second run is made here: the choices of RUN_A, trained again by another revision of this repository in a
+worktree of its own. So a refactoring shows that it changed nothing, or what it changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from train.commands import Parser, at_least, run_command
+from train.errors import UserError
+
+SHOWN = 20  # rows of the table
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The losses of one step in both runs."""
+
+    step: int
+    first: float
+    second: float
+
+    @property
+    def size(self) -> float:
+        return abs(self.first - self.second)
+
+
+def differences(first: Path, second: Path) -> list[Difference]:
+    """One for each step that both runs made. UserError where there is none."""
+    from train.plot import losses
+
+    one, two = dict(losses(first)), dict(losses(second))
+    both = sorted(one.keys() & two.keys())
+    if not both:
+        raise UserError(f"the runs {first} and {second} have no step in common")
+    return [Difference(step, one[step], two[step]) for step in both]
+
+
+def table(found: list[Difference]) -> str:
+    """Some steps, evenly spread, the first and last among them; then what there is to know of all."""
+    last = len(found) - 1
+    picked = sorted({round(i * last / max(SHOWN - 1, 1)) for i in range(SHOWN)}) if last else [0]
+    lines = ["   step       first      second  difference"]
+    lines += [f"{d.step:>7} {d.first:>11.6f} {d.second:>11.6f}  {d.size:.3e}" for d in (found[i] for i in picked)]
+    worst = max(found, key=lambda d: d.size)
+    parted = next((d.step for d in found if d.size), None)
+    summary = f"the first difference is at step {parted}, the largest {worst.size:.3e} at {worst.step}"
+    lines.append(f"{len(found)} steps; {'all losses equal to the last digit' if parted is None else summary}")
+    return "\n".join(lines)
+
+
+def run_at(revision: str, like: Path, into: Path) -> Path:
+    """The run `like`, made anew at a revision of the repository in the working folder; returns its folder."""
+    from train import folder
+
+    recorded = folder.read_json(like / folder.RUN)
+    if recorded is None:
+        raise UserError(f"{like} has no {folder.RUN}, so its choices are not known")
+    flags = [(f"--{name}", str(value)) for name, value in recorded["choices"].items() if value is not None]
+    tree, run = into / "tree", into / "run"
+    git("worktree", "add", "--detach", str(tree), revision)
+    try:
+        command = [sys.executable, "-m", "train", "--run", str(run), *(text for flag in flags for text in flag)]
+        if subprocess.run(command, cwd=tree).returncode:
+            raise UserError(f"the run at {revision} failed; what it said stands above")
+    finally:
+        git("worktree", "remove", "--force", str(tree))
+    return run
+
+
+def git(*arguments: str) -> None:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def parser() -> Parser:
+    made = Parser(prog="python -m train.compare", description="Per-step differences of the losses of two runs.")
+    made.add_argument("first", type=Path, metavar="RUN_A", help="a run folder")
+    made.add_argument("second", type=Path, nargs="?", metavar="RUN_B", help="another one")
+    made.add_argument("--ref", metavar="GIT_REV", help="in place of RUN_B: make RUN_A again at this revision")
+    made.add_argument("--out", type=Path, metavar="PNG", help="draw both curves here")
+    made.add_argument(
+        "--within", type=at_least(0.0), metavar="X", help="exit with 1 where a difference is larger than this"
+    )
+    return made
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    if (arguments.second is None) == (arguments.ref is None):
+        raise UserError("give either a second run or --ref")
+    with TemporaryDirectory() as temporary:
+        second = arguments.second or run_at(arguments.ref, arguments.first, Path(temporary))
+        found = differences(arguments.first, second)
+        print(table(found))
+        if arguments.out is not None:
+            from train.plot import curves
+
+            curves(arguments.out, {str(arguments.first): arguments.first, arguments.ref or str(second): second})
+            print(f"curves: {arguments.out}")
+    return int(arguments.within is not None and max(d.size for d in found) > arguments.within)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command("python -m train.compare", parser, compare, argv, needs=("matplotlib", "tensorboard"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
