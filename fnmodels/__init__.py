@@ -42,6 +42,7 @@ from fnmodels.segments import (
     segments_from_eos,
     segments_from_lengths,
     segments_from_positions,
+    text_order,
 )
 
 siblings.warn_shadowed(__file__, "params", "train")
@@ -91,6 +92,7 @@ __all__ = [
     "segments_from_lengths",
     "segments_from_positions",
     "split",
+    "text_order",
     "to_block_mask",
     "to_cu_seqlens",
     "to_dense",

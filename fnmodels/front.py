@@ -38,13 +38,15 @@ def prepare(
 
     tokens: [B, S] ids, or vectors [B, S, D]. segment_ids: [B, S], 0 for padding, documents from 1; without it every
     token belongs to one document. positions: [B, S]; without it each row's document is numbered from 0, and a row that
-    holds several is an error, because what their positions are must be said. length: see `fnmodels.ops.rotary`.
+    holds several is an error, because what their positions are must be said; [B, S, 3] for a family whose tables have
+    several axes, the others refuse it. length: see `fnmodels.ops.rotary`.
     """
     if tokens.ndim not in (2, 3):
         raise ValueError(f"tokens must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")
     shape = tokens.shape[:2]
     if positions is not None:
-        positions = _per_token("positions", positions, shape)
+        axes = positions.shape[2:] if positions.ndim == 3 else ()
+        positions = _per_token("positions", positions, shape + axes)
     if segment_ids is not None:
         segment_ids = _per_token("segment_ids", segment_ids, shape)
         positions = _positions(segment_ids) if positions is None else positions
@@ -59,9 +61,9 @@ def prepare(
 
 
 def _per_token(name: str, given: Tensor, shape: torch.Size) -> Tensor:
-    """[B, S], from that or from one row for all."""
-    if given.ndim != 2 or given.shape[0] not in (1, shape[0]) or given.shape[1] != shape[1]:
-        raise ValueError(f"{name} must be [B, S] = {list(shape)} like the tokens, not {list(given.shape)}.")
+    """Of this shape, [B, S] or with axes behind, from that or from one row for all."""
+    if given.shape not in (shape, (1, *shape[1:])):
+        raise ValueError(f"{name} must be [B, S] = {list(shape[:2])} like the tokens, not {list(given.shape)}.")
     if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
         raise ValueError(f"{name} must be integers, not {given.dtype}.")
     return given.expand(shape)

@@ -92,8 +92,14 @@ def build_mask(
     """The self-attention mask of a row under `rule`.
 
     positions, segment_ids, spans: [B, S]. create: a caller's constructor with the signature of FlexAttention's
-    `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`; then its result is returned.
+    `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`; then its result is returned. Raises ValueError for
+    positions of several axes.
     """
+    if positions.ndim != 2:
+        raise ValueError(
+            f"positions must be [B, S], not {list(positions.shape)}: this model's masks count one axis. A family whose "
+            "tables have several makes its masks of `fnmodels.text_order(positions, segment_ids)`."
+        )
     mask = Mask(positions, segment_ids, positions, segment_ids, spans, spans, rule)
     if create is None:
         return mask

@@ -167,6 +167,21 @@ def positions_from_segments(segment_ids: Tensor, *, start: int | Tensor = 0) -> 
     return (count - restart + moved).where(valid, 0)
 
 
+def text_order(positions: Tensor, segment_ids: Tensor) -> Tensor:
+    """Positions [B,S,A] of several axes -> [B,S]: which token of its document each one is, from 0; padding gets 0.
+
+    What causality and windows count where rotary positions have axes for time, height and width: an image's tokens
+    share a time, but were written one after another. The order is that of the first axis, then of the second, ..., as
+    pixels are read: of values and not of columns, so that it is the same before and after a permutation. Only tokens of
+    one document that stand at the same place on every axis stay in the order of the columns.
+    """
+    order = torch.arange(segment_ids.shape[-1], device=segment_ids.device).expand(segment_ids.shape)
+    for key in (*reversed(positions.unbind(-1)), segment_ids):
+        order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, stable=True))
+    counted = positions_from_segments(segment_ids.gather(-1, order))
+    return torch.zeros_like(counted).scatter(-1, order, counted)
+
+
 def _ragged(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     rows = [row for row in lengths if not isinstance(row, int)]
     longest = max((len(row) for row in rows), default=0)

@@ -136,7 +136,44 @@ def rotary_table(rope: Rope, head_dim: int, positions: Tensor, length: int | Ten
     call + 1, so pass it where a sequence comes in pieces.
     """
     if positions.ndim != 2:
-        raise ValueError(f"positions must be [B, S], not {list(positions.shape)}; no rope here has several axes.")
+        raise ValueError(
+            f"positions must be [B, S], not {list(positions.shape)}: this model's rope has one axis. Several are "
+            "for models whose table is made by `mrope_table`."
+        )
+    return _table(rope, head_dim, positions[..., None], length)
+
+
+def mrope_table(
+    rope: Rope,
+    head_dim: int,
+    positions: Tensor,
+    sections: tuple[int, ...],
+    *,
+    interleaved: bool = False,
+    length: int | Tensor | None = None,
+) -> Tensor:
+    """As `rotary_table` for positions [B, S, A] with A axes, 3 in vision-language models: time, height, width.
+
+    Each pair of dimensions turns with one axis: sections[a] pairs with axis a, sum(sections) = R / 2. They lie one
+    after another (Qwen2-VL, arXiv 2409.12191), or interleaved (Qwen3-VL, Qwen3.5): pair j turns with axis j mod A until
+    that axis has its share, and with axis 0 from there on. Text has equal positions on all axes, and so the angles of
+    `rotary_table`. Raises ValueError for sections that do not divide the pairs.
+    """
+    axes, pairs = len(sections), rope.dim(head_dim) // 2
+    if positions.ndim != 3 or positions.shape[-1] != axes:
+        raise ValueError(f"positions must be [B, S, {axes}] for the sections {sections}, not {list(positions.shape)}.")
+    if interleaved:
+        turns = [j % axes if j < sections[j % axes] * axes else 0 for j in range(pairs)]
+    else:
+        turns = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if len(turns) != pairs or any(turns.count(axis) != count for axis, count in enumerate(sections)):
+        order = "interleaved" if interleaved else "one after another"
+        raise ValueError(f"The sections {sections}, {order}, do not divide the {pairs} pairs that rotate.")
+    return _table(rope, head_dim, positions[..., turns], length)
+
+
+def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | None) -> Tensor:
+    """positions: [B, S, 1], or [B, S, R/2] where each pair has its own."""
     needs_length = rope.kind in ("dynamic", "longrope")
     if needs_length and length is None:
         length = positions.max() + 1 if positions.numel() else 1  # an empty batch has no longest
@@ -144,7 +181,7 @@ def rotary_table(rope: Rope, head_dim: int, positions: Tensor, length: int | Ten
     freqs = frequencies(rope, rope.dim(head_dim), size).to(positions.device)
     if freqs.ndim == 2:  # one length per row
         freqs = freqs[:, None]
-    angles = positions[..., None].double() * freqs
+    angles = positions.double() * freqs
     scale = attention_factor(rope)
     return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=-1).float()
 

@@ -3,13 +3,17 @@
 import dataclasses
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
+from torch.func import vmap
+from torch.testing import assert_close
 
 import fnmodels
 from fnmodels import llama
 from fnmodels.front import run_layers
+from fnmodels.ops.rotary import mrope_table
 from tests.support import generic_params
 
 CONFIG = llama.Config(
@@ -56,6 +60,9 @@ def test_everything_has_the_batch_by_expanding() -> None:
         ({"tokens": torch.zeros(5, dtype=torch.long)}, "tokens must be"),
         ({"positions": torch.zeros(2, 4, dtype=torch.long)}, "positions must be"),
         ({"positions": torch.zeros(5, dtype=torch.long)}, "positions must be"),
+        ({"positions": torch.zeros(2, 4, 3, dtype=torch.long)}, "positions must be"),
+        ({"positions": torch.zeros(2, 5, 3)}, "must be integers, not torch.float32"),
+        ({"positions": torch.zeros(2, 5, 3, dtype=torch.long)}, r"not \[2, 5, 3\]: this model's masks count one axis"),
         ({"segment_ids": torch.ones(3, 5, dtype=torch.long), "positions": TOKENS}, "segment_ids must be"),
         ({"segment_ids": torch.tensor([[1, 1, 2, 2, 0]])}, "Row 0 holds several documents"),
     ],
@@ -103,6 +110,57 @@ def test_a_stage_needs_its_own_layers_only() -> None:
     stage = {"layers": {1: weights["layers"][1]}}
     last = fnmodels.run_layers(stage, middle, masks, freqs_cis, 1, 2, config=CONFIG)
     assert torch.equal(last, fnmodels.hidden(weights, inputs, masks, freqs_cis, config=CONFIG))
+
+
+def with_axes() -> types.ModuleType:
+    """Llama with a table of three axes, as vision-language models have it."""
+    mine = types.ModuleType("with_axes")
+    mine.__dict__.update({name: getattr(llama, name) for name in dir(llama) if not name.startswith("__")})
+    mine.Config = type("Config", (llama.Config,), {"__module__": "with_axes"})
+    mine.freqs_cis = lambda config, positions, *, length=None: {
+        "full": mrope_table(config.rope, config.head_dim, positions, (1, 1, 2), length=length)
+    }
+    mine.attention_masks = lambda config, positions, segment_ids, *, create=None: llama.attention_masks(
+        config, fnmodels.text_order(positions, segment_ids), segment_ids, create=create
+    )
+    return mine
+
+
+def test_positions_of_three_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """prepare, forward, permute, split and rows treat [B, S, 3] by the one rule: batch first, sequence second."""
+    monkeypatch.setitem(sys.modules, "with_axes", mine := with_axes())
+    sizes = {f: getattr(CONFIG, f) for f in CONFIG.__dataclass_fields__} | {"head_dim": 8}
+    config, plain = mine.Config(**sizes), dataclasses.replace(CONFIG, head_dim=8)
+    weights = generic_params(plain)
+    image = torch.tensor([[3, 3, 3], [3, 3, 4], [3, 4, 3], [3, 4, 4]])  # two rows of two after three words
+    words = torch.arange(12)[:, None].expand(12, 3)
+    rows = [torch.cat([words[:3], image, words[5:7]]), torch.cat([words[:4], words[:3], words[:2]])]
+    given = {
+        "positions": torch.stack(rows),
+        "segment_ids": torch.tensor([[1] * 9, [1] * 4 + [2] * 3 + [0] * 2]),
+    }
+    tokens = torch.arange(18).view(2, 9) % 17
+    options = {"config": config, "kernel": "math"}
+    prepared = fnmodels.prepare(config, tokens, **given)
+    assert prepared[0]["positions"].shape == (2, 9, 3)
+    assert prepared[1]["full"].q_positions.tolist() == [[*range(9)], [0, 1, 2, 3, 0, 1, 2, 0, 0]]
+    want = fnmodels.forward(weights, *prepared, **options)
+
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    valid = given["segment_ids"][:, order] > 0
+    moved = fnmodels.permute((tokens, given), order)
+    for batch in (fnmodels.permute(prepared, order), fnmodels.prepare(config, moved[0], **moved[1])):
+        assert_close(fnmodels.forward(weights, *batch, **options)[valid], want[:, order][valid])
+    parts = [fnmodels.forward(weights, *part, **options) for part in fnmodels.split(prepared, 2)]
+    assert_close(torch.cat(parts), want)
+    one = partial(fnmodels.forward, weights, **options)
+    assert_close(vmap(one)(*fnmodels.rows(prepared))[:, 0], want)
+    alone = fnmodels.prepare(config, tokens[1:, 4:7], positions=given["positions"][1:, 4:7])
+    assert_close(fnmodels.forward(weights, *alone, **options), want[1:, 4:7])
+    # Text is where all axes agree, and an image is not.
+    text = fnmodels.forward(weights, *fnmodels.prepare(plain, tokens), config=plain, kernel="math")
+    assert_close(want[1, :4], text[1, :4])
+    assert (want[0, 4:] - text[0, 4:]).abs().max() > 1e-2
 
 
 def test_a_family_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Rotary tables against plain Python floats, one position and one frequency at a time; and their application."""
 
 import cmath
+import importlib
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from fnmodels.ops.rotary import (
     apply_rotary,
     apply_rotary_interleaved,
     attention_factor,
+    mrope_table,
     no_rotation,
     rotary_table,
 )
@@ -154,3 +156,69 @@ def test_no_rotation_and_dtypes() -> None:
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(ValueError, match="'spiral' is unknown"):
         rotary_table(Rope(kind="spiral"), DIM, torch.zeros(1, 1, dtype=torch.long))
+
+
+AXES = {  # sections, interleaved -> the axis of each pair
+    ((2, 3, 3), False): [0, 0, 1, 1, 1, 2, 2, 2],
+    ((4, 2, 2), True): [0, 1, 2, 0, 1, 2, 0, 0],
+    ((3, 3, 2), True): [0, 1, 2, 0, 1, 2, 0, 1],
+    ((8,), False): [0] * 8,
+    ((5, 3), True): [0, 1, 0, 1, 0, 1, 0, 0],
+}
+
+
+@pytest.mark.parametrize(("sections", "interleaved"), AXES)
+@pytest.mark.parametrize("name", ["default", "yarn"])
+def test_each_pair_turns_with_its_axis(sections: tuple[int, ...], interleaved: bool, name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(1_000_000, (2, 5, len(sections)), generator=generator)
+    table = mrope_table(ROPES[name], DIM, positions, sections, interleaved=interleaved)
+    assert table.dtype == torch.float32
+    for pair, axis in enumerate(AXES[sections, interleaved]):
+        assert torch.equal(table[:, :, pair], rotary_table(ROPES[name], DIM, positions[..., axis])[:, :, pair])
+    text = positions[..., :1].expand_as(positions)
+    same = mrope_table(ROPES[name], DIM, text, sections, interleaved=interleaved)
+    assert torch.equal(same, rotary_table(ROPES[name], DIM, text[..., 0]))
+
+
+@pytest.mark.parametrize(("model", "interleaved"), [("qwen2_vl", False), ("qwen3_vl", True)])
+def test_tables_of_vision_language_models(model: str, interleaved: bool) -> None:
+    """Against transformers', whose angles are fp32: at positions where these are good to 1e-4."""
+    transformers = pytest.importorskip("transformers")
+    sections = (4, 2, 2) if interleaved else (2, 3, 3)
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": list(sections),
+        "mrope_interleaved": interleaved,
+    }
+    sizes = {"hidden_size": 2 * DIM, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": DIM}
+    names = {"qwen2_vl": "Qwen2VL", "qwen3_vl": "Qwen3VL"}
+    config = getattr(transformers, f"{names[model]}TextConfig")(rope_parameters=rope, **sizes)
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    rotary = getattr(modeling, {"qwen2_vl": "Qwen2VLRotaryEmbedding", "qwen3_vl": "Qwen3VLTextRotaryEmbedding"}[model])
+    positions = torch.randint(500, (2, 7, 3), generator=torch.Generator().manual_seed(0))
+    cos, sin = rotary(config)(torch.zeros(1), positions.permute(2, 0, 1))
+    table = mrope_table(Rope(1e4), DIM, positions, sections, interleaved=interleaved)
+    torch.testing.assert_close(torch.stack((cos, sin), -1)[:, :, : DIM // 2], table, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sections", "interleaved", "words"),
+    [
+        ((2, 5), (2, 3, 3), False, r"must be \[B, S, 3\] for the sections \(2, 3, 3\), not \[2, 5\]"),
+        ((2, 5, 2), (2, 3, 3), False, r"not \[2, 5, 2\]"),
+        ((2, 5, 3), (2, 3, 4), False, "do not divide the 8 pairs"),
+        ((2, 5, 3), (1, 3, 4), True, r"\(1, 3, 4\), interleaved, do not divide"),
+    ],
+)
+def test_sections_that_do_not_fit(
+    shape: tuple[int, ...], sections: tuple[int, ...], interleaved: bool, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        mrope_table(Rope(), DIM, torch.zeros(shape, dtype=torch.long), sections, interleaved=interleaved)
+
+
+def test_one_axis_refuses_three() -> None:
+    with pytest.raises(ValueError, match=r"not \[2, 5, 3\]: this model's rope has one axis"):
+        rotary_table(Rope(), DIM, torch.zeros(2, 5, 3, dtype=torch.long))

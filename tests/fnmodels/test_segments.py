@@ -13,6 +13,7 @@ from fnmodels.segments import (
     segments_from_eos,
     segments_from_lengths,
     segments_from_positions,
+    text_order,
 )
 
 LENGTHS = [  # lengths, S, segment ids
@@ -246,6 +247,18 @@ def test_positions_restart_table(ids, start, want):
 def test_each_row_has_its_own_start():
     ids = torch.tensor([[1, 1, 2], [1, 2, 2]])
     assert positions_from_segments(ids, start=torch.tensor([4, 0])).tolist() == [[4, 5, 0], [0, 0, 1]]
+
+
+def test_order_in_text_table():
+    """Two words, an image of 2 x 2, a word; a second document; padding. In any order of the columns."""
+    positions = [[0] * 3, [1] * 3, [2, 2, 2], [2, 2, 3], [2, 3, 2], [2, 3, 3], [4] * 3, [7] * 3, [8] * 3, [0] * 3]
+    positions, ids = torch.tensor([positions] * 2), torch.tensor([[1] * 7 + [2] * 2 + [0], [3] * 7 + [1] * 2 + [0]])
+    want = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 0]] * 2)
+    assert text_order(positions, ids).equal(want)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
+    assert text_order(positions[:, order], ids[:, order]).equal(want[:, order])
+    assert torch.vmap(text_order)(positions, ids).equal(want)
+    assert text_order(positions.to("meta"), ids.to("meta")).shape == (2, 10)
 
 
 rows = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=3)
