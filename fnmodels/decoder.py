@@ -12,7 +12,7 @@ from typing import Any
 
 from .disk import Part, Stack, fuse
 from .errors import ConfigError
-from .hf import Fields
+from .hf import Fields, quantization
 from .leaf import Leaf
 
 
@@ -68,7 +68,7 @@ def decoder_sizes(
     fields.expect("rope_interleaved", False)
     fields.expect("use_mrope", False)
     fields.expect("is_encoder_decoder", False)
-    fields.expect("quantization_config", None)
+    quantization(fields)
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,

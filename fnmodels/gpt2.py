@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .disk import Part, Stored
 from .errors import ConfigError
-from .hf import Fields
+from .hf import Fields, quantization
 from .leaf import attention_leaves, layer_norm_leaves, plain_mlp_leaves, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import attention
@@ -78,7 +78,7 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         for name in ("add_cross_attention", "is_encoder_decoder"):
             fields.expect(name, False)
-        fields.expect("quantization_config", None)
+        quantization(fields)
         hidden = _size(fields, "n_embd", "hidden_size")
         config = Config(
             vocab_size=fields.integer("vocab_size"),

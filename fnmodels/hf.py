@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import ConfigError, UnsupportedError
@@ -112,6 +113,48 @@ class Fields:
                 "Remove them if they do not, or set them to null."
             )
         return tuple((n, json.dumps(self.values[n], sort_keys=True)) for n in KEPT if self.values.get(n) is not None)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint's files hold weights in few bits, see `params.quantized`. It does not change the maths.
+
+    method: "fp8" or "mxfp4". block: how many rows and columns share a scale, of fp8.
+    """
+
+    method: str
+    block: tuple[int, int] = (128, 128)
+
+
+def quantization(fields: Fields) -> Quantization | None:
+    """What `quantization_config` says, checked; UnsupportedError for what cannot be dequantized on loading."""
+    value = fields.take("quantization_config", None)
+    if value is None:
+        return None
+    inner = Fields(value, f"{fields.where}, quantization_config")
+    method = inner.choice("quant_method", ("fp8", "mxfp4"))
+    block = inner.take("weight_block_size", [128, 128])
+    if method == "fp8" and inner.values.get("weight_block_size", block) is None:
+        raise UnsupportedError(
+            f"{inner.where}: 'weight_block_size' is null, one scale for all of a tensor; only blocks are supported."
+        )
+    sizes = isinstance(block, list) and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block)
+    if not sizes or len(block) != 2:
+        raise ConfigError(f"{inner.where}: 'weight_block_size' is {shown(block)}, but must be two sizes, [128, 128].")
+    inner.expect("activation_scheme", "dynamic")  # static ones are tensors of their own
+    inner.expect("fmt", "e4m3")
+    inner.expect("scale_fmt", "float", "ue8m0")  # ue8m0: powers of two, in fp32 all the same
+    inner.expect("expert_dtype", "fp8")
+    # which tensors these are is seen in the files
+    inner.finish(ignored=("modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize"))
+    return Quantization(method, (block[0], block[1]))
+
+
+def quantization_of(values: Mapping[str, Any]) -> Quantization | None:
+    """`quantization` of a config.json's content that a family accepted; composite ones may say it of their text."""
+    text = values.get("text_config")
+    inner = quantization(Fields(text)) if isinstance(text, Mapping) else None
+    return quantization(Fields(values)) or inner
 
 
 def _finite(value: Any) -> bool:

@@ -24,6 +24,11 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def load_config(path: str | os.PathLike[str]) -> Any:
     """The Config of a checkpoint folder; the family is found by the file's model_type."""
+    return read_config(path)[0]
+
+
+def read_config(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
+    """(the Config, all that config.json holds) of a checkpoint folder."""
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(
@@ -50,7 +55,7 @@ def load_config(path: str | os.PathLike[str]) -> Any:
         _check_architectures(values, config.to_hf().get("architectures"))
     except CheckpointError as error:
         raise type(error)(f"{file}: {error}") from None
-    return config
+    return config, values
 
 
 def _check_dtype(values: dict[str, Any]) -> None:

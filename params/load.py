@@ -21,14 +21,14 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.disk import Part, Single, Stack, disk_name, take, take_into
 from fnmodels.errors import MismatchError
+from fnmodels.hf import quantization_of
 from fnmodels.tree import Tree
-from params.config import load_config
+from params.config import read_config
 from params.format import Entry, TensorFile, map_file, mapped_tensor, read_into, read_tensor, scratch
 from params.index import listed, open_folder
 from params.init import leaf_dtype
 from params.names import Piece, Slot, by_name, dtype_class, is_leftover, lacking, pieces, slots, ties
-
-Found = dict[str, tuple[TensorFile, Entry]]
+from params.quantized import Found, Quantized, each, pair, read_quantized
 
 
 def load_pretrained(
@@ -58,9 +58,9 @@ def load_pretrained(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype_class(dtype) == "floating"):
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
-    config = load_config(folder)
+    config, values = read_config(folder)
     with ExitStack() as stack:
-        found = open_folder(folder, stack)
+        found = pair(folder, open_folder(folder, stack), quantization_of(values))
         prefix = lacking(config, found)
         parameters, tied = slots(config, prefix), ties(config, prefix)
         known = {name: value for name, value in found.items() if not is_leftover(config, prefix + name)}
@@ -102,7 +102,7 @@ def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str
         )
 
 
-def _faults(name: str, piece: Piece, file: TensorFile, entry: Entry) -> list[str]:
+def _faults(name: str, piece: Piece, file: TensorFile, entry: Entry | Quantized) -> list[str]:
     faults = []
     if entry.shape != piece.disk_shape:
         faults.append(f"{name} in {file.path.name}: expected {list(piece.disk_shape)}, found {list(entry.shape)}")
@@ -120,13 +120,19 @@ def _check_ties(tied: dict[str, str], found: Found, mappings: dict[Path, mmap.mm
     """A tied head may be on disk too if it is the same, bit for bit; else the file or the configuration is wrong."""
     for name, twin in tied.items():
         if name in found:
-            one, two = (mapped_tensor(_mapping(mappings, file), entry) for file, entry in (found[name], found[twin]))
+            one, two = (_whole(*found[each], mappings) for each in (name, twin))
             # compared as bytes: NaN equals itself here, and -0 is not 0
             if one.dtype != two.dtype or not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
                 raise MismatchError(
                     f"{found[name][0].path}: {name} differs from {twin}, but config.json says tie_word_embeddings, "
                     "which makes them one tensor."
                 )
+
+
+def _whole(file: TensorFile, entry: Entry | Quantized, mappings: dict[Path, mmap.mmap]) -> Tensor:
+    if isinstance(entry, Quantized):
+        return read_quantized(file, entry, None, scratch())
+    return mapped_tensor(_mapping(mappings, file), entry)
 
 
 def _check_finite(folder: Path, parameters: tuple[Slot, ...], flat: dict[str, Tensor], found: Found) -> None:
@@ -161,25 +167,28 @@ def _leaf(
         several = [(single, *found[disk_name(single)]) for single in stored.parts]
         return _stacked(slot, several, dtype, device, buffer)
     file, entry = found[disk_name(stored)]
-    piece = _piece(stored, slot.leaf.shape, entry)
-    stays = dtype in (None, entry.dtype) and torch.device(device or "cpu").type == "cpu"
-    if stays and not copy and not _takes_turns(stored):
-        mapping = _mapping(mappings, file)
-        return take(stored, mapped_tensor(mapping, entry)) if piece is None else mapped_tensor(mapping, piece)
-    # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
-    if piece is not None:
-        return read_tensor(file, piece, dtype, buffer).to(device or "cpu")
+    if isinstance(entry, Entry):
+        piece = _piece(stored, slot.leaf.shape, entry)
+        stays = dtype in (None, entry.dtype) and torch.device(device or "cpu").type == "cpu"
+        if stays and not copy and not _takes_turns(stored):
+            mapping = _mapping(mappings, file)
+            return take(stored, mapped_tensor(mapping, entry)) if piece is None else mapped_tensor(mapping, piece)
+        # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
+        if piece is not None:
+            return read_tensor(file, piece, dtype, buffer).to(device or "cpu")
+    elif isinstance(stored, str):
+        return read_quantized(file, entry, dtype, buffer).to(device or "cpu")
     if isinstance(stored, Part) and stored.batched:
         one = replace(stored, batched=False)
-        return _stacked(slot, [(one, file, each) for each in _each(entry)], dtype, device, buffer)
+        return _stacked(slot, [(one, file, part) for part in each(entry)], dtype, device, buffer)
     out = torch.empty(slot.leaf.shape, dtype=dtype or entry.dtype, device=device or "cpu")
-    take_into(out, stored, read_tensor(file, entry, None, buffer))
+    take_into(out, stored, _read(file, entry, dtype, buffer))
     return out
 
 
 def _stacked(
     slot: Slot,
-    several: Sequence[tuple[Single, TensorFile, Entry]],
+    several: Sequence[tuple[Single, TensorFile, Entry | Quantized]],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     buffer: Tensor,
@@ -187,19 +196,19 @@ def _stacked(
     """A parameter [E, ...] in one allocation, filled entry by entry."""
     out = torch.empty(slot.leaf.shape, dtype=dtype or several[0][2].dtype, device=device or "cpu")
     for target, (single, file, entry) in zip(out, several, strict=True):
-        piece = _piece(single, tuple(target.shape), entry)
+        piece = _piece(single, tuple(target.shape), entry) if isinstance(entry, Entry) else None
         if piece is not None and target.device.type == "cpu":
             read_into(target, file, piece, buffer)
         else:
-            take_into(target, single, read_tensor(file, entry, None, buffer))
+            take_into(target, single, _read(file, entry, dtype, buffer))
     return out
 
 
-def _each(entry: Entry) -> list[Entry]:
-    """The entries of the first dimension, which lie one after the other."""
-    count, size = entry.shape[0], (entry.stop - entry.start) // entry.shape[0]
-    starts = (entry.start + index * size for index in range(count))
-    return [Entry(entry.dtype, entry.shape[1:], start, start + size) for start in starts]
+def _read(file: TensorFile, entry: Entry | Quantized, dtype: torch.dtype | None, buffer: Tensor) -> Tensor:
+    """A tensor as it is in the file; where its numbers have few bits, as they were meant, in `dtype`."""
+    if isinstance(entry, Quantized):
+        return read_quantized(file, entry, dtype, buffer)
+    return read_tensor(file, entry, None, buffer)
 
 
 def _takes_turns(stored: Single) -> bool:

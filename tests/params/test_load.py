@@ -567,12 +567,6 @@ def test_absurd_numbers_of_layers(case: Case) -> None:
     assert time.monotonic() - begin < 1
 
 
-def test_quantized_checkpoints_are_refused(folder: Path) -> None:
-    configure(folder, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(P.UnsupportedError, match="quantization_config"):
-        P.load_pretrained(folder)
-
-
 def test_arguments(folder: Path) -> None:
     with pytest.raises(NotImplementedError, match="plan must be None"):
         P.load_pretrained(folder, plan={})  # type: ignore[arg-type]

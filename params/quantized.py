@@ -1,0 +1,182 @@
+"""Tensors that lie in the files with few bits for each number, and beside them a scale for each block of numbers.
+
+    method  in the files                                                     numbers         a scale is
+    fp8     X [.., out, in], X_scale_inv [.., ceil(out / 128), ceil(in / 128)]  float8_e4m3fn   fp32, multiplied
+    mxfp4   X_blocks [.., out, in / 32, 16], X_scales [.., out, in / 32]        e2m1, 2 a byte  a byte s: 2^(s - 127)
+
+They become bf16, or what is asked for, when they are read; products are taken in fp32, which for mxfp4 is exact. fp8 is
+DeepSeek V3's (arXiv 2412.19437): blocks are of 128 rows and columns, and the last ones hold what is left, so that their
+number is rounded up. mxfp4 is gpt-oss's (OCP Microscaling Formats 1.0): the first of two numbers is the low half of
+their byte, and X itself is transposed, [.., in, out].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from fnmodels.errors import MismatchError
+from fnmodels.hf import Quantization
+from params.format import Entry, TensorFile, read_tensor
+from params.index import listed
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+CHUNK = 1 << 20  # numbers at a time: what is held beside the result takes ten bytes for each of them
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor of two in the files. shape and dtype are those of what it becomes.
+
+    values: in the file that stands beside this in `Found`. block: rows and columns that share a scale, of fp8.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: Entry
+    scales: Entry
+    scale_file: TensorFile
+    block: tuple[int, int] | None
+
+
+Found = dict[str, tuple[TensorFile, Entry | Quantized]]
+
+
+def pair(folder: Path, found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization | None) -> Found:
+    """`found` with each tensor and its scales in one. MismatchError tells of all that have none, or none that fit."""
+    if quantization is None:
+        return {**found}
+    paired, faults = (_fp8 if quantization.method == "fp8" else _mxfp4)(found, quantization)
+    if faults:
+        method = quantization.method
+        raise MismatchError(f"{folder}: {len(faults)} tensors are not as {method} has them:{listed(faults)}")
+    return paired
+
+
+def _fp8(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization) -> tuple[Found, list[str]]:
+    paired: Found = {**found}
+    faults = []
+    rows, columns = quantization.block
+    for name, (file, entry) in found.items():
+        if entry.dtype != torch.float8_e4m3fn or len(entry.shape) < 2:
+            continue
+        scale_name = f"{name}_scale_inv"
+        if scale_name not in found:
+            faults.append(f"{name} in {file.path.name}: float8_e4m3fn, but its scale {scale_name} is missing")
+            continue
+        *lead, out, width = entry.shape
+        scale_file, scales = found[scale_name]
+        faults += _scale_faults(
+            scale_name, scale_file, scales, (*lead, -(-out // rows), -(-width // columns)), torch.float32
+        )
+        paired[name] = (file, Quantized(entry.shape, torch.bfloat16, entry, scales, scale_file, (rows, columns)))
+        del paired[scale_name]
+    return paired, faults
+
+
+def _mxfp4(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization) -> tuple[Found, list[str]]:
+    paired: Found = {**found}
+    faults = []
+    for blocks_name, (file, entry) in found.items():
+        if not blocks_name.endswith("_blocks"):
+            continue
+        name = blocks_name.removesuffix("_blocks")
+        scale_name = f"{name}_scales"
+        where = f"{blocks_name} in {file.path.name}"
+        if scale_name not in found:
+            faults.append(f"{where}: its scales {scale_name} are missing")
+            continue
+        if name in found:
+            faults.append(f"{where}: {name} is there as well, and only one of them can be meant")
+            continue
+        if entry.dtype != torch.uint8 or len(entry.shape) < 3 or entry.shape[-1] != 16:
+            found_as = f"{list(entry.shape)} of {str(entry.dtype).removeprefix('torch.')}"
+            faults.append(f"{where}: expected [.., out, in / 32, 16] of uint8, found {found_as}")
+            continue
+        *lead, out, blocks, _ = entry.shape
+        scale_file, scales = found[scale_name]
+        faults += _scale_faults(scale_name, scale_file, scales, (*lead, out, blocks), torch.uint8)
+        shape = (*lead, blocks * 32, out)
+        paired[name] = (file, Quantized(shape, torch.bfloat16, entry, scales, scale_file, None))
+        del paired[blocks_name], paired[scale_name]
+    return paired, faults
+
+
+def _scale_faults(name: str, file: TensorFile, scales: Entry, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    if (scales.shape, scales.dtype) == (shape, dtype):
+        return []
+    wanted, given = (str(d).removeprefix("torch.") for d in (dtype, scales.dtype))
+    return [
+        f"{name} in {file.path.name}: expected {list(shape)} of {wanted}, one for each block of the tensor it scales, "
+        f"found {list(scales.shape)} of {given}"
+    ]
+
+
+@overload
+def each(tensor: Entry) -> list[Entry]: ...
+@overload
+def each(tensor: Quantized) -> list[Quantized]: ...
+def each(tensor: Entry | Quantized) -> list[Entry] | list[Quantized]:
+    """The entries of the first dimension, which lie one after the other in the file."""
+    if isinstance(tensor, Quantized):
+        return [
+            replace(tensor, shape=tensor.shape[1:], values=values, scales=scales)
+            for values, scales in zip(_rows(tensor.values), _rows(tensor.scales), strict=True)
+        ]
+    return _rows(tensor)
+
+
+def _rows(entry: Entry) -> list[Entry]:
+    count, size = entry.shape[0], (entry.stop - entry.start) // max(1, entry.shape[0])
+    starts = (entry.start + index * size for index in range(count))
+    return [Entry(entry.dtype, entry.shape[1:], start, start + size) for start in starts]
+
+
+def read_quantized(file: TensorFile, tensor: Quantized, dtype: torch.dtype | None, buffer: Tensor) -> Tensor:
+    """What the tensor becomes, in memory of its own and contiguous but for a transposition; dtype None: bf16."""
+    *lead, out, width = tensor.shape if tensor.block else (*tensor.shape[:-2], *tensor.shape[:-3:-1])
+    whole = torch.empty((*lead, out, width), dtype=dtype or tensor.dtype, device="cpu")
+    _fill(whole, file, tensor, buffer)
+    return whole if tensor.block else whole.mT
+
+
+def _fill(target: Tensor, file: TensorFile, tensor: Quantized, buffer: Tensor) -> None:
+    """Dequantize into `target` [.., out, in], some rows of a matrix at a time."""
+    if target.ndim > 2:
+        for part, one in zip(target, each(tensor), strict=True):
+            _fill(part, file, one, buffer)
+        return
+    out, width = target.shape
+    scales = read_tensor(tensor.scale_file, tensor.scales, None, buffer)
+    rows = tensor.block[0] if tensor.block else 1
+    step = rows * max(1, CHUNK // (rows * max(1, width)))
+    size = (tensor.values.stop - tensor.values.start) // max(1, out)  # bytes of a row
+    for begin in range(0, out, step):
+        end = min(begin + step, out)
+        start = tensor.values.start + begin * size
+        part = Entry(tensor.values.dtype, (end - begin, *tensor.values.shape[1:]), start, start + (end - begin) * size)
+        values = read_tensor(file, part, None, buffer)
+        if tensor.block:
+            target[begin:end] = _from_fp8(values, scales[begin // rows : math.ceil(end / rows)], tensor.block)
+        else:
+            target[begin:end] = _from_mxfp4(values, scales[begin:end])
+
+
+def _from_fp8(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """[out, in] float8_e4m3fn and fp32 [ceil(out / rows), ceil(in / columns)] -> fp32 [out, in]."""
+    out, width = values.shape
+    wide = scales.repeat_interleave(block[0], 0)[:out].repeat_interleave(block[1], 1)[:, :width]
+    return values.float().mul_(wide)
+
+
+def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[out, n, 16] and [out, n], both uint8 -> fp32 [out, 32 n]."""
+    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
+    pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), 1)  # by byte: low half, high half
+    values = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, 32)
+    return values.mul_(scales.view(torch.float8_e8m0fnu).float()[..., None]).flatten(1)
