@@ -11,7 +11,14 @@ from train.errors import UserError
 
 T = TypeVar("T", int, float)
 
-EXTRA_OF = {"tokenizers": "text", "jinja2": "text", "tensorboard": "log", "matplotlib": "log", "rich": "log"}
+EXTRA_OF = {
+    "tokenizers": "text",
+    "jinja2": "text",
+    "tensorboard": "log",
+    "matplotlib": "log",
+    "rich": "log",
+    "pyarrow": "data",
+}
 
 
 class Parser(argparse.ArgumentParser):

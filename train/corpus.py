@@ -6,10 +6,12 @@ The default needs no download: the Python standard library's own source files.
 import hashlib
 import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from train.errors import UserError
+from train.records import is_records, records
 
 # Not the library's own prose and code: installed packages, test suites (longer than the library itself, and absent from
 # some distributions), and modules that are generated tables.
@@ -26,17 +28,18 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """`skipped` holds one "name (reason)" per file that was not readable as text."""
+    """`skipped` holds one "name (reason)" per file that was not readable as text, and "name, line 3 (reason)"s."""
 
     train: tuple[Document, ...]
     heldout: tuple[Document, ...]
     skipped: tuple[str, ...] = ()
 
 
-def load(data: Path | None = None, *, without: Path | None = None) -> Corpus:
+def load(data: Path | None = None, *, without: Path | None = None, strict: bool = False) -> Corpus:
     """Read the standard library (None), one text file, or a folder's text files except those below `without`.
 
-    UserError when nothing is left.
+    Each record of a .jsonl or .parquet file is a document, its text in the field `text`. UserError when nothing is
+    left; with `strict` also for a file or record that would be skipped.
     """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -52,6 +55,8 @@ def load(data: Path | None = None, *, without: Path | None = None) -> Corpus:
     else:
         raise UserError(f"--data {data}: there is no such file or folder")
     documents, skipped = read_all(files, root)
+    if strict and skipped:
+        raise UserError(f"{len(skipped)} files or records of {source} are not readable as text: {skipped[0]}")
     if not documents:
         why = f" (skipped: {', '.join(skipped[:3])})" if skipped else ""
         raise UserError(f"no text in {source}{why}: give UTF-8 text with --data FILE_OR_FOLDER")
@@ -85,17 +90,27 @@ def read_all(files: list[Path], root: Path) -> tuple[list[Document], tuple[str, 
     for path in files:
         name = path.relative_to(root).as_posix()
         try:
-            text = path.read_bytes().decode("utf-8")  # read_text would rewrite line ends, which count as bytes
+            for where, text, fault in texts_of(path):
+                if text is None:
+                    skipped.append(f"{name}{where} ({fault})")
+                elif text.strip():
+                    documents.setdefault(digest(text), Document(name + where, text))
         except OSError as error:
             skipped.append(f"{name} ({error.strerror})")
-        except UnicodeDecodeError:
-            skipped.append(f"{name} (not UTF-8 text)")
-        else:
-            if "\0" in text:
-                skipped.append(f"{name} (binary)")
-            elif text.strip():
-                documents.setdefault(digest(text), Document(name, text))
     return list(documents.values()), tuple(skipped)
+
+
+def texts_of(path: Path) -> Iterator[tuple[str, str | None, str]]:
+    """(place in the file, text or None, why there is none) of a file's one text, or of its records."""
+    if is_records(path):
+        yield from ((f", {record.place}", record.text, record.fault) for record in records(path))
+        return
+    try:
+        text = path.read_bytes().decode("utf-8")  # read_text would rewrite line ends, which count as bytes
+    except UnicodeDecodeError:
+        yield "", None, "not UTF-8 text"
+    else:
+        yield ("", None, "binary") if "\0" in text else ("", text, "")
 
 
 def digest(text: str) -> str:
