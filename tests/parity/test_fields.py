@@ -1,0 +1,113 @@
+"""Each field of a config.json means to us what it means to transformers, or is refused.
+
+A field that is read and not used, or passed over though it changes the maths, gives other logits than the reference's.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+import fnmodels
+from tests.parity.oracle import assert_close, model_of, params_of
+from tests.support import Case, structures, tokens_of
+
+WITH_REFERENCE = [case for case in structures() if case.values is not None]
+# Names of other things, or sizes of a vocabulary that token ids must fit.
+NAMES = {"model_type", "pad_token_id", "bos_token_id", "eos_token_id"}
+
+
+def others(value: Any) -> list[Any]:
+    """Values near this one, some of which should be possible; None could be a size, a cap or a switch."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value * 2, max(1, value // 2)]
+    if isinstance(value, float):
+        return [value * 1.5 + 0.01]
+    if isinstance(value, str):
+        return ["relu"]
+    if isinstance(value, list) and len(value) > 1:
+        return [[*value[1:], value[0]]]
+    return [5, 1.5, True] if value is None else []
+
+
+def changed(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(field, config.json that differs in it alone), over all fields that transformers declares for this model type."""
+    config = AutoConfig.for_model(**values)
+    full = config.to_dict()
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"tie_word_embeddings"}
+    for key in sorted({field.name for field in dataclasses.fields(config)} - common - NAMES):
+        if key == "rope_parameters":
+            yield from _changed_ropes(values, full[key])
+        else:
+            yield from ((key, {**values, key: other}) for other in others(full.get(key)))
+
+
+def _changed_ropes(values: dict[str, Any], ropes: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    nested = {name: rope for name, rope in ropes.items() if isinstance(rope, dict)}
+    for name, rope in (nested or {"": ropes}).items():
+        for key in rope.keys() - {"rope_type", "type"}:
+            for other in others(rope[key]):
+                new = copy.deepcopy(ropes)
+                (new[name] if nested else new)[key] = other
+                yield f"rope_parameters.{name}.{key}", {**values, "rope_parameters": new}
+
+
+def _reference(values: dict[str, Any], tokens: torch.Tensor) -> tuple[torch.nn.Module, torch.Tensor] | None:
+    """transformers' model and its logits; None for what it cannot be."""
+    try:
+        model = model_of(values)
+        with torch.no_grad():
+            logits = model(input_ids=tokens, use_cache=False).logits
+    except Exception:  # there is no end to the kinds
+        return None
+    return (model, logits) if torch.isfinite(logits).all() else None
+
+
+@pytest.mark.parametrize("case", WITH_REFERENCE, ids=str)
+def test_a_changed_field_is_followed_or_refused(case: Case) -> None:
+    read, tokens = fnmodels.family_of(case.config).Config.from_hf, tokens_of(case.config, 1, 24)
+    followed = set()
+    for key, values in changed(case.values):
+        if key in followed:
+            continue
+        try:
+            config = read(values)
+        except fnmodels.CheckpointError:
+            continue
+        reference = _reference(values, tokens)
+        if reference is None:
+            continue
+        model, logits = reference
+        params = params_of(model, config)
+        ours = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config, kernel="math")
+        try:
+            assert_close(ours, logits)
+        except AssertionError as error:
+            raise AssertionError(f"{key}: {error}") from None
+        followed.add(key)
+    assert len(followed) >= 8, followed
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "ours", "fixed"),
+    [
+        ("llama", "rms_norm_eps", "rms_norm", {"eps": 1e-2}),
+        ("granite", "hidden_act", "gated_mlp", {"activation": "silu"}),
+        ("gemma2", "query_pre_attn_scalar", "attention", {"scale": 20**-0.5}),
+    ],
+)
+def test_a_field_that_is_read_and_not_used_is_seen(
+    name: str, field: str, ours: str, fixed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in WITH_REFERENCE if case.name == name)
+    family = fnmodels.family_of(case.config)
+    plain = getattr(family, ours)
+    monkeypatch.setattr(family, ours, lambda *args, **options: plain(*args, **{**options, **fixed}))
+    with pytest.raises(AssertionError, match=f"^{field}: off by"):
+        test_a_changed_field_is_followed_or_refused(case)
