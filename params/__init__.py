@@ -25,6 +25,7 @@ from params.init import abstract, count, init
 from params.load import load_pretrained
 from params.manifest import verify
 from params.save import save_pretrained
+from params.sharding import Rules, Sharding, describe, plan
 
 __all__ = [
     "CheckpointError",
@@ -35,15 +36,19 @@ __all__ = [
     "Leaf",
     "MismatchError",
     "Normal",
+    "Rules",
+    "Sharding",
     "UnsafePathError",
     "UnsupportedError",
     "abstract",
     "count",
+    "describe",
     "flatten",
     "init",
     "load_config",
     "load_pretrained",
     "lora",
+    "plan",
     "save_pretrained",
     "unflatten",
     "verify",

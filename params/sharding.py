@@ -1,0 +1,174 @@
+"""Which part of each parameter a rank holds: the leaves' logical axes, and rules from those to the mesh's dimensions.
+
+    rules = Rules({"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}, spread="fsdp")
+    placements = plan(family.spec(config), rules, mesh)
+    print(describe(placements))
+
+There is no plan per family: a spec names what its dimensions are, and the rules say once where such dimensions go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fnmodels import tree
+from fnmodels.leaf import Leaf
+from fnmodels.tree import Tree
+
+if TYPE_CHECKING:  # hundreds of modules, which a plan does not need
+    from torch.distributed.device_mesh import DeviceMesh
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, init=False)
+class Rules:
+    """Logical axis -> the mesh dimensions that divide it, outermost first; what is not named is not divided.
+
+    spread: mesh dimensions which, on top of that, divide the first dimension of every leaf that nothing else divides
+    and that they fit; where none fits, the leaf is replicated over them (norms smaller than the mesh). This is FSDP:
+    without other rules every leaf is divided by rows, which lie together in a file.
+    """
+
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+    spread: tuple[str, ...]
+
+    def __init__(
+        self, axes: Mapping[str, str | tuple[str, ...]] | None = None, *, spread: str | tuple[str, ...] = ()
+    ) -> None:
+        given = {axis: _names(dims) for axis, dims in (axes or {}).items()}
+        object.__setattr__(self, "axes", tuple(sorted(given.items())))
+        object.__setattr__(self, "spread", _names(spread))
+        twice = set(self.spread) & {dim for dims in given.values() for dim in dims}
+        if twice:
+            raise ValueError(
+                f"The mesh dimension {min(twice)!r} is in `spread` and has an axis of its own; choose one."
+            )
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one leaf lies on the mesh.
+
+    dims: for each mesh dimension the dimension of the leaf that it divides, or None where it holds copies. sizes: the
+    mesh's names and sizes, in its order. shape, itemsize: of the whole leaf. mesh: None where a plan was made without.
+    """
+
+    dims: tuple[int | None, ...]
+    sizes: tuple[tuple[str, int], ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    mesh: DeviceMesh | None = None
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """The same in DTensor's words, one per mesh dimension."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        return tuple(Replicate() if dim is None else Shard(dim) for dim in self.dims)
+
+    def part(self, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
+        """What the rank at this coordinate of the mesh holds, as slices of the whole; DTensor's own division.
+
+        Each mesh dimension in turn divides what the ones before it left, in chunks of ceil(n / size).
+        """
+        starts, stops = [0] * len(self.shape), list(self.shape)
+        for dim, (_, size), index in zip(self.dims, self.sizes, coordinate, strict=True):
+            if dim is not None:
+                chunk = -(-(stops[dim] - starts[dim]) // size)
+                low = min(starts[dim] + index * chunk, stops[dim])
+                starts[dim], stops[dim] = low, min(low + chunk, stops[dim])
+        return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of the first rank's part, which is the largest."""
+        return tuple(s.stop - s.start for s in self.part((0,) * len(self.sizes)))
+
+
+def plan(spec: Tree, rules: Rules, mesh: DeviceMesh | Sizes) -> Tree:
+    """A `Sharding` for each Leaf of `spec`. mesh: a DeviceMesh with names, or {name: size} to plan without processes.
+
+    ValueError in a sentence: a mesh dimension that is not there, one that two dimensions of a leaf ask for, and a
+    dimension that does not divide (naming the leaf).
+    """
+    sizes = _sizes(mesh)
+    device_mesh = None if isinstance(mesh, Mapping) else mesh
+    for dim in (*rules.spread, *(dim for _, dims in rules.axes for dim in dims)):
+        if dim not in sizes:
+            raise ValueError(f"The rules name the mesh dimension {dim!r}; the mesh has {', '.join(sizes)}.")
+    unused = [axis for axis, _ in rules.axes if not any(axis in leaf.axes for leaf in tree.leaves(spec))]
+    if unused:
+        known = sorted({axis for leaf in tree.leaves(spec) for axis in leaf.axes})
+        raise ValueError(f"The rules name the axis {unused[0]!r}, which no leaf has; there are {', '.join(known)}.")
+    flat = {
+        path: Sharding(
+            _place(path, leaf, rules, sizes), tuple(sizes.items()), leaf.shape, leaf.dtype.itemsize, device_mesh
+        )
+        for path, leaf in tree.flatten(spec).items()
+    }
+    return tree.unflatten(flat)
+
+
+def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | None, ...]:
+    where: dict[str, int] = {}
+    table = dict(rules.axes)
+    for dim, axis in enumerate(leaf.axes):
+        for name in table.get(axis, ()):
+            if name in where:
+                raise ValueError(f"{path}: both {leaf.axes[where[name]]!r} and {axis!r} go to {name!r}; only one can.")
+            where[name] = dim
+        parts = math.prod(sizes[name] for name in table.get(axis, ()))
+        if leaf.shape[dim] % parts:
+            divisor = f"{parts} ({', '.join(table[axis])})"
+            raise ValueError(f"{path}: {axis} is {leaf.shape[dim]}, not a multiple of {divisor}.")
+    for name in rules.spread:
+        free = [d for d, n in enumerate(leaf.shape) if d not in where.values() and n % sizes[name] == 0]
+        if free:
+            where[name] = free[0]
+    return tuple(where.get(name) for name in sizes)
+
+
+def describe(placements: Tree) -> str:
+    """A table of a plan: leaf, shape, the shape that one rank holds, and its bytes; equal layers in one line."""
+    lines = [("leaf", "shape", "local", "bytes per rank", "mesh: dimension")]
+    total = 0
+    for path, sharding, layers in _grouped(placements):
+        local = sharding.local_shape
+        size = math.prod(local) * sharding.itemsize
+        total += size * layers
+        divided = [f"{n}: {d}" for d, (n, _) in zip(sharding.dims, sharding.sizes, strict=True) if d is not None]
+        where = ", ".join(divided)
+        name = path if layers == 1 else f"{path} (x{layers})"
+        lines.append((name, str(list(sharding.shape)), str(list(local)), f"{size * layers:,}", where or "replicated"))
+    lines.append(("total", "", "", f"{total:,}", ""))
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    rows = [
+        (a.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(b, widths[1:], strict=True)), c) for a, *b, c in lines
+    ]
+    return "\n".join("  ".join(row).rstrip() for row in rows)
+
+
+def _grouped(placements: Tree) -> Iterator[tuple[str, Sharding, int]]:
+    """(path with * for the layer, sharding, how many layers are like this)."""
+    counts: dict[tuple[str, Sharding], int] = {}
+    for path, sharding in tree.flatten(placements).items():
+        parts = path.split(".")
+        name = ".".join([parts[0], "*", *parts[2:]]) if parts[0] == "layers" else path
+        counts[name, sharding] = counts.get((name, sharding), 0) + 1
+    return ((name, sharding, n) for (name, sharding), n in counts.items())
+
+
+def _names(dims: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (dims,) if isinstance(dims, str) else tuple(dims)
+
+
+def _sizes(mesh: DeviceMesh | Sizes) -> dict[str, int]:
+    if isinstance(mesh, Mapping):
+        return dict(mesh)
+    if mesh.mesh_dim_names is None:
+        raise ValueError("The mesh must name its dimensions: init_device_mesh(..., mesh_dim_names=(...)).")
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))

@@ -1,0 +1,99 @@
+"""Plans: which part of each leaf a rank holds, checked against torch's own division and by putting parts together."""
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from fnmodels.leaf import weight
+from params import Rules, describe, plan
+from params.sharding import Sharding
+from tests.support import richest
+
+TENSOR = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
+SPEC = {
+    "w": weight((8, 6), ("heads", "embed")),
+    "layers": [{"o": weight((6, 8), ("embed", "heads"))} for _ in range(2)],
+}
+
+
+def _dims(placements: Any) -> dict[str, tuple[int | None, ...]]:
+    return {path: sharding.dims for path, sharding in tree.flatten(placements).items()}
+
+
+def test_axes_go_where_the_rules_say_and_the_rest_is_spread() -> None:
+    made = plan(SPEC, Rules({"heads": "tp"}, spread="fsdp"), {"fsdp": 2, "tp": 4})
+    assert _dims(made) == {"w": (1, 0), "layers.0.o": (0, 1), "layers.1.o": (0, 1)}
+    assert _dims(plan(SPEC, Rules(spread="fsdp"), {"fsdp": 2})) == {"w": (0,), "layers.0.o": (0,), "layers.1.o": (0,)}
+    assert _dims(plan(SPEC, Rules(), {"dp": 3}))["w"] == (None,)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2}])
+@pytest.mark.parametrize("case", richest(), ids=str)
+def test_the_parts_of_all_ranks_are_the_whole(case: Any, sizes: dict[str, int]) -> None:
+    rules = Rules({"mlp": "tp"} if "tp" in sizes else {}, spread="fsdp")
+    spec = fnmodels.family_of(case.config).spec(case.config)
+    for path, sharding in tree.flatten(plan(spec, rules, sizes)).items():
+        seen = torch.zeros(sharding.shape, dtype=torch.int)
+        for coordinate in itertools.product(*map(range, sizes.values())):
+            seen[sharding.part(coordinate)] += 1
+        copies = [size for dim, (_, size) in zip(sharding.dims, sharding.sizes, strict=True) if dim is None]
+        assert (seen == torch.tensor(copies).prod()).all(), path
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 9)])
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0), (0, 0), (None, 1)])
+def test_the_division_is_that_of_dtensor(shape: tuple[int, int], dims: tuple[int | None, ...]) -> None:
+    sizes = {"a": 2, "b": 3}
+    sharding = Sharding(dims, tuple(sizes.items()), shape, 4)
+    whole = torch.arange(shape[0] * shape[1]).reshape(shape)
+    for coordinate in itertools.product(range(2), range(3)):
+        local = whole
+        for placement, size, index in zip(sharding.placements, (2, 3), coordinate, strict=True):
+            if placement.is_shard():
+                pieces, _ = placement._split_tensor(local, size, with_padding=False)
+                local = pieces[index]
+        ours = whole[sharding.part(coordinate)]
+        assert ours.numel() == local.numel() and torch.equal(ours.flatten(), local.flatten())
+
+
+@pytest.mark.parametrize(
+    ("rules", "sizes", "words"),
+    [
+        (Rules({"heads": "tp"}), {"tp": 3}, r"w: heads is 8, not a multiple of 3 (tp)."),
+        (Rules({"heads": "tp", "embed": "tp"}), {"tp": 2}, "w: both 'heads' and 'embed' go to 'tp'; only one can."),
+        (Rules({"heads": "tp"}), {"fsdp": 2}, "the mesh dimension 'tp'; the mesh has fsdp."),
+        (Rules({"hedas": "tp"}), {"tp": 2}, "the axis 'hedas', which no leaf has; there are embed, heads."),
+        (Rules({"heads": ("a", "b")}), {"a": 2, "b": 8}, "w: heads is 8, not a multiple of 16 (a, b)."),
+    ],
+)
+def test_rules_that_do_not_fit_are_told(rules: Rules, sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        plan(SPEC, rules, sizes)
+
+
+def test_a_mesh_dimension_has_one_use() -> None:
+    with pytest.raises(ValueError, match="'tp' is in `spread`"):
+        Rules({"heads": "tp"}, spread=("fsdp", "tp"))
+
+
+def test_equal_rules_are_equal_and_hashable() -> None:
+    assert Rules({"a": "x", "b": ("y",)}) == Rules({"b": "y", "a": ("x",)})
+    assert len({Rules(spread="x"), Rules(spread=("x",))}) == 1
+
+
+def test_the_table_adds_up() -> None:
+    config = fnmodels.preset("llama-3.1-8b")
+    sizes = {"fsdp": 2, "tp": 2}
+    text = describe(plan(fnmodels.family_of(config).spec(config), Rules(TENSOR, spread="fsdp"), sizes))
+    lines = text.splitlines()
+    assert f"layers.*.mlp.gate_proj (x{config.num_hidden_layers})" in text
+    per_rank = int(lines[-1].split()[-1].replace(",", ""))
+    assert sum(int(re.findall(r"\] +([\d,]+)", line)[-1].replace(",", "")) for line in lines[1:-1]) == per_rank
+    # everything divides in four but the norms, which tp holds twice
+    assert P.count(config) <= per_rank < 1.001 * P.count(config)
