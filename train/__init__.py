@@ -5,6 +5,7 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels", "params")
 
+from . import checkpoint
 from .adafactor import adafactor
 from .combine import partition, with_ema, with_master
 from .lion import lion
@@ -21,16 +22,20 @@ from .optim import (
     trainable_mask,
 )
 from .policy import distillation_loss, dpo_loss, group_advantages, policy_loss, token_divergence
+from .randomness import random_state, set_random_state
+from .saver import Saver
 from .schedule import warmup_stable_decay
 from .state import State, init_state
 from .step import make_step
 
 __all__ = [
     "Optimizer",
+    "Saver",
     "State",
     "adafactor",
     "adamw",
     "apply_updates",
+    "checkpoint",
     "clip_by_global_norm",
     "cross_entropy",
     "distillation_loss",
@@ -48,6 +53,8 @@ __all__ = [
     "next_token_loss",
     "partition",
     "policy_loss",
+    "random_state",
+    "set_random_state",
     "sgd",
     "token_divergence",
     "token_logprobs",

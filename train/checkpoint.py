@@ -1,52 +1,252 @@
-"""What the commands need of a Hugging Face checkpoint folder beside its weights: the tokenizer, the end of a text."""
+"""The steps of a run on disk: one folder each, complete or absent, verified before it is used.
 
+    FOLDER/step-00000100/state.safetensors         every tensor of a tree, by its dotted path
+                         progress.json             the step, and what the caller says beside: counters, data position
+                         fnmodels_manifest.json    sizes and digests of the two
+
+    train.checkpoint.save("run/steps", int(state.step), state, {"tokens": seen}, keep=2)
+    found = train.checkpoint.latest("run/steps")
+    state = train.checkpoint.load(found, like=state)
+
+A step is written into a folder `.saving-*` beside the others, flushed and recorded there, then renamed: the rename is
+the commit, so that a kill at any moment leaves this step whole or absent, and every older one as it was. A saved step
+is never written into. Tensors and JSON only: nothing that is read back is a pickle.
+
+Trees whose leaves are spread over several processes are not saved yet. What they need is in `commit`: all ranks write
+their own files into the folder that one of them opened, and after a barrier that one leaves the block. The files may be
+of any kind that is read without unpickling (torch's DCP with its HuggingFaceStorageWriter is; its default `.metadata`
+is not), for the manifest is made of whatever lies in the folder.
+"""
+
+from __future__ import annotations
+
+import errno
 import json
+import os
+import re
 import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+import torch
+from torch import Tensor
 
-from train.errors import UserError
+from fnmodels import tree
+from fnmodels.errors import CheckpointError, FormatError, MismatchError
+from fnmodels.tree import Tree
+from params.files import plain_file, read_json, sync
+from params.format import NAMES, Outgoing, open_tensors, read_tensor, scratch, write_tensors
+from params.index import listed
+from params.manifest import read_manifest, verify, write_manifest
+from params.saving import STAGING, staged, told
+
+Json = dict[str, Any]
+Folder = str | os.PathLike[str]
+
+STATE = "state.safetensors"
+PROGRESS = "progress.json"
+_STEP = re.compile(r"step-(\d{8,})")
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such checkpoint folder")
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: the checkpoint folder has no tokenizer.json")
-    try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise UserError(f"{path} is not a tokenizer that the tokenizers library can read ({error})") from error
+@dataclass(frozen=True)
+class Checkpoint:
+    """A saved step that was complete and unchanged when it was looked at."""
+
+    path: Path
+    step: int
+    progress: Json
 
 
-def end_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text: by generation_config.json (chat models add theirs there), else by config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
+def steps(folder: Folder) -> list[int]:
+    """The steps that are saved in `folder`, ascending; none is opened."""
+    path = Path(folder)
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def save(
+    folder: Folder,
+    step: int,
+    state: Tree,
+    progress: Json | None = None,
+    *,
+    keep: int | None = None,
+    keep_every: int | None = None,
+) -> Path:
+    """Save the tensors of `state` (any tree) and `progress` (JSON) as a step, durable at the return. The same bytes for
+    the same values.
+
+    keep: how many of the newest steps stay, None for all; keep_every: those divisible by it stay beside them.
+    FileExistsError: this step, or a later one, is there already. BlockingIOError: another process is saving there.
+    OSError: the disk is full or broken; older steps are as they were.
+    """
+    _check_retention(keep, keep_every)
+    tensors, text = _outgoing(state), _text(step, progress or {})
+    with commit(folder, step) as temporary:
+        write_tensors(temporary / STATE, tensors)
+        (temporary / PROGRESS).write_text(text, encoding="utf-8")
+        sync(temporary / PROGRESS)
+    if keep is not None:
+        _prune(Path(folder), step, keep, keep_every)
+    return _path(Path(folder), step)
+
+
+@contextmanager
+def commit(folder: Folder, step: int) -> Iterator[Path]:
+    """A folder to be filled with the files of a step (flushed by who writes them), which becomes the step at the end.
+
+    Where the block raises, nothing is left of it.
+    """
+    folder = Path(folder)
+    with staged(folder) as temporary:
+        before = steps(folder)
+        if before and before[-1] >= step:
+            what = "is saved already" if before[-1] == step else "would come before the last"
+            text = f"Step {step} {what}; saved steps are never written into or passed over (`set_aside` moves them)"
+            raise FileExistsError(errno.EEXIST, text, str(_path(folder, before[-1])))
+        kept = f"step {before[-1]} and what is before it is as it was" if before else "none was saved before it"
+        with told(folder, f"Step {step} was not saved", kept):
+            yield temporary
+            write_manifest(temporary)
+            sync(temporary)
+            os.rename(temporary, _path(folder, step))
+            sync(folder)
+
+
+def _prune(folder: Path, newest: int, keep: int, keep_every: int | None) -> None:
+    found = [step for step in steps(folder) if step <= newest]
+    for step in found[:-keep]:
+        if not (keep_every and step % keep_every == 0):
+            gone = folder / f"{STAGING}gone-{step}"  # a kill while it is removed must not leave half a step
+            os.rename(_path(folder, step), gone)
+            shutil.rmtree(gone)
+
+
+def latest(folder: Folder) -> Checkpoint | None:
+    """The newest step that is complete and unchanged, or None; warns of each newer one that is not."""
+    found, problems = newest(folder)
+    for problem in problems:
+        warnings.warn(problem, stacklevel=2)
+    return found
+
+
+def newest(folder: Folder) -> tuple[Checkpoint | None, list[str]]:
+    """As `latest`, with a sentence for each newer step that cannot be used instead of the warnings."""
+    problems: list[str] = []
+    for step in reversed(steps(folder)):
+        path = _path(Path(folder), step)
         try:
-            value: Any = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path} is not JSON that can be read ({error})") from error
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
-    return ()
+            return _opened(path, step), problems
+        except (CheckpointError, OSError) as error:
+            # What a read error or a lost file did to one step, the one before may have escaped; a lack of rights not.
+            if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR):
+                raise
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            problems.append(f"The saved step {path} is damaged and passed over: {why}")
+    return None, problems
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
-    """A tokenizer may leave rows of the embedding unused, but must not name more than there are."""
-    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    if highest >= vocab_size:
-        raise UserError(
-            f"{folder}: the tokenizer's ids go up to {highest}, but the model's vocabulary has {vocab_size} entries: "
-            "tokenizer.json and config.json belong to different models"
-        )
+def _opened(path: Path, step: int) -> Checkpoint:
+    verify(path)
+    if absent := {STATE, PROGRESS} - read_manifest(path).keys():
+        raise FormatError(f"{path}: the manifest does not name {' and '.join(sorted(absent))}.")
+    content = read_json(plain_file(path, PROGRESS))
+    if not isinstance(content, dict) or content.get("step") != step or not isinstance(content.get("progress"), dict):
+        raise FormatError(f"{path / PROGRESS} is not of step {step}: was the folder renamed?")
+    return Checkpoint(path, step, content["progress"])
 
 
-def copy_companions(source: Path, folder: Path) -> None:
-    """What transformers reads beside tokenizer.json and config.json: the new folder is used as the old one was."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+def load(checkpoint: Checkpoint, like: Tree, *, device: torch.device | str | None = None) -> Tree:
+    """The saved tree, in memory of its own. `like` has its structure, shapes and dtypes; its values are not read.
+
+    device: None puts each leaf where that of `like` is, or on the CPU where it is on the meta device.
+    MismatchError names every leaf that differs from the file.
+    """
+    path, expected = checkpoint.path / STATE, tree.flatten(like)
+    with ExitStack() as stack:
+        file = open_tensors(path, stack)
+        faults = [f"{name}: in the file, not expected" for name in file.entries if name not in expected]
+        for name, leaf in expected.items():
+            entry = file.entries.get(name)
+            if entry is None:
+                faults.append(f"{name}: not in the file")
+            elif (entry.dtype, entry.shape) != (leaf.dtype, tuple(leaf.shape)):
+                wanted, found = (leaf.dtype, list(leaf.shape)), (entry.dtype, list(entry.shape))
+                faults.append(f"{name}: expected {wanted[0]} {wanted[1]}, found {found[0]} {found[1]}")
+        if faults:
+            raise MismatchError(
+                f"{path} holds the state of another model or optimizer ({len(faults)} differences):{listed(faults)}"
+            )
+        buffer = scratch()
+
+        def read(name: str, leaf: Tensor) -> Tensor:
+            target = device if device is not None else "cpu" if leaf.is_meta else leaf.device
+            return read_tensor(file, file.entries[name], None, buffer).to(target)
+
+        values = iter([read(name, leaf) for name, leaf in expected.items()])
+    return tree.map(lambda _: next(values), like)
+
+
+def set_aside(folder: Folder, after: int) -> list[Path]:
+    """Rename the steps later than `after`, so that a run may go on from there; returns where they are now."""
+    folder, moved = Path(folder), []
+    for step in steps(folder):
+        if step > after:
+            path = _path(folder, step)
+            place = next(p for n in count() if not (p := folder / f"aside-{n}-{path.name}").exists())
+            os.rename(path, place)
+            moved.append(place)
+    if moved:
+        sync(folder)
+    return moved
+
+
+def _check_retention(keep: int | None, keep_every: int | None) -> None:
+    for name, value in (("keep", keep), ("keep_every", keep_every)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} must be None or a whole number from 1, not {value!r}.")
+    if keep_every is not None and keep is None:
+        raise ValueError(f"keep_every={keep_every} says what stays beside the newest steps: give keep too.")
+
+
+def _outgoing(state: Tree) -> dict[str, Outgoing]:
+    flat = tree.flatten(state)
+    faults = [f"{path}: {fault}" for path, leaf in flat.items() if (fault := _unfit(path, leaf))]
+    if faults:
+        raise ValueError(f"The tree cannot be saved ({len(faults)} leaves):{listed(faults)}")
+    return {path: Outgoing(leaf.dtype, tuple(leaf.shape), _constant(leaf)) for path, leaf in flat.items()}
+
+
+def _unfit(path: str, leaf: Any) -> str | None:
+    if type(leaf) not in (Tensor, torch.nn.Parameter):
+        return f"a {type(leaf).__name__}; only plain tensors can be, numbers go into progress"
+    if leaf.is_meta:
+        return "on the meta device, so there is nothing to save"
+    if leaf.dtype not in NAMES:
+        return f"{leaf.dtype} is not known to the file's format"
+    return "this name is the format's own" if path == "__metadata__" else None
+
+
+def _constant(leaf: Tensor) -> Callable[[], Tensor]:
+    return lambda: leaf
+
+
+def _text(step: int, progress: Json) -> str:
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step must be a whole number from 0, not {step!r}.")
+    try:
+        text = json.dumps({"step": step, "progress": progress}, indent=2, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"progress cannot be written as JSON: {error}.") from error
+    if json.loads(text)["progress"] != progress:
+        raise ValueError("progress would be read back as something else: JSON has no tuples, and no keys but strings.")
+    return text + "\n"

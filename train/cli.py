@@ -66,7 +66,14 @@ def parser() -> Parser:
         type=at_least(1),
         default=DEFAULT.save_every,
         metavar="N",
-        help="steps between saves (default %(default)s)",
+        help="steps between saves (default %(default)s); the last step is always saved",
+    )
+    made.add_argument(
+        "--keep",
+        type=at_least(1),
+        default=2,
+        metavar="N",
+        help="saved steps that stay, the newest (default %(default)s); a damaged one falls back to the one before",
     )
     made.add_argument("--mesh", metavar="AXES", help=argparse.SUPPRESS)
     return made

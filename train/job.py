@@ -16,7 +16,8 @@ import params as P
 from fnmodels import llama, tree
 from fnmodels.mask import Layout
 from fnmodels.tree import Tree
-from train import checkpoint, corpus, data, evaluate, folder
+from params.save import config_text
+from train import checkpoint, corpus, data, evaluate, folder, pretrained
 from train.cache import cached
 from train.errors import UserError
 from train.files import write_text
@@ -75,13 +76,13 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
         params = P.init(config, choices.seed, dtype=torch.float32)
         ends: tuple[int, ...] = (ids["eos_token_id"],)
     else:
-        tokenizer, ends = checkpoint.load_tokenizer(source), checkpoint.end_ids(source)
+        tokenizer, ends = pretrained.load_tokenizer(source), pretrained.end_ids(source)
         if recorded:
             config = P.load_config(source)
-            params = P.init(config, choices.seed, dtype=torch.float32)  # shapes only: the saved state fills them
+            params = P.abstract(config, dtype=torch.float32)  # the saved state has their values
         else:
             config, params = P.load_pretrained(source, dtype=torch.float32, copy=True)
-    checkpoint.check_vocabulary(tokenizer, config.vocab_size, source or path)
+    pretrained.check_vocabulary(tokenizer, config.vocab_size, source or path)
     dtype = recorded["compute_dtype"] if recorded else fast_dtype()
     identity = json.loads(
         json.dumps(
@@ -101,7 +102,7 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
     length = min(preset.row_length, config.max_position_embeddings)
     check_length(dataset, length, choices.data)
     if not recorded:
-        begin_folder(path, identity, tokenizer, source, preset)
+        begin_folder(path, identity, config, tokenizer, source, preset)
     return params, Job(
         path=path,
         choices=choices,
@@ -136,17 +137,19 @@ def fast_dtype() -> str:
     return "bfloat16" if able.get("avx512_bf16") or able.get("amx_bf16") else "float32"
 
 
-def begin_folder(path: Path, identity: Json, tokenizer: Tokenizer, source: Path | None, preset: Preset) -> None:
+def begin_folder(
+    path: Path, identity: Json, config: Any, tokenizer: Tokenizer, source: Path | None, preset: Preset
+) -> None:
     """What never changes during a run. run.json makes the folder known as a run's, which may be resumed."""
-    for stale in (folder.STATE, folder.SUMMARY):
-        (path / stale).unlink(missing_ok=True)
+    (path / folder.SUMMARY).unlink(missing_ok=True)
+    checkpoint.set_aside(path / folder.STEPS, after=-1)
     folder.write_json(path / folder.RUN, identity)
     write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
-    folder.write_json(path / "config.json", identity["config"])
+    write_text(path / "config.json", config_text(config, torch.float32))  # as saving will, which then leaves it alone
     if source is None:
         folder.write_json(path / "tokenizer_config.json", tokenizer_config(context=preset.row_length))
     else:
-        checkpoint.copy_companions(source, path)
+        pretrained.copy_companions(source, path)
 
 
 def check_agreement(recorded: Json, identity: Json, path: Path) -> None:

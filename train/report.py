@@ -1,10 +1,12 @@
 """What the main job tells its user: lines on standard output, and loss.png."""
 
 import shlex
+import sys
 from pathlib import Path
 
 import params as P
 from train import folder
+from train.commands import sentence
 from train.corpus import Corpus
 from train.job import Job, Json
 from train.metrics import Row
@@ -24,6 +26,11 @@ def draw(job: Job, rows: list[Row], final_loss: float | None) -> None:
         zlib_bits=8 * job.dataset.zlib_bytes / heldout.bytes,
         final_loss=final_loss,
     )
+
+
+def damaged(problems: list[str]) -> None:
+    for problem in problems:
+        print(sentence(problem), file=sys.stderr)
 
 
 def skipped(texts: Corpus) -> None:

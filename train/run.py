@@ -6,18 +6,30 @@ writes the same metrics as one that was never stopped.
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import params as P
 from fnmodels.tree import Tree
-from train import data, evaluate, folder, metrics, report
+from train import checkpoint, data, evaluate, folder, metrics, report
+from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.job import Choices, Job, Json, prepare
 from train.preset import Preset
 from train.progress import progress
 from train.sample import complete
+from train.saver import Saver
 from train.state import State, init_state
 from train.step import make_step
 from train.stop import stop_requests
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where a run is: steps made, tokens learned from. The batch of a step is a function of the seed and the step."""
+
+    step: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,7 @@ class Options:
     init: Path | None = None
     resume: bool = False
     save_every: int = 100
+    keep: int = 2
 
 
 def train_run(options: Options, preset: Preset) -> int:
@@ -38,12 +51,13 @@ def train_run(options: Options, preset: Preset) -> int:
     with folder.locked(options.run):
         folder.refuse_to_mix(options.run, resume=options.resume)
         recorded = folder.read_json(options.run / folder.RUN) if options.resume else None
-        saved = folder.saved_progress(options.run / folder.STATE) if recorded else None
+        saved, problems = checkpoint.newest(options.run / folder.STEPS) if recorded else (None, [])
+        report.damaged(problems)
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
         choices = choose(options, recorded, preset, must_agree=saved is not None)
         summary = folder.read_json(options.run / folder.SUMMARY) if saved else None
-        if summary is not None and saved is not None and saved["step"] == choices.steps:
+        if summary is not None and saved is not None and saved.step == choices.steps:
             print(f"the run is finished: {choices.steps} steps")
             report.result(summary, options.run)
             return 0
@@ -52,7 +66,7 @@ def train_run(options: Options, preset: Preset) -> int:
         params, job = prepare(options.run, choices, preset, recorded if saved else None)
         report.skipped(job.texts)
         report.prepared(job, time.monotonic() - began)
-        return work(job, params, saved or {"step": 0, "tokens": 0}, options.save_every)
+        return work(job, params, saved, options)
 
 
 def choose(options: Options, recorded: Json | None, preset: Preset, *, must_agree: bool) -> Choices:
@@ -76,14 +90,17 @@ def choose(options: Options, recorded: Json | None, preset: Preset, *, must_agre
     return Choices(**defaults)
 
 
-def work(job: Job, params: Tree, saved: Json, save_every: int) -> int:
+def work(job: Job, params: Tree, saved: Checkpoint | None, options: Options) -> int:
     """Train from the saved step to the end, then evaluate; or save and stop where a signal asks for it."""
-    state = init_state(params, job.optimizer)
-    if saved["step"]:
-        folder.load_state(job.path / folder.STATE, state)
-        print(f"resuming at step {saved['step']} of {job.choices.steps}")
-    rows = metrics.cut_after(job.path / folder.METRICS, saved["step"])
-    state = train_steps(job, state, rows, saved, save_every)
+    state, reached = init_state(params, job.optimizer), Reached(step=0, tokens=0)
+    if saved:
+        reached = Reached(step=saved.step, **saved.progress)
+        state = checkpoint.load(saved, like=state)
+        checkpoint.set_aside(job.path / folder.STEPS, after=saved.step)
+        P.save_pretrained(job.path, job.config, state.params)  # a kill may have come between the step and this
+        print(f"resuming at step {reached.step} of {job.choices.steps}")
+    rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
+    state = train_steps(job, state, rows, reached, options)
     stopped = int(state.step)
     if stopped < job.choices.steps:
         report.draw(job, rows, None)
@@ -96,15 +113,21 @@ def work(job: Job, params: Tree, saved: Json, save_every: int) -> int:
     return 0
 
 
-def train_steps(job: Job, state: State, rows: list[metrics.Row], saved: Json, save_every: int) -> State:
+def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reached, options: Options) -> State:
     """The loop. Appends to `rows` what it writes to metrics.jsonl; returns at the end or, saved, at a stop."""
-    total, first, tokens = job.choices.steps, saved["step"], saved["tokens"]
+    total, first, tokens = job.choices.steps, reached.step, reached.tokens
     step = make_step(job.loss, job.optimizer, clip=job.preset.clip)
     sample = evaluate.spread(job.heldout, job.preset.evaluation_rows)
     evaluate_every = max(1, total // job.preset.evaluations)
     path, board, speed = job.path / folder.METRICS, job.path / "tensorboard", 0.0
-    with metrics.log(path, board, after=first) as log, progress(total, first) as show, stop_requests() as asked:
+    with (
+        metrics.log(path, board, after=first) as log,
+        progress(total, first) as show,
+        stop_requests() as asked,
+        Saver(partial(save, job, options.keep)) as saver,
+    ):
         for index in range(first, total):
+            saver.check()
             began = time.perf_counter()
             chosen = data.order(len(job.rows["tokens"]), job.choices.seed, index, job.preset.batch_rows)
             state, measured = step(state, data.take(job.rows, chosen))
@@ -121,18 +144,18 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], saved: Json, sa
             rows.append(row)
             show(index + 1, row["loss"], row["lr"], speed)
             stopping = asked()
-            if (index + 1) % save_every == 0 or index + 1 == total or stopping:
+            if (index + 1) % options.save_every == 0 or index + 1 == total or stopping:
                 log.sync()
-                save(job, state, {"step": index + 1, "tokens": tokens})
+                saver.save(state, Reached(index + 1, tokens))
             if stopping:
                 break
     return state
 
 
-def save(job: Job, state: State, reached: Json) -> None:
-    """The state first, in one rename; the checkpoint for others to read is made from the same step after it."""
-    folder.save_state(job.path / folder.STATE, state, reached)
-    folder.save_checkpoint(job.path, job.config, state.params)
+def save(job: Job, keep: int, state: State, reached: Reached) -> None:
+    """The step first, in one rename; the checkpoint for others to read is made from the same step after it."""
+    checkpoint.save(job.path / folder.STEPS, reached.step, state, {"tokens": reached.tokens}, keep=keep)
+    P.save_pretrained(job.path, job.config, state.params)
 
 
 def summarize(job: Job, params: Tree) -> Json:

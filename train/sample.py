@@ -103,7 +103,7 @@ def parser() -> Parser:
 
 
 def sample(arguments: argparse.Namespace) -> int:
-    from train.checkpoint import check_vocabulary, end_ids, load_tokenizer
+    from train.pretrained import check_vocabulary, end_ids, load_tokenizer
 
     folder = arguments.checkpoint
     tokenizer = load_tokenizer(folder)

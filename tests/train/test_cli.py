@@ -29,6 +29,7 @@ def errors(path):
         "words": ([*run, "--steps", "many"], "'many' is not a whole number"),
         "negative seed": ([*run, "--seed", "-1"], "'-1' is not a whole number from 0"),
         "never saved": ([*run, "--save-every", "0"], "--save-every"),
+        "nothing kept": ([*run, "--keep", "0"], "--keep: '0' is not a whole number from 1"),
         "typing error": ([*run, "--stepz", "3"], "--stepz"),
         "mesh": ([*run, "--mesh", "fsdp=2"], "--mesh fsdp=2"),
         "run is a file": (["--run", str(path / "file")], "cannot be made"),
@@ -43,7 +44,17 @@ def errors(path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("no run", "no steps", "words", "negative seed", "never saved", "typing error", "mesh", "run is a file"),
+        *(
+            "no run",
+            "no steps",
+            "words",
+            "negative seed",
+            "never saved",
+            "nothing kept",
+            "typing error",
+            "mesh",
+            "run is a file",
+        ),
         *("run below a file", "no data", "empty data", "binary data", "no checkpoint"),
     ],
 )
@@ -75,11 +86,11 @@ def test_missing_packages_are_named_with_their_extra(tmp_path, capsys, monkeypat
 
 def test_a_failing_disk_is_a_sentence_too(tmp_path, capsys, monkeypatch):
     def full(*_):
-        raise OSError(28, "No space left on device", str(tmp_path / "run" / "state.safetensors"))
+        raise OSError(28, "No space left on device", str(tmp_path / "run" / "metrics.jsonl"))
 
     monkeypatch.setattr("train.run.train_run", full)
     assert main(["--run", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err == f"fnmodels-train: {tmp_path}/run/state.safetensors: No space left on device.\n"
+    assert capsys.readouterr().err == f"fnmodels-train: {tmp_path}/run/metrics.jsonl: No space left on device.\n"
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
@@ -102,6 +113,7 @@ def test_help_names_every_flag(module):
             "--init CHECKPOINT",
             "--resume",
             "--save-every N",
+            "--keep N",
         ),
         "train.sample": (
             "CHECKPOINT_FOLDER",

@@ -4,10 +4,7 @@ import fcntl
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -17,7 +14,7 @@ import pytest
 import torch
 
 import params as P
-from train import folder, job, run
+from train import checkpoint, job, run
 from train.cli import main
 from train.preset import Preset
 
@@ -35,7 +32,7 @@ TINY = Preset(
     evaluation_rows=4,
     sample_tokens=6,
 )
-SAME = ("model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl", "summary.json", "state.safetensors")
+SAME = ("model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl", "summary.json")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +56,14 @@ def rows(path):
 
 
 def same(one, other):
-    return [name for name in SAME if (one / name).read_bytes() != (other / name).read_bytes()]
+    """The names of what differs, the last saved steps (parameters and optimizer) among them."""
+    last = Path("steps", max(path.name for path in (one / "steps").glob("step-*")))
+    names = (*SAME, "fnmodels_manifest.json", last / checkpoint.STATE, last / checkpoint.PROGRESS)
+    return [str(name) for name in names if (one / name).read_bytes() != (other / name).read_bytes()]
+
+
+def saved(path):
+    return checkpoint.steps(path / "steps")
 
 
 def stop_after(monkeypatch, step):
@@ -155,32 +159,82 @@ def test_after_a_kill_rows_past_the_checkpoint_are_cut(tmp_path, text, monkeypat
     assert same(tmp_path / "whole", tmp_path / "killed") == []
 
 
-@pytest.mark.parametrize("fails", ["before the state", "between state and checkpoint", "inside the state"])
-def test_a_kill_while_saving_leaves_the_older_state_usable(tmp_path, text, monkeypatch, fails):
-    """The saving at step 4 dies; what step 2 saved, or the state of step 4 if it was complete, carries on."""
+class Killed(BaseException):
+    """No `except` of the program's own stands in its way. (tests/train/test_kills.py kills real processes.)"""
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "call", "left"),
+    [(checkpoint, "save", 2, [2]), (P, "save_pretrained", 2, [2, 4]), (P, "save_pretrained", 3, [4, 6])],
+    ids=["before the step", "between step and checkpoint", "at the end, between the two"],
+)
+def test_a_kill_while_saving_leaves_what_can_be_resumed(tmp_path, text, monkeypatch, of, name, call, left):
     assert train(tmp_path / "whole", text) == 0
-    names = {"before the state": "save_state", "between state and checkpoint": "save_checkpoint"}
+    real, calls = getattr(of, name), []
+
+    def die(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise Killed
+        return real(*args, **kwargs)
+
     with monkeypatch.context() as patch:
-        calls = []
-
-        def die_at_second(real):
-            def function(*args):
-                calls.append(1)
-                if len(calls) == 2:
-                    if fails == "inside the state":
-                        Path(args[1]).write_bytes(b"half")
-                    raise KeyboardInterrupt
-                return real(*args)
-
-            return function
-
-        name = names.get(fails, "save_file")
-        patch.setattr(folder, name, die_at_second(getattr(folder, name)))
-        assert train(tmp_path / "killed", text, "--save-every", 2) == 130
-    assert folder.saved_progress(tmp_path / "killed" / folder.STATE)["step"] == (4 if "between" in fails else 2)
+        patch.setattr(of, name, die)
+        with pytest.raises(Killed):
+            train(tmp_path / "killed", text, "--save-every", 2)
+    assert saved(tmp_path / "killed") == left
     P.load_pretrained(tmp_path / "killed")
     assert train(tmp_path / "killed", text, "--resume") == 0
     assert same(tmp_path / "whole", tmp_path / "killed") == []
+    P.verify(tmp_path / "killed")
+
+
+def test_a_full_disk_ends_the_run_in_a_sentence_and_resuming_goes_on(tmp_path, text, monkeypatch, capsys):
+    assert train(tmp_path / "whole", text) == 0
+    real, calls = checkpoint.write_tensors, []
+
+    def full(path, tensors):
+        calls.append(path)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        real(path, tensors)
+
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", full)
+        assert train(tmp_path / "full", text, "--save-every", 2) == 2
+    assert one_sentence(capsys) == (
+        f"fnmodels-train: {tmp_path / 'full' / 'steps'}: Step 4 was not saved (No space left on device); "
+        "step 2 and what is before it is as it was.\n"
+    )
+    assert saved(tmp_path / "full") == [2]
+    assert train(tmp_path / "full", text, "--resume") == 0
+    assert same(tmp_path / "whole", tmp_path / "full") == []
+
+
+@pytest.mark.parametrize(("flags", "left"), [((), [5, 6]), (("--keep", 1), [6]), (("--keep", 9), [1, 2, 3, 4, 5, 6])])
+def test_the_newest_steps_stay(tmp_path, text, flags, left):
+    assert train(tmp_path / "run", text, "--save-every", 1, *flags) == 0
+    assert saved(tmp_path / "run") == left
+
+
+@pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.PROGRESS, "fnmodels_manifest.json"])
+def test_a_damaged_step_is_passed_over_and_set_aside(tmp_path, text, monkeypatch, capsys, name):
+    assert train(tmp_path / "whole", text) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        assert train(tmp_path / "run", text, "--save-every", 2) == 130
+    file = tmp_path / "run" / "steps" / "step-00000004" / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    capsys.readouterr()
+    assert train(tmp_path / "run", text, "--resume") == 0
+    captured = capsys.readouterr()
+    assert "resuming at step 2 of 6" in captured.out
+    assert "step-00000004 is damaged and passed over" in captured.err and captured.err.count("\n") == 1
+    assert (tmp_path / "run" / "steps" / "aside-0-step-00000004").is_dir()
+    assert same(tmp_path / "whole", tmp_path / "run") == []
 
 
 def test_resume_of_a_finished_run_tells_its_result_again_without_reading_the_text(tmp_path, text, capsys):
@@ -200,7 +254,7 @@ def test_resume_without_a_complete_checkpoint_says_so_and_starts_at_0(tmp_path, 
         path.mkdir()
     elif prepare:
         assert train(path, text, "--steps", 2) == 0
-        state = path / "state.safetensors"
+        state = path / "steps" / "step-00000002" / checkpoint.STATE
         state.write_bytes(state.read_bytes()[:200]) if prepare == "damaged state" else state.unlink()
     assert train(path, text, "--steps", 2, "--resume") == 0
     assert "no complete checkpoint" in capsys.readouterr().out
@@ -372,41 +426,3 @@ def test_transformers_opens_the_run_folder_with_the_same_logits(tmp_path, text):
         logits = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config)
         reference = theirs(tokens).logits
     assert (logits - reference).abs().max() < 2e-5 * max(1.0, float(reference.std()))
-
-
-def start(path, text, *flags):
-    """The main job in a process of its own, with steps enough to be caught in the middle."""
-    code = "import sys; from train.cli import main; from train.preset import Preset; "
-    code += f"sys.exit(main(sys.argv[1:], preset={replace(TINY, steps=120)!r}))"
-    command = [sys.executable, "-c", code, "--run", str(path), "--data", str(text), "--save-every", "10", *flags]
-    root = Path(P.__file__).parents[1]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
-
-
-def wait_for_rows(process, path, count):
-    until = time.monotonic() + 300
-    while not (path / "metrics.jsonl").exists() or (path / "metrics.jsonl").read_text().count("\n") < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-@pytest.mark.slow
-def test_a_signal_to_a_real_process_then_resume(tmp_path, text):
-    """Ctrl-C and SIGTERM save and exit with 130; a kill leaves the last save. Either way the end is the same."""
-    whole = start(tmp_path / "whole", text)
-    assert whole.communicate()[1] == ""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        path = tmp_path / number.name
-        process = start(path, text)
-        wait_for_rows(process, path, 25)
-        process.send_signal(number)
-        out, error = process.communicate()
-        assert process.returncode == (-9 if number == signal.SIGKILL else 130)
-        assert "Traceback" not in error
-        assert number == signal.SIGKILL or "resume with: python -m train" in out
-        again = start(path, text, "--resume")
-        out, error = again.communicate()
-        assert (again.returncode, error) == (0, "")
-        assert "resuming at step" in out
-        assert same(tmp_path / "whole", path) == []
