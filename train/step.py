@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,6 +73,41 @@ def make_step(
         raise ValueError(f"accumulate is {accumulate!r}; it must be a whole number, at least 1.")
     if clip is not None and clip <= 0:
         raise ValueError(f"clip is {clip}; it must be above 0, or None.")
+    sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile)
+    checked = False
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
+        nonlocal checked
+        if not checked:  # once: what a step returns has the structure of what it was given
+            _check_opt_state(optimizer, state)
+            checked = True
+        sums = sums_of(state.params, _parts(batch, accumulate))
+        return update(optimizer, state, sums, clip=clip, inplace=inplace)
+
+    return step
+
+
+@dataclass
+class Sums:
+    """What the parts of a batch add up to. grads: for the leaves that train, which nothing else refers to.
+
+    divided: the gradients are those of total / count already.
+    """
+
+    total: Tensor
+    count: Tensor
+    aux: Tree
+    grads: list[Tensor]
+    divided: bool
+
+
+def gradient_sums(
+    loss_fn: LossFn, optimizer: Optimizer, *, remat: str = "none", compile: str = "none"
+) -> Callable[..., Sums]:
+    """sums(params, parts, into=None) -> Sums of a list of batches, added to `into` where it is given (and used up).
+
+    Arguments as in `make_step`. Gradients are summed in fp32 at least. One part alone is divided on the way.
+    """
     if compile not in ("none", "block", "whole"):
         raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
     layer_fn = _layer_fn(remat, compile)
@@ -90,42 +126,45 @@ def make_step(
             chosen["layout"] = layout if compile == "none" or (layout and _one_per_shape(layout)) else None
         return chosen
 
-    checked = False
+    def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = True) -> Sums:
+        train = trainable_mask(params, optimizer.trainable)
+        lone = divide and into is None and len(parts) == 1
+        for part in parts:
+            total, count, aux, grads = _gradients(run, params, train, part, keywords(part), divide=lone)
+            if into is None:
+                wide = grads if lone else [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+                into = Sums(total, count, aux, wide, lone)
+                continue
+            into.total, into.count = into.total + total, into.count + count
+            into.aux = tree.map(torch.add, into.aux, aux)
+            for held, grad in zip(into.grads, grads, strict=True):
+                held.add_(grad)
+            del grads  # before the next part makes its own
+        assert into is not None
+        return into
 
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
-        nonlocal checked
-        if not checked:  # once: what a step returns has the structure of what it was given
-            _check_opt_state(optimizer, state)
-            checked = True
-        train = trainable_mask(state.params, optimizer.trainable)
-        first, *rest = _parts(batch, accumulate)
-        gradients = functools.partial(_gradients, run, state.params, train, divide=not rest)
-        total, count, aux, grads = gradients(first, keywords(first))
-        if rest:
-            grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-        for part in rest:
-            part_total, part_count, part_aux, part_grads = gradients(part, keywords(part))
-            total, count = total + part_total, count + part_count
-            aux = tree.map(torch.add, aux, part_aux)
-            for into, grad in zip(grads, part_grads, strict=True):
-                into.add_(grad)
-            del part_grads  # before the next part makes its own
-        with torch.no_grad():
-            loss, norm = total / _valid(total, count), global_norm(grads)
-            scale = 1 / _valid(total, count) if rest else torch.ones_like(norm)
-            norm = norm * scale
-            finite = loss.isfinite() & norm.isfinite()
-            if clip is not None:
-                scale = scale * clip_factor(norm, clip)
-            if rest or clip is not None:
-                for grad in grads:
-                    grad.mul_(scale)
-            metrics = {"loss": loss, "count": count, "grad_norm": norm, "lr": _rate(optimizer, state), "finite": finite}
-            if aux is not None:
-                metrics["aux"] = aux
-            return _update(optimizer, state, _scatter(train, grads), ~finite, inplace), metrics
+    return sums
 
-    return step
+
+@torch.no_grad()
+def update(
+    optimizer: Optimizer, state: State, sums: Sums, *, clip: float | None = None, inplace: bool = True
+) -> tuple[State, dict[str, Any]]:
+    """(the State after one update with the gradients of `sums`, which are used up; the metrics of `make_step`)."""
+    loss, norm = sums.total / _valid(sums.total, sums.count), global_norm(sums.grads)
+    scale = torch.ones_like(norm) if sums.divided else 1 / _valid(sums.total, sums.count)
+    norm = norm * scale
+    finite = loss.isfinite() & norm.isfinite()
+    if clip is not None:
+        scale = scale * clip_factor(norm, clip)
+    if not sums.divided or clip is not None:
+        for grad in sums.grads:
+            grad.mul_(scale)
+    metrics = {"loss": loss, "count": sums.count, "grad_norm": norm, "lr": _rate(optimizer, state), "finite": finite}
+    if sums.aux is not None:
+        metrics["aux"] = sums.aux
+    train = trainable_mask(state.params, optimizer.trainable)
+    return _update(optimizer, state, _scatter(train, sums.grads), ~finite, inplace), metrics
 
 
 def _gradients(
