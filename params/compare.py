@@ -94,7 +94,13 @@ def compare(folder: Path) -> bool:
     """Print the comparison of `folder`; whether all is equal. CheckpointError, OSError: it cannot be compared."""
     config = load_config(folder)
     params, mismatch = _params(folder)
-    reference = _reference(folder)
+    transformers = _transformers()
+    if transformers is None:
+        raise mismatch or UnsupportedError(
+            f"fnmodels loads {folder}, all {len(tree.leaves(params))} leaves of it; transformers is not installed, "
+            "and it is what to compare with."
+        )
+    reference = _reference(transformers, folder)
     theirs = _on_disk(reference)
     faults = _leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
     if faults:
@@ -123,13 +129,16 @@ def _params(folder: Path) -> tuple[Tree, MismatchError | None]:
         return {}, error
 
 
-def _reference(folder: Path) -> Any:
-    """transformers' model of the folder: fp32, with attention written out. transformers is imported nowhere else."""
+def _transformers() -> Any:
+    """The package, or None where it is not installed. It is imported nowhere else."""
     try:
-        # by name, so that type checkers do not follow
-        transformers = importlib.import_module("transformers")
+        return importlib.import_module("transformers")  # by name, so that type checkers do not follow
     except ImportError:
-        raise UnsupportedError("transformers is not installed, and it is what to compare with.") from None
+        return None
+
+
+def _reference(transformers: Any, folder: Path) -> Any:
+    """transformers' model of the folder: fp32, with attention written out."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

@@ -132,7 +132,12 @@ def test_without_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "transformers is not installed" in _refused(folder, capsys)
+    words = _refused(folder, capsys)
+    assert words.startswith(f"fnmodels loads {folder}, all ") and "transformers is not installed" in words
+    content = load_file(folder / "model.safetensors")
+    save_file({**content, "extra": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert compare.main([str(folder)]) == 2
+    assert "'extra' in model.safetensors: unexpected" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
