@@ -13,17 +13,26 @@ model. `docs/testing.md` shows them on a model of 30 lines, and five bugs that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import tree
-from .batch import permute, rows, split
-from .segments import positions_from_segments, segments_from_lengths
+from .batch import permute, rows
 from .tree import Tree
+
+
+def _causal(t: int, u: int) -> bool:
+    return u <= t
+
+
+def _no_tables(batch: Tree) -> Iterable[tuple[Tensor, Tensor]]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -31,16 +40,21 @@ class Subject:
     """What is tested. The tolerance is relative to the largest logit compared, ten times it for gradients.
 
     prepare(tokens, positions, segment_ids) -> batch: [B, S] int tensors in; segment 0 is padding, documents from 1 on,
-        positions restart in each document unless a check says otherwise.
+        positions restart in each document unless a check says otherwise. A tensor of the batch that belongs to tokens
+        has the sequence in dimension 1, or is a dense mask [B or 1, ., S, S].
     forward(params, batch) -> logits [B, S, V], through kernels that support torch.func.
-    causal: logits at t depend on nothing later.
+    sees(t, u): whether logits at index t of a lone document depend on its token u, over all layers. Say otherwise for
+        windows that the layers together do not reach over, and for encoders.
+    rotary(batch): its rotary tables [B, S, R/2, 2] (cos, sin), each with the frequencies that define it, fp64 [R/2] in
+        radians per position. Without it `check_rotary_tables` has nothing to look at.
     """
 
     params: Tree
     prepare: Callable[[Tensor, Tensor, Tensor], Tree]
     forward: Callable[[Tree, Tree], Tensor]
     vocab_size: int
-    causal: bool = True
+    sees: Callable[[int, int], bool] = _causal
+    rotary: Callable[[Tree], Iterable[tuple[Tensor, Tensor]]] = _no_tables
     tolerance: float = 1e-5
 
     def tokens(self, *shape: int, seed: int = 0) -> Tensor:
@@ -57,8 +71,23 @@ class Subject:
 
 
 def _whole(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    return positions, torch.ones_like(tokens)
+    return torch.arange(tokens.shape[1]).expand(tokens.shape), torch.ones_like(tokens)
+
+
+def _documents(*lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(positions, segment_ids) [B, S] of rows of documents; a negative length is that many pads.
+
+    Written out, so that what a model is held against is not made by a converter that it may have used itself.
+    """
+    positions, segment_ids = [], []
+    for row in lengths:
+        number = itertools.count(1)
+        positions.append([t if n > 0 else 0 for n in row for t in range(abs(n))])
+        segment_ids.append([i for n in row for i in [next(number) if n > 0 else 0] * abs(n)])
+    return torch.tensor(positions), torch.tensor(segment_ids)
+
+
+MIXED = ((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))  # documents and padding at all ends, no row like another
 
 
 def _assert_close(got: Tensor, want: Tensor, tolerance: float, sentence: str) -> None:
@@ -76,7 +105,7 @@ def _assert_close(got: Tensor, want: Tensor, tolerance: float, sentence: str) ->
 
 def check_history_independence(subject: Subject) -> None:
     """f(x), f(longer x), f(x): the last equals the first bit for bit. Nothing is kept between calls."""
-    short, long = subject.tokens(2, 8), subject.tokens(2, 24, seed=1)
+    short, long = subject.tokens(2, 8), subject.tokens(2, 40, seed=1)
     first = subject.alone(short)
     subject.alone(long)
     again = subject.alone(short)
@@ -85,172 +114,282 @@ def check_history_independence(subject: Subject) -> None:
 
 
 def check_inputs_unchanged(subject: Subject) -> None:
-    """No tensor of the parameters or of the batch is written to."""
-    batch = subject.prepare(subject.tokens(2, 8), *_whole(subject.tokens(2, 8)))
-    watched = {f"params.{k}": t for k, t in tree.flatten(subject.params).items()}
-    watched |= {f"batch.{k}": t for k, t in tree.flatten(batch).items()}
-    before = {path: (tensor._version, tensor.clone()) for path, tensor in watched.items()}
-    subject.forward(subject.params, batch)
-    for path, tensor in watched.items():
-        version, value = before[path]
-        if tensor._version != version or not torch.equal(tensor, value):
-            raise AssertionError(f"The forward pass writes into its input {path!r}.")
+    """Nothing is written into the parameters or the batch, and no entry comes or goes, forward and backward."""
+    for backward in (False, True):
+        positions, segment_ids = _documents(*MIXED)
+        batch = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
+        params = tree.map(lambda p, grad=backward: _leaf(p, grad), subject.params)
+        before = {path: (leaf, leaf._version, leaf.detach().clone()) for path, leaf in _tensors(params, batch)}
+        logits = subject.forward(params, batch)
+        if backward:
+            logits.square().sum().backward()
+        after = dict(_tensors(params, batch))
+        if after.keys() != before.keys():
+            raise AssertionError(f"The forward pass changes the entries of its input: {before.keys() ^ after.keys()}.")
+        for path, (leaf, version, value) in before.items():
+            if after[path] is not leaf or leaf._version != version or not torch.equal(leaf, value):
+                which = "backward" if backward else "forward"
+                raise AssertionError(f"The {which} pass writes into its input {path!r}.")
+
+
+def _leaf(param: Tensor, requires_grad: bool) -> Tensor:
+    return param.detach().clone().requires_grad_(requires_grad and param.is_floating_point())
+
+
+def _tensors(params: Tree, batch: Tree) -> Iterator[tuple[str, Tensor]]:
+    for name, part in (("params", params), ("batch", batch)):
+        yield from ((f"{name}.{k}", leaf) for k, leaf in tree.flatten(part).items() if isinstance(leaf, Tensor))
 
 
 def check_threads(subject: Subject) -> None:
     """Two threads that call at once get what each gets alone."""
-    inputs = [subject.tokens(2, 8), subject.tokens(2, 17, seed=1)]
+    inputs = [subject.tokens(2, 8), subject.tokens(2, 8, seed=1), subject.tokens(2, 17, seed=2)]
     want = [subject.alone(tokens) for tokens in inputs]
+    sentence = "Two threads that call at once disturb each other"
     with ThreadPoolExecutor(2) as pool:
-        got = list(pool.map(subject.alone, inputs * 4))
-    for index, value in enumerate(got):
-        _assert_close(value, want[index % 2], subject.tolerance, "Two threads that call at once disturb each other")
+        calls = [pool.submit(subject.alone, tokens) for tokens in inputs * 4]
+    for call, value in zip(calls, want * 4, strict=True):
+        if (error := call.exception()) is not None:
+            raise AssertionError(f"{sentence} (one raises {error!r}, which it does not alone)") from error
+        _assert_close(call.result(), value, subject.tolerance, sentence)
 
 
 def check_microbatches(subject: Subject) -> None:
-    """The forward of a batch is the concatenation of the forwards of its rows, whose masks differ."""
-    lengths = [[8], [3, 5], [2, 3], [1]]
-    segment_ids = segments_from_lengths(lengths, 8)
-    positions = positions_from_segments(segment_ids)
-    batch = subject.prepare(subject.tokens(4, 8), positions, segment_ids)
+    """The forward of a batch is the concatenation of the forwards of its parts, for every split; no two masks agree."""
+    positions, segment_ids = _documents(*MIXED)
+    batch = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
     valid, whole = segment_ids > 0, subject.forward(subject.params, batch)
-    for n in (2, 4):
-        parts = torch.cat([subject.forward(subject.params, part) for part in split(batch, n)])
-        message = f"A batch in {n} microbatches differs from the whole batch"
-        _assert_close(parts[valid], whole[valid], subject.tolerance, message)
+    size = len(positions)
+    for number in range(size):
+        for cuts in itertools.combinations(range(1, size), number):
+            ends = list(itertools.pairwise((0, *cuts, size)))
+            parts = [tree.map(lambda t, lo=lo, hi=hi: t[lo:hi], batch) for lo, hi in ends]
+            got = torch.cat([subject.forward(subject.params, part) for part in parts])
+            message = f"A batch in parts of {[hi - lo for lo, hi in ends]} rows differs from the whole batch"
+            _assert_close(got[valid], whole[valid], subject.tolerance, message)
 
 
 def check_permutation(subject: Subject) -> None:
-    """Permuting the tokens with everything that belongs to them permutes the logits: nothing depends on an index."""
-    lengths = [[12], [5, 4], [7]]
-    segment_ids = segments_from_lengths(lengths, 12)
-    positions = positions_from_segments(segment_ids)
-    tokens = subject.tokens(3, 12)
-    want = subject.logits(tokens, positions, segment_ids)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    moved = [permute(t, order) for t in (tokens, positions, segment_ids)]
-    valid = moved[2] > 0
-    message = "Permuted along the sequence, tokens get other logits: something depends on the index of a token"
-    _assert_close(subject.logits(*moved)[valid], permute(want, order)[valid], subject.tolerance, message)
+    """Permuting the tokens with everything that belongs to them permutes the logits: nothing depends on an index.
+
+    Head and tail interleaved, as context parallelism balances its ranks; one random order; and one for each row.
+    """
+    given = _documents(*MIXED)
+    tokens = subject.tokens(*given[0].shape)
+    want = subject.logits(tokens, *given)
+    (size, length), generator = tokens.shape, torch.Generator().manual_seed(0)
+    random = [torch.randperm(length, generator=generator) for _ in range(size)]
+    for order in (torch.arange(length).view(4, -1)[[0, 3, 1, 2]].flatten(), random[0], torch.stack(random)):
+        moved = permute((tokens, *given), order)
+        valid = moved[2] > 0
+        message = "Permuted along the sequence, tokens get other logits: something depends on the index of a token"
+        _assert_close(subject.logits(*moved)[valid], permute(want, order)[valid], subject.tolerance, message)
 
 
 def check_padding(subject: Subject) -> None:
-    """Left padding, right padding and none agree at the real tokens."""
-    tokens = subject.tokens(2, 7)
-    want = subject.alone(tokens)
-    for left, right in ((0, 4), (4, 0), (2, 3)):
-        padded = [torch.nn.functional.pad(t, (left, right)) for t in (tokens, *_whole(tokens))]
-        got = subject.logits(*padded)[:, left : left + 7]
-        message = f"Padded by {left} on the left and {right} on the right, real tokens get other logits"
-        _assert_close(got, want, subject.tolerance, message)
+    """Rows alone, and beside longer ones with padding on the left, on the right or on both sides, agree."""
+    lengths, width = (9, 4, 1), 12
+    documents = [subject.tokens(1, n, seed=n) for n in lengths]
+    want = torch.cat([subject.alone(document)[0] for document in documents])
+    for left in (0, 3, width):
+        lefts = [min(left, width - n) for n in lengths]
+        padded = ((-pads, n, pads + n - width) for pads, n in zip(lefts, lengths, strict=True))
+        positions, segment_ids = _documents(*padded)
+        valid = segment_ids > 0
+        tokens = subject.tokens(*positions.shape, seed=1).masked_scatter(valid, torch.cat(documents, dim=1))
+        message = f"With {lefts} pads on the left, and {width} tokens in every row, real tokens get other logits"
+        _assert_close(subject.logits(tokens, positions, segment_ids)[valid], want, subject.tolerance, message)
+
+
+PACKED = ((1, 6, 4, 1), (5, 4, -3), (-2, 1, 9), (3, -2, 6, -1))
 
 
 def check_packing(subject: Subject) -> None:
     """Documents packed in one row equal the documents alone, in logits and parameter gradients; none sees another."""
-    lengths = [5, 1, 7, 3]
-    segment_ids = segments_from_lengths([lengths], sum(lengths) + 2)
-    positions = positions_from_segments(segment_ids)
-    tokens = subject.tokens(1, segment_ids.shape[1])
-    documents = list(tokens[:, : sum(lengths)].split(lengths, dim=1))
+    for lengths in PACKED:
+        sentence = f"Packed in one row {list(lengths)} (negative: padding), documents differ from the same alone"
+        _assert_same_function(subject, *_packed_and_separate(subject, lengths), sentence)
 
-    def packed(params: Tree) -> Tensor:
-        return subject.forward(params, subject.prepare(tokens, positions, segment_ids))[:, : sum(lengths)]
-
-    def separate(params: Tree) -> Tensor:
-        return torch.cat([subject.forward(params, subject.prepare(d, *_whole(d))) for d in documents], dim=1)
-
-    message = "Packed in one row, documents differ from the same documents alone"
-    _assert_close(packed(subject.params), separate(subject.params), subject.tolerance, message + " in their logits")
-    for (path, got), want in _gradients(subject.params, packed, separate):
-        _assert_close(got, want, 10 * subject.tolerance, f"{message} in the gradient of {path!r}")
-
-    other = tokens.clone()
-    other[:, : lengths[0]] = (other[:, : lengths[0]] + 1) % subject.vocab_size
-    rest = slice(lengths[0], sum(lengths))
-    before, after = (subject.logits(t, positions, segment_ids)[:, rest] for t in (tokens, other))
+    (positions, segment_ids), tokens = _documents((5, 6, -1)), subject.tokens(1, 12)
+    other = torch.where(segment_ids == 1, (tokens + 1) % subject.vocab_size, tokens)
+    before, after = (subject.logits(t, positions, segment_ids)[segment_ids == 2] for t in (tokens, other))
     if not torch.equal(before, after):
         raise AssertionError("Changing the first document of a row changes another: documents see each other.")
 
 
+Function = Callable[[Tree], Tensor]
+
+
+def _packed_and_separate(subject: Subject, lengths: tuple[int, ...]) -> tuple[Function, Function]:
+    """Two functions of the parameters: the logits of all documents, from one row and from a row for each."""
+    positions, segment_ids = _documents(lengths)
+    tokens, valid = subject.tokens(*positions.shape), segment_ids > 0
+    documents = tokens[valid][None].split([n for n in lengths if n > 0], dim=1)
+
+    def packed(params: Tree) -> Tensor:
+        return subject.forward(params, subject.prepare(tokens, positions, segment_ids))[valid]
+
+    def separate(params: Tree) -> Tensor:
+        return torch.cat([subject.forward(params, subject.prepare(d, *_whole(d)))[0] for d in documents])
+
+    return packed, separate
+
+
 def check_packing_of_a_cut_document(subject: Subject) -> None:
-    """A row that begins in the middle of a document: positions are taken as they are said, not counted anew."""
-    tokens, segment_ids = subject.tokens(1, 9), segments_from_lengths([[4, 5]], 9)
-    positions = torch.cat((torch.arange(6, 10), torch.arange(5)))[None]
-    got = subject.logits(tokens, positions, segment_ids)
-    parts = [(tokens[:, :4], positions[:, :4]), (tokens[:, 4:], positions[:, 4:])]
-    want = torch.cat([subject.logits(t, p, torch.ones_like(t)) for t, p in parts], dim=1)
-    message = "A row that begins in the middle of a document differs from that piece alone"
-    _assert_close(got, want, subject.tolerance, message)
+    """A row that begins in the middle of a document: positions and segment ids are taken as they are said.
+
+    What the model should get is cut out of the batches of rows that begin at a beginning, where positions and indices
+    are one. So a prepare that counts anew, or looks for end tokens, has nothing to agree with.
+    """
+    first, second = subject.tokens(1, 11), subject.tokens(1, 6, seed=1)
+    cut = 7
+    positions = torch.tensor([[7, 8, 9, 10, 0, 1, 2, 3, 4]])
+    segment_ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2, 2]])
+    row = subject.prepare(torch.cat((first[:, cut:], second[:, 1:]), dim=1), positions, segment_ids)
+    wholes = (
+        subject.prepare(first, *_whole(first)),
+        # behind a document of one token, so that it is the second of its row here too
+        subject.prepare(second, *_documents((1, 5))),
+    )
+    got = [_columns(row, 9, slice(0, 4)), _columns(row, 9, slice(4, 9))]
+    want = [_columns(wholes[0], 11, slice(cut, 11)), _columns(wholes[1], 6, slice(1, 6))]
+    for ours, theirs in zip(got, want, strict=True):
+        _assert_same_entries(dict(_tensors({}, ours)), dict(_tensors({}, theirs)), subject.tolerance)
+
+    def packed(params: Tree) -> Tensor:
+        return subject.forward(params, row)
+
+    def separate(params: Tree) -> Tensor:
+        return torch.cat([subject.forward(params, part) for part in want], dim=1)
+
+    sentence = "A row that begins in the middle of a document differs from that piece alone"
+    _assert_same_function(subject, packed, separate, sentence)
+
+
+def _columns(batch: Tree, length: int, part: slice) -> Tree:
+    """Some tokens of rows of `length`, with what belongs to them."""
+
+    def cut(leaf: Tensor) -> Tensor:
+        if leaf.ndim == 4 and leaf.shape[-2:] == (length, length):
+            return leaf[..., part, part]
+        return leaf[:, part] if leaf.ndim > 1 and leaf.shape[1] == length else leaf
+
+    return tree.map(cut, batch)
+
+
+def _assert_same_entries(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    if got.keys() != want.keys():
+        raise AssertionError(f"The batch of a cut document has other entries than others: {got.keys() ^ want.keys()}.")
+    for path, leaf in got.items():
+        sentence = f"In a row that begins in the middle of a document {path!r} is not what the document's tokens have"
+        _assert_close(leaf.double(), want[path].double(), tolerance, sentence)
 
 
 def check_empty_rows(subject: Subject) -> None:
     """Rows of padding alone, and documents of one token: finite logits and gradients, and padding adds to neither."""
-    segment_ids = segments_from_lengths([[1, 1], [], [6]], 6)
-    positions = positions_from_segments(segment_ids)
-    tokens = subject.tokens(3, 6)
+    given = _documents((1, 1, -4), (-6,), (6,), (-5, 1))
+    tokens = subject.tokens(*given[0].shape)
 
-    def loss(params: Tree, keep: slice) -> Tensor:
-        parts = (tokens[keep], positions[keep], segment_ids[keep])
-        logits = subject.forward(params, subject.prepare(*parts))
-        return logits.masked_fill((parts[2] == 0)[..., None], 0).square().sum()
+    def squares(params: Tree, keep: list[int]) -> Tensor:
+        positions, segment_ids = (t[keep] for t in given)
+        logits = subject.forward(params, subject.prepare(tokens[keep], positions, segment_ids))
+        return logits[segment_ids > 0].square().sum()
 
-    for (path, got), want in _gradients(subject.params, lambda p: loss(p, slice(0, 3)), lambda p: _skipping(loss, p)):
-        _assert_close(got, want, 10 * subject.tolerance, f"A row of padding changes the gradient of {path!r}")
-
-
-def _skipping(loss: Callable[[Tree, slice], Tensor], params: Tree) -> Tensor:
-    return loss(params, slice(0, 1)) + loss(params, slice(2, 3))
+    sentence = "A row of padding is not without effect"
+    _assert_same_function(subject, lambda p: squares(p, [0, 1, 2, 3]), lambda p: squares(p, [0, 2, 3]), sentence)
 
 
 def check_causality(subject: Subject) -> None:
-    """Later tokens change no logit; visible earlier ones do."""
-    tokens, where = subject.tokens(1, 10), 6
-    other = tokens.clone()
-    other[:, where] = (other[:, where] + 1) % subject.vocab_size
-    before, after = subject.alone(tokens), subject.alone(other)
-    if subject.causal and not torch.equal(before[:, :where], after[:, :where]):
-        raise AssertionError("A token changes logits before it: the model is not causal.")
-    if torch.equal(before[:, where:], after[:, where:]):
-        raise AssertionError("A token changes no logit at or after it: the model does not read its input.")
+    """Changing token u moves the logits at t where t sees u, and by exactly 0 where it does not, for every t and u."""
+    length = 10
+    tokens = subject.tokens(1, length).expand(length, length)
+    before = subject.alone(tokens)
+    moved = torch.zeros(length, length, dtype=torch.bool)
+    for step in (1, 2, 3):  # row u has another token at u
+        other = (tokens + step * torch.eye(length, dtype=torch.long)) % subject.vocab_size
+        moved |= (subject.alone(other) != before).any(-1).cpu()
+    for u, t in itertools.product(range(length), repeat=2):
+        if moved[u, t] and not subject.sees(t, u):
+            raise AssertionError(f"Changing token {u} moves the logits at {t}, which do not see it.")
+        if subject.sees(t, u) and not moved[u, t]:
+            raise AssertionError(f"Changing token {u} does not move the logits at {t}, which see it.")
 
 
 def check_per_sample_gradients(subject: Subject) -> None:
-    """vmap(grad) over rows of different masks equals a loop."""
-    segment_ids = segments_from_lengths([[6], [2, 3], [4]], 6)
-    batch = rows(subject.prepare(subject.tokens(3, 6), positions_from_segments(segment_ids), segment_ids))
-    weights = rows((segment_ids > 0).float())
+    """vmap(grad) over rows of different masks equals a loop, and vmap the batch; one of the rows is all padding."""
+    positions, segment_ids = _documents((6,), (2, 3, -1), (-2, 4), (-6,))
+    whole = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
+    batch, weights = rows(whole), rows((segment_ids > 0).float())
 
     def loss(params: Tree, row: Tree, weight: Tensor) -> Tensor:
-        return (subject.forward(params, row).square().mean(-1) * weight).sum()
+        return (subject.forward(params, row) * weight[..., None]).square().mean(-1).sum()
 
-    got = tree.flatten(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(subject.params, batch, weights))
-    for index in range(3):
+    both = torch.func.grad_and_value(loss)
+    grads, losses = torch.func.vmap(both, in_dims=(None, 0, 0))(subject.params, batch, weights)
+    valid = (segment_ids > 0)[..., None]
+    squares = subject.forward(subject.params, whole).masked_fill(~valid, 0).square().mean(-1).sum(-1)
+    _assert_close(losses, squares, subject.tolerance, "vmap over the rows differs from the forward of the batch")
+    for index in range(len(positions)):
         row, weight = (tree.map(lambda t, i=index: t[i], part) for part in (batch, weights))
-        for path, want in tree.flatten(torch.func.grad(loss)(subject.params, row, weight)).items():
+        want, value = both(subject.params, row, weight)
+        _assert_close(losses[index], value, subject.tolerance, "vmap differs from a loop over the rows")
+        for path, gradient in tree.flatten(want).items():
             message = f"vmap(grad) differs from a loop over the rows in the gradient of {path!r}"
-            _assert_close(got[path][index], want, 10 * subject.tolerance, message)
+            _assert_close(tree.flatten(grads)[path][index], gradient, 10 * subject.tolerance, message)
 
 
-def _gradients(
-    params: Tree, first: Callable[[Tree], Tensor], second: Callable[[Tree], Tensor]
-) -> Iterator[tuple[tuple[str, Tensor], Tensor]]:
-    """((path, gradient of the first), gradient of the second), of a fixed random projection of what they return."""
+def check_rotary_tables(subject: Subject) -> None:
+    """fp32 tables whatever the dtype of the parameters, at position 10^6 off from fp64 by their own rounding alone.
 
-    def gradient(function: Callable[[Tree], Tensor]) -> dict[str, Tensor]:
-        def scalar(params: Tree) -> Tensor:
-            out = function(params)
-            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
-            return (out * weights.to(out.device)).sum()
+    Sets the default dtype for the moment: that of the parameters comes in that way where a model is built under it.
+    """
+    tokens = subject.tokens(1, 10)
+    positions, segment_ids = torch.arange(10**6 - 9, 10**6 + 1)[None], torch.ones_like(tokens)
+    for dtype in (torch.float32, torch.bfloat16):
+        with _default_dtype(dtype):
+            pairs = list(subject.rotary(subject.prepare(tokens, positions, segment_ids)))
+        for table, frequencies in pairs:
+            if table.dtype != torch.float32:
+                raise AssertionError(f"With {dtype} as the default, a rotary table is {table.dtype}; it must be fp32.")
+            angles = positions[..., None].to(table.device) * frequencies.double().to(table.device)
+            unit = torch.view_as_complex(table.double().contiguous()).sgn()
+            worst = float((unit / torch.polar(torch.ones_like(angles), angles)).angle().abs().max())
+            if not worst <= 1e-6:
+                raise AssertionError(f"At position 10^6 the phase of a rotary table is off by {worst:.3g} radians.")
+    if pairs:
+        low = tree.map(lambda p: p.to(torch.bfloat16) if p.is_floating_point() else p, subject.params)
+        high = tree.map(lambda p: p.float() if p.is_floating_point() else p, low)
+        batch = subject.prepare(tokens, positions, segment_ids)
+        got, want = (subject.forward(params, batch).float() for params in (low, high))
+        if not float((got - want).std()) < 0.2 * float(want.std()):
+            raise AssertionError("At position 10^6 a forward in bf16 is far from one in fp32: angles are rounded.")
 
-        return tree.flatten(torch.func.grad(scalar)(params))
 
-    return zip(gradient(first).items(), gradient(second).values(), strict=True)
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _assert_same_function(subject: Subject, first: Function, second: Function, sentence: str) -> None:
+    """Of the parameters: values, and gradients of a fixed random projection of them."""
+    got, want = first(subject.params), second(subject.params)
+    _assert_close(got, want, subject.tolerance, f"{sentence}, in the logits")
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(0), dtype=want.dtype).to(want.device)
+    slopes = [torch.func.grad(lambda p, f=f: (f(p) * weights).sum())(subject.params) for f in (first, second)]
+    for (path, ours), theirs in zip(tree.flatten(slopes[0]).items(), tree.leaves(slopes[1]), strict=True):
+        _assert_close(ours, theirs, 10 * subject.tolerance, f"{sentence}, in the gradient of {path!r}")
 
 
 CHECKS: tuple[Callable[[Subject], None], ...] = (
     check_history_independence,
     check_inputs_unchanged,
     check_threads,
+    check_rotary_tables,
     check_microbatches,
     check_permutation,
     check_padding,

@@ -23,7 +23,8 @@ from torch import Tensor
 
 import fnmodels
 import params as P
-from fnmodels import tree
+from fnmodels import testing, tree
+from fnmodels.ops.rotary import frequencies
 
 
 def family_modules() -> list[str]:
@@ -196,13 +197,55 @@ def with_kernels(cases: tuple[Case, ...]) -> Any:
     return pytest.mark.parametrize(("case", "kernel"), pairs, ids=[f"{case}-{kernel}" for case, kernel in pairs])
 
 
-def batch_of(config: Any, segment_ids: Tensor, *, seed: int = 0, first_position: int = 0) -> Batch:
-    """Random tokens under given segments. The length that some rope scalings need is said: 24, beyond the original 16.
+def batch_of(config: Any, segment_ids: Tensor, *, seed: int = 0) -> Batch:
+    """Random tokens under given segments. The length that some rope scalings need is 24, beyond the original 16."""
+    tokens = tokens_of(config, *segment_ids.shape, seed=seed)
+    return Batch(config, tokens, positions_of(segment_ids), segment_ids, length=24)
 
-    first_position: where the first document of each row begins, other than 0 if the row begins in its middle.
-    """
-    positions = positions_of(segment_ids) + first_position * (segment_ids == 1)
-    return Batch(config, tokens_of(config, *segment_ids.shape, seed=seed), positions, segment_ids, length=24)
+
+def reach_of(batch: Batch) -> Tensor:
+    """bool [S, S] of a batch of one row: whether the logits at t depend on u over all layers, by the masks alone."""
+    masks = batch.prepared()[1]
+    own = torch.eye(batch.tokens.shape[1], dtype=torch.bool)
+    reach = own
+    for kind in fnmodels.family_of(batch.config).kinds(batch.config):
+        reach = ((masks[kind].dense()[0, 0] | own).float() @ reach.float()) > 0
+    return reach
+
+
+def subject_of(
+    case: Case,
+    kernel: str = "math",
+    *,
+    dtype: torch.dtype = torch.float32,
+    length: int | None = 32,
+    tolerance: float = 1e-5,
+) -> testing.Subject:
+    """A case as the public checks take it. length: for the scalings that need one; None leaves it to each call."""
+    config = case.config
+
+    def prepare(tokens: Tensor, positions: Tensor, segment_ids: Tensor) -> Any:
+        return fnmodels.prepare(config, tokens, positions=positions, segment_ids=segment_ids, length=length)
+
+    def rotary(batch: Any) -> list[tuple[Tensor, Tensor]]:
+        tables = {kind: leaf for kind, entry in batch[2].items() for leaf in tree.leaves(entry) if leaf.ndim == 4}
+        return [(t, _frequencies(config, kind, t.shape[2], length)) for kind, t in tables.items() if t.numel()]
+
+    reach = reach_of(batch_of(config, segments((10,))))
+    return testing.Subject(
+        generic_params(config, dtype),
+        prepare,
+        lambda params, batch: forward(params, batch, config=config, kernel=kernel),
+        vocab_size=config.vocab_size,
+        sees=lambda t, u: bool(reach[t, u]) and (u <= t or not causal(case)),
+        rotary=rotary,
+        tolerance=tolerance,
+    )
+
+
+def _frequencies(config: Any, kind: str, pairs: int, length: int | None) -> Tensor:
+    rope = getattr(config, "local_rope", config.rope) if kind.startswith("sliding") else config.rope
+    return frequencies(rope, 2 * pairs, None if length is None else torch.tensor(length))
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

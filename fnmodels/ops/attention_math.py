@@ -23,11 +23,13 @@ def math_attention(
 
     A masked key has weight 0, and 0 times NaN is NaN: values that may hold garbage have to be cleared before.
     """
-    groups = k.shape[-2]
+    groups, repeats = k.shape[-2], q.shape[-2] // k.shape[-2]
     if not k.shape[1]:  # amax refuses an empty dimension
         return v.new_zeros((*q.shape[:-1], v.shape[-1]))
-    q = rearrange(q, "b q (g r) h -> b g r q h", g=groups)
-    scores = upcast(torch.einsum("bgrqh,bkgh->bgrqk", q, k)) * scale
+    # Laid out in full and not by einsum, which lays out a batch of one otherwise: a row's bits would depend on others'.
+    q = rearrange(q, "b q (g r) h -> b g (r q) h", g=groups).contiguous()
+    k, v = (rearrange(t, "b k g h -> b g k h").contiguous() for t in (k, v))
+    scores = upcast(rearrange(q @ k.mT, "b g (r q) k -> b g r q k", r=repeats)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     per_head = allowed.shape[1] > 1
@@ -44,5 +46,5 @@ def math_attention(
     if sinks is not None:
         total = total + torch.exp(sinks - top)
     weights = weights / total.masked_fill(total == 0, 1)
-    out = torch.einsum("bgrqk,bkgh->bgrqh", weights.to(v.dtype), v)
-    return rearrange(out, "b g r q h -> b q (g r) h")
+    out = rearrange(weights.to(v.dtype), "b g r q k -> b g (r q) k") @ v
+    return rearrange(out, "b g (r q) h -> b q (g r) h", r=repeats)

@@ -25,66 +25,8 @@ from tests.support import (
     with_kernels,
 )
 
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
-every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 every_case_and_kernel = with_kernels(cases())
 every_structure_and_kernel = with_kernels(structures())
-# lengths 1, at both ends of a row; pads at the end, at the start and between documents
-ROWS = {
-    "ones": segments((1, 6, 4, 1)),
-    "trailing_pad": segments((5, 4, -3)),
-    "leading_pad": segments((-2, 1, 9)),
-    "inner_pad": segments((3, -2, 6, -1)),
-}
-
-
-def documents(row: Batch) -> list[Batch]:
-    """Each document of a [1, S] row as a batch of its own, with the positions it had."""
-    ids = row.segment_ids[0]
-    found = []
-    for document in sorted(set(ids.tolist()) - {0}):
-        where = (ids == document).nonzero().flatten()
-        found.append(row.take(slice(None), slice(int(where[0]), int(where[-1]) + 1)))
-    return found
-
-
-def check_packed(row: Batch, dtype: torch.dtype, kernel: str, bound: float) -> None:
-    weights = trainable(generic_params(row.config, dtype))
-    logits = row.forward(weights, kernel=kernel)
-    loss = summed_loss(logits, row.labels)
-    alone = documents(row)
-    separate = [one.forward(weights, kernel=kernel) for one in alone]
-    losses = torch.stack([summed_loss(x, one.labels) for x, one in zip(separate, alone, strict=True)])
-    assert off(logits[row.valid], torch.cat([x[0] for x in separate])) < bound
-    assert off(loss, losses.sum()) < bound
-    assert off(gradients(loss, weights), gradients(losses.sum(), weights)) < bound
-
-
-@every_case_and_kernel
-@pytest.mark.parametrize("first_position", [0, 5])
-def test_packed_equals_separate(case: Case, kernel: str, first_position: int) -> None:
-    """P1 in fp64, also where the row begins in the middle of a document: logits, loss sum and every gradient."""
-    for segment_ids in ROWS.values():
-        row = batch_of(case.config, segment_ids, first_position=first_position)
-        check_packed(row, torch.float64, kernel, 1e-10)
-
-
-@every_structure_and_kernel
-@pytest.mark.parametrize("name", ROWS)
-def test_packed_equals_separate_in_single_precision(case: Case, kernel: str, name: str) -> None:
-    check_packed(batch_of(case.config, ROWS[name]), torch.float32, kernel, 1e-5)
-
-
-@every_case_and_kernel
-def test_a_document_does_not_hear_its_neighbor(case: Case, kernel: str) -> None:
-    """P1's canary: other tokens in document 1 move document 2 by exactly 0, and document 1 by something."""
-    weights, row = generic_params(case.config), batch_of(case.config, segments((5, 6, -1)))
-    other = row.tokens.clone()
-    other[0, 1] = (other[0, 1] + 1) % case.config.vocab_size
-    before = row.forward(weights, kernel=kernel)
-    after = Batch(case.config, other, row.positions, row.segment_ids, row.length).forward(weights, kernel=kernel)
-    assert torch.equal(before[0, 5:11], after[0, 5:11])
-    assert not torch.equal(before[0, 1:5], after[0, 1:5])
 
 
 @every_case_and_kernel

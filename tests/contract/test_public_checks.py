@@ -1,30 +1,60 @@
-"""Every family passes the property checks that are public (`fnmodels.testing`)."""
+"""Every family passes the property checks that are public (`fnmodels.testing`), through every kernel that can."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-import fnmodels
 from fnmodels import testing
-from tests.support import Case, causal, generic_params, structures
+from tests.support import Case, cases, subject_of, with_kernels
+
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_case_and_kernel = with_kernels(cases())
+CHECKS = (
+    testing.check_inputs_unchanged,  # B9
+    testing.check_threads,  # B9
+    testing.check_microbatches,  # B3
+    testing.check_permutation,  # B5
+    testing.check_padding,  # B6
+    testing.check_empty_rows,  # P4
+    testing.check_causality,  # B10
+)
 
 
-def subject_of(case: Case) -> testing.Subject:
-    config = case.config
-
-    def prepare(tokens: torch.Tensor, positions: torch.Tensor, segment_ids: torch.Tensor) -> Any:
-        # the scalings whose definition needs a length get one: a row alone is not as long as a packed one
-        return fnmodels.prepare(config, tokens, positions=positions, segment_ids=segment_ids, length=32)
-
-    def forward(params: Any, batch: Any) -> torch.Tensor:
-        return fnmodels.forward(params, *batch, config=config, kernel="math")
-
-    return testing.Subject(generic_params(config), prepare, forward, vocab_size=config.vocab_size, causal=causal(case))
+@every_case_and_kernel
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
+    check(subject_of(case, kernel))
 
 
-@pytest.mark.parametrize("check", testing.CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("case", structures(), ids=str)
-def test_check(case: Case, check: Callable[[testing.Subject], None]) -> None:
-    check(subject_of(case))
+@every_case_and_kernel
+def test_history_independence(case: Case, kernel: str) -> None:
+    """B4: with lengths on both sides of every scaling's threshold, left to each call."""
+    testing.check_history_independence(subject_of(case, kernel, length=None))
+
+
+@every_case
+def test_rotary_tables(case: Case) -> None:
+    """B2."""
+    testing.check_rotary_tables(subject_of(case))
+
+
+@every_case_and_kernel
+@pytest.mark.parametrize("check", [testing.check_packing, testing.check_packing_of_a_cut_document])
+def test_packing(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
+    """P1: fp64 to 1e-10, gradients too; and fp32."""
+    check(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
+    check(subject_of(case, kernel))
+
+
+@every_case
+def test_per_sample_gradients(case: Case) -> None:
+    """F2."""
+    testing.check_per_sample_gradients(subject_of(case, dtype=torch.float64, tolerance=1e-11))
+
+
+def test_every_public_check_is_run() -> None:
+    others = ("history_independence", "rotary_tables", "packing", "packing_of_a_cut_document", "per_sample_gradients")
+    assert {check.__name__ for check in CHECKS} | {f"check_{name}" for name in others} == {
+        check.__name__ for check in testing.CHECKS
+    }

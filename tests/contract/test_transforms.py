@@ -35,10 +35,8 @@ from tests.support import (
     with_kernels,
 )
 
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 every_case_and_kernel = with_kernels(cases())
-every_structure_and_kernel = with_kernels(structures())
 MIXED = segments((-2, 3, 2), (7,), (4, 1, -2), (-7,))
 
 
@@ -147,22 +145,6 @@ def test_jacobians(case: Case) -> None:
     assert backward[0][1:3].any() and backward[0][0].any() != causal(case) and not backward[0][3:].any()
     curvature = hessian(lambda vector: logits(vector, at[1]).sin().sum())(at[0])
     assert off(curvature, curvature.mT) < 1e-10 and curvature.any()
-
-
-@every_case
-def test_vmap_over_rows(case: Case) -> None:
-    """F2: logits row by row, and vmap(grad) equals a loop, with masks and pads; an all-pad row gives 0."""
-    p = Problem(case)
-    rows, labels = fnmodels.rows(p.prepared), fnmodels.rows(p.labels)
-    weights = p.weights
-    mapped = vmap(lambda one: fnmodels.forward(weights, *one, config=p.config, kernel="math"))(rows)
-    assert off(mapped[:, 0], p.batch.forward(weights)) < 1e-10
-    per_row = vmap(grad(p.loss_of), in_dims=(None, 0, 0))(weights, rows, labels)
-    for b in range(len(MIXED)):
-        part = tree.map(lambda t, b=b: t[b], (rows, labels))
-        wanted = grad(p.loss_of)(weights, *part)
-        assert off(tree.map(lambda t, b=b: t[b], per_row), wanted) < 1e-10
-    assert not any(t[3].any() for t in tree.leaves(per_row))
 
 
 @every_structure

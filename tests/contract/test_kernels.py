@@ -1,0 +1,62 @@
+"""A kernel computes the mask that it is given, or says that it cannot (B8); a row's bits are its own (R3)."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels.mask import MaskLike
+from tests.fnmodels.test_mask import POSITIONS, RULES, SEGMENTS, SPANS, slow
+from tests.support import Batch, Case, batch_of, cases, generic_params, off, segments, structures, supports, tokens_of
+
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_structure = pytest.mark.parametrize("case", structures(), ids=str)
+ROWS = slice(0, 2)  # their documents are in order, so that there is a layout
+
+
+def logits_under(case: Case, mask: MaskLike, kernel: str) -> Tensor:
+    """Of two rows, with one mask in the place of all that the family made; 0 on padding."""
+    batch = Batch(case.config, tokens_of(case.config, 2, 10), POSITIONS[ROWS], SEGMENTS[ROWS], length=24)
+    inputs, masks, freqs_cis = batch.prepared()
+    layout = fnmodels.layout(masks) if kernel in ("auto", "blocks") else None
+    masks = dict.fromkeys(masks, mask)
+    logits = fnmodels.forward(
+        generic_params(case.config), inputs, masks, freqs_cis, config=case.config, kernel=kernel, layout=layout
+    )
+    return logits.masked_fill(~batch.valid[..., None], 0)
+
+
+@every_structure
+@pytest.mark.parametrize("kernel", ["math", "sdpa", "blocks", "auto"])
+def test_every_rule_through_every_kernel(case: Case, kernel: str) -> None:
+    """B8: as with a dense mask that was asked for pair by pair, whatever masks the family makes by itself."""
+    if kernel == "sdpa" and not supports(case, kernel):
+        pytest.skip("it says that it cannot: test_kernels.py of the kernels")
+    for rule, seen in RULES.values():
+        mask = fnmodels.build_mask(rule, POSITIONS[ROWS], SEGMENTS[ROWS], spans=SPANS[ROWS])
+        assert off(logits_under(case, mask, kernel), logits_under(case, slow(seen)[ROWS], "math")) < 1e-5, rule
+
+
+@every_structure
+def test_a_mask_without_a_rule(case: Case) -> None:
+    """B8: one that no rule expresses is computed as it is; kernels that read rules refuse it and name one that can."""
+    drawn = torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)) < 0.4
+    wanted = logits_under(case, drawn, "math")
+    assert off(logits_under(case, slow(RULES["causal"][1])[ROWS], "math"), wanted) > 1e-2
+    for kernel in ("sdpa", "auto"):
+        if supports(case, kernel):
+            assert off(logits_under(case, drawn, kernel), wanted) < 1e-5, kernel
+    for kernel in ("blocks", "varlen"):
+        with pytest.raises(ValueError, match=r'kernel="(sdpa|math)"'):
+            logits_under(case, drawn, kernel)
+
+
+@every_case
+def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(case: Case) -> None:
+    """R3, with kernel="math". Rows of 32 tokens: what fills no vector register at the end of a tensor torch computes
+    with other instructions, so that the bits of an activation depend on where in memory a shorter row ends."""
+    mixed = batch_of(case.config, segments((-3, 17, 12), (32,), (7, 1, -24), (1, 30, -1)))
+    whole = mixed.forward(generic_params(case.config))
+    for b in range(len(whole)):
+        row = mixed.take(slice(b, b + 1), slice(None))
+        assert torch.equal(row.forward(generic_params(case.config))[0], whole[b])
