@@ -357,12 +357,20 @@ def check_rotary_tables(subject: Subject) -> None:
             if not worst <= 1e-6:
                 raise AssertionError(f"At position 10^6 the phase of a rotary table is off by {worst:.3g} radians.")
     if pairs:
-        low = tree.map(lambda p: p.to(torch.bfloat16) if p.is_floating_point() else p, subject.params)
-        high = tree.map(lambda p: p.float() if p.is_floating_point() else p, low)
-        batch = subject.prepare(tokens, positions, segment_ids)
-        got, want = (subject.forward(params, batch).float() for params in (low, high))
-        if not float((got - want).std()) < 0.2 * float(want.std()):
-            raise AssertionError("At position 10^6 a forward in bf16 is far from one in fp32: angles are rounded.")
+        near = _error_in_bf16(subject, tokens, torch.arange(10)[None])
+        far = _error_in_bf16(subject, tokens, positions)
+        if not far <= 4 * near:  # near 0 even positions are exact in bf16, so that this is the noise of everything else
+            raise AssertionError(
+                f"In bf16 logits are {far:.3g} off at position 10^6 and {near:.3g} at 0: angles round."
+            )
+
+
+def _error_in_bf16(subject: Subject, tokens: Tensor, positions: Tensor) -> float:
+    batch = subject.prepare(tokens, positions, torch.ones_like(tokens))
+    low = tree.map(lambda p: p.to(torch.bfloat16) if p.is_floating_point() else p, subject.params)
+    high = tree.map(lambda p: p.float() if p.is_floating_point() else p, low)
+    got, want = (subject.forward(params, batch).float() for params in (low, high))
+    return float((got - want).square().mean().sqrt())
 
 
 @contextmanager
