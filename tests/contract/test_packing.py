@@ -1,5 +1,6 @@
 """Documents packed in one row are what they are alone; rows without a token to learn give nothing, and no NaN."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import tree
+from fnmodels import testing, tree
 from tests.support import (
     Batch,
     Case,
@@ -19,6 +20,7 @@ from tests.support import (
     off,
     segments,
     structures,
+    subject_of,
     summed_loss,
     tokens_of,
     trainable,
@@ -27,6 +29,14 @@ from tests.support import (
 
 every_case_and_kernel = with_kernels(cases())
 every_structure_and_kernel = with_kernels(structures())
+
+
+@every_case_and_kernel
+@pytest.mark.parametrize("check", [testing.check_packing, testing.check_packing_of_a_cut_document])
+def test_packed_equals_separate(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
+    """P1: in fp64 to 1e-10, gradients too; and in fp32."""
+    check(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
+    check(subject_of(case, kernel))
 
 
 @every_case_and_kernel

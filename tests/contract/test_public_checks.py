@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from fnmodels import testing
 from tests.support import Case, cases, subject_of, with_kernels
@@ -39,22 +38,13 @@ def test_rotary_tables(case: Case) -> None:
     testing.check_rotary_tables(subject_of(case))
 
 
-@every_case_and_kernel
-@pytest.mark.parametrize("check", [testing.check_packing, testing.check_packing_of_a_cut_document])
-def test_packing(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
-    """P1: fp64 to 1e-10, gradients too; and fp32."""
-    check(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
-    check(subject_of(case, kernel))
-
-
-@every_case
-def test_per_sample_gradients(case: Case) -> None:
-    """F2."""
-    testing.check_per_sample_gradients(subject_of(case, dtype=torch.float64, tolerance=1e-11))
-
-
 def test_every_public_check_is_run() -> None:
-    others = ("history_independence", "rotary_tables", "packing", "packing_of_a_cut_document", "per_sample_gradients")
-    assert {check.__name__ for check in CHECKS} | {f"check_{name}" for name in others} == {
-        check.__name__ for check in testing.CHECKS
+    """The others where they belong: packing in test_packing.py, vmap(grad) in test_transforms.py."""
+    others = {
+        testing.check_history_independence,
+        testing.check_rotary_tables,
+        testing.check_packing,
+        testing.check_packing_of_a_cut_document,
+        testing.check_per_sample_gradients,
     }
+    assert set(CHECKS) | others == set(testing.CHECKS)

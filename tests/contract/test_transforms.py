@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 from torch.utils.checkpoint import checkpoint
 
 import fnmodels
-from fnmodels import tree
+from fnmodels import testing, tree
 from tests.support import (
     Batch,
     Case,
@@ -29,6 +29,7 @@ from tests.support import (
     off,
     segments,
     structures,
+    subject_of,
     summed_loss,
     supports,
     trainable,
@@ -145,6 +146,12 @@ def test_jacobians(case: Case) -> None:
     assert backward[0][1:3].any() and backward[0][0].any() != causal(case) and not backward[0][3:].any()
     curvature = hessian(lambda vector: logits(vector, at[1]).sin().sum())(at[0])
     assert off(curvature, curvature.mT) < 1e-10 and curvature.any()
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_vmap_over_rows(case: Case) -> None:
+    """F2."""
+    testing.check_per_sample_gradients(subject_of(case, dtype=torch.float64, tolerance=1e-11))
 
 
 @every_structure
