@@ -205,26 +205,10 @@ PACKED = ((1, 6, 4, 1), (5, 4, -3), (-2, 1, 9), (3, -2, 6, -1))
 
 
 def check_packing(subject: Subject) -> None:
-    """Documents packed in one row equal the documents alone, in logits and parameter gradients; none sees another."""
-    for lengths in PACKED:
-        sentence = f"Packed in one row {list(lengths)} (negative: padding), documents differ from the same alone"
-        _assert_same_function(subject, *_packed_and_separate(subject, lengths), sentence)
-
-    (positions, segment_ids), tokens = _documents((5, 6, -1)), subject.tokens(1, 12)
-    other = torch.where(segment_ids == 1, (tokens + 1) % subject.vocab_size, tokens)
-    before, after = (subject.logits(t, positions, segment_ids)[segment_ids == 2] for t in (tokens, other))
-    if not torch.equal(before, after):
-        raise AssertionError("Changing the first document of a row changes another: documents see each other.")
-
-
-Function = Callable[[Tree], Tensor]
-
-
-def _packed_and_separate(subject: Subject, lengths: tuple[int, ...]) -> tuple[Function, Function]:
-    """Two functions of the parameters: the logits of all documents, from one row and from a row for each."""
-    positions, segment_ids = _documents(lengths)
+    """Documents packed in rows equal the documents alone, in logits and parameter gradients; none sees another."""
+    positions, segment_ids = _documents(*PACKED)
     tokens, valid = subject.tokens(*positions.shape), segment_ids > 0
-    documents = tokens[valid][None].split([n for n in lengths if n > 0], dim=1)
+    documents = tokens[valid][None].split([n for row in PACKED for n in row if n > 0], dim=1)
 
     def packed(params: Tree) -> Tensor:
         return subject.forward(params, subject.prepare(tokens, positions, segment_ids))[valid]
@@ -232,7 +216,13 @@ def _packed_and_separate(subject: Subject, lengths: tuple[int, ...]) -> tuple[Fu
     def separate(params: Tree) -> Tensor:
         return torch.cat([subject.forward(params, subject.prepare(d, *_whole(d)))[0] for d in documents])
 
-    return packed, separate
+    _assert_same_function(subject, packed, separate, "Packed in rows, documents differ from the same documents alone")
+
+    (positions, segment_ids), tokens = _documents((5, 6, -1)), subject.tokens(1, 12)
+    other = torch.where(segment_ids == 1, (tokens + 1) % subject.vocab_size, tokens)
+    before, after = (subject.logits(t, positions, segment_ids)[segment_ids == 2] for t in (tokens, other))
+    if not torch.equal(before, after):
+        raise AssertionError("Changing the first document of a row changes another: documents see each other.")
 
 
 def check_packing_of_a_cut_document(subject: Subject) -> None:
@@ -383,7 +373,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _assert_same_function(subject: Subject, first: Function, second: Function, sentence: str) -> None:
+def _assert_same_function(
+    subject: Subject, first: Callable[[Tree], Tensor], second: Callable[[Tree], Tensor], sentence: str
+) -> None:
     """Of the parameters: values, and gradients of a fixed random projection of them."""
     got, want = first(subject.params), second(subject.params)
     _assert_close(got, want, subject.tolerance, f"{sentence}, in the logits")
