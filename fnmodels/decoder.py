@@ -12,7 +12,7 @@ from typing import Any
 
 from .disk import Part, Stack, fuse
 from .errors import ConfigError
-from .hf import Fields, quantization
+from .hf import LAYERS_LIMIT, Fields, quantization
 from .leaf import Leaf
 
 
@@ -73,7 +73,7 @@ def decoder_sizes(
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
-        "num_hidden_layers": fields.integer("num_hidden_layers", high=10_000),
+        "num_hidden_layers": fields.integer("num_hidden_layers", high=LAYERS_LIMIT),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer("num_key_value_heads", kv_heads or heads),
         "head_dim": fields.integer("head_dim", head_dim or hidden // heads, high=1 << 16),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .disk import Part, Stored
 from .errors import ConfigError
-from .hf import Fields, quantization
+from .hf import LAYERS_LIMIT, Fields, quantization
 from .leaf import attention_leaves, layer_norm_leaves, plain_mlp_leaves, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import attention
@@ -84,7 +84,7 @@ class Config:
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden,
             intermediate_size=fields.integer("n_inner", 4 * hidden),
-            num_hidden_layers=_size(fields, "n_layer", "num_hidden_layers", high=10_000),
+            num_hidden_layers=_size(fields, "n_layer", "num_hidden_layers", high=LAYERS_LIMIT),
             num_attention_heads=_size(fields, "n_head", "num_attention_heads"),
             max_position_embeddings=_size(fields, "n_positions", "max_position_embeddings", 1024),
             layer_norm_eps=fields.number("layer_norm_epsilon", 1e-5),

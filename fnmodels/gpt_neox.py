@@ -15,7 +15,7 @@ from torch import Tensor
 from .decoder import check_decoder, decoder_sizes, decoder_to_hf
 from .disk import Part, Stored
 from .errors import ConfigError
-from .hf import Fields, parse_rope, rope_to_hf, rope_values
+from .hf import Fields, parse_rope, rope_to_hf, rope_values, shown
 from .leaf import attention_leaves, layer_norm_leaves, plain_mlp_leaves, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import attention
@@ -104,13 +104,18 @@ class Config:
 
 def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
     """The rope, whose base and share of the head have names of their own in older files."""
+    older: dict[str, Any] = {}
     for usual, own in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
         if fields.take(usual, None) is not None:
             # transformers does not read the usual names at the top, for this family; so nobody knows which is meant
             raise ConfigError(f"{fields.where}: {usual!r} must be in 'rope_parameters', or be called {own!r}.")
-    theta, share = fields.take("rotary_emb_base", 1e4), fields.take("rotary_pct", 0.25)
-    older = {"rope_theta": theta, "partial_rotary_factor": share}
-    inner = Fields(older | rope_values(fields), f"{fields.where}, rope")
+        if (value := fields.take(own, None)) is not None:
+            older[usual] = value
+    values = rope_values(fields)
+    for usual, value in older.items():
+        if values.get(usual, value) != value:
+            raise ConfigError(f"{fields.where}: {usual!r} is {shown(values[usual])}, but an older name says {value!r}.")
+    inner = Fields({"partial_rotary_factor": 0.25} | older | values, f"{fields.where}, rope")
     return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=True)
 
 

@@ -32,6 +32,9 @@ HARMLESS = frozenset(_HARMLESS.split())
 # Of those, what a saved checkpoint should keep: the rest is rewritten or means nothing.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer_class")
 
+# The deepest transformer that was published. More are mostly a mistake, and parameters are listed one by one.
+LAYERS_LIMIT = 1000
+
 _MISSING = object()
 
 

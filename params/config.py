@@ -47,8 +47,10 @@ def read_config(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     try:
         if not isinstance(values, dict):
             raise ConfigError("it must hold a JSON object.")
-        if not isinstance(values.get("model_type"), str):
-            raise ConfigError(f"'model_type' must be a string, not {shown(values.get('model_type'))}.")
+        if "model_type" not in values:
+            raise ConfigError("'model_type' is not there, which is needed.")
+        if not isinstance(values["model_type"], str):
+            raise ConfigError(f"'model_type' must be a string, not {shown(values['model_type'])}.")
         config = family_for(values["model_type"]).Config.from_hf(values)
         _check_dtype(values)
         _check_tokens(values)

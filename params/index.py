@@ -45,6 +45,8 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, E
         try:
             paths.append(plain_file(folder, name))
         except FileNotFoundError:
+            if not index:
+                raise
             missing.append(name)
     if missing:
         text = f"{len(missing)} of {len(shards)} files with tensors are not there:{listed(missing)}\nFolder"

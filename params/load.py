@@ -78,7 +78,7 @@ def load_pretrained(
 
 def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str], found: Found) -> None:
     """MismatchError with every difference between the tensors called for and those that the headers announce."""
-    faults = []
+    faults, strangers = [], []
     dtypes: dict[str, tuple[str, torch.dtype]] = {}  # of leaves that are several tensors
     for name, (piece, *_) in expected.items():
         if name not in found:
@@ -94,11 +94,11 @@ def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str
         if name in tied:
             faults += _faults(name, expected[tied[name]][0], file, entry)
         elif name not in expected:
-            faults.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
-    if faults:
+            strangers.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
+    if faults or strangers:
         raise MismatchError(
             f"{folder}: the tensors are not those that config.json calls for "
-            f"({len(faults)} differences):{listed(faults)}"
+            f"({len(faults) + len(strangers)} differences):{listed(faults)}{listed(strangers)}"
         )
 
 

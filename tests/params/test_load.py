@@ -3,13 +3,10 @@
 import gc
 import json
 import os
-import shutil
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +128,11 @@ def test_leaves_that_keep_their_dtype(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(llama, "spec", spec)
     loaded = P.load_pretrained(folder, dtype=torch.bfloat16)[1]
     assert loaded["norm"].dtype == torch.float32 and loaded["embed_tokens"].dtype == torch.bfloat16
+
+
+def write_raw(path: Path, header: Any, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def test_unaligned_files(folder: Path) -> None:
@@ -302,82 +304,7 @@ def test_a_config_that_disagrees(folder: Path) -> None:
         P.load_pretrained(folder)
 
 
-# Files that are not there, or not what they should be
-
-
-def write_raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
-
-
-def entry(begin: int = 0, end: int = 8, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
-
-
-DEEP = b'{"a":' + b"[" * 100_000
-HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
-    "length beyond the file": ({}, b"", 1000, r"has 10 bytes.*1,008: truncated"),
-    "length enormous": ({}, b"", 1 << 60, "announces a header of"),
-    "not JSON": (b"hello!!!", b"", None, "must begin with"),
-    "blank before": (b"  {}", b"", None, "must begin with"),
-    "not UTF-8": (b'{"\xff":1}', b"", None, "not valid JSON"),
-    "key twice": (b'{"a":1,"a":1}', b"", None, "'a' is there twice"),
-    "nested": (DEEP, b"", None, "nested too deeply"),
-    "huge number": (b'{"a":' + b"9" * 10_000 + b"}", b"", None, "not valid JSON"),
-    "metadata": ({"__metadata__": {"a": 1}}, b"", None, "__metadata__ must map strings"),
-    "no object": ({"a": 3}, b"", None, "'a' must have exactly"),
-    "key missing": ({"a": {"dtype": "F32", "shape": [2]}}, b"", None, "must have exactly"),
-    "key too many": ({"a": entry() | {"x": 1}}, b"\0" * 8, None, "must have exactly"),
-    "negative size": ({"a": entry(shape=(-2,))}, b"\0" * 8, None, "a list of sizes"),
-    "size true": ({"a": entry(0, 4, shape=(True,))}, b"\0" * 4, None, "a list of sizes"),
-    "size fractional": ({"a": entry(shape=(2.0,))}, b"\0" * 8, None, "a list of sizes"),
-    "shape no list": ({"a": entry(shape="2")}, b"\0" * 8, None, "a list of sizes"),
-    "dtype no text": ({"a": entry(dtype=3)}, b"\0" * 8, None, "must be a string"),
-    "offsets reversed": ({"a": entry(8, 0)}, b"\0" * 8, None, "must be .begin, end."),
-    "product": ({"a": entry(shape=(3,))}, b"\0" * 8, None, "takes 12 bytes as F32 .3., but spans 8"),
-    "names without end": ({f"t{i}": 0 for i in range(250_001)}, b"", None, "announces 250,001 tensors"),
-    "truncated": ({"a": entry()}, b"\0" * 4, None, "tensors end at .*: truncated"),
-    "trailing": ({"a": entry()}, b"\0" * 9, None, "belong to no tensor"),
-    "hole": ({"a": entry(), "b": entry(9, 17)}, b"\0" * 17, None, "'b' begins at .* leaves a hole"),
-    "overlap": ({"a": entry(), "b": entry(4, 12)}, b"\0" * 12, None, "'b' begins at .* overlaps"),
-}
-
-
-@pytest.mark.parametrize("kind", HEADERS)
-def test_damaged_headers(folder: Path, kind: str) -> None:
-    header, data, length, words = HEADERS[kind]
-    write_raw(folder / FILE, header, data, length)
-    with pytest.raises(P.FormatError, match=words) as caught:
-        P.load_pretrained(folder)
-    assert str(folder / FILE) in str(caught.value)
-
-
-@pytest.mark.parametrize("size", [0, 7, 8, 40, -1])
-def test_truncated_at(folder: Path, size: int) -> None:
-    os.truncate(folder / FILE, size % (folder / FILE).stat().st_size)
-    with pytest.raises(P.FormatError, match=r"model\.safetensors.* bytes"):
-        P.load_pretrained(folder)
-
-
-def test_unknown_dtype(folder: Path) -> None:
-    write_raw(folder / FILE, {"a": entry(dtype="F4")}, b"\0" * 8)
-    with pytest.raises(P.UnsupportedError, match="'a' has the dtype 'F4'"):
-        P.load_pretrained(folder)
-
-
-def test_good_borderline_headers(folder: Path) -> None:
-    """No metadata, spaces after the header, tensors in another order than the header's: all within the format."""
-    content = load_file(folder / FILE)
-    entries, data = {}, b""
-    for name, tensor in content.items():
-        entries[name] = {
-            "dtype": "F32",
-            "shape": list(tensor.shape),
-            "data_offsets": [len(data), len(data) + tensor.nbytes],
-        }
-        data += tensor.numpy().tobytes()
-    write_raw(folder / FILE, json.dumps(dict(reversed(entries.items()))).encode() + b"   ", data)
-    assert equal_trees(P.load_pretrained(folder)[1], generic_params(SMALL))
+# The rest of what can be wrong stands in tests/params/damage
 
 
 def test_a_file_that_shrinks_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,175 +321,12 @@ def test_a_file_that_shrinks_while_it_is_read(folder: Path, monkeypatch: pytest.
         P.load_pretrained(folder, copy=True)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something done to a good sharded checkpoint, the error it must give, and words of its message."""
-
-    do: Callable[[Path, dict[str, Any]], None]
-    kind: type[Exception]
-    words: str
-
-
-def _set(shard: str | int) -> Callable[[Path, dict[str, Any]], None]:
-    def do(folder: Path, index: dict[str, Any]) -> None:
-        index["weight_map"][NAME] = shard
-
-    return do
-
-
-def _swap(folder: Path, index: dict[str, Any]) -> None:
-    one, two, *_ = sorted(folder.glob("model-*"))
-    one.rename(folder / "x")
-    two.rename(one)
-    (folder / "x").rename(two)
-
-
-def _fifo(folder: Path, index: dict[str, Any]) -> None:
-    path = folder / index["weight_map"][NAME]
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _outside(folder: Path, index: dict[str, Any]) -> None:
-    path = folder / index["weight_map"][NAME]
-    shutil.move(path, folder.parent / "elsewhere.safetensors")
-    path.symlink_to(folder.parent / "elsewhere.safetensors")
-
-
-def _folder(folder: Path, index: dict[str, Any]) -> None:
-    path = folder / index["weight_map"][NAME]
-    path.unlink()
-    path.mkdir()
-
-
-def _twice(folder: Path, index: dict[str, Any]) -> None:
-    shard = next(shard for shard in set(index["weight_map"].values()) if shard != index["weight_map"][NAME])
-    save_file(load_file(folder / shard) | {NAME: torch.ones(24, 16)}, folder / shard)
-
-
-def _replaced(key: str, value: Any) -> Callable[[Path, dict[str, Any]], None]:
-    return lambda folder, index: index.update({key: value})
-
-
-FAULTS = {
-    "parent": Fault(_set("../model.safetensors"), P.UnsafePathError, "'../model.safetensors' is not the bare name"),
-    "absolute": Fault(_set("/etc/x.safetensors"), P.UnsafePathError, "bare name"),
-    "below": Fault(_set("a/x.safetensors"), P.UnsafePathError, "bare name"),
-    "backslash": Fault(_set("a\\x.safetensors"), P.UnsafePathError, "bare name"),
-    "nul": Fault(_set("a\0.safetensors"), P.UnsafePathError, "bare name"),
-    "pickle": Fault(_set("pytorch_model.bin"), P.IndexFileError, "only .safetensors files"),
-    "no text": Fault(_set(3), P.IndexFileError, "must have a 'weight_map'"),
-    "no map": Fault(_replaced("weight_map", []), P.IndexFileError, "must have a 'weight_map'"),
-    "empty map": Fault(_replaced("weight_map", {}), P.IndexFileError, "is empty"),
-    "missing shard": Fault(
-        _set("model-00099-of-00003.safetensors"), FileNotFoundError, "1 of .*files.*\n  model-00099"
-    ),
-    "missing tensor": Fault(lambda f, i: i["weight_map"].pop(NAME), P.IndexFileError, "not in the index"),
-    "extra tensor": Fault(
-        lambda f, i: i["weight_map"].update(x=i["weight_map"][NAME]), P.IndexFileError, "'x': not in"
-    ),
-    "twice": Fault(_twice, P.IndexFileError, f"'{NAME}': in model-.*, but the index says model-"),
-    "swapped": Fault(_swap, P.IndexFileError, "disagree"),
-    "fifo": Fault(_fifo, P.UnsafePathError, "not a regular file"),
-    "link out": Fault(_outside, P.UnsafePathError, "is a link to .*elsewhere"),
-    "folder": Fault(_folder, IsADirectoryError, "A folder stands where a file belongs"),
-}
-
-
-@pytest.mark.parametrize("kind", FAULTS)
-def test_damaged_indexes(sharded: Path, kind: str) -> None:
-    fault = FAULTS[kind]
-    index = json.loads((sharded / INDEX).read_text())
-    fault.do(sharded, index)
-    (sharded / INDEX).write_text(json.dumps(index))
-    with pytest.raises(fault.kind, match=fault.words):
-        P.load_pretrained(sharded)
-
-
-def test_a_tensor_under_the_wrong_shard(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX).read_text())
-    other = next(shard for shard in index["weight_map"].values() if shard != index["weight_map"][NAME])
-    index["weight_map"][NAME] = other
-    (sharded / INDEX).write_text(json.dumps(index))
-    with pytest.raises(P.IndexFileError, match="2 differences"):
-        P.load_pretrained(sharded)
-
-
-def test_index_that_is_not_json(sharded: Path) -> None:
-    (sharded / INDEX).write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
-    with pytest.raises(P.FormatError, match=r"index\.json is not valid JSON: the key 'a' is there twice"):
-        P.load_pretrained(sharded)
-
-
-def test_index_beside_a_single_file(folder: Path, sharded: Path) -> None:
-    shutil.copy(folder / FILE, sharded / FILE)
-    with pytest.raises(P.IndexFileError, match="both"):
-        P.load_pretrained(sharded)
-    names = load_file(folder / FILE).keys()
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, FILE)}))
-    assert equal_trees(P.load_pretrained(folder)[1], generic_params(SMALL)), (
-        "an index of the single file is no conflict"
-    )
-
-
-def test_the_layout_of_the_hub_cache(sharded: Path, tmp_path: Path) -> None:
-    """Snapshots consist of links into blobs, with a folder of their own per revision."""
-    cache = tmp_path / "models--someone--something"
-    snapshot, blobs = cache / "snapshots" / "0123abc", cache / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for path in list(sharded.iterdir()):
-        shutil.move(path, blobs / f"sha-{path.name}")
-        (snapshot / path.name).symlink_to(Path("../../blobs") / f"sha-{path.name}")
-    assert equal_trees(P.load_pretrained(snapshot)[1], generic_params(SMALL))
-
-
-def test_folders_without_weights(folder: Path, tmp_path: Path) -> None:
-    (folder / FILE).rename(folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"neither.*though there is model-00001-of-00002\.safetensors"):
-        P.load_pretrained(folder)
-    (folder / "model-00001-of-00002.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(P.UnsupportedError, match=r"only pickled weights \(pytorch_model\.bin\)"):
-        P.load_pretrained(folder)
-    (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
-        P.load_pretrained(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        P.load_pretrained(folder)
-    with pytest.raises(FileNotFoundError, match="no such checkpoint folder"):
-        P.load_pretrained("meta-llama/Llama-3.1-8B")
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        P.load_pretrained(tmp_path / "file")
-
-
-CONFIGS = {
-    "[]": (P.ConfigError, "JSON object"),
-    "{}": (P.ConfigError, "'model_type' must be a string"),
-    '{"model_type": 3}': (P.ConfigError, "'model_type' must be a string"),
-    '{"model_type": "gptx"}': (P.UnsupportedError, "'gptx' is not supported"),
-    '{"model_type": "llama"}': (P.ConfigError, "which is needed"),
-    '{"model_type": "llama", "model_type": "llama"}': (P.FormatError, "is there twice"),
-    "not json": (P.FormatError, "not valid JSON"),
-}
-
-
-@pytest.mark.parametrize("text", CONFIGS)
-def test_configs(folder: Path, text: str) -> None:
-    kind, words = CONFIGS[text]
-    (folder / "config.json").write_text(text)
-    with pytest.raises(kind, match=words) as caught:
-        P.load_pretrained(folder)
-    assert str(folder / "config.json") in str(caught.value)
-
-
 @pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
 def test_absurd_numbers_of_layers(case: Case) -> None:
     """Refused before anything is made for each layer."""
     begin = time.monotonic()
     for layers in (10_001, 10**9):
-        with pytest.raises(P.ConfigError, match=f"'num_hidden_layers' is {layers}, but must be .* to 10000"):
+        with pytest.raises(P.ConfigError, match=f"'num_hidden_layers' is {layers}, but must be .* to 1000"):
             type(case.config).from_hf(case.values | {"num_hidden_layers": layers})
     assert time.monotonic() - begin < 1
 
