@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from params.files import sync
+
 STAGING = ".saving-"  # begins the names of folders that are being written
 LOCK = ".saving.lock"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -22,7 +24,9 @@ def staged(folder: Path) -> Iterator[Path]:
 
     BlockingIOError: another saver is at work in `folder`. What a killed one left behind is removed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync(folder.parent)
     with exclusive(folder) as alone:
         if alone:
             for leftover in folder.glob(f"{STAGING}*"):

@@ -39,3 +39,10 @@ def test_per_sample() -> None:
         assert f"\n{name} " in out, out
     for ours in names[:2]:  # both ratios, of wall and of CPU time
         assert len([line for line in out.splitlines() if f" {ours} " in line and "target" in line]) == 4, out
+
+
+@pytest.mark.slow
+def test_save() -> None:
+    out = _output("save.py", "--size", "1", "--rounds", "1")
+    for name in ("plain copy", "held up by a save in a thread", "save", "latest, which verifies", "load", "sha256"):
+        assert f"\n| {name} |" in out, out

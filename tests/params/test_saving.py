@@ -7,8 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import params as P
+from fnmodels import llama
 from params.saving import LOCK, STAGING, exclusive, staged, told
+from tests.support import generic_params
+from train import checkpoint
+
+SMALL = llama.Config(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
 
 
 def test_what_a_killed_saver_left_goes_and_what_one_at_work_has_stays(tmp_path: Path) -> None:
@@ -74,3 +88,39 @@ def test_a_sentence_of_an_error(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
     assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path)
     assert caught.value.strerror == "Nothing was written (No space left on device); all is well"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="there is no other way to learn what a handle is of")
+@pytest.mark.parametrize("what", ["a step", "a model"])
+def test_everything_is_on_disk_before_it_gets_its_name(what: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """A power cut keeps what was flushed, in no other order: files, their folder, the rename, the folder around."""
+    events: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def flushed(handle: int) -> None:
+        events.append(("flush", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def renamed(real: Any) -> Any:
+        def wrapped(source: Path, target: Path) -> None:
+            events.append(("rename", str(source)))
+            real(source, target)
+
+        return wrapped
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed(rename))
+    monkeypatch.setattr(os, "replace", renamed(replace))
+    folder = tmp_path / "new"
+    if what == "a step":
+        names = [*(path.name for path in checkpoint.save(folder, 1, {"w": torch.ones(3)}).iterdir()), ""]
+    else:
+        P.save_pretrained(folder, SMALL, generic_params(SMALL), max_shard_size="3KB")
+        names = [path.name for path in folder.iterdir()]
+    first = next(i for i, (kind, _) in enumerate(events) if kind == "rename")
+    source = Path(events[first][1])
+    temporary = source if what == "a step" else source.parent
+    before = {path for kind, path in events[:first] if kind == "flush"}
+    assert before >= {str(temporary / name) for name in names} | {str(tmp_path)}
+    assert events[-1] == ("flush", str(folder))
+    assert (what == "a step") == (sum(kind == "rename" for kind, _ in events) == 1)
