@@ -9,6 +9,7 @@ computed twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,15 +39,28 @@ def next_token_loss(
     layer_fn: Any = None,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the tokens' cross entropies in nats, fp32 at least; count of valid labels, int64).
+    """(sum of the tokens' cross entropies in nats, fp32 at least; count of labels that count, int64).
 
     batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
-    shifted), int64, and -100 is ignored. kernel, layout, layer_fn: see `fnmodels.forward`. length: see
-    `fnmodels.prepare`. chunk: see `head_loss`.
+    shifted), int64, and -100 is ignored. Where it has `weights` [B, S], as `fnmodels.pack` makes them, each token's
+    loss is multiplied by its own, and a label of weight 0 does not count. kernel, layout, layer_fn: see
+    `fnmodels.forward`. length: see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing, z_loss: see
+    `cross_entropy`.
     """
     x = hidden_states(params, batch, config=config, kernel=kernel, layout=layout, layer_fn=layer_fn, length=length)
-    return head_loss(params, x, batch["labels"], config=config, chunk=chunk)
+    return head_loss(
+        params,
+        x,
+        batch["labels"],
+        config=config,
+        chunk=chunk,
+        weights=batch.get("weights"),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
 
 
 def hidden_states(
@@ -77,16 +91,58 @@ def hidden_states(
     return found
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count) over labels [...] that are not -100; logits [..., V], taken in fp32 at least. Plain operations."""
-    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    return loss, count_labels(labels)
+@dataclass(frozen=True)
+class Terms:
+    """What a token's loss has beside -log p(label); see `cross_entropy`."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1.")
+        if self.z_loss < 0.0:
+            raise ValueError(f"z_loss is {self.z_loss}; it must be at least 0.")
 
 
-def count_labels(labels: Tensor) -> Tensor:
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(sum, count) over labels [...] that are not -100; logits [..., V], taken in fp32 at least. Plain operations.
+
+    weights [...]: multiplies each token's loss; a label of weight 0 does not count. label_smoothing: this share of the
+    target is spread evenly over the vocabulary (arXiv 1512.00567). z_loss: times log(sum(exp(logits)))^2, which keeps
+    logits from drifting (PaLM, arXiv 2204.02311, with 1e-4).
+    """
+    return _cross_entropy(logits, labels, weights, Terms(label_smoothing, z_loss)), count_labels(labels, weights)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None, terms: Terms) -> Tensor:
+    wide, targets = logits.flatten(0, -2).to(_wide(logits)), labels.flatten()
+    plain = weights is None and not terms.z_loss
+    losses = F.cross_entropy(
+        wide,
+        targets,
+        ignore_index=IGNORE,
+        reduction="sum" if plain else "none",
+        label_smoothing=terms.label_smoothing,
+    )
+    if plain:
+        return losses
+    if terms.z_loss:
+        losses = losses + terms.z_loss * torch.where(targets != IGNORE, wide.logsumexp(-1).square(), 0.0)
+    return (losses if weights is None else losses * weights.flatten()).sum()
+
+
+def count_labels(labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """How many labels count: a 0-d int64 tensor."""
-    return (labels != IGNORE).sum()
+    valid = labels != IGNORE
+    return (valid if weights is None else valid & (weights != 0)).sum()
 
 
 def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
@@ -98,7 +154,15 @@ def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
 
 
 def head_loss(
-    params: Tree, x: Tensor, labels: Tensor, *, config: Any, chunk: int | None = CHUNK
+    params: Tree,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    config: Any,
+    chunk: int | None = CHUNK,
+    weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy` of `family.unembed` on hidden states x [B, S, D], holding the logits of `chunk` tokens at a time.
 
@@ -109,6 +173,9 @@ def head_loss(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
     check_labels(labels, x.shape[:-1], "hidden states")
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(f"weights must be {list(labels.shape)} like the labels, not {list(weights.shape)}.")
+    terms, count = Terms(label_smoothing, z_loss), count_labels(labels, weights)
     family = fnmodels.family_of(config)
     # The head never reads the layers, and what is not handed in gets no gradient buffer.
     rest = {name: value for name, value in params.items() if name != "layers"}
@@ -120,20 +187,24 @@ def head_loss(
         return family.unembed(tree.map(lambda _: next(values), rest), x, config=config)
 
     if chunk is None:
-        return cross_entropy(head(leaves, x), labels)
-    tokens, targets = x.flatten(0, 1)[None], labels.flatten()[None]
+        return _cross_entropy(head(leaves, x), labels, weights, terms), count
+    # detached, for a weight teaches nothing; without any, each valid label has 1
+    factors = (labels != IGNORE).to(_wide(x)) if weights is None else weights.detach().to(_wide(x))
+    tokens, targets, factors = x.flatten(0, 1)[None], labels.flatten()[None], factors.flatten()[None]
     needs = tuple(t.requires_grad for t in (tokens, *leaves))
     if torch.is_grad_enabled() and any(needs) and not torch.compiler.is_compiling():
-        loss = _HeadLoss.apply(head, chunk, needs, targets, tokens, *leaves)[0]
-        return loss, count_labels(labels)
-    loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        return _HeadLoss.apply(head, chunk, needs, terms, targets, factors, tokens, *leaves)[0], count
+    loss = torch.zeros((), dtype=_wide(x), device=x.device)
 
-    def one(x: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(head(leaves, x), labels)[0]
+    def one(x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return _cross_entropy(head(leaves, x), labels, weights, terms)
 
-    for pair in zip(tokens.split(chunk, 1), targets.split(chunk, 1), strict=True):
-        loss = loss + (checkpoint(one, *pair, use_reentrant=False) if torch.compiler.is_compiling() else one(*pair))
-    return loss, count_labels(labels)
+    for part in zip(*(t.split(chunk, 1) for t in (tokens, targets, factors)), strict=True):
+        loss = loss + (checkpoint(one, *part, use_reentrant=False) if torch.compiler.is_compiling() else one(*part))
+    return loss, count
+
+
+_STATICS = 6  # arguments of _HeadLoss before x
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -146,7 +217,14 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        head: Head, chunk: int, needs: tuple[bool, ...], labels: Tensor, x: Tensor, *leaves: Tensor
+        head: Head,
+        chunk: int,
+        needs: tuple[bool, ...],
+        terms: Terms,
+        labels: Tensor,
+        weights: Tensor,
+        x: Tensor,
+        *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
         loss: Any = 0.0
         parts: list[Tensor] = []
@@ -155,7 +233,9 @@ class _HeadLoss(torch.autograd.Function):
             ins = [t.detach().requires_grad_(n) for t, n in zip((x[:, lo : lo + chunk], *leaves), needs, strict=True)]
             with torch.enable_grad():
                 logits = head(ins[1:], ins[0])
-            part, slope = _loss_and_slope(logits.detach(), labels[:, lo : lo + chunk])
+            part, slope = _loss_and_slope(
+                logits.detach(), labels[:, lo : lo + chunk], weights[:, lo : lo + chunk], terms
+            )
             loss = loss + part
             wanted = [i for i, n in enumerate(needs) if n]
             grads = torch.autograd.grad(logits, [ins[i] for i in wanted], slope, allow_unused=True)
@@ -174,7 +254,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.head, ctx.chunk, ctx.needs, *tensors = inputs
+        ctx.head, ctx.chunk, ctx.needs, ctx.terms, *tensors = inputs
         ctx.save_for_backward(*tensors, *output[1:])
         ctx.save_for_forward(*tensors, *output[1:])
         ctx.set_materialize_grads(False)
@@ -182,45 +262,55 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         size = len(ctx.needs)
-        labels, *saved = ctx.saved_tensors
+        labels, weights, *saved = ctx.saved_tensors
         primals, firsts = saved[:size], saved[size:]
         of_loss, *of_firsts = slopes
         if all(s is None for s in of_firsts):
             grads = [None if d.numel() == 0 or of_loss is None else d * of_loss.to(d.dtype) for d in firsts]
-            return None, None, None, None, *grads
-        outputs, pull, *_ = torch.func.vjp(_dense(ctx.head, labels, ctx.needs), *primals)
+            return *(None,) * _STATICS, *grads
+        outputs, pull, *_ = torch.func.vjp(_dense(ctx.head, labels, weights, ctx.needs, ctx.terms), *primals)
         given = [
             torch.zeros_like(out) if s is None or s.shape != out.shape else s
             for s, out in zip(slopes, outputs, strict=True)
         ]
-        return None, None, None, None, *pull(tuple(given))
+        return *(None,) * _STATICS, *pull(tuple(given))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         size = len(ctx.needs)
-        labels, *saved = ctx.saved_tensors
+        labels, weights, *saved = ctx.saved_tensors
         primals, firsts = saved[:size], saved[size:]
-        given = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents[4:], strict=True))
-        loss, *rest = torch.func.jvp(_dense(ctx.head, labels, ctx.needs), tuple(primals), given)[1]
+        moves = tangents[_STATICS:]
+        given = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, moves, strict=True))
+        dense = _dense(ctx.head, labels, weights, ctx.needs, ctx.terms)
+        loss, *rest = torch.func.jvp(dense, tuple(primals), given)[1]
         return loss, *(t if t.shape == d.shape else torch.zeros_like(d) for t, d in zip(rest, firsts, strict=True))
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], head: Head, chunk: int, needs: tuple[bool, ...], *tensors: Tensor
+        info: Any,
+        in_dims: tuple[Any, ...],
+        head: Head,
+        chunk: int,
+        needs: tuple[bool, ...],
+        terms: Terms,
+        *tensors: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        def run(labels: Tensor, *primals: Tensor) -> tuple[Tensor, ...]:
-            return _dense(head, labels, needs)(*primals)
+        def run(labels: Tensor, weights: Tensor, *primals: Tensor) -> tuple[Tensor, ...]:
+            return _dense(head, labels, weights, needs, terms)(*primals)
 
-        outputs = torch.func.vmap(run, in_dims=tuple(in_dims[3:]))(*tensors)
+        outputs = torch.func.vmap(run, in_dims=tuple(in_dims[4:]))(*tensors)
         return outputs, (0,) * len(outputs)
 
 
-def _dense(head: Head, labels: Tensor, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
+def _dense(
+    head: Head, labels: Tensor, weights: Tensor, needs: tuple[bool, ...], terms: Terms
+) -> Callable[..., tuple[Tensor, ...]]:
     """(x, *leaves) -> (loss, gradients) as `_HeadLoss`, in plain operations and with all logits at once."""
     wanted = tuple(i for i, n in enumerate(needs) if n)
 
     def value(*primals: Tensor) -> Tensor:
-        return cross_entropy(head(list(primals[1:]), primals[0]), labels)[0]
+        return _cross_entropy(head(list(primals[1:]), primals[0]), labels, weights, terms)
 
     def run(*primals: Tensor) -> tuple[Tensor, ...]:
         grads, loss = torch.func.grad_and_value(value, argnums=wanted)(*primals)
@@ -230,21 +320,21 @@ def _dense(head: Head, labels: Tensor, needs: tuple[bool, ...]) -> Callable[...,
     return run
 
 
-def _loss_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of the cross entropies, its gradient in the logits' dtype); logits [1, T, V], not part of any graph."""
+def _loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """(sum of the losses, its gradient in the logits' dtype); logits [1, T, V], not part of any graph."""
     if logits.dtype == _wide(logits) or logits.device.type != "cpu":
-        loss, slope = _rows_loss_and_slope(logits, labels)
+        loss, slope = _rows_loss_and_slope(logits, labels, weights, terms)
         return loss, slope.to(logits.dtype)
     # On a CPU the fp32 copy of bf16 logits must stay in the cache, or it costs four times as much as the rest.
     loss, slope = torch.zeros((), dtype=_wide(logits)), torch.empty_like(logits)
-    for rows, target, into in zip(logits.split(ROWS, 1), labels.split(ROWS, 1), slope.split(ROWS, 1), strict=True):
-        part, made = _rows_loss_and_slope(rows, target)
+    for rows, target, factor, into in zip(*(t.split(ROWS, 1) for t in (logits, labels, weights, slope)), strict=True):
+        part, made = _rows_loss_and_slope(rows, target, factor, terms)
         loss += part
         into.copy_(made)
     return loss, slope
 
 
-def _rows_loss_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """As `_loss_and_slope`, at once and with the gradient in fp32 at least.
 
     One softmax gives both: log(sum(exp)) is the largest logit less the log of the largest probability. That costs two
@@ -253,10 +343,20 @@ def _rows_loss_and_slope(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
     valid = labels != IGNORE
     z, target = logits.to(_wide(logits)), torch.where(valid, labels, 0)[..., None]
     p = torch.softmax(z, -1)
-    losses = z.amax(-1) - p.amax(-1).log() - z.gather(-1, target)[..., 0]
-    p.scatter_add_(-1, target, torch.full_like(target, -1, dtype=p.dtype))
-    p.mul_(valid[..., None])
-    return torch.where(valid, losses, 0.0).sum(), p
+    total = z.amax(-1) - p.amax(-1).log()  # log(sum(exp(z)))
+    spread = terms.label_smoothing
+    losses = total - (1 - spread) * z.gather(-1, target)[..., 0]
+    if spread:
+        losses = losses - spread * z.mean(-1)
+    if terms.z_loss:
+        losses = losses + terms.z_loss * total.square()
+        p.mul_((1 + 2 * terms.z_loss * total)[..., None])
+    p.scatter_add_(-1, target, torch.full_like(target, spread - 1, dtype=p.dtype))
+    if spread:
+        p.sub_(spread / z.shape[-1])
+    factors = torch.where(valid, weights, 0.0)
+    p.mul_(factors[..., None])
+    return (torch.where(valid, losses, 0.0) * factors).sum(), p
 
 
 def _accumulate(total: Tensor | None, grad: Tensor, *, last: bool) -> Tensor:

@@ -293,3 +293,65 @@ def test_it_compiles_as_one_graph():
     torch.testing.assert_close(compiled, total)
     leaves = tree.leaves(params)
     assert_close(list(torch.autograd.grad(compiled, leaves)), list(torch.autograd.grad(total, leaves)))
+
+
+TERMS = {"smoothed": {"label_smoothing": 0.2}, "z": {"z_loss": 0.03}, "both": {"label_smoothing": 0.1, "z_loss": 0.01}}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("terms", [{}, *TERMS.values()], ids=["plain", *TERMS])
+@pytest.mark.parametrize("chunk", [None, 4, 512])
+def test_smoothing_z_loss_and_weights_are_their_formulas(terms, weighted, chunk):
+    params, given = parameters(config()), batch()
+    if weighted:
+        given["weights"] = torch.linspace(-1, 2, B * S, dtype=torch.float64).reshape(B, S)
+        given["weights"][0, 5] = 0
+    prepared = fnmodels.prepare(
+        config(), given["tokens"], positions=given["positions"], segment_ids=given["segment_ids"]
+    )
+    eps, z = terms.get("label_smoothing", 0.0), terms.get("z_loss", 0.0)
+
+    def definition(params):
+        logits = fnmodels.forward(params, *prepared, config=config(), kernel="math")
+        total = 0
+        for b, t in (given["labels"] != -100).nonzero().tolist():
+            log_p = logits[b, t].log_softmax(-1)
+            target = torch.full((V,), eps / V, dtype=torch.float64)
+            target[given["labels"][b, t]] += 1 - eps
+            loss = -(target * log_p).sum() + z * logits[b, t].logsumexp(-1) ** 2
+            total = total + loss * (given["weights"][b, t] if weighted else 1)
+        return total
+
+    def ours(params):
+        return next_token_loss(params, given, config=config(), chunk=chunk, kernel="math", **terms)[0]
+
+    leaves = tree.map(lambda p: p.detach().requires_grad_(), params)
+    found = [[f(leaves), *torch.autograd.grad(f(leaves), tree.leaves(leaves))] for f in (ours, definition)]
+    assert_close(*found, rtol=1e-9, atol=1e-9)
+    # second derivatives go another way
+    tangents = tree.map(torch.ones_like, params)
+    twice = [torch.func.jvp(torch.func.grad(f), (params,), (tangents,))[1] for f in (ours, definition)]
+    assert_close(*twice, rtol=1e-8, atol=1e-8)
+
+
+def test_a_label_of_weight_0_does_not_count():
+    given = batch()
+    given["weights"] = torch.ones(B, S)
+    given["weights"][1, :5] = 0
+    assert int(next_token_loss(parameters(config()), given, config=config())[1]) == int(
+        ((given["labels"] != -100) & (given["weights"] != 0)).sum()
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"label_smoothing": 1.0}, "label_smoothing is 1.0"), ({"z_loss": -1.0}, "z_loss is -1.0")],
+)
+def test_terms_are_checked(change, words):
+    with pytest.raises(ValueError, match=words):
+        next_token_loss(parameters(config()), batch(), config=config(), **change)
+
+
+def test_weights_of_another_shape_are_named():
+    with pytest.raises(ValueError, match=r"weights must be \[3, 10\]"):
+        next_token_loss(parameters(config()), batch() | {"weights": torch.ones(3, 1)}, config=config())
