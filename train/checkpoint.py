@@ -94,7 +94,6 @@ def save(
     with commit(folder, step) as temporary:
         write_tensors(temporary / STATE, tensors)
         (temporary / PROGRESS).write_text(text, encoding="utf-8")
-        sync(temporary / PROGRESS)
     if keep is not None:
         _prune(Path(folder), step, keep, keep_every)
     return _path(Path(folder), step)
@@ -102,7 +101,7 @@ def save(
 
 @contextmanager
 def commit(folder: Folder, step: int) -> Iterator[Path]:
-    """A folder to be filled with the files of a step (flushed by who writes them), which becomes the step at the end.
+    """A folder to be filled with the files of a step, which becomes the step at the end, flushed and recorded.
 
     Where the block raises, nothing is left of it.
     """
@@ -116,6 +115,8 @@ def commit(folder: Folder, step: int) -> Iterator[Path]:
         kept = f"step {before[-1]} and what is before it is as it was" if before else "none was saved before it"
         with told(folder, f"Step {step} was not saved", kept):
             yield temporary
+            for path in temporary.iterdir():
+                sync(path)
             write_manifest(temporary)
             sync(temporary)
             os.rename(temporary, _path(folder, step))

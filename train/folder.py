@@ -2,7 +2,7 @@
 
     config.json, model.safetensors, tokenizer.json, ...   a Hugging Face checkpoint of the last saved step
     steps/step-00000100/, ...                             everything that a resumed run needs, see train/checkpoint.py
-    run.json                                              the choices that must agree on resume
+    run.json                                              the choices that decide its numbers
     metrics.jsonl, tensorboard/, loss.png, summary.json   what became of it
 
 A saved step holds the parameters too, although the checkpoint beside it has them already: it is one rename that saves
@@ -26,7 +26,7 @@ STEPS = "steps"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
-CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json")
+CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""What a run is before its first step: its choices, text, tokenizer and model, and their record in run.json."""
+"""What a run is before its first step: its choices, text, tokenizer and model, and what resuming must find unchanged.
+
+The latter, its identity, is in run.json for whoever wants to know, and in each saved step, where damage is noticed.
+"""
 
 import hashlib
 import json
@@ -32,7 +35,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choices:
-    """What decides the run's numbers, as run.json keeps it."""
+    """What decides the run's numbers."""
 
     steps: int
     seed: int
@@ -42,9 +45,10 @@ class Choices:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that training needs and that does not change while it runs."""
+    """Everything that training needs and that does not change while it runs; `identity` as JSON."""
 
     path: Path
+    identity: Json
     choices: Choices
     preset: Preset
     config: Any
@@ -105,6 +109,7 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
         begin_folder(path, identity, config, tokenizer, source, preset)
     return params, Job(
         path=path,
+        identity=identity,
         choices=choices,
         preset=preset,
         config=config,

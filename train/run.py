@@ -1,6 +1,6 @@
 """The main job: from a folder's name to a trained checkpoint in it, by way of however many stops and resumes.
 
-Everything is a function of the choices recorded in run.json and of the step: a resumed run computes the same bits and
+Everything is a function of the choices, which are recorded, and of the step: a resumed run computes the same bits and
 writes the same metrics as one that was never stopped.
 """
 
@@ -50,11 +50,11 @@ def train_run(options: Options, preset: Preset) -> int:
     """Start or resume the run; returns the exit code."""
     with folder.locked(options.run):
         folder.refuse_to_mix(options.run, resume=options.resume)
-        recorded = folder.read_json(options.run / folder.RUN) if options.resume else None
-        saved, problems = checkpoint.newest(options.run / folder.STEPS) if recorded else (None, [])
+        saved, problems = checkpoint.newest(options.run / folder.STEPS) if options.resume else (None, [])
         report.damaged(problems)
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
+        recorded = saved.progress["run"] if saved else folder.read_json(options.run / folder.RUN)
         choices = choose(options, recorded, preset, must_agree=saved is not None)
         summary = folder.read_json(options.run / folder.SUMMARY) if saved else None
         if summary is not None and saved is not None and saved.step == choices.steps:
@@ -94,7 +94,7 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, options: Options) -> 
     """Train from the saved step to the end, then evaluate; or save and stop where a signal asks for it."""
     state, reached = init_state(params, job.optimizer), Reached(step=0, tokens=0)
     if saved:
-        reached = Reached(step=saved.step, **saved.progress)
+        reached = Reached(step=saved.step, tokens=saved.progress["tokens"])
         state = checkpoint.load(saved, like=state)
         checkpoint.set_aside(job.path / folder.STEPS, after=saved.step)
         P.save_pretrained(job.path, job.config, state.params)  # a kill may have come between the step and this
@@ -154,7 +154,8 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reache
 
 def save(job: Job, keep: int, state: State, reached: Reached) -> None:
     """The step first, in one rename; the checkpoint for others to read is made from the same step after it."""
-    checkpoint.save(job.path / folder.STEPS, reached.step, state, {"tokens": reached.tokens}, keep=keep)
+    progress = {"tokens": reached.tokens, "run": job.identity}
+    checkpoint.save(job.path / folder.STEPS, reached.step, state, progress, keep=keep)
     P.save_pretrained(job.path, job.config, state.params)
 
 

@@ -218,6 +218,24 @@ def test_the_newest_steps_stay(tmp_path, text, flags, left):
     assert saved(tmp_path / "run") == left
 
 
+@pytest.mark.parametrize("left", [b"", b'{"choices": {"seed": 7}}', None])
+def test_resuming_needs_no_file_that_is_not_verified(tmp_path, text, monkeypatch, left):
+    """The choices are in the saved step; tokenizer.json and config.json are held against what it says of them."""
+    assert train(tmp_path / "whole", text) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert train(tmp_path / "run", text) == 130
+    path = tmp_path / "run"
+    for name in ("model.safetensors", "fnmodels_manifest.json"):
+        (path / name).unlink()
+    (path / "run.json").write_bytes(left) if left is not None else (path / "run.json").unlink()
+    code = train(path, None, "--resume")
+    if left is None:  # and a folder without it may be anybody's
+        assert code == 2
+    else:
+        assert code == 0 and same(tmp_path / "whole", path) == []
+
+
 @pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.PROGRESS, "fnmodels_manifest.json"])
 def test_a_damaged_step_is_passed_over_and_set_aside(tmp_path, text, monkeypatch, capsys, name):
     assert train(tmp_path / "whole", text) == 0
