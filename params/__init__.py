@@ -21,6 +21,7 @@ from fnmodels.leaf import Constant, Leaf, Normal
 from fnmodels.tree import flatten, unflatten
 from params import lora
 from params.config import load_config
+from params.export import export
 from params.init import abstract, count, init
 from params.load import load_pretrained
 from params.manifest import verify
@@ -42,6 +43,7 @@ __all__ = [
     "UnsupportedError",
     "abstract",
     "count",
+    "export",
     "describe",
     "flatten",
     "init",

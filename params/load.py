@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +58,47 @@ def load_pretrained(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype_class(dtype) == "floating"):
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
-    config, values = read_config(folder)
     with ExitStack() as stack:
-        found = pair(folder, open_folder(folder, stack), quantization_of(values))
-        prefix = lacking(config, found)
-        parameters, tied = slots(config, prefix), ties(config, prefix)
-        known = {name: value for name, value in found.items() if not is_leftover(config, prefix + name)}
-        _compare(folder, by_name(parameters), tied, known)
+        checked = check(folder, stack)
+        found = checked.found
         mappings: dict[Path, mmap.mmap] = {}
         buffer = scratch()
-        _check_ties(tied, found, mappings)
+        _check_ties(checked.tied, found, mappings)
         flat = {
-            slot.path: _leaf(slot, found, mappings, _target(slot, dtype), device, copy, buffer) for slot in parameters
+            slot.path: _leaf(slot, found, mappings, _target(slot, dtype), device, copy, buffer)
+            for slot in checked.parameters
         }
         if check_finite:
-            _check_finite(folder, parameters, flat, found)
-    return config, tree.unflatten(flat)
+            _check_finite(folder, checked.parameters, flat, found)
+    return checked.config, tree.unflatten(flat)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A folder of which everything but the tensors' values is known to be good.
+
+    found: {name on disk: (its file, where it lies)}, of which leftovers are no parameter's. tied: {name that a tied
+    head may have: name of the tensor it must equal}. prefix: what the names on disk lack.
+    """
+
+    config: Any
+    parameters: tuple[Slot, ...]
+    found: Found
+    leftovers: tuple[str, ...]
+    tied: dict[str, str]
+    prefix: str
+
+
+def check(folder: Path, stack: ExitStack) -> Checked:
+    """What `load_pretrained` does before it reads a tensor; `stack` closes the files. Errors as there."""
+    config, values = read_config(folder)
+    found = pair(folder, open_folder(folder, stack), quantization_of(values))
+    prefix = lacking(config, found)
+    parameters, tied = slots(config, prefix), ties(config, prefix)
+    leftovers = tuple(name for name in found if is_leftover(config, prefix + name))
+    known = {name: value for name, value in found.items() if name not in leftovers}
+    _compare(folder, by_name(parameters), tied, known)
+    return Checked(config, parameters, found, leftovers, tied, prefix)
 
 
 def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str], found: Found) -> None:

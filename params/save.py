@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import join
-from fnmodels.errors import MismatchError
 from fnmodels.tree import Tree
+from params.export import outgoing
 from params.files import sync
-from params.format import NAMES, Outgoing, write_tensors
-from params.index import INDEX, SINGLE, listed, make_index
+from params.format import Outgoing, write_tensors
+from params.index import INDEX, SINGLE, make_index
 from params.manifest import MANIFEST, write_manifest
-from params.names import Piece, Slot, by_name, dtype_class, slots
 from params.saving import staged, told
 
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
@@ -42,11 +40,8 @@ def save_pretrained(
     single file of an equal config is replaced, it leaves the old model or the new one. Parameters that were mapped from
     this very folder stay good, for renaming keeps the old files alive as long as they are mapped.
     """
-    parameters = slots(config)
-    flat = tree.flatten(params)
-    _check(parameters, flat)
-    text = config_text(config, _main_dtype(flat))
-    tensors = {name: _outgoing(parts, flat) for name, parts in by_name(parameters).items()}
+    tensors = outgoing(config, params)
+    text = config_text(config, _main_dtype(tree.flatten(params)))
     shards = _shards(tensors, _bytes(max_shard_size))
 
     folder = Path(path)
@@ -91,38 +86,6 @@ def _replace(folder: Path, temporary: Path) -> None:
 
 def _same(one: Path, two: Path) -> bool:
     return one.exists() and one.read_bytes() == two.read_bytes()
-
-
-def _outgoing(parts: list[Piece], flat: dict[str, Tensor]) -> Outgoing:
-    """A tensor of the file; parts of one are joined when it is written, not before."""
-    return Outgoing(
-        flat[parts[0].path].dtype, parts[0].disk_shape, lambda: join((part.stored, part.value(flat)) for part in parts)
-    )
-
-
-def _check(parameters: tuple[Slot, ...], flat: dict[str, Any]) -> None:
-    leaves = {slot.path: slot.leaf for slot in parameters}
-    faults = [f"{path}: missing; expected {list(leaf.shape)}" for path, leaf in leaves.items() if path not in flat]
-    for path, value in flat.items():
-        if path not in leaves:
-            faults.append(f"{path}: unexpected")
-        elif not isinstance(value, Tensor):
-            faults.append(f"{path}: a {type(value).__name__}, not a tensor")
-        elif value.shape != leaves[path].shape:
-            faults.append(f"{path}: expected {list(leaves[path].shape)}, found {list(value.shape)}")
-        elif dtype_class(value.dtype) != dtype_class(leaves[path].dtype) or value.dtype not in NAMES:
-            faults.append(f"{path}: expected a {dtype_class(leaves[path].dtype)} dtype, found {value.dtype}")
-        elif value.is_meta:
-            faults.append(f"{path}: on the meta device, so there is nothing to save")
-    for name, parts in by_name(parameters).items():
-        dtypes = {value.dtype for part in parts if isinstance(value := flat.get(part.path), Tensor)}
-        if len(dtypes) > 1:
-            listing = ", ".join(part.path for part in parts)
-            faults.append(f"{listing}: must have one dtype, for they are one tensor {name} on disk")
-    if faults:
-        raise MismatchError(
-            f"The params are not those that the config calls for ({len(faults)} differences):{listed(faults)}"
-        )
 
 
 def _main_dtype(flat: dict[str, Tensor]) -> torch.dtype:

@@ -120,7 +120,7 @@ def test_scripts_work_beside_user_files(tmp_path: Path) -> None:
     for name in PACKAGES:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the user file ran')\n")
     scripts = Path(sysconfig.get_path("scripts"))
-    for name in ("fnmodels-train", "fnmodels-sample"):
+    for name in ("fnmodels-train", "fnmodels-sample", "fnmodels-inspect"):
         assert "usage" in run([scripts / name, "--help"], tmp_path).lower()
     assert "usage" in run([sys.executable, "-P", "-m", "train", "--help"], tmp_path).lower()
 

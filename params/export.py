@@ -1,0 +1,69 @@
+"""Parameters under the names and in the layout of Hugging Face, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.disk import join
+from fnmodels.errors import MismatchError
+from fnmodels.tree import Tree
+from params.format import NAMES, Outgoing
+from params.index import listed
+from params.names import Piece, by_name, dtype_class, slots
+
+
+def export(config: Any, params: Tree) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, tensor) of everything that a checkpoint of `config` holds: the inverse of `load_pretrained`.
+
+    For handing new weights to an inference engine. A tensor on disk that is a leaf is that leaf, detached and not
+    copied; one that several leaves make up, or that lies transposed, is made when its turn comes. A tied head is not
+    there twice. MismatchError names every leaf that is not what `config` calls for, before the first is handed out.
+    """
+    tensors = outgoing(config, params)
+    return ((name, tensor.make()) for name, tensor in tensors.items())
+
+
+def outgoing(config: Any, params: Tree) -> dict[str, Outgoing]:
+    """{name on disk: what it will be}, in the order of the spec. Errors as of `export`."""
+    flat = tree.flatten(params)
+    _check(config, flat)
+    return {name: _outgoing(parts, flat) for name, parts in by_name(slots(config)).items()}
+
+
+def _outgoing(parts: list[Piece], flat: dict[str, Tensor]) -> Outgoing:
+    """A tensor of the file; parts of one are joined when it is written, not before."""
+
+    def make() -> Tensor:
+        return join((part.stored, part.value(flat).detach()) for part in parts)
+
+    return Outgoing(flat[parts[0].path].dtype, parts[0].disk_shape, make)
+
+
+def _check(config: Any, flat: dict[str, Any]) -> None:
+    parameters = slots(config)
+    leaves = {slot.path: slot.leaf for slot in parameters}
+    faults = [f"{path}: missing; expected {list(leaf.shape)}" for path, leaf in leaves.items() if path not in flat]
+    for path, value in flat.items():
+        if path not in leaves:
+            faults.append(f"{path}: unexpected")
+        elif not isinstance(value, Tensor):
+            faults.append(f"{path}: a {type(value).__name__}, not a tensor")
+        elif value.shape != leaves[path].shape:
+            faults.append(f"{path}: expected {list(leaves[path].shape)}, found {list(value.shape)}")
+        elif dtype_class(value.dtype) != dtype_class(leaves[path].dtype) or value.dtype not in NAMES:
+            faults.append(f"{path}: expected a {dtype_class(leaves[path].dtype)} dtype, found {value.dtype}")
+        elif value.is_meta:
+            faults.append(f"{path}: on the meta device, so there is nothing to save")
+    for name, parts in by_name(parameters).items():
+        dtypes = {value.dtype for part in parts if isinstance(value := flat.get(part.path), Tensor)}
+        if len(dtypes) > 1:
+            listing = ", ".join(part.path for part in parts)
+            faults.append(f"{listing}: must have one dtype, for they are one tensor {name} on disk")
+    if faults:
+        raise MismatchError(
+            f"The params are not those that the config calls for ({len(faults)} differences):{listed(faults)}"
+        )

@@ -1,0 +1,114 @@
+"""The report on a checkpoint folder: what is in it, what is wrong, and that it reads no tensor unless asked to."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import params as P
+from params.inspect import main
+from tests.params.damage import BASES, Damage, corpus, make_bases
+from tests.support import Case, generic_params, structures
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    make_bases(folder)
+    return folder
+
+
+@pytest.mark.parametrize("damage", corpus()[::4], ids=str)
+def test_the_code_says_whether_it_loads(
+    damage: Damage, bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(bases / damage.base, folder)
+    folder = damage.do(folder) or folder
+    code = main([str(folder), *(["--verify"] if damage.check_finite else [])])
+    out = capsys.readouterr().out
+    if damage.kind is None:
+        assert (code, out.count("  problem ")) == (0, 0), out
+    elif "a head" in damage.name or damage.name == "tensors/config tied, files not":
+        # whether two tensors are equal is known to those who read them
+        assert main([str(folder), "--verify"]) == 2
+    else:
+        assert code == 2, out
+        sizes = out.count("fnmodels.") + out.count("  tensors ")  # what is told all the same
+        assert out.count("  problem ") >= 1 and sizes <= 2
+        assert all(words.split(": ")[-1] in out for words in damage.words if words != "symbolic link"), out
+
+
+@pytest.mark.parametrize("case", structures(), ids=str)
+def test_every_family(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    P.save_pretrained(tmp_path, case.config, generic_params(case.config), max_shard_size=20_000)
+    assert main([str(tmp_path), "--verify"]) == 0
+    out = capsys.readouterr().out
+    for words in (f"fnmodels.{case.family}", f"{P.count(case.config):,}", "float32", "every byte is as it was saved"):
+        assert words in out, out
+
+
+def test_a_report(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = BASES["tied"][0]
+    weights = generic_params(config)
+    P.save_pretrained(tmp_path, config, weights | {"norm": weights["norm"].bfloat16()})
+    content = load_file(tmp_path / FILE)
+    content |= {"lm_head.weight": content["model.embed_tokens.weight"].clone()}
+    content |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    (tmp_path / "fnmodels_manifest.json").unlink()
+    save_file(content, tmp_path / FILE)
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        str(tmp_path),
+        "  family      fnmodels.llama, model type llama",
+        "  layers      2: 2 full",
+        "  parameters  4,560",
+        "  tensors     22 in 1 file, 20.8 kB",
+        "  file        model.safetensors: 22 tensors, 20.8 kB",
+        "  dtype       bfloat16: 1 tensor, 32 bytes",
+        "  dtype       float32: 21 tensors, 20.8 kB",
+        "  head        tied to the embedding, and in the file all the same",
+        "  ignored     1 leftover buffer, as model.layers.0.self_attn.rotary_emb.inv_freq",
+        "  checksums   none: there is no fnmodels_manifest.json",
+    ]
+
+
+def test_no_tensor_is_read_unless_asked(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    config = BASES["single"][0]
+    P.save_pretrained(tmp_path, config, generic_params(config))
+    for name in ("params.load.map_file", "params.load.read_tensor", "params.manifest.digest"):
+        monkeypatch.setattr(name, refuse)
+    assert main([str(tmp_path)]) == 0
+    with pytest.raises(AssertionError, match="a tensor was read"):
+        main([str(tmp_path), "--verify"])
+
+
+def test_a_flipped_bit_is_found_and_a_change_of_size_without_reading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = BASES["single"][0]
+    P.save_pretrained(tmp_path, config, generic_params(config))
+    data = bytearray((tmp_path / FILE).read_bytes())
+    data[-9] ^= 1
+    (tmp_path / FILE).write_bytes(data)
+    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path), "--verify"]) == 2
+    assert f"{FILE} has the sha256" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text() + " \n")
+    assert main([str(tmp_path)]) == 2
+    assert "config.json was saved with" in capsys.readouterr().out
+
+
+def test_as_a_module(bases: Path) -> None:
+    command = [sys.executable, "-m", "params.inspect", str(bases / "single")]
+    done = subprocess.run(command, cwd=Path(P.__file__).parents[1], capture_output=True, text=True, check=True)
+    assert "fnmodels.llama" in done.stdout and not done.stderr
