@@ -1,0 +1,115 @@
+"""The engine equals the step: any split into microbatches and calls gives one big batch's update."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from fnmodels import tree
+from tests.support import batch_of, cases, generic_params, off, segments
+from train import adamw, init_state, make_step, next_token_loss, token_logprobs
+from train.engine import Engine
+
+CONFIG = next(case.config for case in cases() if case.name == "llama")
+LOSS = functools.partial(next_token_loss, config=CONFIG)
+PARAMS = generic_params(CONFIG)
+
+
+def _batch(segment_ids: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
+    made = batch_of(CONFIG, segment_ids, seed=seed)
+    return {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+
+
+WHOLE = _batch(segments((7, 5), (12,), (3, -9), (1, -11)))
+
+
+def _rows(lo: int, hi: int) -> dict[str, torch.Tensor]:
+    return {name: tensor[lo:hi] for name, tensor in WHOLE.items()}
+
+
+def _cut(lo: int, hi: int, length: int) -> dict[str, torch.Tensor]:
+    """Rows without the padding at their end: microbatches of unequal length."""
+    return {name: tensor[lo:hi, :length] for name, tensor in WHOLE.items()}
+
+
+SPLITS: dict[str, list[list[Any]]] = {
+    "one call": [[_rows(0, 4)]],
+    "unequal rows": [[_rows(0, 1), _rows(1, 4)]],
+    "two calls": [[_rows(0, 2)], [_rows(2, 3), _rows(3, 4)]],
+    "unequal lengths": [[_cut(0, 2, 12), _cut(2, 3, 3), _cut(3, 4, 1)]],
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_every_split_is_the_step_of_one_batch(name: str, clip: float | None) -> None:
+    optimizer = adamw(0.01, eps=1e-2)  # large enough not to magnify roundings of gradients near 0
+    state, metrics = make_step(LOSS, optimizer, clip=clip)(init_state(PARAMS, optimizer), WHOLE)
+    engine = Engine(CONFIG, PARAMS, optimizer, clip=clip)
+    added = [engine.forward_backward(batches, LOSS) for batches in SPLITS[name]]
+    found = engine.optim_step()
+    assert off(engine.params, state.params) < 1e-6
+    for key in ("loss", "grad_norm", "count"):
+        torch.testing.assert_close(found[key], metrics[key], rtol=1e-5, atol=1e-6)
+    assert sum(int(a["count"]) for a in added) == int(metrics["count"])
+    torch.testing.assert_close(sum(a["total"] for a in added) / metrics["count"], metrics["loss"])
+
+
+def test_one_row_of_packed_documents_is_the_rows() -> None:
+    """[B, S] and [1, T] agree."""
+    packed = _batch(segments((7, 5, 12, 3, 1)))
+    flat = torch.cat([WHOLE["tokens"][row][WHOLE["segment_ids"][row] > 0] for row in range(4)])
+    packed["tokens"] = flat[None]
+    packed["labels"] = torch.cat([WHOLE["labels"][row][WHOLE["segment_ids"][row] > 0] for row in range(4)])[None]
+    losses = []
+    for batch in (packed, WHOLE):
+        engine = Engine(CONFIG, PARAMS, adamw(0.01, eps=1e-2))
+        engine.forward_backward([batch], LOSS)
+        losses.append((engine.optim_step()["loss"], engine.params))
+    torch.testing.assert_close(losses[0][0], losses[1][0])
+    assert off(losses[0][1], losses[1][1]) < 1e-6
+
+
+def test_inference_and_export_see_the_updated_weights() -> None:
+    engine = Engine(CONFIG, PARAMS, adamw(0.01))
+    fn = functools.partial(token_logprobs, config=CONFIG)
+    before = engine.infer([WHOLE], fn)[0][0]
+    engine.forward_backward([WHOLE], LOSS)
+    engine.optim_step()
+    (after, _, valid), *_ = engine.infer([WHOLE, _rows(0, 1)], fn)
+    assert not after.requires_grad
+    assert float(after.sum()) > float(before.sum()) and not after[~valid].any()
+    exported = dict(engine.export())
+    assert torch.equal(exported["model.embed_tokens.weight"], engine.params["embed_tokens"])
+    assert len(exported) == len(tree.leaves(engine.params))
+
+
+def test_engines_are_apart_and_leave_what_they_were_given() -> None:
+    before = tree.map(torch.clone, PARAMS)
+    one, two = (Engine(CONFIG, PARAMS, adamw(0.01)) for _ in range(2))
+    one.forward_backward([WHOLE], LOSS)
+    one.optim_step()
+    assert off(two.params, before) == 0 and off(PARAMS, before) == 0 and off(one.params, before) > 0
+
+
+def test_remat_and_compiled_blocks_are_kept_with_the_loss() -> None:
+    engine = Engine(CONFIG, PARAMS, adamw(0.01, eps=1e-2), remat="full")
+    plain = Engine(CONFIG, PARAMS, adamw(0.01, eps=1e-2))
+    for one in (engine, plain):
+        for _ in range(2):
+            one.forward_backward([_rows(0, 2), _rows(2, 4)], LOSS)
+            one.optim_step()
+    assert off(engine.params, plain.params) == 0
+
+
+def test_calls_out_of_order_are_told() -> None:
+    engine = Engine(CONFIG, PARAMS, adamw(0.01))
+    with pytest.raises(RuntimeError, match="after forward_backward"):
+        engine.optim_step()
+    with pytest.raises(ValueError, match="at least one microbatch"):
+        engine.forward_backward([], LOSS)
+    engine.forward_backward([WHOLE], LOSS)
+    engine.zero_grad()
+    with pytest.raises(RuntimeError, match="after forward_backward"):
+        engine.optim_step()

@@ -1,0 +1,90 @@
+"""The engine for trainers that own the loop: an RL framework, a notebook, a sweep.
+
+    engine = Engine(config, params, train.adamw(1e-5), clip=1.0)
+    for batches in rollouts:                              # lists of microbatches, each cut and packed by the caller
+        engine.forward_backward(batches, loss_fn)         # as often as wanted: sums only
+        metrics = engine.optim_step()                     # one division by the global count, one update
+    logps = engine.infer(batches, fn)
+    inference.update_weights(engine.export())             # (name, tensor), one at a time
+
+It holds a `State` and the sums of the gradients, and nothing global: several live side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.tree import Tree
+
+from .optim import Optimizer
+from .state import State, init_state
+from .step import LossFn, Sums, gradient_sums, update
+
+Batch = Mapping[str, Tensor]
+
+
+class Engine:
+    """config: the model's, for `export`. params are copied. clip, remat, compile: as in `train.make_step`."""
+
+    def __init__(
+        self,
+        config: Any,
+        params: Tree,
+        optimizer: Optimizer,
+        *,
+        clip: float | None = None,
+        remat: str = "none",
+        compile: str = "none",
+    ) -> None:
+        self.config, self.optimizer, self.clip = config, optimizer, clip
+        self.state: State = init_state(params, optimizer)
+        self._how = {"remat": remat, "compile": compile}
+        self._runs: dict[LossFn, Callable[..., Sums]] = {}
+        self._sums: Sums | None = None
+
+    @property
+    def params(self) -> Tree:
+        """The parameters as they are now; an `optim_step` writes into them."""
+        return self.state.params
+
+    def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn) -> dict[str, Any]:
+        """Add the gradients of a list of microbatches, [B, S] or [1, T] and of any lengths, to those held.
+
+        loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; give the same function each time, for what is
+        compiled is kept with it. Returns what this call added: {total, count} and aux.
+        """
+        if not batches:
+            raise ValueError("forward_backward needs at least one microbatch.")
+        if loss_fn not in self._runs:
+            self._runs[loss_fn] = gradient_sums(loss_fn, self.optimizer, **self._how)
+        held = self._sums
+        before = (held.total, held.count) if held is not None else (0, 0)
+        self._sums = self._runs[loss_fn](self.state.params, batches, held, divide=False)
+        return {"total": self._sums.total - before[0], "count": self._sums.count - before[1]}
+
+    def optim_step(self) -> dict[str, Any]:
+        """One update with the mean of everything added since the last; the metrics of `make_step`."""
+        if self._sums is None:
+            raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
+        sums, self._sums = self._sums, None
+        self.state, metrics = update(self.optimizer, self.state, sums, clip=self.clip)
+        return metrics
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that were added since the last update."""
+        self._sums = None
+
+    @torch.no_grad()
+    def infer(self, batches: Sequence[Batch], function: Callable[[Tree, Batch], Any]) -> list[Any]:
+        """[function(params, batch)] without gradients: log-probabilities, a loss, logits."""
+        return [function(self.state.params, batch) for batch in batches]
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(name on disk, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""
+        import params as P
+
+        return P.export(self.config, self.state.params)
