@@ -21,7 +21,7 @@ from .hf import LAYERS_LIMIT, Fields, quantization
 from .leaf import attention_leaves, layer_norm_leaves, plain_mlp_leaves, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import attention
-from .ops.embed import embed_tokens
+from .ops.embed import embed_tokens, look_up
 from .ops.heads import project_out, project_qkv
 from .ops.mlp import ACTIVATIONS, plain_mlp
 from .ops.norm import layer_norm
@@ -211,7 +211,8 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
             "GPT-2 has a learned vector for each position, so it needs the dict of inputs that `prepare` makes, "
             "with tokens and positions; bare token ids do not say where they stand."
         )
-    return embed_tokens(params["embed_tokens"], tokens) + F.embedding(inputs["positions"], params["embed_positions"])
+    placed = look_up(params["embed_positions"], inputs["positions"], "positions")
+    return embed_tokens(params["embed_tokens"], tokens) + placed
 
 
 def block(

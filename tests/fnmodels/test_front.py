@@ -237,6 +237,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
     extra = params | {"layers": [*params["layers"], params["layers"][0]]}
     with pytest.raises(ValueError, match="params has 3 layers, but the config has 2"):
         fnmodels.forward(extra, inputs, masks, freqs_cis, config=CONFIG)
+    with pytest.raises(
+        ValueError, match=rf"token ids go from -1 to .* knows those from 0 to {CONFIG.vocab_size - 1}\."
+    ):
+        fnmodels.forward(params, TOKENS.clone().index_fill(1, torch.tensor([1]), -1), masks, freqs_cis, config=CONFIG)
     _, short, tables = fnmodels.prepare(CONFIG, TOKENS[:, :3])
     with pytest.raises(ValueError, match=r"masks\['full'\] is made for 3 queries, but x has 5"):
         fnmodels.forward(params, inputs, short, freqs_cis, config=CONFIG)

@@ -26,6 +26,14 @@ def test_bare_tokens_do_not_say_where_they_stand() -> None:
         )
 
 
+def test_a_position_that_nobody_learned() -> None:
+    config = CASES["gpt2"].config
+    with pytest.raises(ValueError, match="The positions go from 0 to 64, but the model knows those from 0 to 63"):
+        fnmodels.forward(
+            generic_params(config), *fnmodels.prepare(config, tokens_of(config, 1, 65)), config=config, kernel="math"
+        )
+
+
 def test_each_layer_has_its_scale() -> None:
     config = CASES["gpt2_numbered"].config
     freqs_cis: Any

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig
 
 import fnmodels
+from fnmodels.presets import PRESETS, preset, presets
 from tests.parity.oracle import assert_close, logits_of, model_of, params_of
 from tests.support import Case, cases, family_modules, tokens_of, variants_of
 
@@ -90,3 +91,8 @@ def test_a_partial_rotation_is_refused_or_means_the_same(case: Case) -> None:
 def test_published_configs_are_read_alike(family: str) -> None:
     for values in variants_of(family).published().values():
         assert _config(values) == _config(AutoConfig.for_model(**values).to_dict())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_are_read_alike(name: str) -> None:
+    assert preset(name) == _config(AutoConfig.for_model(**PRESETS[name]).to_dict())
