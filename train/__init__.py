@@ -5,7 +5,7 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels", "params")
 
-from . import checkpoint
+from . import checkpoint, sharded
 from .adafactor import adafactor
 from .combine import partition, with_ema, with_master
 from .lion import lion
@@ -56,6 +56,7 @@ __all__ = [
     "random_state",
     "set_random_state",
     "sgd",
+    "sharded",
     "token_divergence",
     "token_logprobs",
     "trainable_mask",

@@ -12,10 +12,7 @@ A step is written into a folder `.saving-*` beside the others, flushed and recor
 the commit, so that a kill at any moment leaves this step whole or absent, and every older one as it was. A saved step
 is never written into. Tensors and JSON only: nothing that is read back is a pickle.
 
-Trees whose leaves are spread over several processes are not saved yet. What they need is in `commit`: all ranks write
-their own files into the folder that one of them opened, and after a barrier that one leaves the block. The files may be
-of any kind that is read without unpickling (torch's DCP with its HuggingFaceStorageWriter is; its default `.metadata`
-is not), for the manifest is made of whatever lies in the folder.
+Trees whose leaves are spread over processes: see train/sharded.py, which puts other files into the same folder.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from fnmodels.tree import Tree
 from params.files import plain_file, read_json, sync
 from params.format import NAMES, Outgoing, open_tensors, read_tensor, scratch, write_tensors
 from params.index import listed
-from params.manifest import read_manifest, verify, write_manifest
+from params.manifest import MANIFEST, read_manifest, verify, write_manifest
 from params.saving import STAGING, staged, told
 
 Json = dict[str, Any]
@@ -89,38 +86,45 @@ def save(
     FileExistsError: this step, or a later one, is there already. BlockingIOError: another process is saving there.
     OSError: the disk is full or broken; older steps are as they were.
     """
-    _check_retention(keep, keep_every)
-    tensors, text = _outgoing(state), _text(step, progress or {})
-    with commit(folder, step) as temporary:
+    tensors = _outgoing(state)
+    with commit(folder, step, progress, keep=keep, keep_every=keep_every) as temporary:
         write_tensors(temporary / STATE, tensors)
-        (temporary / PROGRESS).write_text(text, encoding="utf-8")
-    if keep is not None:
-        _prune(Path(folder), step, keep, keep_every)
     return _path(Path(folder), step)
 
 
 @contextmanager
-def commit(folder: Folder, step: int) -> Iterator[Path]:
-    """A folder to be filled with the files of a step, which becomes the step at the end, flushed and recorded.
+def commit(
+    folder: Folder,
+    step: int,
+    progress: Json | None = None,
+    *,
+    keep: int | None = None,
+    keep_every: int | None = None,
+) -> Iterator[Path]:
+    """A folder to be filled with the state's files, of whatever kind, which becomes the step at the end. As in `save`.
 
     Where the block raises, nothing is left of it.
     """
-    folder = Path(folder)
+    _check_retention(keep, keep_every)
+    folder, text = Path(folder), _text(step, progress or {})
     with staged(folder) as temporary:
         before = steps(folder)
         if before and before[-1] >= step:
             what = "is saved already" if before[-1] == step else "would come before the last"
-            text = f"Step {step} {what}; saved steps are never written into or passed over (`set_aside` moves them)"
-            raise FileExistsError(errno.EEXIST, text, str(_path(folder, before[-1])))
+            there = f"Step {step} {what}; saved steps are never written into or passed over (`set_aside` moves them)"
+            raise FileExistsError(errno.EEXIST, there, str(_path(folder, before[-1])))
         kept = f"step {before[-1]} and what is before it is as it was" if before else "none was saved before it"
         with told(folder, f"Step {step} was not saved", kept):
             yield temporary
+            (temporary / PROGRESS).write_text(text, encoding="utf-8")
             for path in temporary.iterdir():
                 sync(path)
             write_manifest(temporary)
             sync(temporary)
             os.rename(temporary, _path(folder, step))
             sync(folder)
+        if keep is not None:
+            _prune(folder, step, keep, keep_every)
 
 
 def _prune(folder: Path, newest: int, keep: int, keep_every: int | None) -> None:
@@ -158,8 +162,9 @@ def newest(folder: Folder) -> tuple[Checkpoint | None, list[str]]:
 
 def _opened(path: Path, step: int) -> Checkpoint:
     verify(path)
-    if absent := {STATE, PROGRESS} - read_manifest(path).keys():
-        raise FormatError(f"{path}: the manifest does not name {' and '.join(sorted(absent))}.")
+    names = {entry.name for entry in path.iterdir()} - {MANIFEST}
+    if odd := names.symmetric_difference(read_manifest(path)):
+        raise FormatError(f"{path}: {' and '.join(sorted(odd))} is in the folder but not in its {MANIFEST}.")
     content = read_json(plain_file(path, PROGRESS))
     if not isinstance(content, dict) or content.get("step") != step or not isinstance(content.get("progress"), dict):
         raise FormatError(f"{path / PROGRESS} is not of step {step}: was the folder renamed?")

@@ -245,7 +245,7 @@ def test_a_manifest_that_leaves_the_state_out_is_found(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     del content["files"][checkpoint.STATE]
     path.write_text(json.dumps(content))
-    with pytest.warns(UserWarning, match=r"does not name state\.safetensors"):
+    with pytest.warns(UserWarning, match=r"state\.safetensors is in the folder but not"):
         assert checkpoint.latest(tmp_path) is None
 
 
@@ -263,11 +263,11 @@ def test_a_lack_of_rights_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_step_is_committed_with_whatever_files_are_in_it(tmp_path: Path) -> None:
     """What writers of sharded states will use: the files are theirs, the manifest and the rename are ours."""
-    with checkpoint.commit(tmp_path, 4) as folder:
+    with checkpoint.commit(tmp_path, 4, {"seen": 1}) as folder:
         (folder / "rank0.safetensors").write_bytes(b"zero")
         (folder / "rank1.safetensors").write_bytes(b"one")
         assert checkpoint.steps(tmp_path) == []
-    P.verify(tmp_path / "step-00000004")
+    assert checkpoint.latest(tmp_path) == checkpoint.Checkpoint(tmp_path / "step-00000004", 4, {"seen": 1})
     with pytest.raises(FileNotFoundError), checkpoint.commit(tmp_path, 5) as folder:
         (folder / "rank0.safetensors").write_bytes((tmp_path / "absent").read_bytes())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]

@@ -1,0 +1,50 @@
+"""States over processes: saved on 4, loaded on 1, 2 and 8, with one whole value for all of them."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fnmodels import tree
+from tests.train import ranks
+from train import checkpoint, sharded
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_saved_on_4_and_loaded_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "steps"
+    jobs = [(4, "save"), (1, "load"), (2, "load"), (8, "load"), (4, "refuse"), (2, "fail")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.train.ranks", str(folder)],
+        input="".join(json.dumps(job) + "\n" for job in jobs),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    codes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert codes == [[0] * world for world, _ in jobs], done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was unpickled")
+
+    monkeypatch.setattr(pickle, "load", refuse)
+    monkeypatch.setattr(pickle, "loads", refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    found = checkpoint.latest(folder)
+    assert found and ranks.same(sharded.load(found, ranks.whole(0)), 3)
+
+
+def test_without_a_group_it_reads_what_one_process_saved(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 3, ranks.whole(3), {"seen": 1})
+    found = sharded.latest(tmp_path)
+    assert found and found.progress == {"seen": 1}
+    assert ranks.same(sharded.load(found, tree.map(torch.zeros_like, ranks.whole(0))), 3)

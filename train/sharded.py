@@ -1,0 +1,124 @@
+"""Saved steps of states whose leaves are spread over processes: as in `train.checkpoint`, called by all of them alike.
+
+    train.sharded.save("run/steps", step, state, keep=2)
+    found = train.sharded.latest("run/steps")
+    state = train.sharded.load(found, like=state)
+
+Leaves are DTensors, or plain tensors that are the same everywhere. Each process writes what it holds into a safetensors
+file of its own, by torch.distributed.checkpoint; the first one makes the manifest and the rename. A step is loaded on
+any other number of processes, one without a process group among them, and whichever of the two modules saved it.
+DCP's usual `.metadata` is a pickle: its Hugging Face form, which is used here, has its facts in the files' headers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.errors import MismatchError
+from fnmodels.tree import Tree
+from params.index import listed
+from train import checkpoint
+from train.checkpoint import Checkpoint, Folder, Json
+
+T = TypeVar("T")
+
+
+def save(
+    folder: Folder,
+    step: int,
+    state: Tree,
+    progress: Json | None = None,
+    *,
+    keep: int | None = None,
+    keep_every: int | None = None,
+) -> None:
+    """`train.checkpoint.save` by all processes at once, into a folder that all of them see.
+
+    What one of them fails with, all raise, and nothing is left of the step.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as write
+
+    flat = tree.flatten(state)
+    faults = [f"{path}: a {type(leaf).__name__}" for path, leaf in flat.items() if not isinstance(leaf, Tensor)]
+    if faults:  # DCP would pickle them
+        raise ValueError(f"The tree cannot be saved, for only tensors can be:{listed(faults)}")
+    with ExitStack() as stack:
+        opened = checkpoint.commit(folder, step, progress, keep=keep, keep_every=keep_every)
+        place = _by_first(lambda: str(stack.enter_context(opened)))
+        writer = HuggingFaceStorageWriter(place, save_distributed=True)
+        _told(lambda: write(flat, storage_writer=writer))
+        _by_first(stack.close)
+
+
+def latest(folder: Folder) -> Checkpoint | None:
+    """`train.checkpoint.latest`, read and verified by the first process alone."""
+    return _by_first(lambda: checkpoint.latest(folder))
+
+
+def load(found: Checkpoint, like: Tree) -> Tree:
+    """The saved tree, spread as `like` is, whose values are not read. MismatchError names every leaf that differs."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as read
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
+        reader = HuggingFaceStorageReader(str(found.path))
+        there: dict[str, Any] = reader.read_metadata().state_dict_metadata  # of tensors alone, in these files
+        _compare(found.path, {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}, like)
+        empty = tree.map(torch.empty_like, like)
+        _told(lambda: read(tree.flatten(empty), storage_reader=reader, no_dist=not dist.is_initialized()))
+    return empty
+
+
+def _compare(path: Path, found: dict[str, tuple[torch.dtype, torch.Size]], like: Tree) -> None:
+    # DCP would cast another dtype, pass over what is not asked for, and tell of other shapes in a traceback.
+    expected = {name: (leaf.dtype, leaf.shape) for name, leaf in tree.flatten(like).items()}
+    faults = [
+        f"{name}: expected {_words(expected.get(name))}, found {_words(found.get(name))}"
+        for name in sorted(expected.keys() | found.keys())
+        if expected.get(name) != found.get(name)
+    ]
+    if faults:
+        raise MismatchError(
+            f"{path} holds the state of another model or optimizer ({len(faults)} differences):{listed(faults)}"
+        )
+
+
+def _words(kind: tuple[torch.dtype, torch.Size] | None) -> str:
+    return "none" if kind is None else f"{kind[0]} {list(kind[1])}"
+
+
+def _by_first(action: Callable[[], T]) -> T:
+    """What `action` returns, or raises, in the first process: in all of them."""
+    if not dist.is_initialized():
+        return action()
+    outcome: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def _told(action: Callable[[], object]) -> None:
+    """DCP's error, which is no Exception and has tracebacks for a message, becomes that of the process which failed."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        action()
+    except CheckpointException as error:
+        raise error.failures[min(error.failures)][0] from error
