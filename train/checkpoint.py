@@ -162,8 +162,8 @@ def newest(folder: Folder) -> tuple[Checkpoint | None, list[str]]:
 
 def _opened(path: Path, step: int) -> Checkpoint:
     verify(path)
-    names = {entry.name for entry in path.iterdir()} - {MANIFEST}
-    if odd := names.symmetric_difference(read_manifest(path)):
+    names = {PROGRESS, *(file.name for file in path.glob("*.safetensors"))}
+    if odd := names - read_manifest(path).keys():  # other files are no concern of the step: .DS_Store, somebody's notes
         raise FormatError(f"{path}: {' and '.join(sorted(odd))} is in the folder but not in its {MANIFEST}.")
     content = read_json(plain_file(path, PROGRESS))
     if not isinstance(content, dict) or content.get("step") != step or not isinstance(content.get("progress"), dict):
@@ -178,6 +178,8 @@ def load(checkpoint: Checkpoint, like: Tree, *, device: torch.device | str | Non
     MismatchError names every leaf that differs from the file.
     """
     path, expected = checkpoint.path / STATE, tree.flatten(like)
+    if spread := [name for name, leaf in expected.items() if not plain(leaf)]:
+        raise ValueError(f"{spread[0]} is a {type(expected[spread[0]]).__name__}: train.sharded loads such trees.")
     with ExitStack() as stack:
         file = open_tensors(path, stack)
         faults = [f"{name}: in the file, not expected" for name in file.entries if name not in expected]
@@ -233,13 +235,20 @@ def _outgoing(state: Tree) -> dict[str, Outgoing]:
 
 
 def _unfit(path: str, leaf: Any) -> str | None:
-    if type(leaf) not in (Tensor, torch.nn.Parameter):
-        return f"a {type(leaf).__name__}; only plain tensors can be, numbers go into progress"
+    if not plain(leaf):
+        return (
+            f"a {type(leaf).__name__}; only plain tensors can be (numbers go into progress, DTensors by train.sharded)"
+        )
     if leaf.is_meta:
         return "on the meta device, so there is nothing to save"
     if leaf.dtype not in NAMES:
         return f"{leaf.dtype} is not known to the file's format"
     return "this name is the format's own" if path == "__metadata__" else None
+
+
+def plain(leaf: Any) -> bool:
+    """A tensor that is all there, unlike a DTensor."""
+    return type(leaf) in (Tensor, torch.nn.Parameter)
 
 
 def _constant(leaf: Tensor) -> Callable[[], Tensor]:

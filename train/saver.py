@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.checkpoint import plain
 
 
 class Saver:
@@ -56,8 +57,8 @@ class Saver:
     def _copied(self, state: Tree) -> Tree:
         flat = tree.flatten(state)
         for path, leaf in flat.items():
-            if not isinstance(leaf, Tensor):
-                raise TypeError(f"{path} is of type {type(leaf).__name__}; a tree to be saved holds tensors alone.")
+            if not plain(leaf):  # of DTensors, the thread's messages would meet those of the steps
+                raise TypeError(f"{path} is of type {type(leaf).__name__}; a thread can save plain tensors alone.")
         if [*map(_kind, self._buffers.items())] != [*map(_kind, flat.items())]:
             self._buffers = {
                 path: torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for path, leaf in flat.items()

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+
+# Making DTensors imports it, and would do so in each process anew.
 import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -249,6 +249,17 @@ def test_a_manifest_that_leaves_the_state_out_is_found(tmp_path: Path) -> None:
         assert checkpoint.latest(tmp_path) is None
 
 
+def test_a_stranger_among_the_tensors_is_found_and_another_one_is_none(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, TREE)
+    (path / ".DS_Store").write_bytes(b"?")
+    (path / "notes.txt").write_text("the good one")
+    found = checkpoint.latest(tmp_path)
+    assert found and found.step == 1
+    (path / "shard.safetensors").write_bytes((path / checkpoint.STATE).read_bytes())
+    with pytest.warns(UserWarning, match=r"shard\.safetensors is in the folder but not"):
+        assert checkpoint.latest(tmp_path) is None
+
+
 def test_a_lack_of_rights_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or training would go on from an older step, and the newer one would be moved away."""
 

@@ -12,7 +12,7 @@ import torch
 
 from fnmodels import tree
 from tests.train import ranks
-from train import checkpoint, sharded
+from train import Saver, checkpoint, sharded
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,3 +48,19 @@ def test_without_a_group_it_reads_what_one_process_saved(tmp_path: Path) -> None
     found = sharded.latest(tmp_path)
     assert found and found.progress == {"seen": 1}
     assert ranks.same(sharded.load(found, tree.map(torch.zeros_like, ranks.whole(0))), 3)
+
+
+def test_plain_saving_and_loading_name_the_module_for_dtensors(tmp_path: Path) -> None:
+    class DTensor(torch.Tensor):
+        """As far as a check of types can tell."""
+
+    state = {"w": torch.ones(2).as_subclass(DTensor)}
+    with pytest.raises(ValueError, match=r"w: a DTensor; .* by train\.sharded"):
+        checkpoint.save(tmp_path, 1, state)
+    checkpoint.save(tmp_path, 1, {"w": torch.ones(2)})
+    found = checkpoint.latest(tmp_path)
+    assert found
+    with pytest.raises(ValueError, match=r"w is a DTensor: train\.sharded loads"):
+        checkpoint.load(found, state)
+    with Saver(print) as saver, pytest.raises(TypeError, match="w is of type DTensor"):
+        saver.save(state)
