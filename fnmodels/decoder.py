@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .disk import Part, Stack, fuse
+from .disk import Part, Stack, Stored, fuse
 from .errors import ConfigError
 from .hf import LAYERS_LIMIT, Fields, quantization
 from .leaf import Leaf
@@ -105,6 +105,25 @@ def decoder_to_hf(config: Any, architecture: str, **rest: Any) -> dict[str, Any]
     return out
 
 
+def check_experts(experts: int, chosen: int) -> None:
+    """For `Config.__post_init__`: how many experts a layer has, and how many of them a token goes to."""
+    for value in (experts, chosen):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= experts:
+            raise ConfigError(f"{chosen!r} of {experts!r} experts are to be chosen; both must be integers, at least 1.")
+
+
+def experts_from_hf(fields: Fields, experts: int, chosen: int) -> tuple[int, int]:
+    """(number of experts, how many a token goes to); the arguments are the family's defaults.
+
+    The first has another name in each family, and in transformers more than one.
+    """
+    names = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if fields.take(n, None) is not None]
+    found = {fields.integer(name, high=1 << 16) for name in names} or {experts}
+    if len(found) > 1:
+        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree.")
+    return found.pop(), fields.integer("num_experts_per_tok", chosen, high=1 << 16)
+
+
 def sliding_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
     """Which layers look back a window only: `layer_types` where it is given, else the family's rule."""
     types = fields.take("layer_types", None)
@@ -116,6 +135,14 @@ def sliding_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
             f"{fields.where}: 'layer_types' must name {len(default)} layers, each {' or '.join(map(repr, known))}."
         )
     return [known[t] for t in types]
+
+
+def sparse_layers(fields: Fields, layers: int) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`th one, but for those in `mlp_only_layers`."""
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise ConfigError(f"{fields.where}: 'mlp_only_layers' must be a list of numbers of layers, below {layers}.")
+    return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
 
 
 def layer_types(slides: Sequence[bool]) -> list[str]:
@@ -147,3 +174,13 @@ def expert_names(prefix: str, experts: int, name: str) -> Stack:
     prefix: "model.layers.3.mlp.experts". name: what follows the expert's number, "gate_proj.weight".
     """
     return Stack(tuple(f"{prefix}.{index}.{name}" for index in range(experts)))
+
+
+def moe_name(path: str, experts: int) -> Stored:
+    """`decoder_name` where experts are tensors of their own: mlp.gate, mlp.experts.7.up_proj and the rest."""
+    head, _, last = path.rpartition(".")
+    if head.endswith("mlp.experts"):
+        return expert_names(f"model.{head}", experts, f"{last}.weight")
+    if path.endswith("mlp.selection_bias"):
+        return f"model.{head}.gate.e_score_correction_bias"
+    return decoder_name(path.replace(".mlp.router", ".mlp.gate"))

@@ -167,11 +167,20 @@ _MINISTRAL3_ROPE = {
 # The text part of what is published together with a vision tower.
 _MINISTRAL3 = {"model_type": "ministral3", "vocab_size": 131072, "head_dim": 128, "rms_norm_eps": 1e-5}
 _MINISTRAL3 |= {"max_position_embeddings": 262144, "rope_parameters": _MINISTRAL3_ROPE}
+_MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
+_QWEN2M = _QWEN2 | {"model_type": "qwen2_moe", "vocab_size": 151936, "norm_topk_prob": False}
+_QWEN3M = _QWEN3 | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_OLMOE = {"model_type": "olmoe", "vocab_size": 50304, "num_experts": 64, "num_experts_per_tok": 8}
 
 
 def _neox(hidden: int, layers: int, heads: int, **rest: Any) -> dict[str, Any]:
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     return _NEOX | sizes | {"intermediate_size": 4 * hidden} | rest
+
+
+def _experts(number: int, chosen: int, inner: int, shared: int) -> dict[str, Any]:
+    sizes = {"num_experts": number, "num_experts_per_tok": chosen, "moe_intermediate_size": inner}
+    return sizes | {"shared_expert_intermediate_size": shared}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -245,6 +254,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pythia-6.9b": _neox(4096, 32, 32, vocab_size=50432),
     "pythia-12b": _neox(5120, 36, 40, vocab_size=50688),
     "stablelm-3b-4e1t": _sized(_STABLELM, 2560, 6912, 32, 32, 32, vocab_size=50304),
+    "mixtral-8x7b": _sized(_MIXTRAL, 4096, 14336, 32, 32, 8, vocab_size=32000, max_position_embeddings=32768),
+    "mixtral-8x22b": _sized(_MIXTRAL, 6144, 16384, 56, 48, 8, vocab_size=32768, max_position_embeddings=65536),
+    "qwen1.5-moe-a2.7b": _QWEN2M
+    | _sized({}, 2048, 5632, 24, 16, 16, max_position_embeddings=8192)
+    | _experts(60, 4, 1408, shared=5632),
+    "qwen2-57b-a14b": _sized(_QWEN2M, 3584, 18944, 28, 28, 4) | _experts(64, 8, 2560, shared=20480),
+    "qwen3-30b-a3b": _sized(_QWEN3M, 2048, 6144, 48, 32, 4, moe_intermediate_size=768),
+    "qwen3-235b-a22b": _sized(_QWEN3M, 4096, 12288, 94, 64, 4, moe_intermediate_size=1536),
+    "olmoe-1b-7b": _sized(_OLMOE, 2048, 1024, 16, 16, 16, rms_norm_eps=1e-5),
     "stablelm-2-1.6b": _sized(_STABLELM, 2048, 5632, 24, 32, 32, use_qkv_bias=True),
     "stablelm-2-12b": _sized(_STABLELM, 5120, 13824, 40, 32, 8, qk_layernorm=True, use_parallel_residual=True),
     "phi-3-mini": _sized(_PHI3, 3072, 8192, 32, 32, 32),

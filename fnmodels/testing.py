@@ -47,6 +47,8 @@ class Subject:
         windows that the layers together do not reach over, and for encoders.
     rotary(batch): its rotary tables [B, S, R/2, 2] (cos, sin), each with the frequencies that define it, fp64 [R/2] in
         radians per position. Without it `check_rotary_tables` has nothing to look at.
+    exact: whether a document keeps its bits when the tokens of another change. Not where tokens of several documents go
+        through one product of a size that depends on them (experts in a loop): there the tolerance holds.
     """
 
     params: Tree
@@ -56,6 +58,7 @@ class Subject:
     sees: Callable[[int, int], bool] = _causal
     rotary: Callable[[Tree], Iterable[tuple[Tensor, Tensor]]] = _no_tables
     tolerance: float = 1e-5
+    exact: bool = True
 
     def tokens(self, *shape: int, seed: int = 0) -> Tensor:
         """Random token ids."""
@@ -221,8 +224,8 @@ def check_packing(subject: Subject) -> None:
     (positions, segment_ids), tokens = _documents((5, 6, -1)), subject.tokens(1, 12)
     other = torch.where(segment_ids == 1, (tokens + 1) % subject.vocab_size, tokens)
     before, after = (subject.logits(t, positions, segment_ids)[segment_ids == 2] for t in (tokens, other))
-    if not torch.equal(before, after):
-        raise AssertionError("Changing the first document of a row changes another: documents see each other.")
+    message = "Changing the first document of a row changes another: documents see each other"
+    _assert_close(after, before, 0.0 if subject.exact else subject.tolerance, message)
 
 
 def check_packing_of_a_cut_document(subject: Subject) -> None:

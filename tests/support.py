@@ -3,8 +3,9 @@
 Families are found by looking (`fnmodels.families`). Their tiny configurations stand in `tests/variants/<family>.py`, in
 a function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
 `published() -> {name: config.json}`, the largest published members, `sizes() -> {name: number of parameters}`; where
-they are needed `BIDIRECTIONAL = {variants}` for those whose tokens see later ones, and `BLIND = {variant: {fields of
-Config}}` for fields that a variant has no use for.
+they are needed `BIDIRECTIONAL = {variants}` for those whose tokens see later ones, `BLIND = {variant: {fields of
+Config}}` for fields that a variant has no use for, and `SEEDS = {variant: seed}` of the tokens on which a model with
+experts is compared with transformers: where every expert is used and no choice is close.
 """
 
 import functools
@@ -240,6 +241,7 @@ def subject_of(
         sees=lambda t, u: bool(reach[t, u]) and (u <= t or not causal(case)),
         rotary=rotary,
         tolerance=tolerance,
+        exact=kernel == "math" or not is_routed(config),
     )
 
 
@@ -279,6 +281,55 @@ def off(a: Any, b: Any) -> float:
             difference = float((x - y).abs().max()) / max(1.0, float(y.abs().max()))
             worst = max(worst, difference if difference == difference else math.inf)
     return worst
+
+
+def is_routed(config: Any) -> bool:
+    """Whether some of its layers have experts."""
+    return bool(sparse_layers(config))
+
+
+def sparse_layers(config: Any) -> list[int]:
+    """The layers that have experts."""
+    family = fnmodels.family_of(config)
+    routed = getattr(family, "ROUTED", False)
+    return [i for i, kind in enumerate(family.kinds(config)) if routed and kind.endswith("_moe")]
+
+
+def routing_of(case_params: Any, prepared: Any, config: Any, **options: Any) -> Tensor:
+    """The experts that a forward chooses, as its `inputs["routing"]` takes them: [B, S, sparse layers, k]."""
+    taps = ("layers.*.expert_indices",)
+    _, tapped = fnmodels.forward(case_params, *prepared, config=config, taps=taps, **options)
+    return torch.stack([tapped[f"layers.{i}.expert_indices"] for i in sparse_layers(config)], dim=2)
+
+
+def seed_of(case: Case) -> int:
+    """The seed of the tokens on which a variant is compared with transformers."""
+    seeds: dict[str, int] = getattr(variants_of(case.family), "SEEDS", {})
+    return seeds.get(case.name, 0)
+
+
+def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None:
+    """Every expert has tokens in every layer, and no choice changes where router logits move by up to `margin`."""
+    family, seen = fnmodels.family_of(case.config), []
+    moe = family.moe
+
+    def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:
+        y, aux = moe(layer, x, route, **options)
+        seen.append((route, aux, options["valid"]))
+        return y, aux
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family, "moe", watched)
+        fnmodels.forward(params, *prepared, config=case.config, kernel="math")
+    assert len(seen) == len(sparse_layers(case.config))
+    generator = torch.Generator().manual_seed(0)
+    for route, aux, valid in seen:
+        assert aux["counts"].min() > 0, f"an expert without a token: {aux['counts'].tolist()}"
+        logits, chosen = aux["router_logits"][valid], aux["expert_indices"][valid].sort(-1).values
+        for _ in range(16):
+            signs = 2.0 * torch.randint(2, logits.shape, generator=generator) - 1
+            moved = route(logits + margin * signs)[1].sort(-1).values
+            assert torch.equal(moved, chosen), f"a choice is closer than {margin}"
 
 
 def tokens_of(config: Any, batch: int, length: int, seed: int = 0) -> Tensor:

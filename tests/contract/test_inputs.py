@@ -143,7 +143,7 @@ def test_gradients_flow_from_the_past_only(case: Case, kernel: str) -> None:
     positions, segment_ids = row.positions[0], row.segment_ids[0]
     weights, prepared = generic_params(case.config), row.prepared()
     x = fnmodels.family_of(case.config).embed(weights, prepared[0], config=case.config).requires_grad_()
-    logits = forward(weights, (x, *prepared[1:]), config=case.config, kernel=kernel)
+    logits = forward(weights, ({**prepared[0], "tokens": x}, *prepared[1:]), config=case.config, kernel=kernel)
     same = (segment_ids[:, None] == segment_ids) & row.valid[0]
     may = same & (positions[:, None] >= positions) if causal(case) else same
     reach = reach_of(row)
@@ -193,6 +193,7 @@ def test_a_row_of_tables_serves_all_rows_of_a_block(case: Case, kernel: str) -> 
     x = family.embed(weights, inputs, config=case.config)
     for layer, kind in zip(weights["layers"], family.kinds(case.config), strict=True):
         options: dict[str, Any] = {"config": case.config, "kind": kind, "kernel": kernel}
+        options |= {"valid": inputs["valid"]} if kind.endswith("_moe") else {}
         wanted, _ = family.block(layer, x, masks[kind], freqs_cis[kind], **options)
         got, _ = family.block(layer, x, one_mask[kind], one_table[kind], **options)
         assert torch.equal(got, wanted)

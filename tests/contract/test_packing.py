@@ -57,7 +57,7 @@ def _embedding_gradient(batch: Batch, labels: Tensor, kernel: str) -> tuple[Tens
     weights = trainable(generic_params(batch.config))
     inputs, masks, freqs_cis = batch.prepared()
     x = fnmodels.family_of(batch.config).embed(weights, inputs, config=batch.config).detach().requires_grad_()
-    logits = forward(weights, (x, masks, freqs_cis), config=batch.config, kernel=kernel)
+    logits = forward(weights, ({**inputs, "tokens": x}, masks, freqs_cis), config=batch.config, kernel=kernel)
     loss = summed_loss(logits, labels)
     got = gradients(loss, {"x": x, "weights": weights})
     assert logits.isfinite().all()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fnmodels
 from fnmodels import testing, tree
+from fnmodels.ops.moe import MOE_TAPS
 from tests.support import (
     Batch,
     Case,
@@ -28,6 +29,7 @@ from tests.support import (
     gradients,
     off,
     segments,
+    sparse_layers,
     structures,
     subject_of,
     summed_loss,
@@ -136,7 +138,7 @@ def test_jacobians(case: Case) -> None:
     x = fnmodels.family_of(p.config).embed(p.weights, p.prepared[0], config=p.config)
 
     def logits(vector: Tensor, norm: Tensor) -> Tensor:
-        inputs = torch.cat((x[:, :2], vector[None, None], x[:, 3:]), dim=1)
+        inputs = {**p.prepared[0], "tokens": torch.cat((x[:, :2], vector[None, None], x[:, 3:]), dim=1)}
         weights = {**p.weights, "norm": norm}
         return fnmodels.forward(weights, inputs, *p.prepared[1:], config=p.config, kernel="math")[0, 1:, :3]
 
@@ -236,7 +238,7 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
     assert torch.equal(family.unembed(weights, hidden, config=case.config), whole)
     chunks = [family.unembed(weights, part, config=case.config) for part in hidden.split(3, dim=1)]
     assert off(torch.cat(chunks, dim=1), whole) < 1e-6
-    assert torch.equal(fnmodels.forward(weights, x, masks, freqs_cis, **options), whole)
+    assert torch.equal(fnmodels.forward(weights, {**inputs, "tokens": x}, masks, freqs_cis, **options), whole)
     with pytest.raises(ValueError, match=f"the model has {layers}"):
         fnmodels.run_layers(weights, x, masks, freqs_cis, 0, layers + 1, **options)
 
@@ -250,7 +252,12 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
     wanted = ("embed", "hidden", *(f"layers.*.{name}" for name in names))
     logits, tapped = batch.forward(weights, kernel=kernel, taps=wanted)
     assert torch.equal(logits, batch.forward(weights, kernel=kernel))
-    assert tapped.keys() == {"embed", "hidden"} | {f"layers.{i}.{name}" for i in range(layers) for name in names}
+    sparse = sparse_layers(case.config)
+    there = {f"layers.{i}.{name}" for i in range(layers) for name in names if i in sparse or name not in MOE_TAPS}
+    assert tapped.keys() == {"embed", "hidden"} | there
+    if dense := sorted(set(range(layers)) - set(sparse)) if sparse else []:
+        with pytest.raises(ValueError, match=f"layer {dense[0]} is none"):
+            batch.forward(weights, taps=(f"layers.{dense[0]}.counts",))
     assert torch.equal(tapped["embed"], tapped["layers.0.input"])
     assert torch.equal(tapped["hidden"], tapped[f"layers.{layers - 1}.output"])
     for i in range(1, layers):

@@ -90,6 +90,13 @@ PUBLISHED: dict[str, int | str] = {
     "ministral-3-3b": 3_429_006_336,
     "ministral-3-8b": "8.4B",
     "ministral-3-14b": "13.5B",
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": 57_408_658_944,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
 }
 
 

@@ -1,4 +1,4 @@
-"""transformers as the reference: a tiny model with generic parameters, eager attention, no cache, fp32."""
+"""transformers as the reference: a tiny model with generic parameters, eager attention and experts, no cache, fp32."""
 
 from typing import Any
 
@@ -11,23 +11,33 @@ import fnmodels
 from fnmodels import disk, tree
 from tests.support import generic
 
+EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
 
 def model_of(values: dict[str, Any]) -> torch.nn.Module:
-    """A fresh model of a config.json's content, every parameter generic. The same values give the same parameters."""
+    """A fresh model of a config.json's content, every parameter and buffer of its checkpoint generic.
+
+    The same values give the same numbers.
+    """
     config = AutoConfig.for_model(**values)
     config.use_cache = False
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, **EAGER, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(generic(name, parameter))
-    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-    assert not buffers, f"persistent buffers stay at their default: {sorted(buffers)}"
+        for name, tensor in _of_checkpoint(model).items():
+            tensor.copy_(generic(name, tensor))
     return model
 
 
+def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters, a tied one once, and the buffers that are saved with them (biases of a router's choice)."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    return dict(model.named_parameters()) | buffers
+
+
 def on_disk(model: torch.nn.Module) -> dict[str, Any]:
-    """The model's parameters under the names that its checkpoint has. A tied head is listed once."""
-    return dict(revert_weight_conversion(model, dict(model.named_parameters())))
+    """What the model's checkpoint holds, under the names that it has there. A tied head is listed once."""
+    return dict(revert_weight_conversion(model, _of_checkpoint(model)))
 
 
 def params_of(model: torch.nn.Module, config: Any) -> Any:

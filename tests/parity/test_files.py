@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import fnmodels
 import params as P
-from tests.parity.oracle import assert_close, logits_of, model_of, params_of
+from tests.parity.oracle import EAGER, assert_close, logits_of, model_of, params_of
 from tests.support import Case, forward, structures, tokens_of
 
 every_case = pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
@@ -37,6 +37,6 @@ def test_there_and_back(case: Case, shard: str, tmp_path: Path) -> None:
     )
     assert back.keys() == theirs.keys()
     assert all(back[k].dtype == theirs[k].dtype and torch.equal(back[k], theirs[k]) for k in back)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **EAGER).eval()
     with torch.no_grad():
         assert torch.equal(again(tokens, use_cache=False).logits, logits_of(case.values, tokens))

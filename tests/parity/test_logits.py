@@ -8,9 +8,20 @@ import torch
 import fnmodels
 from fnmodels import tree
 from tests.parity.oracle import assert_close, logits_of, model_of, params_of
-from tests.support import Case, cases, causal, positions_of, segments, tokens_of
+from tests.support import (
+    Case,
+    assert_routed,
+    cases,
+    causal,
+    is_routed,
+    positions_of,
+    seed_of,
+    segments,
+    tokens_of,
+)
 
 LENGTH = 24
+MARGIN = 1e-3  # of router logits; what two implementations of fp32 differ by is a thousandth of it
 WITH_REFERENCE = [case for case in cases() if case.values is not None]
 every_case = pytest.mark.parametrize("case", WITH_REFERENCE, ids=str)
 every_kernel = pytest.mark.parametrize("kernel", ["math", "auto"])
@@ -44,8 +55,12 @@ def _document_by_document(case: Case, tokens: torch.Tensor, segment_ids: torch.T
 @pytest.mark.parametrize("form", FORMS)
 def test_logits(case: Case, kernel: str, form: str) -> None:
     segment_ids = FORMS[form]
-    tokens, positions, valid = tokens_of(case.config, *segment_ids.shape), positions_of(segment_ids), segment_ids > 0
+    tokens = tokens_of(case.config, *segment_ids.shape, seed=seed_of(case))
+    positions, valid = positions_of(segment_ids), segment_ids > 0
     params = params_of(model_of(case.values), case.config)
+    if is_routed(case.config):
+        prepared = fnmodels.prepare(case.config, tokens, positions=positions, segment_ids=segment_ids)
+        assert_routed(case, params, prepared, MARGIN)
     ours = _ours(case, params, tokens, positions=positions, segment_ids=segment_ids, kernel=kernel)
     if causal(case) or "packed" not in form:
         theirs = logits_of(case.values, tokens, positions, None if valid.all() else valid)

@@ -13,7 +13,7 @@ from fnmodels.ops.attention import attention
 from fnmodels.ops.norm import rms_norm
 from fnmodels.rules import Tokens
 from tests.parity.oracle import assert_close, logits_of, model_of, params_of
-from tests.support import Case, cases, structures, tokens_of
+from tests.support import Case, cases, seed_of, structures, tokens_of
 
 WITH_REFERENCE = [case for case in structures() if case.values is not None]
 
@@ -36,7 +36,7 @@ def _fails(case: Case, params: object, theirs: Tensor, tokens: Tensor) -> bool:
 @pytest.mark.parametrize("case", WITH_REFERENCE, ids=str)
 def test_every_tensor_counts(case: Case) -> None:
     """A 2% change of any one tensor is seen; so no tensor is at a value where its use cannot be told."""
-    tokens = tokens_of(case.config, 1, 24)
+    tokens = tokens_of(case.config, 1, 24, seed=seed_of(case))
     theirs = logits_of(case.values, tokens)
     params = params_of(model_of(case.values), case.config)
     assert not _fails(case, params, theirs, tokens)
@@ -56,7 +56,7 @@ def test_a_wrong_permutation_is_seen(leaf: str) -> None:
     for case in cases():
         if case.values is None or case.values["model_type"] not in ("llama", "qwen3"):
             continue
-        tokens = tokens_of(case.config, 1, 24)
+        tokens = tokens_of(case.config, 1, 24, seed=seed_of(case))
         params = params_of(model_of(case.values), case.config)
         for layer in params["layers"]:
             layer["attention"][leaf] = _interleaved(layer["attention"][leaf], case.config.head_dim)
@@ -114,7 +114,7 @@ def _swapped(tables: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def test_wrong_maths_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variant, plant = WRONG_MATHS[name]
     case = next(case for case in cases() if case.name == variant)
-    tokens = tokens_of(case.config, 1, 24)
+    tokens = tokens_of(case.config, 1, 24, seed=seed_of(case))
     theirs, params = logits_of(case.values, tokens), params_of(model_of(case.values), case.config)
     assert not _fails(case, params, theirs, tokens)
     plant(monkeypatch)

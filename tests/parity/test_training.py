@@ -26,13 +26,12 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     model = model_of(case.values).train()
     # With one, torch gives no gradient to that row, though in these batches it is a token like others.
     model.get_input_embeddings().padding_idx = None
-    family = fnmodels.family_of(case.config)
-    named, names = on_disk(model), family.hf_names(case.config)
-    leaves = tree.flatten(family.spec(case.config))
-    decays = {name: leaf.decay for path, leaf in leaves.items() for name in disk.disk_names(names[path])}
-    assert {id(p) for p in named.values()} == {id(p) for p in model.parameters()}, "copies would not be trained"
+    decays = _decays(case)
     groups = [
-        {"params": [named[name] for name in decays if decays[name] is on], "weight_decay": DECAY if on else 0.0}
+        {
+            "params": [p for name, p in model.named_parameters() if decays[name] is on],
+            "weight_decay": DECAY if on else 0.0,
+        }
         for on in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE)
@@ -52,6 +51,27 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def _decays(case: Case) -> dict[str, bool]:
+    """{parameter of the reference: whether our spec says that it decays}. In memory it may hold all experts at once.
+
+    So each is filled with a number of its own, by which what its checkpoint holds is known again.
+    """
+    family = fnmodels.family_of(case.config)
+    model, names = model_of(case.values), family.hf_names(case.config)
+    numbered = dict(enumerate(dict(model.named_parameters()).items()))
+    with torch.no_grad():
+        for number, (_, parameter) in numbered.items():
+            parameter.fill_(number)
+    saved, decays = on_disk(model), {}
+    for path, leaf in tree.flatten(family.spec(case.config)).items():
+        if leaf.trainable:
+            for name in disk.disk_names(names[path]):
+                owner, _ = numbered[int(saved[name].flatten()[0])]
+                assert decays.setdefault(owner, leaf.decay) == leaf.decay
+    assert decays.keys() == dict(model.named_parameters()).keys()
+    return decays
 
 
 def _ours(case: Case, batches: list[Batch]) -> list[float]:

@@ -1,0 +1,250 @@
+"""Qwen 1.5/2 MoE (arXiv 2407.10671), Qwen 3 MoE (arXiv 2505.09388) and OLMoE (arXiv 2409.02060).
+
+The Llama block with experts in some or all of its layers. Qwen 2 adds an expert that every token passes through, behind
+a gate; Qwen 3 normalizes queries and keys per head; OLMoE over all heads together, and may clip what attention reads.
+Router dtypes: weight and logits as the activations, scores in fp32, the experts' weights cast to the activations'.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import decoder
+from .disk import Stored
+from .errors import ConfigError
+from .hf import Fields, rope_from_hf, rope_to_hf
+from .leaf import attention_leaves, gated_mlp_leaves, moe_leaves, norm, weight
+from .mask import Create, Layout, MaskLike, causal_masks
+from .ops.attention import attention
+from .ops.embed import embed_tokens
+from .ops.experts import Experts
+from .ops.heads import project_out, split_heads
+from .ops.mlp import ACTIVATIONS, gated_mlp, glu
+from .ops.moe import KEPT, MOE_TAPS, moe
+from .ops.norm import rms_norm
+from .ops.rotary import Rope, apply_rotary, rotary_table
+from .ops.router import softmax_top_k
+from .tree import Tree, flatten
+
+MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "olmoe")
+KINDS = ("full_moe", "full", "sliding_moe", "sliding")
+ROUTED = True
+TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+_NORMS = dict(zip(MODEL_TYPES, ("none", "head", "full"), strict=True))
+# Where the key is left out: key/value heads (0: as many as query heads), experts, chosen ones, width of one.
+_DEFAULTS = {"qwen2_moe": (16, 60, 4, 1408), "qwen3_moe": (4, 128, 8, 768), "olmoe": (0, 64, 8, 0)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "full_moe"."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the dense layers
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int  # of one expert
+    shared_expert_intermediate_size: int = 0  # 0: there is none
+    norm_topk_prob: bool = False
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    rope: Rope = Rope()  # noqa: RUF009 - frozen
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: str = "none"  # "head": each alone; "full": all together
+    clip_qkv: float | None = None
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    layer_kinds: tuple[str, ...] = ()
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="qwen3_moe", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        decoder.check_decoder(self, KINDS)
+        decoder.check_experts(self.num_experts, self.num_experts_per_tok)
+        if self.qk_norm not in _NORMS.values():
+            raise ConfigError(f"qk_norm is {self.qk_norm!r}; it must be {', '.join(_NORMS.values())}.")
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        kv_heads, experts, chosen, inner = _DEFAULTS[model_type]
+        olmoe, second = model_type == "olmoe", model_type == "qwen2_moe"
+        sizes = decoder.decoder_sizes(fields, max_positions=4096 if olmoe else 32768, tied=False, kv_heads=kv_heads)
+        where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
+        experts, chosen = decoder.experts_from_hf(fields, experts, chosen)
+        bias = fields.boolean("qkv_bias", True) if second else fields.boolean("attention_bias", False)
+        inner = fields.integer("moe_intermediate_size", inner) if inner else sizes["intermediate_size"]
+        window, kinds = _layer_kinds(fields, model_type, sizes["num_hidden_layers"])
+        config = Config(
+            **sizes,
+            num_experts=experts,
+            num_experts_per_tok=chosen,
+            moe_intermediate_size=inner,
+            shared_expert_intermediate_size=fields.integer("shared_expert_intermediate_size", 5632) if second else 0,
+            norm_topk_prob=fields.boolean("norm_topk_prob", False),
+            rope=rope_from_hf(fields, theta=1e4, **where),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if olmoe else 1e-6),
+            qkv_bias=bias,
+            o_bias=bias and not second,
+            qk_norm=_NORMS[model_type],
+            clip_qkv=fields.number("clip_qkv") if olmoe and fields.take("clip_qkv", None) is not None else None,
+            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+            sliding_window=window,
+            layer_kinds=kinds,
+            model_type=model_type,
+        )
+        object.__setattr__(config, "extra", fields.finish())
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
+        names = ["rms_norm_eps", "hidden_act", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
+        bias = "qkv_bias" if self.model_type == "qwen2_moe" else "attention_bias"
+        own: dict[str, Any] = {"rope_parameters": rope_to_hf(self.rope), bias: self.qkv_bias}
+        slides = [kind.startswith("sliding") for kind in self.layer_kinds]
+        names += ["clip_qkv"] if self.model_type == "olmoe" else ["moe_intermediate_size", "sliding_window"]
+        if self.model_type != "olmoe":
+            dense = [i for i, kind in enumerate(self.layer_kinds) if not kind.endswith("_moe")]
+            own |= {"decoder_sparse_step": 1, "mlp_only_layers": dense, "use_sliding_window": any(slides)}
+        if self.model_type == "qwen2_moe":
+            shared = self.shared_expert_intermediate_size
+            own |= {"shared_expert_intermediate_size": shared, "layer_types": decoder.layer_types(slides)}
+        own |= {name: getattr(self, name) for name in names}
+        return decoder.decoder_to_hf(self, f"{self.model_type.title().replace('_', '')}ForCausalLM", **own)
+
+
+def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
+    """The window and the kind of each layer: which have experts, and which look back a window only."""
+    if model_type == "olmoe":
+        fields.expect("sliding_window", None)
+        return None, ("full_moe",) * layers
+    on, first = fields.boolean("use_sliding_window", False), fields.integer("max_window_layers", 28, low=0)
+    window, slides = fields.integer("sliding_window", 4096, low=0) * on, [on] * layers
+    if model_type == "qwen2_moe":
+        slides = decoder.sliding_layers(fields, [on and i % 2 == 0 and i < first for i in range(layers)])
+    if any(slides) and not window:
+        raise ConfigError(f"{fields.where}: 'layer_types' has sliding layers, but 'sliding_window' is off.")
+    sparse = decoder.sparse_layers(fields, layers)
+    kinds = [("sliding" if s else "full") + ("_moe" if e else "") for s, e in zip(slides, sparse, strict=True)]
+    return window if any(slides) else None, tuple(kinds)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    shared, each = config.shared_expert_intermediate_size, norm(H, "head_dim")
+    norms = {"q_norm": each, "k_norm": each} if config.qk_norm == "head" else {}
+    if config.qk_norm == "full":
+        norms = {"q_norm": norm(heads * H, "heads"), "k_norm": norm(kv_heads * H, "kv_heads")}
+
+    def layer(kind: str) -> Tree:
+        qkv, o, inner = config.qkv_bias, config.o_bias, config.moe_intermediate_size
+        mlp: Tree = gated_mlp_leaves(D, config.intermediate_size, std=std)
+        if kind.endswith("_moe"):
+            mlp = moe_leaves(D, config.num_experts, inner, std=std, shared=shared, shared_gate=shared > 0)
+        return {
+            "input_layernorm": norm(D, "embed"),
+            "attention": attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=qkv, o_bias=o) | norms,
+            "post_attention_layernorm": norm(D, "embed"),
+            "mlp": mlp,
+        }
+
+    tree: Tree = {
+        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "layers": [layer(kind) for kind in config.layer_kinds],
+        "norm": norm(D, "embed"),
+    }
+    return tree if config.tie_word_embeddings else tree | {"lm_head": tree["embed_tokens"]}
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}; each expert is a tensor of its own there."""
+    return {path: decoder.moe_name(path, config.num_experts) for path in flatten(spec(config))}
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    return config.layer_kinds
+
+
+def attention_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 table [B, S, R/2, 2]}."""
+    return dict.fromkeys(sorted(set(config.layer_kinds)), rotary_table(config.rope, config.head_dim, positions, length))
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]."""
+    return embed_tokens(params["embed_tokens"], inputs)
+
+
+def block(
+    layer: Tree,
+    x: Tensor,
+    mask: MaskLike,
+    freqs: Tensor,
+    /,
+    *,
+    config: Config,
+    kind: str,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    taps: tuple[str, ...] = (),
+    valid: Tensor | None = None,
+    routing: Tensor | None = None,
+    experts: str | Experts = "auto",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe`."""
+    eps, weights = config.rms_norm_eps, layer["attention"]
+    normed = rms_norm(x, layer["input_layernorm"], eps=eps)
+    q, k, v = (F.linear(normed, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
+    if config.qk_norm == "full":
+        q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
+    if config.clip_qkv is not None:
+        q, k, v = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (q, k, v))
+    q, k, v = (split_heads(t, config.head_dim) for t in (q, k, v))
+    if config.qk_norm == "head":
+        q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
+    attended = project_out(weights, mixed)
+    middle = x + attended
+    normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
+    named = {"attention": attended, "middle": middle}
+    if not kind.endswith("_moe"):
+        named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
+        return middle + named["mlp"], {name: named[name] for name in taps}
+    chosen, renormalize = config.num_experts_per_tok, config.norm_topk_prob
+    route = functools.partial(softmax_top_k, k=chosen, renormalize=renormalize, dtype=x.dtype)
+    given: Any = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel}
+    fed, routed = moe(layer["mlp"], normed, route, act=functools.partial(glu, activation=config.hidden_act), **given)
+    return middle + fed, {name: (named | routed | {"mlp": fed})[name] for name in (*KEPT, *taps)}
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
