@@ -35,7 +35,6 @@ MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "olmoe")
 KINDS = ("full_moe", "full", "sliding_moe", "sliding")
 ROUTED = True
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
-_NORMS = dict(zip(MODEL_TYPES, ("none", "head", "full"), strict=True))
 # Where the key is left out: key/value heads (0: as many as query heads), experts, chosen ones, width of one.
 _DEFAULTS = {"qwen2_moe": (16, 60, 4, 1408), "qwen3_moe": (4, 128, 8, 768), "olmoe": (0, 64, 8, 0)}
 
@@ -61,7 +60,8 @@ class Config:
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: str = "none"  # "head": each alone; "full": all together
+    qk_norm: bool = False
+    qk_norm_full: bool = False  # over all heads together, not each alone
     clip_qkv: float | None = None
     hidden_act: str = "silu"
     sliding_window: int | None = None
@@ -75,8 +75,8 @@ class Config:
     def __post_init__(self) -> None:
         decoder.check_decoder(self, KINDS)
         decoder.check_experts(self.num_experts, self.num_experts_per_tok)
-        if self.qk_norm not in _NORMS.values():
-            raise ConfigError(f"qk_norm is {self.qk_norm!r}; it must be {', '.join(_NORMS.values())}.")
+        if self.qk_norm_full and not self.qk_norm:
+            raise ConfigError("qk_norm_full is True, but qk_norm, which it says more about, is False.")
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
@@ -102,7 +102,8 @@ class Config:
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if olmoe else 1e-6),
             qkv_bias=bias,
             o_bias=bias and not second,
-            qk_norm=_NORMS[model_type],
+            qk_norm=not second,
+            qk_norm_full=olmoe,
             clip_qkv=fields.number("clip_qkv") if olmoe and fields.take("clip_qkv", None) is not None else None,
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             sliding_window=window,
@@ -150,8 +151,8 @@ def spec(config: Config) -> Tree:
     D, H, std = config.hidden_size, config.head_dim, config.initializer_range
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     shared, each = config.shared_expert_intermediate_size, norm(H, "head_dim")
-    norms = {"q_norm": each, "k_norm": each} if config.qk_norm == "head" else {}
-    if config.qk_norm == "full":
+    norms = {"q_norm": each, "k_norm": each} if config.qk_norm else {}
+    if config.qk_norm_full:
         norms = {"q_norm": norm(heads * H, "heads"), "k_norm": norm(kv_heads * H, "kv_heads")}
 
     def layer(kind: str) -> Tree:
@@ -166,12 +167,10 @@ def spec(config: Config) -> Tree:
             "mlp": mlp,
         }
 
-    tree: Tree = {
-        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
-        "layers": [layer(kind) for kind in config.layer_kinds],
-        "norm": norm(D, "embed"),
-    }
-    return tree if config.tie_word_embeddings else tree | {"lm_head": tree["embed_tokens"]}
+    table = weight((config.vocab_size, D), ("vocab", "embed"), std)
+    layers = [layer(kind) for kind in config.layer_kinds]
+    tree = {"embed_tokens": table, "layers": layers, "norm": norm(D, "embed")}
+    return tree if config.tie_word_embeddings else tree | {"lm_head": table}
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -221,12 +220,12 @@ def block(
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     q, k, v = (F.linear(normed, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
-    if config.qk_norm == "full":
+    if config.qk_norm_full:
         q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
     if config.clip_qkv is not None:
         q, k, v = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (q, k, v))
     q, k, v = (split_heads(t, config.head_dim) for t in (q, k, v))
-    if config.qk_norm == "head":
+    if config.qk_norm and not config.qk_norm_full:
         q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
     mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)

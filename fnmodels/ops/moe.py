@@ -79,7 +79,11 @@ def _shared(layer: Tree, x: Tensor, act: Act) -> Tensor:
     inner = act(F.linear(x, shared["gate_proj"]), F.linear(x, shared["up_proj"]))
     y = F.linear(inner, shared["down_proj"])
     gate = layer.get("shared_expert_gate")
-    return y if gate is None else F.linear(x, gate).sigmoid() * y
+    if gate is None:
+        return y
+    # Written out: as a matrix product with one row the last bits would depend on where in memory that row begins.
+    score = (upcast(x) * upcast(gate)).sum(-1, keepdim=True)
+    return score.to(x.dtype).sigmoid() * y
 
 
 def _same(x: Any) -> Any:

@@ -17,8 +17,15 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-# The width of dense layers where there are none, and of OLMoE's experts, which go by the same field.
-BLIND = {name: {"intermediate_size", "moe_intermediate_size"} for name in ("olmoe", "olmoe_clipped", "qwen3_moe")}
+# The width of dense layers where there are none; kinds of layers that are the same from the last to the first.
+BLIND = {
+    "qwen2_moe": {"layer_kinds"},
+    "qwen2_moe_sliding": {"intermediate_size"},
+    "qwen3_moe": {"intermediate_size"},
+    "qwen3_moe_sparse_step": {"layer_kinds"},
+    "olmoe": {"intermediate_size"},
+    "olmoe_clipped": {"intermediate_size"},
+}
 
 
 SEEDS = {"qwen2_moe": 1, "qwen3_moe": 4, "olmoe": 22, "olmoe_clipped": 3}
