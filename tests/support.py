@@ -232,11 +232,19 @@ def subject_of(
         tables = {kind: leaf for kind, entry in batch[2].items() for leaf in tree.leaves(entry) if leaf.ndim == 4}
         return [(t, _frequencies(config, kind, t.shape[2], length)) for kind, t in tables.items() if t.numel()]
 
+    def run(params: Any, batch: Any) -> Tensor:
+        inputs, masks, freqs_cis = batch
+        low = next(iter(tree.leaves(params))).dtype == torch.bfloat16
+        if low and is_routed(config):  # bf16 makes other choices where they are close: take those of fp32
+            routing = routing_of(tree.map(Tensor.float, params), batch, config, kernel=kernel)
+            inputs = {**inputs, "routing": routing}
+        return forward(params, (inputs, masks, freqs_cis), config=config, kernel=kernel)
+
     reach = reach_of(batch_of(config, segments((10,))))
     return testing.Subject(
         generic_params(config, dtype),
         prepare,
-        lambda params, batch: forward(params, batch, config=config, kernel=kernel),
+        run,
         vocab_size=config.vocab_size,
         sees=lambda t, u: bool(reach[t, u]) and (u <= t or not causal(case)),
         rotary=rotary,
