@@ -7,14 +7,18 @@ packed   forward and backward of the 26M Llama of train_step.py on 6 documents i
          a layout against transformers' own form of packing (positions that restart, no mask, no cache, SDPA).
 window   attention alone, a window of 512 in 8,192 tokens: kernel="blocks" against SDPA with a dense mask.
 long     131,072 tokens: the memory that mask and plan take, and one block's forward with a sliding window.
+cuda     on a GPU, in bf16: forward and backward of the same Llama on packed rows, causal and with a window of 512, by
+         kernel="varlen", "flex" and "auto" against "sdpa" with a dense mask. Left out, and said to be, without a GPU.
 
 Contenders take turns within one run; reported are medians and their ratio. Before packed is timed both must agree on
-the loss and on all gradients.
+the loss and on all gradients; before cuda is, every kernel's gradients must be as near to those of kernel="math" in
+fp32 as its own in bf16 are.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import statistics
@@ -200,23 +204,83 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def cuda(lengths: tuple[int, ...], batch: int, rounds: int) -> None:
+    if not torch.cuda.is_available():
+        print("\ncuda: left out, for torch sees no CUDA device here")
+        return
+    print(f"\ncuda: {torch.cuda.get_device_name()}, bf16, forward + backward of the 26M Llama")
+    for title, own in (("causal", {}), ("window 512", {"model_type": "mistral", "sliding_window": 512})):
+        on_cuda(title, llama.Config.from_hf(CONFIG | own), lengths, batch, rounds)
+
+
+def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], batch: int, rounds: int) -> None:
+    rolled = [[*lengths[row:], *lengths[:row]] for row in range(batch)]  # rows with documents in other places
+    segment_ids = fnmodels.segments_from_lengths(rolled).cuda()
+    positions = fnmodels.positions_from_segments(segment_ids)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, segment_ids.shape, generator=generator).cuda()
+    labels = torch.where(segment_ids.roll(-1, 1) == segment_ids, tokens.roll(-1, 1), -100)
+    labels[:, -1] = -100
+    weights = P.flatten(P.init(config, 0, dtype=torch.float32, device="cuda"))
+
+    def gradients(kernel: str, dtype: torch.dtype, rows: int) -> list[Tensor]:
+        parts = {"positions": positions[:rows], "segment_ids": segment_ids[:rows]}
+        prepared = fnmodels.prepare(config, tokens[:rows], **parts)
+        leaves = {path: leaf.to(dtype).requires_grad_() for path, leaf in weights.items()}
+        layout = fnmodels.layout(prepared[1])
+        logits = fnmodels.forward(P.unflatten(leaves), *prepared, config=config, kernel=kernel, layout=layout)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels[:rows].flatten(), ignore_index=-100)
+        return list(torch.autograd.grad(loss, list(leaves.values())))
+
+    def errors(kernel: str, wanted: list[Tensor]) -> list[float]:
+        pairs = zip(gradients(kernel, torch.bfloat16, 1), wanted, strict=True)
+        return [((got.float() - want).norm() / want.norm()).item() for got, want in pairs]
+
+    def step(kernel: str) -> None:
+        gradients(kernel, torch.bfloat16, batch)
+        torch.cuda.synchronize()
+
+    kernels = ("varlen", "flex", "auto", "sdpa")
+    exact = gradients("math", torch.float32, 1)  # of one row: its scores are 0.5 GB in each layer
+    noise = errors("math", exact)
+    print(f"  {title}: {batch} rows of {sum(lengths)} tokens in {len(lengths)} documents")
+    worst = {}
+    for kernel in kernels:
+        found = errors(kernel, exact)
+        for path, off, bound in zip(weights, found, noise, strict=True):
+            assert off < 2 * bound + 1e-3, (
+                f"{kernel}: the gradient of {path} is off by {off:.1e}; math's by {bound:.1e}."
+            )
+        worst[kernel] = max(found)
+    del exact
+    seconds = take_turns({kernel: functools.partial(step, kernel) for kernel in kernels}, rounds)
+    for kernel in kernels:
+        rate, ratio = tokens.numel() / seconds[kernel], seconds["sdpa"] / seconds[kernel]
+        print(
+            f"    {kernel:10s}{rate:12.0f} tokens/s{ratio:8.2f} x sdpa, gradients off by {worst[kernel]:.1e} "
+            f"(math in bf16: {max(noise):.1e})"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller sizes and one round")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of torch (default: all cores)")
-    parser.add_argument("parts", nargs="*", help="packed, window, long (default: all)")
+    parser.add_argument("parts", nargs="*", help="packed, window, long, cuda (default: all)")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {given.threads} threads")
     rounds = 1 if given.quick else given.rounds
-    parts = given.parts or ["long", "packed", "window"]  # long first: its baseline is a fresh process
+    parts = given.parts or ["long", "packed", "window", "cuda"]  # long first: its baseline is a fresh process
     if "long" in parts:
         long(16384 if given.quick else 131072, 512)
     if "packed" in parts:
         packed(tuple(n // 4 for n in LENGTHS) if given.quick else LENGTHS, rounds)
     if "window" in parts:
         window(2048 if given.quick else 8192, 512, rounds)
+    if "cuda" in parts:
+        cuda(tuple(n // 4 for n in LENGTHS) if given.quick else LENGTHS, 2 if given.quick else 4, rounds)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,14 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
+@functools.cache
+def _compiled_static() -> Callable[..., Any]:
+    """The same, anew for each shape: in torch 2.13 its code for the CPU with sizes left open does not compile."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def flex_attention(
     q: Tensor, k: Tensor, v: Tensor, block_mask: Any, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
@@ -32,11 +40,19 @@ def flex_attention(
                 'kernel="flex" has no backward on the CPU: kernel="blocks" (with a layout) and "sdpa" train there, '
                 'kernel="math" supports every transform.'
             )
+        if sinks is not None:
+            raise ValueError(
+                'kernel="flex" has no sinks on the CPU; "blocks" (with a layout), "sdpa", kernel="math" have.'
+            )
+        if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f'kernel="flex" runs in fp32, fp16 and bf16 on the CPU, not in {q.dtype}; "blocks" (with a layout), '
+                '"sdpa" and kernel="math" do.'
+            )
         q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses what requires a gradient even under no_grad
-
-    if q.is_cpu and sinks is not None:
-        raise ValueError('kernel="flex" has no sinks on the CPU; "blocks" (with a layout), "sdpa", kernel="math" have.')
-    run: Any = flex.flex_attention if torch.compiler.is_compiling() else _compiled()
+    run: Any = flex.flex_attention
+    if not torch.compiler.is_compiling():
+        run = _compiled_static() if q.is_cpu else _compiled()
     out, aux = run(
         q.transpose(1, 2),
         k.transpose(1, 2),

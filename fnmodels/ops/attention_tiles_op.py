@@ -14,12 +14,6 @@ from torch import Tensor
 from .attention_tiles import keep_inputs, tiles_backward, tiles_forward
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def transformed() -> bool:
-    """Whether a transform of torch.func is active. Dynamo enters them while it traces, and asks for this in passing."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
 @torch.library.custom_op("fnmodels::causal_tiles", mutates_args=())
 def compiled_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return tiles_forward(q, k, v, scale)

@@ -17,9 +17,16 @@ def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tenso
     """The tensors, in front of `kernel`: jvp, a second backward, and vmap=False also vmap, raise NotImplementedError.
 
     kernel: one of attention's, or "grouped" for that of experts.
-    It costs 20 us where gradients are recorded. A compiled graph has no second derivative to guard.
+    It costs 20 us where gradients are recorded. In a graph that is traced there is no node to speak later, so what is
+    active by then is asked for; a second derivative that is taken inside of compiled code meets torch's own error.
     """
-    if torch.compiler.is_compiling() or (vmap and not torch.is_grad_enabled()):
+    if torch.compiler.is_compiling():
+        from .tracing import forward_mode, transformed  # here, for it imports dynamo
+
+        if forward_mode() or (not vmap and transformed()):
+            refuse(kernel)
+        return tensors
+    if vmap and not torch.is_grad_enabled():
         return tensors
     return (_Guard if vmap else _Wall).apply(kernel, *tensors)
 

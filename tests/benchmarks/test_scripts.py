@@ -27,7 +27,7 @@ def test_train_step() -> None:
 @pytest.mark.slow
 def test_attention() -> None:
     out = _output("attention.py", "--quick")
-    for part in ("long: one row", "packed: 6 documents", "window: 512 keys"):
+    for part in ("long: one row", "packed: 6 documents", "window: 512 keys", "\ncuda: "):
         assert part in out, out
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
-from torch.func import grad, grad_and_value, jvp, vmap
+from torch.func import grad, grad_and_value, jacfwd, jacrev, jvp, vmap
+from torch.nn.functional import cross_entropy
 
 import fnmodels
 from fnmodels import tree
-from tests.support import Case, batch_of, generic_params, richest, segments, summed_loss
+from tests.support import Case, batch_of, generic_params, richest, segments
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
 FAMILIES = {case.family: case for case in richest()}
@@ -109,31 +110,81 @@ def test_a_saved_rule_is_the_same_rule() -> None:
         tree._from_json({"module": "os", "class": "system", "fields": {}})
 
 
-def transforms(config: Any) -> dict[str, Callable[[Any, Any], Any]]:
+def dot(a: Any, b: Any) -> Tensor:
+    return torch.stack([(x * y).sum() for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True)]).sum()
+
+
+def transforms(config: Any, kernel: str = "math") -> dict[str, Callable[[Any, Any], Any]]:
     """Functions of (params, batch), each compiled as a whole: a compiled function inside torch.func runs eagerly."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def losses(params: Any, batch: Any) -> Tensor:
+        """[B]."""
         arguments, labels = batch
-        return summed_loss(fnmodels.forward(params, *arguments, config=config, kernel="math"), labels)
+        logits = fnmodels.forward(params, *arguments, config=config, kernel=kernel)
+        each = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+        return each.view(labels.shape).sum(1)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return losses(params, batch).sum()
+
+    def scaled(width: Tensor, params: Any, batch: Any) -> Tensor:
+        return losses(params | {"embed_tokens": params["embed_tokens"] * width}, batch)
+
+    def ones(params: Any) -> Tensor:
+        return torch.ones(params["embed_tokens"].shape[1])
+
+    def squared_slope(params: Any, batch: Any) -> Tensor:
+        slope = grad(loss)(params, batch)
+        return dot(slope, slope)
+
+    def members(params: Any) -> Any:
+        return tree.map(lambda leaf: torch.stack((leaf, 0.5 * leaf)), params)
 
     return {
         "gradient": grad_and_value(loss),
         "per sample": lambda p, batch: vmap(grad(loss), in_dims=(None, 0))(p, fnmodels.rows(batch)),
         "jvp": lambda p, batch: jvp(lambda q: loss(q, batch), (p,), (p,)),
         "hvp": lambda p, batch: jvp(lambda q: grad(loss)(q, batch), (p,), (p,))[1],
+        "hvp, reverse over forward": lambda p, batch: grad(lambda q: jvp(lambda r: loss(r, batch), (q,), (p,))[1])(p),
+        "vmap": lambda p, batch: vmap(loss, in_dims=(None, 0))(p, fnmodels.rows(batch)),
+        "double backward": lambda p, batch: grad(squared_slope)(p, batch),
+        "jacrev": lambda p, batch: jacrev(losses)(p, batch),
+        "jacfwd": lambda p, batch: jacfwd(scaled)(ones(p), p, batch),
+        "ensemble": lambda p, batch: vmap(grad_and_value(loss), in_dims=(0, None))(members(p), batch),
     }
 
 
+EVERYWHERE = ("gradient", "per sample", "jvp", "hvp")  # the others on two families: minutes each on all
+
+
+def problem(case: Case) -> tuple[Any, Any]:
+    batch = batch_of(case.config, segments((5, 2), (-1, 6)))
+    return generic_params(case.config), (batch.prepared(), batch.labels)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gradient", "per sample", "jvp", "hvp"])
-@pytest.mark.parametrize("case", FAMILIES.values(), ids=str)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, id=f"{case}-{name}")
+        for family, case in FAMILIES.items()
+        for name in transforms(case.config)
+        if name in EVERYWHERE or family in (FIRST, "gemma")
+    ],
+)
 def test_transforms_are_one_graph(case: Case, name: str) -> None:
-    function = transforms(case.config)[name]
-    params, batch = generic_params(case.config), batch_of(case.config, segments((5, 2), (-1, 6)))
-    arguments = (params, (batch.prepared(), batch.labels))
+    function, arguments = transforms(case.config)[name], problem(case)
     got = torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments)
     for a, b in zip(tree.leaves(got), tree.leaves(function(*arguments)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, float(b.abs().max())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jvp", "hvp", "hvp, reverse over forward", "jacfwd"])
+def test_a_fused_kernel_says_while_it_is_traced_that_it_has_no_forward_mode(name: str) -> None:
+    function, arguments = transforms(FAMILIES[FIRST].config, "sdpa")[name], problem(FAMILIES[FIRST])
+    with pytest.raises(Exception, match=r'kernel="sdpa" does not support.*kernel="math" supports all of them'):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments)
 
 
 @pytest.mark.slow

@@ -1,0 +1,59 @@
+"""A caller's own mask constructor (`create=`): torch's `create_block_mask`, as it is and compiled, for every family."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import fnmodels
+from tests.support import Case, batch_of, cases, generic_params, off, richest, segments, supports
+
+MIXED = segments((-3, 5, 4), (12,), (7, 1, -4))
+
+
+def check(case: Case, create: Any) -> None:
+    """BlockMasks in place of our masks give the logits of kernel="math", by every kernel that reads them on the CPU."""
+    batch, weights = batch_of(case.config, MIXED), generic_params(case.config)
+    inputs, masks, freqs_cis = batch.prepared()
+    family = fnmodels.family_of(case.config)
+    made = family.attention_masks(case.config, batch.positions, batch.segment_ids, create=create)
+    assert made.keys() == masks.keys()
+    assert all(isinstance(mask, BlockMask) for mask in made.values())
+    one, other = (len({id(mask) for mask in either.values()}) for either in (made, masks))
+    assert one == other, "kinds with one rule share one mask"
+    wanted = batch.forward(weights)[batch.valid]
+    for kernel in ("math", "sdpa", "auto"):
+        if supports(case, kernel):
+            got = fnmodels.forward(weights, inputs, made, freqs_cis, config=case.config, kernel=kernel)
+            assert off(got[batch.valid], wanted) < 1e-5, kernel
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_create_block_mask(case: Case) -> None:
+    check(case, create_block_mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [*((case, "aot_eager") for case in richest()), (richest()[0], "inductor")],  # code for one: it takes a minute
+    ids=str,
+)
+def test_create_block_mask_compiled(case: Case, backend: str) -> None:
+    torch.compiler.reset()
+    check(case, torch.compile(create_block_mask, backend=backend))
+
+
+@pytest.mark.parametrize("case", richest(), ids=str)
+def test_what_a_constructor_is_given(case: Case) -> None:
+    """A predicate over indices, B, no heads, Q, K, and the device; its result is the mask, whatever it is."""
+    batch, seen = batch_of(case.config, MIXED), []
+
+    def create(mask_mod: Any, *sizes: Any, device: Any) -> Any:
+        seen.append((sizes, torch.device(device)))
+        return create_block_mask(mask_mod, *sizes, device=device)
+
+    family = fnmodels.family_of(case.config)
+    family.attention_masks(case.config, batch.positions, batch.segment_ids, create=create)
+    assert seen and set(seen) == {((3, None, 12, 12), torch.device("cpu"))}
