@@ -97,6 +97,7 @@ def test_spec_is_the_tree(case: Case) -> None:
 
 @every_case
 def test_init_is_a_function_of_seed_and_path(case: Case) -> None:
+    """D2: whatever was drawn before, in whatever order."""
     before = torch.get_rng_state()
     first = tree.flatten(P.init(case.config, 3))
     torch.manual_seed(17)
@@ -136,6 +137,8 @@ def test_params_are_the_whole_state(case: Case) -> None:
 
 @every_case
 def test_building_changes_no_global_state(case: Case) -> None:
+    """R6: generators, defaults, modes, environment, process groups."""
+
     def state() -> tuple[Any, ...]:
         return (
             *(torch.get_rng_state().tolist(), torch.get_default_dtype(), torch.get_num_threads()),

@@ -67,7 +67,7 @@ def _embedding_gradient(batch: Batch, labels: Tensor, kernel: str) -> tuple[Tens
 @every_case_and_kernel
 def test_rows_of_padding_and_of_one_token(case: Case, kernel: str) -> None:
     """P4: finite everywhere, and no gradient from or to padding."""
-    mixed = batch_of(case.config, segments((-6,), (1, -5), (6,), (-5, 1), (1, 1, 1, 1, 1, 1)))
+    mixed = batch_of(case.config, segments((-6,), (1, -5), (6,), (-5, 1), (1, 1, 1, 1, 1, 1), (-2, 3, -1)))
     loss, to_embedding, to_weights = _embedding_gradient(mixed, mixed.labels, kernel)
     assert loss > 0 and to_embedding.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in tree.leaves(to_weights))

@@ -3,6 +3,9 @@
 All with kernel="math", in fp64 where derivatives are compared with differences.
 """
 
+import importlib
+import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fnmodels
+import params as P
+import train
 from fnmodels import testing, tree
 from fnmodels.ops.moe import MOE_TAPS
 from tests.support import (
@@ -115,6 +121,7 @@ def test_linearize(family: str) -> None:
     p = Problem(next(case for case in structures() if case.family == family))
     _, push = linearize(p.loss, p.weights)
     assert off(push(p.direction), jvp(p.loss, (p.weights,), (p.direction,))[1]) < 1e-12
+    assert off(push(p.direction), difference(p.loss, p)) < 1e-7
 
 
 @every_structure
@@ -207,6 +214,55 @@ def test_one_adapted_leaf(case: Case) -> None:
     losses, grads = vmap(loss)(offsets), vmap(grad(loss))(offsets)
     for i in range(3):
         assert off(losses[i], loss(offsets[i])) < 1e-10 and off(grads[i], grad(loss)(offsets[i])) < 1e-10
+
+
+def shards_of(params: Any) -> Any:
+    """The tree in which a layer is two: half of the rows of each of its leaves, and the other half."""
+    halves = [tuple(tree.map(lambda t, i=i: t.tensor_split(2)[i], layer) for i in (0, 1)) for layer in params["layers"]]
+    return {**params, "layers": halves}
+
+
+def gather(*shards: Tensor) -> Tensor:
+    return torch.cat(shards)
+
+
+@every_structure
+def test_parameters_gathered_layer_by_layer(case: Case) -> None:
+    """F5, without processes: shards that `layer_fn` puts together have the derivatives of the whole, in every mode."""
+    p = Problem(case)
+
+    def loss(shards: Any) -> Tensor:
+        def layer_fn(block: Any) -> Any:
+            return lambda layer, *rest: block(tree.map(gather, *layer), *rest)
+
+        logits = fnmodels.forward(shards, *p.prepared, config=p.config, kernel="math", layer_fn=layer_fn)
+        return summed_loss(logits, p.labels)
+
+    at, along = shards_of(p.weights), shards_of(p.direction)
+    assert off(jvp(loss, (at,), (along,)), jvp(p.loss, (p.weights,), (p.direction,))) < 1e-12
+    assert off(grad(loss)(at), shards_of(grad(p.loss)(p.weights))) < 1e-12
+    bent = jvp(grad(loss), (at,), (along,))[1]
+    assert off(bent, shards_of(jvp(grad(p.loss), (p.weights,), (p.direction,))[1])) < 1e-10
+
+
+def custom_functions() -> list[type[Function]]:
+    """Every autograd.Function of the three packages."""
+    for package in (fnmodels, P, train):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not info.name.endswith("__main__"):
+                importlib.import_module(info.name)
+    ours = [m for name, m in sys.modules.items() if name.partition(".")[0] in ("fnmodels", "params", "train")]
+    values = [value for module in ours for value in vars(module).values() if isinstance(value, type)]
+    return [value for value in values if issubclass(value, Function) and value is not Function]
+
+
+def test_custom_functions_have_every_rule() -> None:
+    """F4: setup_context, a rule for vmap and one for jvp, if only one that refuses in words."""
+    assert {function.__name__ for function in custom_functions()} >= {"_Tiles", "_HeadLoss"}
+    for function in custom_functions():
+        assert function.setup_context is not Function.setup_context, function
+        assert function.generate_vmap_rule or function.vmap is not Function.vmap, function
+        assert function.jvp is not Function.jvp, function
 
 
 @with_kernels(tuple(case for case in cases() if getattr(case.config, "tie_word_embeddings", False)))
