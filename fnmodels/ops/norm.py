@@ -15,20 +15,32 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """F.rms_norm over the last dimension, written out where operations are recorded by `torch.func.linearize`.
+
+    Torch 2.13 decomposes it there, folds what does not depend on the tangents, and adds eps to that in place: in every
+    call of the linearized function anew, so that the second one would be wrong without an error.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return normed if weight is None else normed * weight
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, cast back, then times `weight` in x's dtype: Llama's (arXiv 1910.07467).
 
     x [..., D], weight [D] or None for the weightless form.
     """
     if x.dtype is torch.float32 or x.dtype is torch.float64:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)  # no cast stands between, so the fused form is the same maths
-    normed = F.rms_norm(upcast(x), x.shape[-1:], None, eps).to(x.dtype)
+        return _fused(x, weight, eps)  # no cast stands between, so the fused form is the same maths
+    normed = _fused(upcast(x), None, eps).to(x.dtype)
     return normed if weight is None else normed * weight
 
 
 def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """As `rms_norm`, but the weight multiplies before the cast back (OLMo 2, gpt-oss)."""
-    return F.rms_norm(upcast(x), x.shape[-1:], upcast(weight), eps).to(x.dtype)
+    return _fused(upcast(x), upcast(weight), eps).to(x.dtype)
 
 
 def rms_norm_zero_centered(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -41,5 +53,5 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
     w, b = (None if p is None else upcast(p) for p in (weight, bias))
     # Not F.layer_norm: in torch 2.13 reverse over forward mode goes through it with wrong values and no error.
     wide = upcast(x)
-    normed = F.rms_norm(wide - wide.mean(-1, keepdim=True), x.shape[-1:], w, eps)
+    normed = _fused(wide - wide.mean(-1, keepdim=True), w, eps)
     return (normed if b is None else normed + b).to(x.dtype)

@@ -120,8 +120,10 @@ def test_linearize(family: str) -> None:
     """F6: traced once, applied often. (Tracing takes seconds, so one variant stands for all.)"""
     p = Problem(next(case for case in structures() if case.family == family))
     _, push = linearize(p.loss, p.weights)
-    assert off(push(p.direction), jvp(p.loss, (p.weights,), (p.direction,))[1]) < 1e-12
-    assert off(push(p.direction), difference(p.loss, p)) < 1e-7
+    wanted = jvp(p.loss, (p.weights,), (p.direction,))[1]
+    assert off(wanted, difference(p.loss, p)) < 1e-7
+    for _ in range(3):
+        assert off(push(p.direction), wanted) < 1e-12
 
 
 @every_structure
