@@ -25,7 +25,7 @@ from params.export import export
 from params.init import abstract, count, init
 from params.load import load_pretrained
 from params.manifest import verify
-from params.save import save_pretrained
+from params.save import recover, save_pretrained
 from params.sharding import Rules, Sharding, describe, plan
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "load_pretrained",
     "lora",
     "plan",
+    "recover",
     "save_pretrained",
     "unflatten",
     "verify",

@@ -39,7 +39,8 @@ def read_config(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     unfinished = sorted(path.name for path in folder.glob(".saving-*"))
     if unfinished and not (folder / CONFIG).exists():
         text = (
-            f"There is no config.json: a save was cut short while it moved its files here from {unfinished[0]}; folder"
+            f"There is no config.json: a save was cut short while it moved its files here from {unfinished[0]} "
+            "(params.recover finishes it); folder"
         )
         raise FileNotFoundError(errno.ENOENT, text, str(folder))
     file = plain_file(folder, CONFIG)

@@ -34,15 +34,20 @@ class Record:
 
 
 def write_manifest(folder: Path) -> None:
-    """Record every file of `folder`, and flush the record to disk; read back, so that it holds whoever wrote them."""
+    """Record every file of `folder`, read back, so that it holds whoever wrote them.
+
+    The record is flushed, and complete where it is at all.
+    """
     paths = sorted(folder.iterdir())
     with ThreadPoolExecutor() as pool:  # hashing and reading leave Python's lock alone
         digests = pool.map(digest, paths)
         records = {path.name: asdict(Record(path.stat().st_size, d)) for path, d in zip(paths, digests, strict=True)}
-    manifest = folder / MANIFEST
+    part = folder / f"{MANIFEST}.part"
     text = json.dumps({"version": VERSION, "hash": HASH, "files": records}, indent=2)
-    manifest.write_text(text + "\n", encoding="utf-8")
-    sync(manifest)
+    part.write_text(text + "\n", encoding="utf-8")
+    sync(part)
+    os.replace(part, folder / MANIFEST)
+    sync(folder)
 
 
 def digest(path: Path) -> str:
@@ -87,13 +92,14 @@ def verify(path: str | os.PathLike[str]) -> None:
     records = read_manifest(folder)
     paths = {name: plain_file(folder, name) for name in records}
     with ThreadPoolExecutor() as pool:
-        faults = pool.map(lambda name: _fault(paths[name], records[name]), records)
+        faults = pool.map(lambda name: changed(paths[name], records[name]), records)
         found = [fault for fault in faults if fault]
     if found:
         raise FormatError(f"{folder} is not what was saved there: {'; '.join(found)}.")
 
 
-def _fault(path: Path, record: Record) -> str | None:
+def changed(path: Path, record: Record) -> str | None:
+    """How a file differs from what was recorded of it, in words; None where it does not."""
     size = path.stat().st_size
     if size != record.size:
         return f"{path.name} has {size:,} bytes, not {record.size:,}"

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.errors import FormatError
 from fnmodels.tree import Tree
 from params.export import outgoing
 from params.files import sync
 from params.format import Outgoing, write_tensors
 from params.index import INDEX, SINGLE, make_index
-from params.manifest import MANIFEST, write_manifest
-from params.saving import staged, told
+from params.manifest import MANIFEST, changed, read_manifest, write_manifest
+from params.saving import STAGING, exclusive, staged, told
 
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
@@ -36,9 +38,10 @@ def save_pretrained(
 
     Everything is written and flushed to a folder `.saving-*` inside first, and the old files stay valid until then: an
     OSError says so where the disk is full, and BlockingIOError that another save into the folder is under way. A kill
-    during the renames that follow leaves a folder without config.json, which nothing loads, never a mix; where a
-    single file of an equal config is replaced, it leaves the old model or the new one. Parameters that were mapped from
-    this very folder stay good, for renaming keeps the old files alive as long as they are mapped.
+    during the renames that follow leaves a folder without config.json, which nothing loads, never a mix: `recover`
+    finishes them. Where a single file of an equal config is replaced, it leaves the old model or the new one.
+    Parameters that were mapped from this very folder stay good, for renaming keeps the old files alive as long as they
+    are mapped.
     """
     tensors = outgoing(config, params)
     text = config_text(config, _main_dtype(tree.flatten(params)))
@@ -62,30 +65,52 @@ def config_text(config: Any, dtype: torch.dtype) -> str:
     return _json(config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")})
 
 
+def recover(path: str | os.PathLike[str]) -> bool:
+    """Finish a save into the folder `path` that was cut short while it moved its files; True if there was one.
+
+    A save that was cut short earlier, while it wrote them, left the older model as it was: False, and nothing is done.
+    """
+    folder = Path(path)
+    with exclusive(folder):
+        for temporary in folder.glob(f"{STAGING}*"):
+            if not (temporary / MANIFEST).exists():  # made when all else is complete, moved last
+                continue
+            for name, record in read_manifest(temporary).items():
+                place = temporary / name if (temporary / name).exists() else folder / name
+                if fault := changed(place, record):
+                    raise FormatError(f"{temporary} cannot be finished: {fault}.")
+            _replace(folder, temporary)
+            shutil.rmtree(temporary)
+            return True
+    return False
+
+
 def _replace(folder: Path, temporary: Path) -> None:
     """Move the new files into place. config.json goes first and comes last: without it nothing loads the folder.
 
     The manifest is away while what it speaks of changes: a model without one is a model that cannot be verified, one
-    with another's would be called damaged.
+    with another's would be called damaged. May be called again after a kill: what was moved stays.
     """
-    new = {path.name for path in temporary.iterdir()}
+    new = {*read_manifest(temporary), MANIFEST}
+    waiting = {name for name in new if (temporary / name).exists()}
     old = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
     around = [MANIFEST, "config.json"]
     if old <= {SINGLE} and SINGLE in new and _same(folder / "config.json", temporary / "config.json"):
         around = [MANIFEST]  # the model changes by a single rename
-    for name in (*around, *sorted(old - new)):
+    for name in (*(name for name in around if name in waiting), *sorted(old - new)):
         (folder / name).unlink(missing_ok=True)
     sync(folder)
-    for name in sorted(new - {MANIFEST, "config.json"}):
+    for name in sorted(waiting - {MANIFEST, "config.json"}):
         os.replace(temporary / name, folder / name)
     sync(folder)
     for name in reversed(around):
-        os.replace(temporary / name, folder / name)
+        if name in waiting:
+            os.replace(temporary / name, folder / name)
     sync(folder)
 
 
 def _same(one: Path, two: Path) -> bool:
-    return one.exists() and one.read_bytes() == two.read_bytes()
+    return one.exists() and two.exists() and one.read_bytes() == two.read_bytes()
 
 
 def _main_dtype(flat: dict[str, Tensor]) -> torch.dtype:

@@ -120,7 +120,6 @@ def commit(
             for path in temporary.iterdir():
                 sync(path)
             write_manifest(temporary)
-            sync(temporary)
             os.rename(temporary, _path(folder, step))
             sync(folder)
         if keep is not None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,7 +294,7 @@ def test_a_kill_leaves_old_or_new_or_nothing(
     before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = generic_params(SMALL), tree.map(lambda leaf: leaf + 1, generic_params(SMALL))
-    outcomes = set()
+    outcomes, recovered = set(), 0
     for step in range(100):
         folder = tmp_path / str(step)
         P.save_pretrained(folder, SMALL, old, max_shard_size=before)
@@ -333,11 +334,41 @@ def test_a_kill_leaves_old_or_new_or_nothing(
         if finished:
             assert equal(loaded, new)
             break
+        copy = shutil.copytree(folder, tmp_path / f"{step}-copy")
+        if P.recover(copy):
+            P.verify(copy)
+            assert equal(P.load_pretrained(copy)[1], new)
+            recovered += 1
+        assert not P.recover(copy)
+        P.load_pretrained(copy)
         P.save_pretrained(folder, SMALL, new, max_shard_size=after)
         P.verify(folder)
         assert not list(folder.glob(".saving*")), "the next save removes what the kill left"
     single = before == after == "5GB"  # one rename, so that there is always a model
     assert finished and outcomes == ({"old", "new"} if single else {"old", "refused", "new"})
+    assert recovered >= 3
+
+
+def test_a_cut_off_save_that_has_been_damaged_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = generic_params(SMALL)
+    P.save_pretrained(tmp_path, SMALL, old)
+    assert not P.recover(tmp_path)
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "_replace", die)
+        patch.setattr("shutil.rmtree", lambda *args, **kwargs: None)
+        with pytest.raises(Killed):
+            P.save_pretrained(tmp_path, SMALL, P.init(SMALL, 0))
+    file = next(tmp_path.glob(".saving-*")) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(P.FormatError, match=r"cannot be finished: model\.safetensors has the sha256"):
+        P.recover(str(tmp_path))
+    assert equal(P.load_pretrained(tmp_path)[1], old)
 
 
 @pytest.mark.parametrize("fails", ["write_tensors", "write_manifest"])

@@ -11,6 +11,7 @@ import torch
 
 import params as P
 from fnmodels import llama
+from params.manifest import MANIFEST
 from params.saving import LOCK, STAGING, exclusive, staged, told
 from tests.support import generic_params
 from train import checkpoint
@@ -117,10 +118,11 @@ def test_everything_is_on_disk_before_it_gets_its_name(what: str, tmp_path: Path
     else:
         P.save_pretrained(folder, SMALL, generic_params(SMALL), max_shard_size="3KB")
         names = [path.name for path in folder.iterdir()]
-    first = next(i for i, (kind, _) in enumerate(events) if kind == "rename")
-    source = Path(events[first][1])
-    temporary = source if what == "a step" else source.parent
+    made = events.index(("rename", next(path for _, path in events if path.endswith(f"{MANIFEST}.part"))))
+    first = next(i for i, (kind, _) in enumerate(events) if kind == "rename" and i > made)
+    temporary = Path(events[made][1]).parent
     before = {path for kind, path in events[:first] if kind == "flush"}
-    assert before >= {str(temporary / name) for name in names} | {str(tmp_path)}
-    assert events[-1] == ("flush", str(folder))
-    assert (what == "a step") == (sum(kind == "rename" for kind, _ in events) == 1)
+    assert before >= {str(temporary / name).removesuffix("/") for name in names} - {str(temporary / MANIFEST)}
+    assert {path for kind, path in events[:made] if kind == "flush"} >= {events[made][1], str(tmp_path)}
+    assert events[made + 1] == ("flush", str(temporary)) and events[-1] == ("flush", str(folder))
+    assert (what == "a step") == (events[first:] == [("rename", str(temporary)), ("flush", str(folder))])
