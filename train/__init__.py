@@ -7,6 +7,7 @@ run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"]
 
 from . import checkpoint, sharded
 from .adafactor import adafactor
+from .balance import Balance, balance_loss, router_z_loss, update_bias
 from .combine import partition, with_ema, with_master
 from .lion import lion
 from .logprobs import document_sums, head_logprobs, logprobs, token_logprobs
@@ -29,12 +30,14 @@ from .state import State, init_state
 from .step import make_step
 
 __all__ = [
+    "Balance",
     "Optimizer",
     "Saver",
     "State",
     "adafactor",
     "adamw",
     "apply_updates",
+    "balance_loss",
     "checkpoint",
     "clip_by_global_norm",
     "cross_entropy",
@@ -54,12 +57,14 @@ __all__ = [
     "partition",
     "policy_loss",
     "random_state",
+    "router_z_loss",
     "set_random_state",
     "sgd",
     "sharded",
     "token_divergence",
     "token_logprobs",
     "trainable_mask",
+    "update_bias",
     "warmup_stable_decay",
     "with_ema",
     "with_master",

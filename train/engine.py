@@ -28,7 +28,7 @@ Batch = Mapping[str, Tensor]
 
 
 class Engine:
-    """config: the model's, for `export`. params are copied. clip, remat, compile: as in `train.make_step`."""
+    """config: the model's, for `export`. params are copied. The rest: as in `train.make_step`."""
 
     def __init__(
         self,
@@ -39,10 +39,11 @@ class Engine:
         clip: float | None = None,
         remat: str = "none",
         compile: str = "none",
+        balance_rate: float | None = None,
     ) -> None:
-        self.config, self.optimizer, self.clip = config, optimizer, clip
+        self.config, self.optimizer, self.clip, self.balance_rate = config, optimizer, clip, balance_rate
         self.state: State = init_state(params, optimizer)
-        self._how = {"remat": remat, "compile": compile}
+        self._how: dict[str, Any] = {"remat": remat, "compile": compile, "counts": balance_rate is not None}
         self._runs: dict[LossFn, Callable[..., Sums]] = {}
         self._sums: Sums | None = None
 
@@ -71,7 +72,7 @@ class Engine:
         if self._sums is None:
             raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
         sums, self._sums = self._sums, None
-        self.state, metrics = update(self.optimizer, self.state, sums, clip=self.clip)
+        self.state, metrics = update(self.optimizer, self.state, sums, clip=self.clip, balance_rate=self.balance_rate)
         return metrics
 
     def zero_grad(self) -> None:

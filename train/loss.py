@@ -22,6 +22,8 @@ from fnmodels import tree
 from fnmodels.mask import Layout
 from fnmodels.tree import Tree
 
+from .balance import Balance, balance_terms
+
 IGNORE = -100
 CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
 ROWS = 64  # tokens; see `_loss_and_slope`
@@ -41,17 +43,27 @@ def next_token_loss(
     length: int | Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """(sum of the tokens' cross entropies in nats, fp32 at least; count of labels that count, int64).
+    balance: Balance | None = None,
+    aux: bool = False,
+) -> tuple[Any, ...]:
+    """(sum of the tokens' cross entropies in nats, fp32 at least; count of labels that count, int64[, aux]).
 
     batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
     shifted), int64, and -100 is ignored. Where it has `weights` [B, S], as `fnmodels.pack` makes them, each token's
     loss is multiplied by its own, and a label of weight 0 does not count. kernel, layout, layer_fn: see
     `fnmodels.forward`. length: see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing, z_loss: see
-    `cross_entropy`.
+    `cross_entropy`. balance: what a model with experts adds to the sum. aux: return sums of what its routers did too:
+    {"counts": [sparse layers, E] tokens per expert, and for coefficients of `balance` that are not 0
+    "sequence_balance", "batch_balance", "router_z"}.
     """
-    x = hidden_states(params, batch, config=config, kernel=kernel, layout=layout, layer_fn=layer_fn, length=length)
-    return head_loss(
+    how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
+    routed = aux or balance is not None
+    if routed and not getattr(fnmodels.family_of(config), "ROUTED", False):
+        raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
+    taps = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts") if routed else ()
+    found = hidden_states(params, batch, **how, taps=taps)
+    x, tapped = found if routed else (found, {})
+    total, count = head_loss(
         params,
         x,
         batch["labels"],
@@ -61,6 +73,11 @@ def next_token_loss(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
+    if not routed:
+        return total, count
+    labelled = counted(batch["labels"], batch.get("weights")).sum(1)
+    added, sums = balance_terms(tapped, batch["segment_ids"] != 0, labelled, balance or Balance())
+    return (total + added, count, sums) if aux else (total + added, count)
 
 
 def hidden_states(
@@ -72,8 +89,9 @@ def hidden_states(
     layout: Layout | None,
     layer_fn: Any,
     length: int | Tensor | None,
-) -> Tensor:
-    """The hidden states [B, S, D] of a batch as `next_token_loss` takes it, after a check of its keys and labels."""
+    taps: tuple[str, ...] = (),
+) -> Any:
+    """`fnmodels.hidden` of a batch as `next_token_loss` takes it, after a check of its keys and labels."""
     missing = [name for name in ("tokens", "positions", "segment_ids", "labels") if name not in batch]
     if missing:
         raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
@@ -85,10 +103,9 @@ def hidden_states(
         segment_ids=batch["segment_ids"],
         length=length,
     )
-    found: Tensor = fnmodels.hidden(
-        params, inputs, masks, freqs_cis, config=config, kernel=kernel, layout=layout, layer_fn=layer_fn
+    return fnmodels.hidden(
+        params, inputs, masks, freqs_cis, config=config, kernel=kernel, layout=layout, layer_fn=layer_fn, taps=taps
     )
-    return found
 
 
 @dataclass(frozen=True)
@@ -141,8 +158,13 @@ def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None, terms
 
 def count_labels(labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """How many labels count: a 0-d int64 tensor."""
+    return counted(labels, weights).sum()
+
+
+def counted(labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Which labels count: neither -100 nor of weight 0."""
     valid = labels != IGNORE
-    return (valid if weights is None else valid & (weights != 0)).sum()
+    return valid if weights is None else valid & (weights != 0)
 
 
 def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:

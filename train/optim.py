@@ -53,6 +53,12 @@ def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None
     By path: `params` may lack leaves of `trainable`, as one group's share of them does.
     """
     if trainable is None:
+        for path in tree.flatten(params):
+            if path.endswith("selection_bias"):
+                raise ValueError(
+                    f"No gradient teaches {path}, and an optimizer without a spec would let it decay: give it "
+                    "spec=fnmodels.family_of(config).spec(config)."
+                )
         return tree.map(lambda p: p.is_floating_point(), params)
     flat = tree.flatten(trainable(params) if callable(trainable) else trainable)
     lost = [path for path in tree.flatten(params) if path not in flat]

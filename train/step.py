@@ -25,7 +25,8 @@ from fnmodels import document_layout, tree
 from fnmodels.mask import Layout
 from fnmodels.tree import Tree
 
-from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask
+from .balance import update_bias
+from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from .state import State, consume
 
 Batch = Mapping[str, Tensor]
@@ -43,6 +44,7 @@ def make_step(
     remat: str = "none",
     compile: str = "none",
     inplace: bool = True,
+    balance_rate: float | None = None,
     mesh: None = None,
 ) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
     """A function step(state, batch) -> (state, metrics).
@@ -59,6 +61,9 @@ def make_step(
         that are one document from position 0 is passed to compiled code (others would compile anew for each batch).
     inplace: the State that goes in is used up and its tensors are written (see `State`). False leaves it as it was, at
         the cost of a copy of parameters and optimizer state.
+    balance_rate: after each update every layer's `selection_bias` goes up by this for experts that got fewer tokens of
+        the batch than the mean, down for the others (`update_bias`). The loss function must then have a keyword `aux`
+        and give counts [sparse layers, E] in its aux, as `next_token_loss` does. None: the biases stay.
     mesh: not there yet; one process.
 
     metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
@@ -73,7 +78,7 @@ def make_step(
         raise ValueError(f"accumulate is {accumulate!r}; it must be a whole number, at least 1.")
     if clip is not None and clip <= 0:
         raise ValueError(f"clip is {clip}; it must be above 0, or None.")
-    sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile)
+    sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     checked = False
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
@@ -82,7 +87,7 @@ def make_step(
             _check_opt_state(optimizer, state)
             checked = True
         sums = sums_of(state.params, _parts(batch, accumulate))
-        return update(optimizer, state, sums, clip=clip, inplace=inplace)
+        return update(optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
 
     return step
 
@@ -102,11 +107,12 @@ class Sums:
 
 
 def gradient_sums(
-    loss_fn: LossFn, optimizer: Optimizer, *, remat: str = "none", compile: str = "none"
+    loss_fn: LossFn, optimizer: Optimizer, *, remat: str = "none", compile: str = "none", counts: bool = False
 ) -> Callable[..., Sums]:
     """sums(params, parts, into=None) -> Sums of a list of batches, added to `into` where it is given (and used up).
 
-    Arguments as in `make_step`. Gradients are summed in fp32 at least. One part alone is divided on the way.
+    Arguments as in `make_step`. counts: ask the loss function for its aux. Gradients are summed in fp32 at least. One
+    part alone is divided on the way.
     """
     if compile not in ("none", "block", "whole"):
         raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
@@ -117,10 +123,16 @@ def gradient_sums(
             f"remat={remat!r} and compile={compile!r} wrap the model's layers, so the loss function needs a free "
             "keyword `layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
         )
+    if counts and "aux" not in takes:
+        raise ValueError(
+            "balance_rate needs to know how many tokens each expert gets, so the loss function needs a free keyword "
+            "`aux`, False by default, with which it returns (sum, count, aux) as train.next_token_loss does."
+        )
     run = torch.compile(loss_fn, fullgraph=True) if compile == "whole" else loss_fn
 
     def keywords(part: Batch) -> dict[str, Any]:
         chosen: dict[str, Any] = {} if layer_fn is None else {"layer_fn": layer_fn}
+        chosen |= {"aux": True} if counts else {}
         if "layout" in takes:
             layout = _layout(part)
             chosen["layout"] = layout if compile == "none" or (layout and _one_per_shape(layout)) else None
@@ -148,7 +160,13 @@ def gradient_sums(
 
 @torch.no_grad()
 def update(
-    optimizer: Optimizer, state: State, sums: Sums, *, clip: float | None = None, inplace: bool = True
+    optimizer: Optimizer,
+    state: State,
+    sums: Sums,
+    *,
+    clip: float | None = None,
+    inplace: bool = True,
+    balance_rate: float | None = None,
 ) -> tuple[State, dict[str, Any]]:
     """(the State after one update with the gradients of `sums`, which are used up; the metrics of `make_step`)."""
     loss, norm = sums.total / _valid(sums.total, sums.count), global_norm(sums.grads)
@@ -164,7 +182,26 @@ def update(
     if sums.aux is not None:
         metrics["aux"] = sums.aux
     train = trainable_mask(state.params, optimizer.trainable)
-    return _update(optimizer, state, _scatter(train, sums.grads), ~finite, inplace), metrics
+    after = _update(optimizer, state, _scatter(train, sums.grads), ~finite, inplace)
+    if balance_rate is not None:
+        after = State(after.step, _balanced(after.params, sums.aux["counts"], balance_rate, ~finite), after.opt_state)
+    return after, metrics
+
+
+def _balanced(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
+    """The parameters with the selection bias of each layer moved by its counts; other leaves as they are."""
+    flat = tree.flatten(params)
+    paths = [path for path in flat if path.startswith("layers.") and path.endswith(".selection_bias")]
+    if len(paths) != len(counts):
+        raise ValueError(
+            f"balance_rate moves a selection_bias of each layer with experts: there are {len(paths)} of them, and "
+            f"{len(counts)} such layers."
+        )
+    moved = {
+        path: torch.where(skip, flat[path], update_bias(flat[path], of_layer, rate))
+        for path, of_layer in zip(paths, counts, strict=True)
+    }
+    return with_paths(lambda path, leaf: moved.get(path, leaf), params)
 
 
 def _gradients(
@@ -295,11 +332,15 @@ def _one_per_shape(layout: Layout) -> bool:
 
 
 def _open_keywords(loss_fn: LossFn) -> set[str]:
-    """Which of `layer_fn` and `layout` the step may pass: keywords that are there and that no partial has bound."""
+    """Which of `layer_fn`, `layout` and `aux` the step may pass: keywords that are there and that no partial has bound.
+
+    `aux` changes what is returned, so it is never passed to keywords that a function does not name.
+    """
     parameters = inspect.signature(loss_fn).parameters.values()
+    aux = {p.name for p in parameters if p.name == "aux" and isinstance(p.default, bool)}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return {"layer_fn", "layout"} - {p.name for p in parameters if p.default not in (None, p.empty)}
-    return {p.name for p in parameters if p.name in ("layer_fn", "layout") and p.default in (None, p.empty)}
+        return aux | ({"layer_fn", "layout"} - {p.name for p in parameters if p.default not in (None, p.empty)})
+    return aux | {p.name for p in parameters if p.name in ("layer_fn", "layout") and p.default in (None, p.empty)}
 
 
 # ------------------------------------------------------------------------------------------------ layers
