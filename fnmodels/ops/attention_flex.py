@@ -35,7 +35,7 @@ def flex_attention(
     from torch.nn.attention import flex_attention as flex
 
     if q.is_cpu:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        if _differentiated(q, k, v):
             raise NotImplementedError(
                 'kernel="flex" has no backward on the CPU: kernel="blocks" (with a layout) and "sdpa" train there, '
                 'kernel="math" supports every transform.'
@@ -66,6 +66,15 @@ def flex_attention(
     if sinks is not None:  # the sink's share of the probability is taken from all keys alike
         out = out * torch.sigmoid(aux.lse - upcast(sinks)[:, None])[..., None].to(out.dtype)
     return out.transpose(1, 2)
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        from .tracing import transforms  # here, for it imports dynamo
+
+        if "Grad" in transforms():  # what a transform differentiates does not say so while it is traced
+            return True
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _capped(softcap: float) -> Callable[..., Tensor]:

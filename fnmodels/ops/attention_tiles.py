@@ -41,9 +41,9 @@ def pays(q: Tensor) -> bool:
     low, high = _LENGTHS.get(q.element_size(), (1, 0))
     fits = q.device.type == "cpu" and low <= q.shape[1] <= high
     if fits and torch.compiler.is_compiling():
-        from .tracing import transformed  # here, for it imports dynamo
+        from .tracing import transforms  # here, for it imports dynamo
 
-        return not transformed()
+        return not transforms()
     return fits
 
 

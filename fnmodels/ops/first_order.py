@@ -21,9 +21,10 @@ def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tenso
     active by then is asked for; a second derivative that is taken inside of compiled code meets torch's own error.
     """
     if torch.compiler.is_compiling():
-        from .tracing import forward_mode, transformed  # here, for it imports dynamo
+        from .tracing import transforms  # here, for it imports dynamo
 
-        if forward_mode() or (not vmap and transformed()):
+        active = transforms()
+        if "Jvp" in active or ("Vmap" in active and not vmap):
             refuse(kernel)
         return tensors
     if vmap and not torch.is_grad_enabled():

@@ -831,7 +831,7 @@ def eagerly(kernel: str, transform: str) -> str:
 def inside(kernel: str, transform: str) -> str:
     """Of `torch.compile(lambda x: transform(loss)(x))`."""
     second = transform in ("grad(grad)", "double backward")
-    if transform == "linearize" or (second and kernel in ("sdpa", "blocks")):
+    if (transform == "linearize" and kernel != "varlen") or (second and kernel in ("sdpa", "blocks")):
         return TORCHS
     return eagerly(kernel, transform)
 
