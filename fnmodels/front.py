@@ -220,8 +220,9 @@ def _run(
     local = tuple(sorted({name for _, name in wanted} - {"input", "output"}))
     used = sorted(set(kinds[lo:hi]))
     _check_fit(params["layers"], x, masks, freqs_cis, kinds, used)
-    softcap = getattr(config, "attention_softcap", None)  # named so in families that have one
-    form = functools.partial(materialize, device=x.device, dtype=x.dtype, softcap=softcap)
+    # named so in families that have one
+    softcap, sinks = getattr(config, "attention_softcap", None), getattr(family, "SINKS", False)
+    form = functools.partial(materialize, device=x.device, dtype=x.dtype, softcap=softcap, sinks=sinks)
     ready: dict[str, MaskLike] = {}
     for kind in used:
         twin = next((other for other in ready if masks[other] is masks[kind]), None)

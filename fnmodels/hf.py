@@ -263,8 +263,8 @@ def parse_rope(fields: Fields, *, head_dim: int, max_positions: int, theta: floa
         rest["truncate"] = fields.boolean("truncate", True)
     if kind == "longrope":
         rest |= {name: fields.numbers(name, dim // 2) for name in ("short_factor", "long_factor")}
-    if kind == "llama3" and rest["low_freq_factor"] >= rest["high_freq_factor"]:
-        raise ConfigError(f"{fields.where}: 'low_freq_factor' must be below 'high_freq_factor'.")
+    if kind == "llama3" and rest["low_freq_factor"] > rest["high_freq_factor"]:
+        raise ConfigError(f"{fields.where}: 'low_freq_factor' must not be above 'high_freq_factor'.")
     if kind == "dynamic" and dim == 2:
         raise ConfigError(f"{fields.where}: dynamic scaling needs more than 2 rotating dimensions.")
     # transformers writes this one beside every kind of a model that was extended; only three kinds read it

@@ -172,6 +172,27 @@ _QWEN2M = _QWEN2 | {"model_type": "qwen2_moe", "vocab_size": 151936, "norm_topk_
 _QWEN3M = _QWEN3 | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 _OLMOE = {"model_type": "olmoe", "vocab_size": 50304, "num_experts": 64, "num_experts_per_tok": 8}
 
+_GPT_OSS = {"model_type": "gpt_oss", "vocab_size": 201088, "head_dim": 64, "num_experts_per_tok": 4}
+_GPT_OSS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128}
+_GPT_OSS |= {
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+# The text part of what is published together with a vision tower; "text" is what it is without, saved by itself.
+_LLAMA4 = _sized({"model_type": "llama4_text"}, 5120, 8192, 48, 40, 8, head_dim=128, intermediate_size_mlp=16384)
+_LLAMA4 |= {"vocab_size": 202048}
+_LLAMA4 |= {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_experts_per_tok": 1, "attention_chunk_size": 8192}
+_SCOUT_ROPE = _ROPE3 | {"factor": 16.0, "high_freq_factor": 1.0}
+_SCOUT = _LLAMA4 | {"num_local_experts": 16, "rope_scaling": _SCOUT_ROPE, "max_position_embeddings": 10485760}
+_MAVERICK = _LLAMA4 | {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
+_MAVERICK |= {"max_position_embeddings": 1048576}
+
 
 def _neox(hidden: int, layers: int, heads: int, **rest: Any) -> dict[str, Any]:
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
@@ -276,4 +297,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ministral-3-14b": _sized(
         _MINISTRAL3, 5120, 16384, 40, 32, 8, rope_parameters=_MINISTRAL3_ROPE | {"rope_theta": 1e9}
     ),
+    "gpt-oss-20b": _sized(_GPT_OSS, 2880, 2880, 24, 64, 8, num_local_experts=32),
+    "gpt-oss-120b": _sized(_GPT_OSS, 2880, 2880, 36, 64, 8, num_local_experts=128),
+    "llama-4-scout": {"model_type": "llama4", "text_config": _SCOUT},
+    "llama-4-scout-text": _SCOUT,
+    "llama-4-maverick": {"model_type": "llama4", "text_config": _MAVERICK},
+    "llama-4-maverick-text": _MAVERICK,
 }

@@ -50,6 +50,7 @@ _SUBLAYERS = (
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
     {"attention": "self_attn", "mlp": "mlp"},
+    {"attention": "self_attn", "mlp": "feed_forward"},  # Llama 4
     {"attention": "attn", "mlp": "mlp"},  # GPT-2
     {"attention": "attention", "mlp": "mlp"},  # GPT-NeoX
 )
@@ -138,12 +139,16 @@ def _transformers() -> Any:
 
 
 def _reference(transformers: Any, folder: Path) -> Any:
-    """transformers' model of the folder: fp32, with attention written out."""
+    """transformers' model of the folder: fp32, with attention and experts written out."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            local_files_only=True,
         )
     except Exception as error:  # there is no end to the kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -155,7 +160,9 @@ def _reference(transformers: Any, folder: Path) -> Any:
 
 def _layers(model: Any) -> Any:
     """The reference's list of layers; None for an unknown layout."""
-    return getattr(model.base_model, "layers", getattr(model.base_model, "h", None))
+    # Llama 4's text model names a base that only the model with a vision tower has
+    base = model.model if model.base_model is model else model.base_model
+    return getattr(base, "layers", getattr(base, "h", None))
 
 
 def _on_disk(model: Any) -> dict[str, Tensor]:
@@ -201,7 +208,8 @@ def _theirs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
         tapped["embed"] = args[0] if args else kwargs["hidden_states"]
 
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
-        tapped[tap] = output[0] if isinstance(output, tuple) else output
+        value = output[0] if isinstance(output, tuple) else output
+        tapped[tap] = value if value.ndim == 3 else value.view(*tokens.shape, -1)  # experts may see rows of tokens
 
     layers = _layers(model)
     handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]

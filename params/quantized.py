@@ -171,12 +171,16 @@ def _from_fp8(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """[out, in] float8_e4m3fn and fp32 [ceil(out / rows), ceil(in / columns)] -> fp32 [out, in]."""
     out, width = values.shape
     wide = scales.repeat_interleave(block[0], 0)[:out].repeat_interleave(block[1], 1)[:, :width]
-    return values.float().mul_(wide)
+    # looked up, as torch's own cast from fp8 takes four times as long on a CPU
+    numbers = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
+    return numbers.index_select(0, values.view(torch.uint8).flatten().int()).view(out, width).mul_(wide)
 
 
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """[out, n, 16] and [out, n], both uint8 -> fp32 [out, 32 n]."""
     numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
     pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), 1)  # by byte: low half, high half
-    values = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, 32)
+    # a pair at a time, as one word
+    words = pairs.view(torch.int64).flatten().index_select(0, blocks.flatten().int())
+    values = words.view(torch.float32).view(*scales.shape, 32)
     return values.mul_(scales.view(torch.float8_e8m0fnu).float()[..., None]).flatten(1)

@@ -4,8 +4,9 @@ Families are found by looking (`fnmodels.families`). Their tiny configurations s
 a function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
 `published() -> {name: config.json}`, the largest published members, `sizes() -> {name: number of parameters}`; where
 they are needed `BIDIRECTIONAL = {variants}` for those whose tokens see later ones, `BLIND = {variant: {fields of
-Config}}` for fields that a variant has no use for, and `SEEDS = {variant: seed}` of the tokens on which a model with
-experts is compared with transformers: where every expert is used and no choice is close.
+Config}}` for fields that a variant has no use for, `SEEDS = {variant: seed}` of the tokens on which a model with
+experts is compared with transformers: where every expert is used and no choice is close, and `SEPARATE = {form of
+batch: why}` for batches that transformers itself reads wrongly: parity compares their documents one by one.
 """
 
 import functools

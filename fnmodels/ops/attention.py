@@ -93,10 +93,11 @@ def materialize(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> Any:
     """The mask in the form that the kernel reads, made once for all layers; a form is returned as it is.
 
-    device, dtype, softcap: of the attention to come, for "auto". Raises ValueError for a layout of another batch.
+    device, dtype, softcap, sinks: of the attention to come, for "auto". Raises ValueError for another batch's layout.
     """
     if kernel not in KERNELS:
         raise ValueError(f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}.")
@@ -112,7 +113,7 @@ def materialize(
         _check_documents(mask, layout)
     if kernel == "auto":
         compiled = torch.compiler.is_compiling()
-        kernel, _ = _choose(mask, layout, torch.device(device).type, dtype, softcap is not None, False, compiled)
+        kernel, _ = _choose(mask, layout, torch.device(device).type, dtype, softcap is not None, sinks, compiled)
     if kernel == "blocks":
         return plan_blocks(*_with_layout(mask, layout, kernel))
     if kernel == "flex":

@@ -99,7 +99,9 @@ def _llama3(rope: Rope, base: Tensor) -> Tensor:
     original = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / base
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    turns = original / wavelength
+    # Llama 4 Scout has both factors equal, and nothing between
+    smooth = ((turns - low) / (high - low)).clamp(0, 1) if low < high else (turns >= low).double()
     return (1 - smooth) * base / rope.factor + smooth * base
 
 

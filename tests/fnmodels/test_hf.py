@@ -135,7 +135,7 @@ def test_ropes(values: dict[str, Any], want: Rope) -> None:
         ),
         ({"partial_rotary_factor": 0.4}, ConfigError, "3 of 8"),
         ({"partial_rotary_factor": 1.5}, ConfigError, "1.5, but must be .* at most 1"),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, ConfigError, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 5.0}}, ConfigError, "low_freq_factor"),
         ({"rope_scaling": {"rope_type": "longrope", **LONG, "long_factor": [1]}}, ConfigError, "list of 4"),
     ],
 )

@@ -97,6 +97,13 @@ PUBLISHED: dict[str, int | str] = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "olmoe-1b-7b": 6_919_161_856,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    # all parts, less the vision tower and its projection
+    "llama-4-scout": 108_641_793_536 - 871_932_416,
+    "llama-4-scout-text": 108_641_793_536 - 871_932_416,
+    "llama-4-maverick": 401_583_781_376 - 871_932_416,
+    "llama-4-maverick-text": 401_583_781_376 - 871_932_416,
 }
 
 

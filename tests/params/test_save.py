@@ -19,7 +19,7 @@ from fnmodels.disk import Part, covers, gather, take
 from params import save
 from params.manifest import MANIFEST
 from params.names import by_name, slots
-from tests.parity.oracle import model_of, on_disk
+from tests.parity.oracle import EAGER, model_of, on_disk
 from tests.support import Case, cases, generic_params, structures, tokens_of
 
 SMALL = llama.Config(
@@ -75,9 +75,7 @@ def test_transformers_opens_ours(case: Case, limit: str, tmp_path: Path) -> None
     config, state = case.config, on_disk(original)
     weights = tree.unflatten({slot.path: gather(slot.stored, state) for slot in slots(config)})
     P.save_pretrained(tmp_path, config, weights, max_shard_size=limit)
-    opened, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, attn_implementation="eager", dtype="auto"
-    )
+    opened, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, **EAGER, dtype="auto")
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert opened.dtype == torch.float32
     tokens = tokens_of(config, 2, 20)

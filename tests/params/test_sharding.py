@@ -36,8 +36,9 @@ def test_axes_go_where_the_rules_say_and_the_rest_is_spread() -> None:
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2}])
 @pytest.mark.parametrize("case", richest(), ids=str)
 def test_the_parts_of_all_ranks_are_the_whole(case: Any, sizes: dict[str, int]) -> None:
-    rules = Rules({"mlp": "tp"} if "tp" in sizes else {}, spread="fsdp")
     spec = fnmodels.family_of(case.config).spec(case.config)
+    axes = {axis for leaf in tree.leaves(spec) for axis in leaf.axes} & {"mlp", "expert_mlp"}
+    rules = Rules(dict.fromkeys(axes, "tp") if "tp" in sizes else {}, spread="fsdp")
     for path, sharding in tree.flatten(plan(spec, rules, sizes)).items():
         seen = torch.zeros(sharding.shape, dtype=torch.int)
         for coordinate in itertools.product(*map(range, sizes.values())):

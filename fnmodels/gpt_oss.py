@@ -1,0 +1,237 @@
+"""gpt-oss 20B and 120B (OpenAI, arXiv 2508.10925): a mixture of experts in every layer, and attention with sinks.
+
+Each head has a sink, one more logit that takes probability and gives nothing; every second layer looks back a window
+only. Experts clamp what they multiply, and everything has a bias. The published files hold the experts as mxfp4, which
+`params.load_pretrained` reads; they are saved as bf16, with gate and up column by column in turn.
+
+Router dtypes: weight, bias and logits as the activations, scores in fp32, the experts' weights as the activations.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .decoder import (
+    check_decoder,
+    check_experts,
+    decoder_name,
+    decoder_sizes,
+    decoder_to_hf,
+    experts_from_hf,
+    layer_types,
+    sliding_layers,
+)
+from .disk import Part, Stored
+from .hf import Fields, parse_rope, rope_to_hf, rope_values
+from .leaf import Leaf, Normal, attention_leaves, moe_leaves, norm, weight
+from .mask import Create, Layout, MaskLike, causal_masks
+from .ops.attention import attention
+from .ops.embed import embed_tokens
+from .ops.experts import Experts
+from .ops.heads import project_out, project_qkv
+from .ops.moe import KEPT, MOE_TAPS, moe
+from .ops.norm import rms_norm_fp32_weight
+from .ops.rotary import Rope, apply_rotary, rotary_table
+from .ops.router import top_k_softmax
+from .tree import Tree, flatten
+
+MODEL_TYPES = ("gpt_oss",)
+KINDS = ("full_moe", "sliding_moe")
+ROUTED = True
+SINKS = True
+TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+
+# What transformers takes where a config.json says nothing of a rope.
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "full_moe"."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of one expert
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    rope: Rope = Rope(150000.0)  # noqa: RUF009 - frozen
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = True
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    sliding_window: int | None = None
+    layer_kinds: tuple[str, ...] = ()
+    max_position_embeddings: int = 131072
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="gpt_oss", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_decoder(self, KINDS)
+        check_experts(self.num_local_experts, self.num_experts_per_tok)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        sizes = decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=64)
+        experts, chosen = experts_from_hf(fields, 128, 4)
+        slides = sliding_layers(fields, [i % 2 == 0 for i in range(sizes["num_hidden_layers"])])
+        fields.expect("hidden_act", "silu")  # its experts have their own activation, whatever stands here
+        # written twice, under the names of OpenAI's own code
+        fields.expect("experts_per_token", chosen)
+        rope = _rope(fields, sizes["head_dim"], sizes["max_position_embeddings"])
+        fields.expect("initial_context_length", rope.original_max_position_embeddings)
+        config = Config(
+            **sizes,
+            num_local_experts=experts,
+            num_experts_per_tok=chosen,
+            rope=rope,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
+            attention_bias=fields.boolean("attention_bias", True),
+            swiglu_alpha=fields.number("swiglu_alpha", 1.702),
+            swiglu_limit=fields.number("swiglu_limit", 7.0),
+            sliding_window=fields.integer("sliding_window", 0 if "sliding_window" in values else 128, low=0) or None,
+            layer_kinds=tuple("sliding_moe" if slide else "full_moe" for slide in slides),
+            model_type=model_type,
+        )
+        object.__setattr__(config, "extra", fields.finish())
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        names = ("rms_norm_eps", "attention_bias", "swiglu_alpha", "swiglu_limit", "sliding_window")
+        own = {name: getattr(self, name) for name in (*names, "num_local_experts", "num_experts_per_tok")}
+        own |= {"layer_types": layer_types([kind.startswith("sliding") for kind in self.layer_kinds])}
+        return decoder_to_hf(self, "GptOssForCausalLM", rope_parameters=rope_to_hf(self.rope), **own)
+
+
+def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
+    none = all(fields.values.get(name) is None for name in ("rope_parameters", "rope_scaling"))
+    inner = Fields(rope_values(fields) | (_YARN if none else {}), f"{fields.where}, rope")
+    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=150000.0)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]; of attention and experts with biases, one sink for each head."""
+    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
+    heads, kv_heads, on = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+    experts, inner = config.num_local_experts, config.intermediate_size
+
+    def layer() -> Tree:
+        attention = attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=on, o_bias=on)
+        sinks = Leaf((heads,), attention["q_proj"].dtype, ("heads",), Normal(std), decay=False)
+        return {
+            "input_layernorm": norm(D, "embed"),
+            "attention": {**attention, "sinks": sinks},
+            "post_attention_layernorm": norm(D, "embed"),
+            "mlp": moe_leaves(D, experts, inner, std=std, biases=True, router_bias=True),
+        }
+
+    tree: Tree = {
+        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "layers": [layer() for _ in range(config.num_hidden_layers)],
+        "norm": norm(D, "embed"),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
+    return tree
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk, or its part of a tensor of all experts}."""
+    D, inner = config.hidden_size, config.intermediate_size
+    names: dict[str, Stored] = {path: decoder_name(path) for path in flatten(spec(config))}
+    for i in range(config.num_hidden_layers):
+        ours, theirs = f"layers.{i}.mlp", f"model.layers.{i}.mlp"
+        names[f"layers.{i}.attention.sinks"] = f"model.layers.{i}.self_attn.sinks"
+        names[f"{ours}.router_bias"] = f"{theirs}.router.bias"
+        for turn, leaf in enumerate(("gate", "up")):  # of 2 F columns the even ones are the gate's
+            for path, name in ((f"{leaf}_proj", "gate_up_proj"), (f"{leaf}_bias", "gate_up_proj_bias")):
+                names[f"{ours}.experts.{path}"] = Part(
+                    f"{theirs}.experts.{name}", turn, turn + 1, 2 * inner, groups=inner, transposed=True, batched=True
+                )
+        names[f"{ours}.experts.down_proj"] = Part(f"{theirs}.experts.down_proj", 0, D, D, transposed=True, batched=True)
+        names[f"{ours}.experts.down_bias"] = f"{theirs}.experts.down_proj_bias"
+    return names
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    return config.layer_kinds
+
+
+def attention_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 table [B, S, R/2, 2]}."""
+    return dict.fromkeys(sorted(set(config.layer_kinds)), rotary_table(config.rope, config.head_dim, positions, length))
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]."""
+    return embed_tokens(params["embed_tokens"], inputs)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """gate sigmoid(alpha gate) (up + 1), with the gate cut above and up on both sides at `limit`."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (alpha * gate).sigmoid() * (up + 1)
+
+
+def block(
+    layer: Tree,
+    x: Tensor,
+    mask: MaskLike,
+    freqs: Tensor,
+    /,
+    *,
+    config: Config,
+    kind: str,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    taps: tuple[str, ...] = (),
+    valid: Tensor | None = None,
+    routing: Tensor | None = None,
+    experts: str | Experts = "auto",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe`."""
+    eps, weights = config.rms_norm_eps, layer["attention"]
+    normed = rms_norm_fp32_weight(x, layer["input_layernorm"], eps=eps)
+    q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    scale, sinks = config.head_dim**-0.5, weights["sinks"]
+    mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, sinks=sinks, layout=layout)
+    attended = project_out(weights, mixed)
+    middle = x + attended
+    normed = rms_norm_fp32_weight(middle, layer["post_attention_layernorm"], eps=eps)
+    route = functools.partial(top_k_softmax, k=config.num_experts_per_tok, dtype=x.dtype)
+    act = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    fed, routed = moe(
+        layer["mlp"], normed, route, valid=valid, routing=routing, experts=experts, act=act, kernel=kernel
+    )
+    named = {"attention": attended, "middle": middle, "mlp": fed, **routed}
+    return middle + fed, {name: named[name] for name in (*KEPT, *taps)}
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head: logits [B, S, V]."""
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return F.linear(rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), head)

@@ -1,0 +1,299 @@
+"""Llama 4 Scout and Maverick, their text part (Meta, 2025).
+
+Three of four layers rotate and see the chunk of positions that they are in; every fourth one has no rotary embedding
+and sees everything, with queries that grow with the logarithm of their position (arXiv 2501.19399). After the rotation
+queries and keys may be normalized, without a weight. Experts, in every layer or every second one, get their token times
+the router's sigmoid, beside one expert that all tokens pass through. A checkpoint of model type llama4 also has a
+vision tower, which is left out.
+
+Router dtypes: weight and logits as the activations, scores in fp32, the experts' weights as the activations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .decoder import check_decoder, check_experts, decoder_name, decoder_sizes, decoder_to_hf, experts_from_hf
+from .disk import Part, Stored
+from .errors import ConfigError
+from .hf import Fields, quantization, rope_from_hf, rope_to_hf, shown
+from .leaf import attention_leaves, gated_mlp_leaves, moe_leaves, norm, weight
+from .mask import Create, Layout, MaskLike, build_mask
+from .ops.attention import attention
+from .ops.embed import embed_tokens
+from .ops.experts import Experts
+from .ops.heads import project_out, project_qkv
+from .ops.mlp import ACTIVATIONS, gated_mlp, glu
+from .ops.moe import KEPT, MOE_TAPS, moe
+from .ops.norm import rms_norm
+from .ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
+from .ops.router import top_k_sigmoid
+from .rules import Causal, Chunk
+from .tree import Tree, flatten
+
+MODEL_TYPES = ("llama4", "llama4_text")
+KINDS = tuple(see + nope + moe for see in ("chunked", "full") for nope in ("", "_nope") for moe in ("_moe", ""))
+ROUTED = True
+LEFTOVERS = (r"vision_model\..*", r"multi_modal_projector\..*")
+TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "chunked_moe".
+
+    "chunked" layers see their chunk, "full" ones everything; "_nope": nothing rotates; "_moe": with experts.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of one expert, and of the shared one
+    intermediate_size_mlp: int  # of layers without experts
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    rope: Rope = Rope(500000.0)  # noqa: RUF009 - frozen
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    use_qk_norm: bool = True
+    # queries without rotation are multiplied by 1 + attn_scale ln(1 + floor((position + 1) / floor_scale))
+    attn_temperature_tuning: bool = True
+    attn_scale: float = 0.1
+    floor_scale: int = 8192
+    attention_chunk_size: int = 8192
+    hidden_act: str = "silu"
+    layer_kinds: tuple[str, ...] = ()
+    max_position_embeddings: int = 131072
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="llama4_text", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_decoder(self, KINDS)
+        check_experts(self.num_local_experts, self.num_experts_per_tok)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name.
+
+        Of model type llama4 the text part is read: `text_config`, with a vision tower's beside it.
+        """
+        outer = Fields(values)
+        if outer.choice("model_type", MODEL_TYPES) == "llama4_text":
+            return _from_hf(outer)
+        text = outer.take("text_config")
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"{outer.where}: 'text_config' is {shown(text)}, but must be an object.")
+        quantization(outer)
+        tied = outer.boolean("tie_word_embeddings", False)
+        text = {"model_type": "llama4_text", "tie_word_embeddings": tied, **text}
+        inner = Fields(text, f"{outer.where}, text_config")
+        inner.expect("model_type", "llama4_text")
+        inner.expect("tie_word_embeddings", tied)  # written twice
+        # images are put in the place of a token; this is a model of text
+        outer.expect("is_encoder_decoder", False)
+        outer.finish(ignored=("vision_config", "image_token_index", "boi_token_index", "eoi_token_index"))
+        return dataclasses.replace(_from_hf(inner), model_type="llama4")
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect, of model type llama4 with nothing but `text_config`."""
+        names = ["intermediate_size_mlp", "rms_norm_eps", "attention_bias", "use_qk_norm", "attn_temperature_tuning"]
+        names += ["attn_scale", "floor_scale", "attention_chunk_size", "hidden_act", "num_local_experts"]
+        own = {name: getattr(self, name) for name in (*names, "num_experts_per_tok")}
+        seen = {"chunked": "chunked_attention", "full": "full_attention"}
+        own["layer_types"] = [seen[kind.partition("_")[0]] for kind in self.layer_kinds]
+        own["no_rope_layers"] = [int("nope" not in kind) for kind in self.layer_kinds]  # 1: it has one
+        own["moe_layers"] = [i for i, kind in enumerate(self.layer_kinds) if kind.endswith("_moe")]
+        text = dataclasses.replace(self, model_type="llama4_text")
+        inner = decoder_to_hf(text, "Llama4ForCausalLM", rope_parameters=rope_to_hf(self.rope), **own)
+        if self.model_type == "llama4_text":
+            return inner
+        outer = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
+        return outer | {"text_config": inner, "tie_word_embeddings": self.tie_word_embeddings}
+
+
+def _from_hf(fields: Fields) -> Config:
+    sizes = decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=128)
+    where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
+    experts, chosen = experts_from_hf(fields, 16, 1)
+    fields.expect("router_jitter_noise", 0.0, 0)
+    fields.expect("for_llm_compressor", False)
+    tuning = fields.take("attn_temperature_tuning", True)  # the first files have 4, as a yes
+    if not isinstance(tuning, bool) and tuning != 4:
+        raise ConfigError(f"{fields.where}: 'attn_temperature_tuning' is {shown(tuning)}, but must be true or false.")
+    config = Config(
+        **sizes,
+        intermediate_size_mlp=fields.integer("intermediate_size_mlp", 16384),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+        rope=rope_from_hf(fields, theta=500000.0, **where),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
+        attention_bias=fields.boolean("attention_bias", False),
+        use_qk_norm=fields.boolean("use_qk_norm", True),
+        attn_temperature_tuning=bool(tuning),
+        attn_scale=fields.number("attn_scale", 0.1),
+        floor_scale=fields.integer("floor_scale", 8192),
+        attention_chunk_size=fields.integer("attention_chunk_size", 8192),
+        hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+        layer_kinds=_layer_kinds(fields, sizes["num_hidden_layers"]),
+    )
+    object.__setattr__(config, "extra", fields.finish(ignored=("cache_implementation",)))
+    return config
+
+
+def _layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
+    """What each layer sees, whether it rotates, whether it has experts: from lists, or from the rules behind them."""
+    every = fields.integer("no_rope_layer_interval", 4)
+    rotates = fields.take("no_rope_layers", None) or [int((i + 1) % every != 0) for i in range(layers)]
+    if not isinstance(rotates, list) or len(rotates) != layers or not all(flag in (0, 1) for flag in rotates):
+        raise ConfigError(
+            f"{fields.where}: 'no_rope_layers' must be a list of {layers} numbers, 1 where a layer has one."
+        )
+    step = fields.integer("interleave_moe_layer_step", 1)
+    sparse = fields.take("moe_layers", list(range(step - 1, layers, step)))
+    if not isinstance(sparse, list) or not all(type(i) is int and 0 <= i < layers for i in sparse):
+        raise ConfigError(f"{fields.where}: 'moe_layers' must be a list of numbers of layers, below {layers}.")
+    known = {"chunked_attention": "chunked", "full_attention": "full"}
+    types = fields.take("layer_types", ["chunked_attention" if flag else "full_attention" for flag in rotates])
+    if not isinstance(types, list) or len(types) != layers or not all(t in known for t in map(str, types)):
+        raise ConfigError(
+            f"{fields.where}: 'layer_types' must name {layers} layers, each {' or '.join(map(repr, known))}."
+        )
+    return tuple(
+        known[types[i]] + ("" if rotates[i] else "_nope") + ("_moe" if i in sparse else "") for i in range(layers)
+    )
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
+    heads, kv_heads, on = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+    experts, inner = config.num_local_experts, config.intermediate_size
+
+    def layer(kind: str) -> Tree:
+        mlp: Tree = gated_mlp_leaves(D, config.intermediate_size_mlp, std=std)
+        if kind.endswith("_moe"):
+            mlp = moe_leaves(D, experts, inner, std=std, shared=inner)
+        return {
+            "input_layernorm": norm(D, "embed"),
+            "attention": attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=on, o_bias=on),
+            "post_attention_layernorm": norm(D, "embed"),
+            "mlp": mlp,
+        }
+
+    tree: Tree = {
+        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "layers": [layer(kind) for kind in config.layer_kinds],
+        "norm": norm(D, "embed"),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
+    return tree
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk, or its part of a tensor of all experts}."""
+    D, inner = config.hidden_size, config.intermediate_size
+    prefix = "language_model." if config.model_type == "llama4" else ""
+    names: dict[str, Stored] = {
+        path: prefix + decoder_name(path).replace(".mlp.", ".feed_forward.") for path in flatten(spec(config))
+    }
+    for i, kind in enumerate(config.layer_kinds):
+        if kind.endswith("_moe"):
+            ours, theirs = f"layers.{i}.mlp.experts", f"{prefix}model.layers.{i}.feed_forward.experts"
+            for half, leaf in enumerate(("gate", "up")):
+                names[f"{ours}.{leaf}_proj"] = Part(
+                    f"{theirs}.gate_up_proj", half * inner, (half + 1) * inner, 2 * inner, transposed=True, batched=True
+                )
+            names[f"{ours}.down_proj"] = Part(f"{theirs}.down_proj", 0, D, D, transposed=True, batched=True)
+    return names
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    return config.layer_kinds
+
+
+def attention_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; positions and segment_ids [B, S]. Chunks are of positions, whatever stands to the left of a row."""
+    chunks = Causal() & Chunk(config.attention_chunk_size)
+    rules = {kind: chunks if kind.startswith("chunked") else Causal() for kind in sorted(set(config.layer_kinds))}
+    masks = {rule: build_mask(rule, positions, segment_ids, create=create) for rule in dict.fromkeys(rules.values())}
+    return {kind: masks[rule] for kind, rule in rules.items()}
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:
+    """{kind: {"table": fp32 [B, S, R/2, 2]}}, where nothing rotates with R = 0 and "temperature", fp32 [B, S]."""
+    rotates = {"table": rotary_table(config.rope, config.head_dim, positions, length)}
+    still = {"table": no_rotation(positions)}
+    if config.attn_temperature_tuning:
+        grown = torch.log1p(torch.floor((positions.double() + 1) / config.floor_scale))
+        still["temperature"] = (1 + config.attn_scale * grown).float()
+    return {kind: still if "nope" in kind else rotates for kind in sorted(set(config.layer_kinds))}
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]."""
+    return embed_tokens(params["embed_tokens"], inputs)
+
+
+def block(
+    layer: Tree,
+    x: Tensor,
+    mask: MaskLike,
+    freqs: dict[str, Tensor],
+    /,
+    *,
+    config: Config,
+    kind: str,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    taps: tuple[str, ...] = (),
+    valid: Tensor | None = None,
+    routing: Tensor | None = None,
+    experts: str | Experts = "auto",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe`."""
+    weights, eps = layer["attention"], config.rms_norm_eps
+    q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
+    q, k = (apply_rotary_interleaved(t, freqs["table"]) for t in (q, k))
+    if config.use_qk_norm and "nope" not in kind:
+        q, k = rms_norm(q, None, eps=eps), rms_norm(k, None, eps=eps)
+    if "temperature" in freqs:
+        q = (q * freqs["temperature"][..., None, None]).to(q.dtype)
+    mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
+    attended = project_out(weights, mixed)
+    middle = x + attended
+    normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
+    named: dict[str, Tensor] = {"attention": attended, "middle": middle}
+    always: tuple[str, ...] = ()
+    if kind.endswith("_moe"):
+        route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok, dtype=x.dtype)
+        act = functools.partial(glu, activation=config.hidden_act)
+        given: dict[str, Any] = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel}
+        fed, routed = moe(layer["mlp"], normed, route, act=act, input_weighted=True, **given)
+        named, always = named | routed, KEPT
+    else:
+        fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
+    return middle + fed, {name: (named | {"mlp": fed})[name] for name in (*always, *taps)}
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head: logits [B, S, V]."""
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
