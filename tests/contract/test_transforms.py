@@ -235,7 +235,7 @@ def test_parameters_gathered_layer_by_layer(case: Case) -> None:
 
     def loss(shards: Any) -> Tensor:
         def layer_fn(block: Any) -> Any:
-            return lambda layer, *rest: block(tree.map(gather, *layer), *rest)
+            return lambda layer, *rest, **more: block(tree.map(gather, *layer), *rest, **more)
 
         logits = fnmodels.forward(shards, *p.prepared, config=p.config, kernel="math", layer_fn=layer_fn)
         return summed_loss(logits, p.labels)
