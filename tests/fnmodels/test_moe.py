@@ -113,10 +113,11 @@ def test_a_replay_reads_the_live_scores(name: str) -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 def test_nothing_is_cast_before_the_choice(name: str) -> None:
     """M4: logits one part in 10^4 apart, which bf16 takes for equal; weights come in the dtype asked for."""
-    logits = torch.full((1, E), -2.0)
-    logits[0, 4], logits[0, 3] = 2.0002, 2.0001
-    weights, indices = ROUTERS[name](logits, dtype=torch.bfloat16)
-    assert indices.tolist() == [[4, 3]] and weights.dtype == torch.bfloat16
+    logits = torch.full((2, E), -2.0)
+    logits[0, 4], logits[0, 3] = logits[1, 3], logits[1, 4] = 2.0002, 2.0001
+    route = functools.partial(ROUTERS[name], **({"bias": None} if name == "sigmoid" else {}))
+    weights, indices = route(logits, dtype=torch.bfloat16)
+    assert indices.tolist() == [[4, 3], [3, 4]] and weights.dtype == torch.bfloat16
     assert ROUTERS[name](logits.bfloat16())[0].dtype == torch.float32
     assert torch.equal(ROUTERS[name](torch.zeros(1, E))[1], ROUTERS[name](torch.zeros(1, E), None)[1])
 

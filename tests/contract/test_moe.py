@@ -1,0 +1,306 @@
+"""Mixtures of experts, in every family that has one: padding, dispatch, paths, dtypes, counts, balance and replay.
+
+The functions alone are tested in tests/fnmodels/test_moe.py and tests/train/test_balance.py.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnmodels
+import train
+from fnmodels import tree
+from fnmodels.ops.dispatch import combine, dispatch, virtual_padding
+from fnmodels.ops.experts import loop_experts
+from tests.support import (
+    Batch,
+    Case,
+    batch_of,
+    cases,
+    generic_params,
+    gradients,
+    is_routed,
+    off,
+    routing_of,
+    segments,
+    sparse_layers,
+    structures,
+    summed_loss,
+    trainable,
+)
+
+ROUTED = [case for case in cases() if is_routed(case.config)]
+every_case = pytest.mark.parametrize("case", ROUTED, ids=str)
+every_structure = pytest.mark.parametrize("case", [case for case in structures() if case in ROUTED], ids=str)
+every_path = pytest.mark.parametrize("experts", ["loop", "grouped", "dense"])
+MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (-12,))
+
+
+def test_there_are_families() -> None:
+    assert {"mixtral", "qwen_moe"} <= {case.family for case in ROUTED}
+
+
+def relative(a: Any, b: Any) -> float:
+    """The largest |a - b| of a leaf in units of the norm of b, over the leaves."""
+    pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
+    return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) if y.any() else float(x.norm()) for x, y in pairs)
+
+
+def results(case: Case, batch: Batch, params: Any, **options: Any) -> tuple[Tensor, Tensor, Any, list[list[int]]]:
+    """(logits at real tokens, loss, gradients, counts of each sparse layer)."""
+    leaves = trainable(params)
+    logits, tapped = batch.forward(leaves, taps=("layers.*.counts",), **options)
+    loss = summed_loss(logits, batch.labels)
+    return logits[batch.valid].detach(), loss.detach(), gradients(loss, leaves), [c.tolist() for c in tapped.values()]
+
+
+def chosen(case: Case) -> int:
+    """k: how many experts a token goes to."""
+    batch = batch_of(case.config, segments((2,)))
+    return routing_of(generic_params(case.config), batch.prepared(), case.config, kernel="math").shape[-1]
+
+
+@every_structure
+@every_path
+def test_padding_reaches_no_expert(case: Case, experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M1: counts are those of real tokens; NaN at padding changes no bit of logits, loss, counts or gradients."""
+    params, batch = generic_params(case.config), batch_of(case.config, MIXED)
+    want = results(case, batch, params, experts=experts)
+    assert len(want[3]) == len(sparse_layers(case.config))
+    assert all(sum(counts) == int(batch.valid.sum()) * chosen(case) for counts in want[3])
+    family = fnmodels.family_of(case.config)
+    moe = family.moe
+
+    def poisoned(layer: Any, x: Tensor, route: Any, *, valid: Tensor, **options: Any) -> Any:
+        y, aux = moe(layer, torch.where(valid[..., None], x, torch.nan), route, valid=valid, **options)
+        return torch.where(valid[..., None], y, 0), aux
+
+    monkeypatch.setattr(family, "moe", poisoned)
+    got = results(case, batch, params, experts=experts)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and got[3] == want[3]
+    assert off(got[2], want[2]) == 0
+
+
+@every_structure
+def test_products_are_of_real_tokens_only(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M1: as many rows as choices of real tokens go through experts."""
+    params, batch = generic_params(case.config), batch_of(case.config, MIXED)
+    want = int(batch.valid.sum()) * chosen(case)
+    rows: list[int] = []
+
+    def counted(experts: Any, *given: Any, act: Any, **how: Any) -> Tensor:
+        before = len(rows)
+        y = loop_experts(experts, *given, act=lambda gate, up: rows.append(len(gate)) or act(gate, up), **how)
+        assert sum(rows[before:]) == want
+        return y
+
+    batch.forward(params, experts=counted)
+    assert rows
+    grouped, ends = F.grouped_mm, []
+    monkeypatch.setattr(F, "grouped_mm", lambda x, w, *, offs: ends.append(int(offs[-1])) or grouped(x, w, offs=offs))
+    batch.forward(params, experts="grouped")
+    assert set(ends) == {want}
+
+
+@every_structure
+def test_rows_of_padding_alone(case: Case) -> None:
+    """M1, P4: no counts, no gradient, no NaN."""
+    batch = batch_of(case.config, segments((-4,), (-4,)))
+    for experts in ("loop", "grouped", "dense"):
+        _, loss, grads, counts = results(case, batch, generic_params(case.config), experts=experts)
+        assert loss == 0 and not any(g.any() for g in tree.leaves(grads))
+        assert not any(any(c) for c in counts)
+
+
+def naive_experts(
+    experts: Any, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, *, act: Any, input_weighted: bool = False
+) -> Tensor:
+    """The reference: for each expert the tokens that chose it, nothing sorted."""
+    y = torch.zeros_like(x)
+    for e in range(len(experts["gate_proj"])):
+        part = {name: leaf[e] for name, leaf in experts.items()}
+        tokens, slots = ((indices == e) & valid[:, None]).nonzero(as_tuple=True)
+        share = weights[tokens, slots, None]
+        given = x[tokens] * share if input_weighted else x[tokens]
+        gate, up = (F.linear(given, part[f"{n}_proj"], part.get(f"{n}_bias")) for n in ("gate", "up"))
+        out = F.linear(act(gate, up), part["down_proj"], part.get("down_bias"))
+        y = y.index_add(0, tokens, (out if input_weighted else out * share).to(x.dtype))
+    return y
+
+
+@every_case
+@every_path
+def test_every_path_is_the_naive_loop(case: Case, experts: str) -> None:
+    """M3: logits, and the gradients of experts, router, biases and shared experts to 1e-5 of their size."""
+    params, batch = generic_params(case.config), batch_of(case.config, MIXED)
+    want = results(case, batch, params, experts=naive_experts)
+    got = results(case, batch, params, experts=experts)
+    assert got[3] == want[3] and off(got[0], want[0]) < 1e-5
+    assert relative(got[2], want[2]) < 1e-5
+    learned = {path: g for path, g in tree.flatten(want[2]).items() if ".mlp." in path}
+    assert all(g.any() for path, g in learned.items() if not path.endswith("selection_bias"))
+
+
+@every_structure
+@pytest.mark.parametrize("ranks", [5, 64])
+def test_dispatch_in_ranks_that_do_not_divide_the_tokens(case: Case, ranks: int) -> None:
+    """M2: there and back is the identity, for the routing of the model; and ranks that each send their own agree."""
+    params, batch = generic_params(case.config), batch_of(case.config, MIXED)
+    seen = []
+
+    def parallel(experts: Any, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any) -> Tensor:
+        rows, sent = dispatch(x, indices, valid, len(experts["gate_proj"]))
+        back = combine(rows, sent, torch.full_like(weights, 1 / indices.shape[1]))
+        seen.append(off(back[valid], x[valid]) < 1e-6 and not back[~valid].any())
+        pad, ranges = virtual_padding(len(x), ranks)
+        assert (len(x) + pad) % ranks == 0
+        parts = [[t[lo:hi] for t in (x, weights, indices, valid)] for lo, hi in ranges]
+        return torch.cat([loop_experts(experts, *part, **how) for part in parts])
+
+    want, got = (results(case, batch, params, experts=run) for run in ("loop", parallel))
+    assert seen and all(seen)
+    assert off(got[0], want[0]) < 1e-5 and relative(got[2], want[2]) < 1e-5 and got[3] == want[3]
+
+
+@every_structure
+def test_nothing_is_cast_before_the_choice(case: Case) -> None:
+    """M4: logits that bf16 cannot tell apart are chosen from as in fp64, and weights are of the tokens' own kind."""
+    family, flat = fnmodels.family_of(case.config), tree.flatten(generic_params(case.config))
+    params = tree.unflatten({p: t * (not p.endswith("selection_bias")) for p, t in flat.items()})
+    moe, routes = family.moe, []
+
+    def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:
+        routes.append((route, len(layer["router"])))
+        return moe(layer, x, route, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family, "moe", watched)
+        batch_of(case.config, segments((4,))).forward(tree.map(lambda p: p.to(torch.bfloat16), params))
+    assert len(routes) == len(sparse_layers(case.config))
+    generator = torch.Generator().manual_seed(0)
+    for route, experts in routes:
+        order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(50)])
+        close = 1.0 + order * 3e-4
+        assert (close.bfloat16() == 1).any(-1).all()
+        indices = route(close)[1]
+        assert torch.equal(indices, route(close.double())[1])
+        assert len({tuple(sorted(row)) for row in indices.tolist()}) > 1, "all experts look alike"
+
+
+@every_structure
+def test_counts_are_of_the_batch(case: Case) -> None:
+    """M5: the same in eval, under remat and in parts; and so is the selection bias, where there is one."""
+    params, batch = generic_params(case.config), batch_of(case.config, MIXED)
+    given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    spec = fnmodels.family_of(case.config).spec(case.config)
+    loss = functools.partial(train.next_token_loss, config=case.config, length=24, kernel="math")
+    with torch.no_grad():
+        want = loss(params, given, aux=True)[2]["counts"]
+    paths = [path for path in tree.flatten(params) if path.endswith("selection_bias")]
+    optimizer = train.sgd(1e-3, spec=spec, weight_decay=0.1)
+    for options in ({}, {"accumulate": 3}, {"remat": "full"}, {"accumulate": 2, "remat": "every:2"}):
+        rate = {"balance_rate": 0.1} if paths else {}
+        run = train.make_step(loss if paths else functools.partial(loss, aux=True), optimizer, **rate, **options)
+        state, metrics = run(train.init_state(params, optimizer), given)
+        assert torch.equal(metrics["aux"]["counts"], want)
+        after = tree.flatten(state.params)
+        for path, counts in zip(paths, want, strict=bool(paths)):
+            assert torch.equal(after[path], train.update_bias(tree.flatten(params)[path], counts, 0.1)), path
+
+
+@every_structure
+def test_uniform_scores_balance_to_one(case: Case) -> None:
+    """M6: per layer and from logits; a router that says nothing has loss 1, one that says something another."""
+    batch, params = batch_of(case.config, MIXED), generic_params(case.config)
+    given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    mute = {p: torch.zeros_like(t) if ".mlp.router" in p else t for p, t in tree.flatten(params).items()}
+    balance = train.Balance(sequence=1.0, batch=1.0)
+    values = []
+    for weights in (tree.unflatten(mute), params):
+        found = train.next_token_loss(weights, given, config=case.config, length=24, balance=balance, aux=True)
+        total, count, aux = found
+        values.append([float(aux[name] / count) for name in ("sequence_balance", "batch_balance")])
+        plain = train.next_token_loss(weights, given, config=case.config, length=24)
+        assert off(total, plain[0] + aux["sequence_balance"] + aux["batch_balance"]) < 1e-5
+    assert values[0] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert all(abs(value - 1) > 1e-3 for value in values[1])
+
+
+@every_case
+@pytest.mark.parametrize("kernel", ["math", "auto"])
+def test_replay_is_bit_equal(case: Case, kernel: str) -> None:
+    """R4: logits and gradients of a forward that is told its own choice; another choice is another model."""
+    params, batch = generic_params(case.config), batch_of(case.config, MIXED)
+    inputs, masks, freqs_cis = batch.prepared()
+    routing = routing_of(params, (inputs, masks, freqs_cis), case.config, kernel=kernel)
+    assert routing.shape[:3] == (*MIXED.shape, len(sparse_layers(case.config)))
+
+    def run(routing: Tensor | None) -> tuple[Tensor, Any]:
+        leaves = trainable(params)
+        told = {**inputs} if routing is None else {**inputs, "routing": routing}
+        logits = fnmodels.forward(leaves, told, masks, freqs_cis, config=case.config, kernel=kernel)
+        return logits, gradients(summed_loss(logits, batch.labels), leaves)
+
+    free, told = run(None), run(torch.where(batch.valid[..., None, None], routing, -1))
+    assert torch.equal(free[0], told[0]) and off(free[1], told[1]) == 0
+    family = fnmodels.family_of(case.config)
+    sizes = [len(params["layers"][i]["mlp"]["router"]) for i in sparse_layers(case.config)]
+    other = run((routing + 1) % torch.tensor(sizes)[:, None])[0]
+    assert not torch.equal(free[0][batch.valid], other[batch.valid])
+    x = family.embed(params, inputs, config=case.config)
+    whole = fnmodels.run_layers(
+        params,
+        x,
+        masks,
+        freqs_cis,
+        0,
+        len(family.kinds(case.config)),
+        config=case.config,
+        routing=routing,
+        kernel=kernel,
+    )
+    assert torch.equal(family.unembed(params, whole, config=case.config), free[0])
+
+
+@every_structure
+def test_routing_travels_with_the_tokens(case: Case) -> None:
+    """R4, B5: it is one more order-sensitive tensor, with the batch first."""
+    params, batch = generic_params(case.config), batch_of(case.config, MIXED)
+    inputs, masks, freqs_cis = batch.prepared()
+    routing = routing_of(params, (inputs, masks, freqs_cis), case.config, kernel="math").flip(-2).flip(1)
+    prepared = ({**inputs, "routing": routing % 2}, masks, freqs_cis)  # a choice that no router would make
+    run = functools.partial(fnmodels.forward, config=case.config, kernel="math")
+    want = run(params, *prepared)
+    order = torch.randperm(MIXED.shape[1], generator=torch.Generator().manual_seed(0))
+    moved = run(params, *fnmodels.permute(prepared, order))
+    assert off(moved[batch.valid[:, order]], want[:, order][batch.valid[:, order]]) < 1e-5
+    parts = torch.cat([run(params, *part) for part in fnmodels.split(prepared, 2)])
+    assert off(parts[batch.valid], want[batch.valid]) < 1e-5
+
+
+@every_structure
+def test_what_does_not_fit_is_refused(case: Case) -> None:
+    params, batch = generic_params(case.config), batch_of(case.config, MIXED)
+    inputs, masks, freqs_cis = batch.prepared()
+    run = functools.partial(fnmodels.forward, config=case.config)
+    for bare in (batch.tokens, {"tokens": batch.tokens, "positions": batch.positions}):
+        with pytest.raises(ValueError, match="which must know what is padding: pass the inputs"):
+            run(params, bare, masks, freqs_cis)
+    routing = routing_of(params, (inputs, masks, freqs_cis), case.config)
+    for wrong in (routing[:, :, 0], routing.int(), routing[:, 1:]):
+        with pytest.raises(ValueError, match="routing must be int64"):
+            run(params, {**inputs, "routing": wrong}, masks, freqs_cis)
+    dense = {kind: mask.dense() for kind, mask in masks.items()}
+    x = fnmodels.family_of(case.config).embed(params, inputs, config=case.config)
+    last = sparse_layers(case.config)[-1]
+    told = fnmodels.run_layers(params, x, dense, freqs_cis, 0, last + 1, config=case.config, valid=inputs["valid"])
+    want = fnmodels.run_layers(params, x, masks, freqs_cis, 0, last + 1, config=case.config)
+    assert off(told[batch.valid], want[batch.valid]) < 1e-5
+    with pytest.raises(ValueError, match="the masks do not say it"):
+        fnmodels.run_layers(params, x, dense, freqs_cis, 0, last + 1, config=case.config)
+    with pytest.raises(ValueError, match="experts is 'fast'"):
+        run(params, inputs, masks, freqs_cis, experts="fast")

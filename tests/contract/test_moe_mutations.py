@@ -1,0 +1,321 @@
+"""The tests of mixtures of experts can fail: each bug, planted, is found by the test of the property that it breaks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnmodels.ops.experts as experts_module
+import fnmodels.ops.moe as moe_module
+import fnmodels.ops.router as router_module
+import fnmodels.qwen_moe
+import train.balance
+import train.loss
+import train.step
+from fnmodels.ops import dispatch as dispatch_module
+from tests.contract import test_moe
+from tests.fnmodels import test_moe as test_ops
+from tests.support import Case, cases
+from tests.train import test_balance
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+PROPERTIES = {
+    "M1": "padding reaches no expert",
+    "M2": "dispatch and combine are inverse",
+    "M3": "every path is the loop",
+    "M4": "nothing is cast before the choice",
+    "M5": "counts and biases are of the batch, once per step",
+    "M6": "balance has known values",
+    "R4": "replay is bit-equal",
+}
+
+
+@dataclass(frozen=True)
+class Bug:
+    """The property it breaks, how it is planted, the variant that shows it, and the test which must fail."""
+
+    breaks: str
+    plant: Patch
+    variant: str
+    found_by: Callable[[Case], object]
+
+
+PLANTED: dict[str, Bug] = {}
+
+
+def bug(breaks: str, *found_by: Callable[[Case], object], variant: str = "qwen3_moe") -> Callable[[Patch], Patch]:
+    def note(plant: Patch) -> Patch:
+        for number, test in enumerate(found_by):
+            PLANTED[f"{breaks}-{plant.__name__}-{number}"] = Bug(breaks, plant, variant, test)
+        return plant
+
+    return note
+
+
+def padding(experts: str) -> Callable[[Case], object]:
+    def run(case: Case) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test_moe.test_padding_reaches_no_expert(case, experts, patch)
+
+    return run
+
+
+def products(case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_moe.test_products_are_of_real_tokens_only(case, patch)
+
+
+def naive(experts: str) -> Callable[[Case], object]:
+    return lambda case: test_moe.test_every_path_is_the_naive_loop(case, experts)
+
+
+def ranks(case: Case) -> None:
+    test_moe.test_dispatch_in_ranks_that_do_not_divide_the_tokens(case, 5)
+
+
+def replay(case: Case) -> None:
+    test_moe.test_replay_is_bit_equal(case, "math")
+
+
+def there_and_back(_: Case) -> None:
+    test_ops.test_there_and_back(7, 3, "random", "some")
+
+
+# ------------------------------------------------------------------------------------------------ padding
+
+
+@bug("M1", padding("loop"), padding("dense"))
+def padding_that_counts(patch: pytest.MonkeyPatch) -> None:
+    right = moe_module.count_tokens
+    patch.setattr(moe_module, "count_tokens", lambda indices, valid, n: right(indices, torch.ones_like(valid), n))
+
+
+@bug("M1", products, there_and_back)
+def padding_sent_to_an_expert(patch: pytest.MonkeyPatch) -> None:
+    right = dispatch_module.dispatch
+
+    def wrong(x: Tensor, indices: Tensor, valid: Tensor, experts: int) -> Any:
+        return right(x, indices.clamp(min=0), torch.ones_like(valid), experts)
+
+    patch.setattr(experts_module, "dispatch", wrong)
+    patch.setattr(test_ops, "dispatch", wrong)
+
+
+@bug("M1", padding("loop"))
+def a_router_that_reads_padding(patch: pytest.MonkeyPatch) -> None:
+    """0 times NaN is NaN, in the gradient of the router's weight."""
+    real = Tensor.where
+
+    def where(self: Tensor, condition: Tensor, other: Any) -> Tensor:
+        clears_x = condition.ndim == 3 and condition.shape[-1] == 1 and self.ndim == 3 and self.is_floating_point()
+        return self if clears_x and other == 0 else real(self, condition, other)
+
+    patch.setattr(Tensor, "where", where)
+
+
+@bug(
+    "M3",
+    lambda case: test_ops.test_what_an_unchosen_expert_makes_of_a_token_is_not_seen(),
+)
+def zero_times_infinity(patch: pytest.MonkeyPatch) -> None:
+    real = torch.where
+
+    def where(condition: Tensor, x: Any, other: Any) -> Tensor:
+        return (
+            x.expand(*condition.shape[:2], -1) if isinstance(x, Tensor) and x.ndim == 2 else real(condition, x, other)
+        )
+
+    patch.setattr(torch, "where", where)
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+def _reordered(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    right = dispatch_module.combine
+
+    def wrong(rows: Tensor, sent: Any, weights: Tensor) -> Tensor:
+        order = change(sent.order)
+        return right(rows, dispatch_module.Dispatched(order, sent.counts, sent.valid), weights)
+
+    for module in (experts_module, test_moe, test_ops):
+        patch.setattr(module, "combine", wrong)
+
+
+@bug("M2", ranks, there_and_back, naive("loop"))
+def rows_brought_back_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    _reordered(patch, lambda order: order.argsort())
+
+
+@bug("M2", ranks, lambda case: test_ops.test_tokens_over_ranks_that_do_not_divide_them(7, 4))
+def tokens_that_no_rank_owns(patch: pytest.MonkeyPatch) -> None:
+    def floor(tokens: int, ranks: int) -> Any:
+        slots = tokens // ranks
+        return -tokens % ranks, tuple((r * slots, (r + 1) * slots) for r in range(ranks))
+
+    for module in (test_moe, test_ops):
+        patch.setattr(module, "virtual_padding", floor)
+
+
+@bug("M3", naive("loop"), naive("dense"), naive("grouped"))
+def weights_left_out(patch: pytest.MonkeyPatch) -> None:
+    right = moe_module.choose_experts
+
+    def choose(experts: Any, x: Tensor, *, kernel: str) -> Any:
+        run = right(experts, x, kernel=kernel)
+        if experts is test_moe.naive_experts:
+            return run
+        return lambda e, x, weights, *rest, **how: run(e, x, torch.ones_like(weights), *rest, **how)
+
+    patch.setattr(moe_module, "choose_experts", choose)
+
+
+@bug("M3", naive("grouped"))
+def offsets_that_begin_at_zero(patch: pytest.MonkeyPatch) -> None:
+    grouped = torch.nn.functional.grouped_mm
+
+    def shifted(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+        return grouped(rows, weights, offs=torch.cat((offs[:1] * 0, offs[:-1])))
+
+    patch.setattr(torch.nn.functional, "grouped_mm", shifted)
+
+
+@bug("M3", naive("dense"))
+def a_router_without_a_gradient(patch: pytest.MonkeyPatch) -> None:
+    right = experts_module.dense_experts
+    patch.setitem(
+        experts_module._PATHS, "dense", lambda e, x, weights, *rest, **how: right(e, x, weights.detach(), *rest, **how)
+    )
+
+
+# ------------------------------------------------------------------------------------------------ router
+
+
+@bug(
+    "M4",
+    test_moe.test_nothing_is_cast_before_the_choice,
+    lambda case: test_ops.test_nothing_is_cast_before_the_choice("softmax"),
+)
+def scores_rounded_before_the_choice(patch: pytest.MonkeyPatch) -> None:
+    right = router_module.choose
+    patch.setattr(router_module, "choose", lambda scores, *rest, **how: right(scores.bfloat16(), *rest, **how))
+
+
+@bug("R4", replay)
+def a_replay_that_chooses_again(patch: pytest.MonkeyPatch) -> None:
+    right = fnmodels.qwen_moe.moe
+    patch.setattr(fnmodels.qwen_moe, "moe", lambda *args, routing=None, **how: right(*args, **how))
+
+
+@bug("R4", replay)
+def weights_replayed_without_a_gradient(patch: pytest.MonkeyPatch) -> None:
+    right = fnmodels.qwen_moe.softmax_top_k
+
+    def route(logits: Tensor, indices: Tensor | None = None, **how: Any) -> Any:
+        weights, indices_of = right(logits, indices, **how)
+        return (weights if indices is None else weights.detach()), indices_of
+
+    patch.setattr(fnmodels.qwen_moe, "softmax_top_k", route)
+
+
+# ------------------------------------------------------------------------------------------------ balance
+
+
+def _step(**options: Any) -> Callable[[Case], object]:
+    return lambda case: test_balance.test_the_bias_moves_once_per_step("adamw", True, options)
+
+
+@bug("M5", _step(accumulate=3))
+def a_bias_moved_in_every_part(patch: pytest.MonkeyPatch) -> None:
+    right = test_balance.toy_loss
+
+    def moving(params: Any, batch: Any, *, layer_fn: Any = None, aux: bool = False) -> Any:
+        result = right(params, batch, layer_fn=layer_fn, aux=aux)
+        if aux and torch.is_grad_enabled():
+            for layer, counts in zip(params["layers"], result[2]["counts"], strict=True):
+                bias = layer["mlp"]["selection_bias"]
+                bias.data.copy_(train.balance.update_bias(bias, counts, 0.01))
+        return result
+
+    patch.setattr(test_balance, "toy_loss", moving)
+    patch.setattr(train.step, "_balanced", lambda params, *rest: params)
+
+
+@bug("M5", _step(accumulate=2))
+def counts_of_the_last_part_only(patch: pytest.MonkeyPatch) -> None:
+    right = train.step._gradients
+
+    def halved(*args: Any, **how: Any) -> Any:
+        total, count, aux, grads = right(*args, **how)
+        return total, count, {"counts": aux["counts"] // 2} if aux else aux, grads
+
+    patch.setattr(train.step, "_gradients", halved)
+
+
+@bug("M5", _step())
+def a_bias_that_decays(patch: pytest.MonkeyPatch) -> None:
+    right = train.step.update_bias
+    patch.setattr(train.step, "update_bias", lambda bias, counts, rate: right(0.995 * bias, counts, rate))
+
+
+@bug("M5", _step())
+def a_bias_that_feeds_the_greedy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(train.step, "update_bias", lambda bias, counts, rate: train.balance.update_bias(bias, counts, -rate))
+
+
+@bug(
+    "M6",
+    lambda case: test_balance.test_uniform_and_collapsed_routing_have_known_values("softmax"),
+    lambda case: test_balance.test_losses_are_the_sums_of_their_definition("softmax"),
+)
+def balance_on_probabilities(patch: pytest.MonkeyPatch) -> None:
+    """A softmax of what has been through one is nearly flat: collapsed routing looks fine."""
+    right = train.balance_loss
+    patch.setattr(train, "balance_loss", lambda logits, *rest, **how: right(logits.softmax(-1), *rest, **how))
+
+
+@bug("M6", test_moe.test_uniform_scores_balance_to_one)
+def layers_added_up(patch: pytest.MonkeyPatch) -> None:
+    right = train.loss.balance_terms
+
+    def summed(tapped: Any, *rest: Any) -> Any:
+        total, aux = right(tapped, *rest)
+        return 2 * total, aux | {name: 2 * value for name, value in aux.items() if name != "counts"}
+
+    patch.setattr(train.loss, "balance_terms", summed)
+
+
+@bug("M6", lambda case: test_balance.test_rows_in_parts_have_the_sums_of_the_whole())
+def a_mean_where_a_sum_belongs(patch: pytest.MonkeyPatch) -> None:
+    right = train.loss.balance_terms
+    patch.setattr(
+        train.loss,
+        "balance_terms",
+        lambda tapped, valid, labelled, b: right(tapped, valid, labelled / labelled.sum(), b),
+    )
+
+
+@bug("M6", lambda case: test_balance.test_losses_are_the_sums_of_their_definition("softmax"))
+def padding_in_the_mean(patch: pytest.MonkeyPatch) -> None:
+    right = train.balance_loss
+    patch.setattr(
+        train,
+        "balance_loss",
+        lambda x, i, valid, **how: right(x.nan_to_num(), i.clamp(min=0), torch.ones_like(valid), **how),
+    )
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = PLANTED[name]
+    case = next(case for case in cases() if case.name == planted.variant)
+    planted.plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        planted.found_by(case)
+
+
+def test_each_property_has_a_bug() -> None:
+    assert {planted.breaks for planted in PLANTED.values()} == PROPERTIES.keys()

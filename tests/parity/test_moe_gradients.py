@@ -1,0 +1,52 @@
+"""Gradients of experts, routers, biases and shared experts equal transformers', as do those of everything else."""
+
+import pytest
+import torch
+
+import fnmodels
+from fnmodels import tree
+from tests.parity.oracle import model_of, params_of
+from tests.support import (
+    Case,
+    cases,
+    gradients,
+    is_routed,
+    positions_of,
+    seed_of,
+    segments,
+    summed_loss,
+    tokens_of,
+    trainable,
+)
+
+ROUTED = [case for case in cases() if case.values is not None and is_routed(case.config)]
+ROWS = segments((24,), (17, -7), (1, -23))  # where all experts are used and no choice is close: see test_logits.py
+
+
+@pytest.mark.parametrize("kernel", ["math", "auto"])
+@pytest.mark.parametrize("case", ROUTED, ids=str)
+def test_every_gradient(case: Case, kernel: str) -> None:
+    """To 1e-5 of each leaf's size."""
+    tokens, valid = tokens_of(case.config, *ROWS.shape, seed=seed_of(case)), ROWS > 0
+    labels = torch.where(valid[:, 1:], tokens[:, 1:], -100)
+    model = model_of(case.values)
+    model.get_input_embeddings().padding_idx = None  # with one, torch gives that row no gradient
+    logits = model(tokens, attention_mask=valid.long(), position_ids=positions_of(ROWS), use_cache=False).logits
+    summed_loss(logits[:, :-1], labels).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)  # a gradient lies in the file as its parameter does
+    want = tree.flatten(params_of(model, case.config))
+
+    leaves = trainable(params_of(model_of(case.values), case.config))
+    prepared = fnmodels.prepare(case.config, tokens, segment_ids=ROWS)
+    layout = fnmodels.layout(prepared[1]) if kernel == "auto" else None
+    logits = fnmodels.forward(leaves, *prepared, config=case.config, kernel=kernel, layout=layout)
+    got = tree.flatten(gradients(summed_loss(logits[:, :-1], labels), leaves))
+    for path, leaf in tree.flatten(fnmodels.family_of(case.config).spec(case.config)).items():
+        if leaf.trainable:
+            assert want[path].any(), path
+            assert float((got[path] - want[path]).norm() / want[path].norm()) <= 1e-5, path
+        else:
+            assert not got[path].any(), path
