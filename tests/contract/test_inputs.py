@@ -85,6 +85,15 @@ def test_tables_depend_on_their_positions_only(case: Case) -> None:
     assert off(family.freqs_cis(case.config, positions, length=torch.tensor([24, 24])), whole) == 0
 
 
+@every_structure
+def test_positions_of_several_axes_are_refused(case: Case) -> None:
+    """By each family that has no table for them, which is every one so far; never read as one axis."""
+    mixed = batch_of(case.config, MIXED)
+    positions = mixed.positions[..., None].expand(*MIXED.shape, 3)
+    with pytest.raises(ValueError, match=r"positions must be \[B, S\], not \[4, 12, 3\]"):
+        fnmodels.prepare(case.config, mixed.tokens, positions=positions, segment_ids=MIXED, length=24)
+
+
 def orders(length: int, batch: int) -> list[Tensor]:
     """Head-tail (context parallelism's balance), one random order, one per row."""
     halves = torch.arange(length).view(4, -1)

@@ -1,6 +1,9 @@
 """Converters between lengths, end tokens, positions and segment ids (P2, P3): tables, round trips, transforms."""
 
 import itertools
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from fnmodels.segments import (
     text_order,
 )
 
+CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
 LENGTHS = [  # lengths, S, segment ids
     ([3, 4, 4], 11, [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]),
     ([1, 1], None, [1, 2]),
@@ -247,6 +251,20 @@ def test_positions_restart_table(ids, start, want):
 def test_each_row_has_its_own_start():
     ids = torch.tensor([[1, 1, 2], [1, 2, 2]])
     assert positions_from_segments(ids, start=torch.tensor([4, 0])).tolist() == [[4, 5, 0], [0, 0, 1]]
+
+
+def test_the_table_in_the_docs():
+    rows = re.findall(r"^\| `(\[[-\d,]+\])`.*? \| `(.*?)` \| (.*?) \|$", CONTRACT.read_text(), re.MULTILINE)
+    assert len(rows) == 7
+    for positions, ids, strict in rows:
+        row = torch.tensor([json.loads(positions)])
+        assert segments_from_positions(row).tolist() == [json.loads(ids)]
+        if strict == "the same":
+            assert segments_from_positions(row, strict=True).tolist() == [json.loads(ids)]
+        else:
+            assert strict.startswith("refused: ")
+            with pytest.raises(ValueError, match=r"stands alone|begins at a position other than 0"):
+                segments_from_positions(row, strict=True)
 
 
 def test_order_in_text_table():
