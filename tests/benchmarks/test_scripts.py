@@ -46,3 +46,17 @@ def test_save() -> None:
     out = _output("save.py", "--size", "1", "--rounds", "1")
     for name in ("plain copy", "held up by a save in a thread", "save", "latest, which verifies", "load", "sha256"):
         assert f"\n| {name} |" in out, out
+
+
+@pytest.mark.slow
+def test_load() -> None:
+    names = ("fnmodels", "safetensors load_file")
+    out = _output("load.py", "--size", "1", "--rounds", "1", "--contenders", *names)
+    assert all(f"\n| {name} |" in f"\n{out}" for name in names) and "our checks alone take" in out, out
+
+
+@pytest.mark.slow
+def test_damaged() -> None:
+    out = _output("damaged.py", "--only", "files/weights that link", "--readers", "fnmodels", "transformers")
+    rows = [line.split(" | ") for line in out.splitlines()[2:]]
+    assert rows[0][:3] == ["| fnmodels", "2", "2"] and rows[1][1] == "2", out

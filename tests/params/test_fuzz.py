@@ -1,4 +1,4 @@
-"""Seeded mutations of headers and of config.json: each is read, or refused by an error of ours; none crashes or hangs.
+"""Seeded mutations of headers, configurations and indexes: each is read, or refused by an error of ours, and soon.
 
 The full counts take about a minute and stand behind the `slow` marker; the first mutations of the same seeds are always
 run.
@@ -122,7 +122,7 @@ def run(count: int, mutate: Callable[[random.Random], None], read: Callable[[], 
         try:
             read()
             outcome = "read"
-        except P.CheckpointError as error:
+        except (P.CheckpointError, OSError) as error:
             outcome = type(error).__name__
         except Exception as error:
             raise AssertionError(f"mutation {seed} gave {type(error).__name__}: {error}") from error
@@ -178,6 +178,20 @@ def fuzz_configs(folder: Path, count: int) -> Counter[str]:
     return run(count, mutate, lambda: P.load_pretrained(current) and None)
 
 
+def fuzz_indexes(folder: Path, count: int) -> Counter[str]:
+    """Of a model in several files. A shard that is not there is the operating system's error, as is a name too long."""
+    case = cases()[0]
+    P.save_pretrained(folder, case.config, generic_params(case.config), max_shard_size=20_000)
+    path = folder / "model.safetensors.index.json"
+    good = json.loads(path.read_text())
+
+    def mutate(draw: random.Random) -> None:
+        text = dumps(good)
+        path.write_bytes(dumps(mutate_tree(draw, good)) if draw.random() < 0.9 else mutate_bytes(draw, text, len(text)))
+
+    return run(count, mutate, lambda: P.load_pretrained(folder) and None)
+
+
 @pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_headers(count: int, tmp_path: Path) -> None:
     outcomes = fuzz_headers(tmp_path, count)
@@ -191,3 +205,11 @@ def test_configs(count: int, tmp_path: Path) -> None:
     print(outcomes)
     kinds = {"read", "FormatError", "UnsupportedError", "ConfigError", "MismatchError"}
     assert set(outcomes) == kinds and outcomes["read"] < count / 2
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_indexes(count: int, tmp_path: Path) -> None:
+    outcomes = fuzz_indexes(tmp_path, count)
+    print(outcomes)
+    ours = {"read", "FormatError", "IndexFileError", "UnsafePathError"}
+    assert set(outcomes) - ours <= {"FileNotFoundError", "OSError"} and outcomes["read"] < count / 5

@@ -25,7 +25,8 @@ BASES: dict[str, tuple[Any, int]] = {  # {name: (config, bytes of the largest fi
     "sharded": (llama.Config(**SIZES), 4000),
     "tied": (llama.Config(**SIZES, tie_word_embeddings=True), 10**9),
     "qwen2": (llama.Config(**SIZES, qkv_bias=True, model_type="qwen2"), 10**9),
-    "gpt2": (gpt2.Config(40, 16, 64, 2, 2, max_position_embeddings=32), 10**9),
+    # transformers' own default for both tokens lies beyond this vocabulary
+    "gpt2": (gpt2.Config(40, 16, 64, 2, 2, 32, extra=(("bos_token_id", "0"), ("eos_token_id", "0"))), 10**9),
 }
 
 Do = Callable[[Path], Path | None]  # changes the folder in place, or returns another one to be read
