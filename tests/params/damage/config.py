@@ -131,7 +131,7 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
         "rope_type and type that disagree": (with_rope(rope_type="linear", type="dynamic", factor=2.0), "disagree"),
         "two thetas that disagree": (configured(rope_theta=500.0), "'rope_theta' is 500.0 at the top and 10000.0"),
         "two ropes that disagree": (configured(rope_scaling={"rope_type": "linear", "factor": 2.0}), "disagree"),
-        "llama3's bounds reversed": (with_rope(rope_type="llama3", **_LLAMA3), "'low_freq_factor' must be below"),
+        "llama3's bounds reversed": (with_rope(rope_type="llama3", **_LLAMA3), "'low_freq_factor' must not be above"),
         "llama3's bounds missing": (with_rope(rope_type="llama3", factor=8.0), "'low_freq_factor', which is needed"),
         "longrope with too few factors": (
             with_rope(rope_type="longrope", factor=2.0, short_factor=[1.0], long_factor=[1.0]),
