@@ -1,0 +1,209 @@
+"""A small policy learns to add by reward alone: GRPO on top of fnmodels, with a loop, a sampler and a trainer apart.
+
+    python examples/grpo.py                 # three seeds, some minutes on two CPU cores; the curve is grpo.png
+
+1. The main job trains a small model on sums, half of which end in a question mark.
+2. A sampler with weights of its own answers prompts; an answer's reward is 1 where it is the sum and nothing else.
+3. The engine makes the update from packed microbatches, and its weights go to the sampler one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+import params as P
+import train
+from train.pretrained import load_tokenizer
+from train.cli import main as main_job
+from train.engine import Engine
+from train.preset import Preset
+
+SMALL = Preset(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    row_length=64,
+    batch_rows=16,
+    steps=600,
+    evaluations=2,
+    evaluation_rows=8,
+    sample_tokens=24,
+)
+PROMPTS, ANSWERS, NEW = 16, 8, 4  # prompts of an update, answers to each, tokens of an answer at most
+
+
+def sums(draw: random.Random, lines: int) -> str:
+    """Lines as "3+4=7", half of them as "3+4=7?"."""
+
+    def line() -> str:
+        a, b = draw.randrange(10), draw.randrange(10)
+        return f"{a}+{b}={a + b}{draw.choice(['', '?'])}\n"
+
+    return "".join(line() for _ in range(lines))
+
+
+def base_policy(folder: Path) -> Path:
+    """A checkpoint of the main job, made where it is not there yet."""
+    run = folder / "base"
+    if not (run / "summary.json").exists():
+        draw = random.Random(0)
+        folder.mkdir(parents=True, exist_ok=True)
+        documents = (json.dumps({"text": sums(draw, 12)}) + "\n" for _ in range(1500))
+        (folder / "sums.jsonl").write_text("".join(documents))
+        given = ["--run", str(run), "--data", str(folder / "sums.jsonl")]
+        if code := main_job([*given, *(["--resume"] if run.exists() else [])], preset=SMALL):
+            raise SystemExit(code)
+    return run
+
+
+class Sampler:
+    """Stands for an inference engine: weights by their names in a checkpoint, and no gradients."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.names = config, fnmodels.family_of(config).hf_names(config)
+        self.weights: dict[str, Tensor] = {}
+
+    def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.weights[name] = tensor.clone()
+
+    @torch.no_grad()
+    def answer(self, prompts: Tensor, generator: torch.Generator) -> Tensor:
+        """prompts [R, S] continued by NEW tokens each, drawn at temperature 1: [R, S + NEW]."""
+        params = P.unflatten({path: self.weights[name] for path, name in self.names.items()})
+        tokens = prompts
+        for _ in range(NEW):
+            logits = fnmodels.forward(params, *fnmodels.prepare(self.config, tokens), config=self.config)[:, -1]
+            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
+        return tokens
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """tokens: prompt and answer, up to the end of its line; learnt: which tokens the policy chose."""
+
+    tokens: Tensor
+    learnt: Tensor
+    reward: float
+
+
+def judged(tokenizer: Any, row: Tensor, prompt: int, wanted: int) -> Rollout:
+    """The answer ends with its first line end; the reward is 1 for the sum and nothing else."""
+    length, text = len(row), ""
+    for stop in range(prompt + 1, len(row) + 1):
+        text = tokenizer.decode(row[prompt:stop].tolist())
+        if "\n" in text:
+            length = stop
+            break
+    reward = float(re.fullmatch(r"(\d+)\n.*", text, re.DOTALL) is not None and int(text.partition("\n")[0]) == wanted)
+    return Rollout(row[:length], torch.arange(length) >= prompt, reward)
+
+
+def rollouts(sampler: Sampler, tokenizer: Any, draw: random.Random, generator: torch.Generator) -> list[Rollout]:
+    """ANSWERS to each of PROMPTS sums, those of a prompt together."""
+    pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(PROMPTS)]
+    prompts = torch.tensor([tokenizer.encode(f"{a}+{b}=").ids for a, b in pairs]).repeat_interleave(ANSWERS, 0)
+    rows = sampler.answer(prompts, generator)
+    return [judged(tokenizer, row, prompts.shape[1], sum(pairs[i // ANSWERS])) for i, row in enumerate(rows)]
+
+
+def microbatches(found: list[Rollout]) -> list[dict[str, Tensor]]:
+    """Packed rows in two unequal parts, with the advantage of each token that the policy chose."""
+    rewards = torch.tensor([r.reward for r in found]).reshape(PROMPTS, ANSWERS)
+    gains = train.group_advantages(rewards).flatten()
+    pack = functools.partial(fnmodels.pack, [r.tokens for r in found], 64, split=False)
+    packed = pack(weights=[r.learnt.float() for r in found])
+    gained = pack(weights=[gain * r.learnt for gain, r in zip(gains, found, strict=True)])
+    batch = {
+        "tokens": packed.tokens,
+        "positions": packed.positions,
+        "segment_ids": packed.segment_ids,
+        "labels": packed.labels,
+        "learnt": packed.weights > 0,
+        "advantages": gained.weights,
+    }
+    third = len(packed.tokens) // 3
+    return [{n: t[:third] for n, t in batch.items()}, {n: t[third:] for n, t in batch.items()}]
+
+
+def loss(params: Any, batch: dict[str, Tensor], *, config: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    logp, entropy, _ = train.token_logprobs(params, batch, config=config)
+    return train.policy_loss(
+        logp, batch["old_logp"], batch["advantages"], batch["learnt"], clip=(0.2, 0.28), entropy=entropy
+    )
+
+
+def learn(base: Path, seed: int, updates: int) -> list[float]:
+    """The mean reward before each update."""
+    config, params = P.load_pretrained(base, copy=True)
+    tokenizer = load_tokenizer(base)
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sampler = Sampler(config)
+
+    def rate(step: Tensor) -> Any:
+        return 5e-4 * train.warmup_stable_decay(step, total=2 * updates, warmup=20, decay_ratio=0.5)
+
+    engine = Engine(config, params, train.adamw(rate, betas=(0.9, 0.95), weight_decay=0.0), clip=1.0)
+    logprobs = functools.partial(train.token_logprobs, config=config)
+    loss_fn = functools.partial(loss, config=config)
+    curve = []
+    for update in range(updates):
+        sampler.update(engine.export())
+        found = rollouts(sampler, tokenizer, draw, generator)
+        curve.append(sum(r.reward for r in found) / len(found))
+        batches = microbatches(found)
+        old = [logp for logp, _, _ in engine.infer(batches, logprobs)]
+        batches = [b | {"old_logp": o} for b, o in zip(batches, old, strict=True)]
+        for _ in range(2):  # the second one is off the policy that answered, which the clip is for
+            engine.forward_backward(batches, loss_fn)
+            engine.optim_step()
+        if update % 10 == 0:
+            print(f"seed {seed}  update {update:3d}  reward {curve[-1]:.2f}", flush=True)
+    return curve
+
+
+def draw_curves(curves: dict[int, list[float]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for seed, curve in curves.items():
+        axes.plot(curve, linewidth=1.2, label=f"seed {seed}")
+    axes.set(xlabel="update", ylabel="mean reward", ylim=(0, 1.02), title="Right sums, of 128 answers in each update")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--folder", type=Path, default=Path("runs/grpo"), help="of the base policy and the picture")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--updates", type=int, default=80)
+    arguments = parser.parse_args()
+    base = base_policy(arguments.folder)
+    curves = {seed: learn(base, seed, arguments.updates) for seed in arguments.seeds}
+    for seed, curve in curves.items():
+        tenth = max(len(curve) // 10, 1)
+        print(f"seed {seed}: reward {sum(curve[:tenth]) / tenth:.2f} -> {sum(curve[-tenth:]) / tenth:.2f}")
+    draw_curves(curves, arguments.folder / "grpo.png")
+    print(f"curve: {arguments.folder / 'grpo.png'}")
+
+
+if __name__ == "__main__":
+    main()
