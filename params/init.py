@@ -15,6 +15,8 @@ from fnmodels.families import family_of
 from fnmodels.leaf import Constant, Leaf
 from fnmodels.tree import Tree
 
+BLOCK = 1 << 20  # numbers drawn by one generator; part of what a seed means
+
 
 def leaf_dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype a leaf is made or loaded in when the model is asked for in `dtype` (None: as declared)."""
@@ -26,27 +28,59 @@ def _check_dtype(dtype: torch.dtype | None) -> None:
         raise TypeError(f"dtype must be None or a floating torch.dtype, not {dtype!r}.")
 
 
-def init(config: Any, seed: int, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Tree:
-    """Fresh parameters. Each leaf is drawn from a generator of its own, seeded by (seed, path), on the CPU and in fp32.
+def init(
+    config: Any,
+    seed: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    plan: Tree | None = None,
+) -> Tree:
+    """Fresh parameters. Each leaf is drawn by generators of its own, seeded by (seed, path), on the CPU and in fp32.
 
     So a leaf is the same whatever else is drawn, in what order, on which device and by which rank.
-    dtype: None keeps what the spec declares (fp32).
+    dtype: None keeps what the spec declares (fp32). plan: `params.plan`'s, made with a DeviceMesh: leaves become
+    DTensors of which each rank draws its own part, equal to those parts of the leaf on one process.
     """
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise TypeError(f"seed must be an int, not {seed!r}.")
     _check_dtype(dtype)
     leaves = tree.flatten(family_of(config).spec(config))
-    made = {path: draw(leaf, seed, path).to(device, leaf_dtype(leaf, dtype)) for path, leaf in leaves.items()}
+    if plan is None:
+        made = {path: draw(leaf, seed, path).to(device, leaf_dtype(leaf, dtype)) for path, leaf in leaves.items()}
+        return tree.unflatten(made)
+    shardings = tree.flatten(plan)
+    if shardings.keys() != leaves.keys():
+        raise ValueError(
+            f"The plan is of another model: {min(shardings.keys() ^ leaves.keys())} is in only one of them."
+        )
+    made = {}
+    for path, leaf in leaves.items():
+        local = draw(leaf, seed, path, shardings[path].here()).to(device, leaf_dtype(leaf, dtype))
+        made[path] = shardings[path].distribute(local)
     return tree.unflatten(made)
 
 
-def draw(leaf: Leaf, seed: int, path: str) -> Tensor:
-    """One leaf's initial value, fp32 on the CPU."""
+def draw(leaf: Leaf, seed: int, path: str, part: tuple[slice, ...] | None = None) -> Tensor:
+    """One leaf's initial value, or that part of it, fp32 on the CPU.
+
+    A generator draws at most BLOCK numbers, whole rows of the leaf, so that a part costs little more than its own size.
+    """
+    part = tuple(slice(0, n) for n in leaf.shape) if part is None else part
+    shape = tuple(s.stop - s.start for s in part)
     if isinstance(leaf.init, Constant):
-        return torch.full(leaf.shape, leaf.init.value)
-    digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    return torch.empty(leaf.shape).normal_(0.0, leaf.init.std, generator=generator)
+        return torch.full(shape, leaf.init.value)
+    out = torch.empty(shape)
+    rows, first = max(1, BLOCK // max(1, math.prod(leaf.shape[1:]))), part[0]
+    for block in range(first.start // rows, -(-first.stop // rows)):
+        start, stop = block * rows, min((block + 1) * rows, leaf.shape[0])
+        name = f"{seed}/{path}/{block}" if block else f"{seed}/{path}"
+        digest = hashlib.sha256(name.encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        drawn = torch.empty(stop - start, *leaf.shape[1:]).normal_(0.0, leaf.init.std, generator=generator)
+        low, high = max(start, first.start), min(stop, first.stop)
+        out[low - first.start : high - first.start] = drawn[low - start : high - start][(slice(None), *part[1:])]
+    return out
 
 
 def abstract(config: Any, *, dtype: torch.dtype | None = None) -> Tree:

@@ -14,6 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from fnmodels import tree
 from fnmodels.leaf import Leaf
 from fnmodels.tree import Tree
@@ -82,6 +85,33 @@ class Sharding:
                 low = min(starts[dim] + index * chunk, stops[dim])
                 starts[dim], stops[dim] = low, min(low + chunk, stops[dim])
         return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
+
+    def here(self) -> tuple[slice, ...]:
+        """What this process holds."""
+        coordinate = self._mesh().get_coordinate()
+        if coordinate is None:
+            raise ValueError("This process is not in the plan's mesh.")
+        return self.part(tuple(coordinate))
+
+    def distribute(self, local: Tensor) -> Tensor:
+        """This process' part as the DTensor that all of them make up; nothing is communicated."""
+        from torch.distributed.tensor import DTensor
+
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        made: Tensor = DTensor.from_local(
+            local,
+            self._mesh(),
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=tuple(strides),
+        )
+        return made
+
+    def _mesh(self) -> DeviceMesh:
+        if self.mesh is None:
+            raise ValueError("The plan was made from sizes alone; make it with a DeviceMesh to hold tensors by it.")
+        return self.mesh
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Plans: which part of each leaf a rank holds, checked against torch's own division and by putting parts together."""
 
+import importlib
 import itertools
 import re
 from typing import Any
@@ -15,6 +16,8 @@ from params import Rules, describe, plan
 from params.sharding import Sharding
 from tests.support import richest
 
+# `params.init` is the function
+init = importlib.import_module("params.init")
 TENSOR = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
 SPEC = {
     "w": weight((8, 6), ("heads", "embed")),
@@ -98,3 +101,35 @@ def test_the_table_adds_up() -> None:
     assert sum(int(re.findall(r"\] +([\d,]+)", line)[-1].replace(",", "")) for line in lines[1:-1]) == per_rank
     # everything divides in four but the norms, which tp holds twice
     assert P.count(config) <= per_rank < 1.001 * P.count(config)
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0), (0, 0), (None, 1)])
+@pytest.mark.parametrize("block", [1, 12, 30, 1 << 20])
+def test_each_rank_draws_its_part_of_the_one_leaf(
+    dims: tuple[int | None, ...], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "BLOCK", block)
+    leaf = weight((7, 5), ("mlp", "embed"))
+    whole = init.draw(leaf, 3, "w")
+    sharding = Sharding(dims, (("a", 2), ("b", 3)), leaf.shape, 4)
+    for coordinate in itertools.product(range(2), range(3)):
+        part = sharding.part(coordinate)
+        assert torch.equal(init.draw(leaf, 3, "w", part), whole[part])
+
+
+def test_no_rank_draws_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    normal = torch.Tensor.normal_
+    monkeypatch.setattr(init, "BLOCK", 64)
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda t, *a, **k: (drawn.append(t.numel()), normal(t, *a, **k))[1])
+    init.draw(weight((400, 8), ("mlp", "embed")), 0, "w", (slice(100, 200), slice(0, 8)))
+    assert 800 <= sum(drawn) <= 800 + 2 * 64
+
+
+def test_init_by_a_plan_needs_its_mesh_and_its_model() -> None:
+    config = next(case.config for case in richest() if case.family == "llama")
+    spec = fnmodels.family_of(config).spec(config)
+    with pytest.raises(ValueError, match="made from sizes alone"):
+        P.init(config, 0, plan=plan(spec, Rules(), {"dp": 1}))
+    with pytest.raises(ValueError, match="another model"):
+        P.init(config, 0, plan=plan(SPEC, Rules(), {"dp": 1}))

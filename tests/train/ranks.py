@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fnmodels import tree
+import params as P
+from fnmodels import llama, tree
 from fnmodels.errors import MismatchError
 from train import checkpoint, sharded
 
@@ -108,6 +109,18 @@ def fail(folder: Path) -> None:
     with pytest.raises(OSError, match="File too large"):
         sharded.save(folder, 4, state)
     assert checkpoint.steps(folder) == [2, 3]
+
+
+def initialize(folder: Path) -> None:
+    """Parameters drawn part by part are those of one process, on a mesh of two dimensions."""
+    config = llama.Config(64, 16, 24, 2, 4, 2, tie_word_embeddings=True)
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("fsdp", "tp"))
+    rules = P.Rules({"mlp": "tp", "heads": "tp"}, spread="fsdp")
+    made = P.init(config, 3, plan=P.plan(llama.spec(config), rules, mesh))
+    for path, leaf in P.flatten(P.init(config, 3)).items():
+        shared = P.flatten(made)[path]
+        assert isinstance(shared, DTensor) and shared.to_local().numel() < leaf.numel(), path
+        assert torch.equal(shared.full_tensor(), leaf), path
 
 
 def member(rank: int, world: int, name: str, folder: Path, store: str) -> None:
