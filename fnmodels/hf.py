@@ -111,7 +111,7 @@ class Fields:
         unknown = [n for n in self.values if n not in self.seen and n not in HARMLESS and n not in ignored]
         unknown = [n for n in unknown if self.values[n] is not None]
         if unknown:
-            listed = ", ".join(f"{n} = {shown(self.values[n])}" for n in sorted(unknown))
+            listed = ", ".join(f"{shown(n)[1:-1]} = {shown(self.values[n])}" for n in sorted(unknown))
             raise ConfigError(
                 f"{self.where} has fields this family does not know, which may change the maths: {listed}. "
                 "Remove them if they do not, or set them to null."

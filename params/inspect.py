@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="read every byte: checksums, tied heads, finite values")
     arguments = parser.parse_args(argv)
     code = 0
-    print(arguments.folder)
+    print(_printable(str(arguments.folder)))
     for what, text in report(arguments.folder, verified=arguments.verify):
-        print(f"  {what:<12}{text}")
+        print(f"  {what:<12}{_printable(text)}")
         code = 2 if what == "problem" else code
     return code
 
@@ -127,6 +127,11 @@ def _bytes(folder: Path) -> Lines:
     if (folder / MANIFEST).exists():
         verify(folder)
         yield "verified", "every byte is as it was saved"
+
+
+def _printable(text: str) -> str:
+    """Names in a file may hold what moves a terminal's cursor, or halves of characters that nothing can print."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -108,6 +108,15 @@ def test_a_flipped_bit_is_found_and_a_change_of_size_without_reading(
     assert "config.json was saved with" in capsys.readouterr().out
 
 
+def test_what_a_terminal_would_obey_is_escaped(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(bases / "single", tmp_path / "a\x1b[2Jb")
+    content = load_file(bases / "single" / FILE) | {"\x1b[1A\u202e": torch.ones(1)}
+    save_file(content, tmp_path / "a\x1b[2Jb" / FILE)
+    assert main([str(tmp_path / "a\x1b[2Jb")]) == 2
+    out = capsys.readouterr().out
+    assert "a\\x1b[2Jb" in out and "'\\x1b[1A\\u202e'" in out and "\x1b" not in out
+
+
 def test_as_a_module(bases: Path) -> None:
     command = [sys.executable, "-m", "params.inspect", str(bases / "single")]
     done = subprocess.run(command, cwd=Path(P.__file__).parents[1], capture_output=True, text=True, check=True)

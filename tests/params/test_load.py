@@ -18,7 +18,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import llama, tree
-from tests.support import Case, cases, generic_params, structures, tokens_of
+from tests.support import Case, cases, family_modules, generic_params, structures, tokens_of, variants_of
 
 SMALL = llama.Config(
     vocab_size=40,
@@ -329,6 +329,18 @@ def test_absurd_numbers_of_layers(case: Case) -> None:
         with pytest.raises(P.ConfigError, match=f"'num_hidden_layers' is {layers}, but must be .* to 1000"):
             type(case.config).from_hf(case.values | {"num_hidden_layers": layers})
     assert time.monotonic() - begin < 1
+
+
+PUBLISHED = {
+    name: v for family in family_modules() for name, v in getattr(variants_of(family), "published", dict)().items()
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_accepted(name: str, tmp_path: Path) -> None:
+    """With what the families leave aside: classes, dtypes, tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    P.load_config(tmp_path)
 
 
 def test_arguments(folder: Path) -> None:

@@ -125,6 +125,7 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
         ),
         "an odd head": (configured(head_dim=7), "7 of 7 head dimensions", "even"),
         "a field that nobody knows": (configured(logit_wobble=0.5), "logit_wobble = 0.5", "may change the maths"),
+        "a field that is no text": (configured(**{"\ud800\x1b[2J": 1}), "\\ud800\\u001b[2J = 1"),
         "dtype and torch_dtype that disagree": (configured(dtype="float32", torch_dtype="bfloat16"), "disagree"),
         "a rope that is a number": (with_rope(rope_type=3), "'rope_type' is 3"),
         "a rope with another's key": (with_rope(rope_type="linear", factor=2.0, beta_fast=32), "beta_fast = 32"),
@@ -185,6 +186,10 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen2": {
         "too few layer types": (configured(layer_types=["full_attention"]), P.ConfigError, "'layer_types' must name 2"),
         "a layer type unknown": (configured(layer_types=["full"] * 2), P.ConfigError, "'layer_types' must name 2"),
+        "400,000 layer types": (
+            configured(layer_types=["full_attention"] * 400_000),
+            *(P.ConfigError, "'layer_types' must name 2"),
+        ),
         "a layer type that is a list": (configured(layer_types=[[], {}]), P.ConfigError, "'layer_types' must name 2"),
         "a negative window": (
             configured(use_sliding_window=True, sliding_window=-1),

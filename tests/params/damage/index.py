@@ -149,6 +149,7 @@ _OUTSIDE = {
     "a line end": "model\n.safetensors",
     "half a character": "\ud800.safetensors",
 }
+_FIRST = "model-00001-of-00007.safetensors"
 _MAP, _GONE = (INDEX, "must have a 'weight_map'"), "model-00099-of-00004.safetensors"
 _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
     P.IndexFileError: {
@@ -163,6 +164,10 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
         "a tensor in the index alone": (
             in_json(INDEX, lambda index: index["weight_map"].update(x=index["weight_map"][NAME])),
             *(INDEX, "'x': not in model-0"),
+        ),
+        "400,000 tensors that are not there": (
+            in_json(INDEX, lambda index: index["weight_map"].update(dict.fromkeys(map(str, range(400_000)), _FIRST))),
+            *(INDEX, f"'0': not in {_FIRST}", "and 399,980 more"),
         ),
         "a tensor under another shard": (_elsewhere, INDEX, NAME, "2 differences"),
         "a tensor in two shards": (_twice, INDEX, NAME, "but the index says"),
