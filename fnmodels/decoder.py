@@ -184,3 +184,25 @@ def moe_name(path: str, experts: int) -> Stored:
     if path.endswith("mlp.selection_bias"):
         return f"model.{head}.gate.e_score_correction_bias"
     return decoder_name(path.replace(".mlp.router", ".mlp.gate"))
+
+
+def dense_first(fields: Fields, layers: int, default: int) -> tuple[str, ...]:
+    """The kind of each layer, of which the first `first_k_dense_replace` are dense."""
+    dense = min(fields.integer("first_k_dense_replace", default, low=0), layers)
+    return ("full",) * dense + ("full_moe",) * (layers - dense)
+
+
+def check_groups(config: Any) -> None:
+    """For `Config.__post_init__`: ConfigError where as many experts cannot be chosen from as many groups of them."""
+    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+    check_experts(experts, chosen)
+    groups, kept = config.n_group, config.topk_group
+    for name in ("n_group", "topk_group", "moe_intermediate_size", "n_shared_experts"):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
+    if experts % groups or kept > groups or chosen > experts // groups * kept:
+        raise ConfigError(
+            f"num_experts_per_tok {chosen} of n_routed_experts {experts} cannot be chosen from topk_group {kept} of "
+            f"n_group {groups} equal groups."
+        )

@@ -153,6 +153,60 @@ _PHI4_MINI |= {"max_position_embeddings": 131072, "original_max_position_embeddi
 _PHI4_MINI |= {"partial_rotary_factor": 0.75, "rope_scaling": _PHI4_MINI_ROPE}
 _GLM4 = {"model_type": "glm4", "vocab_size": 151552, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 _GLM4 |= {"max_position_embeddings": 32768, "partial_rotary_factor": 0.5}
+# DeepSeek: config.json of deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-V3 and DeepSeek-R1 (arXiv 2405.04434,
+# 2412.19437); of moonshotai/Kimi-K2-Instruct (arXiv 2507.20534) and Moonlight-16B-A3B (arXiv 2502.16982).
+_YARN40: dict[str, Any] = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_LATENT |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 163840}
+_DEEPSEEK2: dict[str, Any] = _LATENT | {"model_type": "deepseek_v2", "vocab_size": 102400, "scoring_func": "softmax"}
+_DEEPSEEK2 |= {"n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "norm_topk_prob": False}
+_DEEPSEEK2 |= {"rope_scaling": _YARN40 | {"mscale": 0.707, "mscale_all_dim": 0.707}}
+_DEEPSEEK3: dict[str, Any] = _LATENT | {"model_type": "deepseek_v3", "vocab_size": 129280, "scoring_func": "sigmoid"}
+_DEEPSEEK3 |= {"topk_method": "noaux_tc", "norm_topk_prob": True, "n_shared_experts": 1, "num_experts_per_tok": 8}
+_DEEPSEEK3 |= {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_group": 8, "topk_group": 4}
+_DEEPSEEK3 |= {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}
+_DEEPSEEK3 |= {"rope_scaling": _YARN40 | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+_MOONSHOT: dict[str, Any] = _DEEPSEEK3 | {
+    "vocab_size": 163840,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_MOONSHOT |= {"num_nextn_predict_layers": 0, "rope_theta": 50000.0}
+_KIMI: dict[str, Any] = {"model_type": "kimi_k2", "n_routed_experts": 384, "routed_scaling_factor": 2.827}
+_KIMI |= {"max_position_embeddings": 131072}
+_KIMI |= {"rope_scaling": _DEEPSEEK3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0}}
+_MOONLIGHT: dict[str, Any] = {
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1408,
+}
+_MOONLIGHT |= {"q_lora_rank": None, "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5, "rope_scaling": None}
+_MOONLIGHT |= {"max_position_embeddings": 8192}
+# config.json of zai-org/GLM-4.5 and GLM-4.5-Air (arXiv 2508.06471)
+_GLM45: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+_GLM45 |= {"partial_rotary_factor": 0.5, "attention_bias": True, "norm_topk_prob": True, "num_experts_per_tok": 8}
+_GLM45 |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1}
+_GLM45 |= {"max_position_embeddings": 131072}
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -303,4 +357,34 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-4-scout-text": _SCOUT,
     "llama-4-maverick": {"model_type": "llama4", "text_config": _MAVERICK},
     "llama-4-maverick-text": _MAVERICK,
+    "deepseek-v2-lite": _sized(
+        _DEEPSEEK2 | {"q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.0},
+        *(2048, 10944, 27, 16, 16),
+        moe_intermediate_size=1408,
+        n_routed_experts=64,
+    ),
+    "deepseek-v2": _sized(
+        _DEEPSEEK2 | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+        *(5120, 12288, 60, 128, 128),
+        moe_intermediate_size=1536,
+        n_routed_experts=160,
+        n_group=8,
+        topk_group=3,
+    ),
+    "deepseek-v3": _sized(_DEEPSEEK3, 7168, 18432, 61, 128, 128),
+    "deepseek-r1": _sized(_DEEPSEEK3, 7168, 18432, 61, 128, 128),
+    "kimi-k2": _sized(_MOONSHOT | _KIMI, 7168, 18432, 61, 64, 64),
+    "moonlight-16b-a3b": _sized(_MOONSHOT | _MOONLIGHT, 2048, 11264, 27, 16, 16),
+    "glm-4.5": _sized(
+        _GLM45 | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "use_qk_norm": True},
+        *(5120, 12288, 92, 96, 8),
+        moe_intermediate_size=1536,
+        n_routed_experts=160,
+    ),
+    "glm-4.5-air": _sized(
+        _GLM45 | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False},
+        *(4096, 10944, 46, 96, 8),
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+    ),
 }

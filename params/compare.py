@@ -9,10 +9,11 @@ activations on one short random batch, layer by layer.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compare(folder: Path) -> bool:
     """Print the comparison of `folder`; whether all is equal. CheckpointError, OSError: it cannot be compared."""
     config = load_config(folder)
-    params, mismatch = _params(folder)
+    optional = getattr(family_of(config), "OPTIONAL", {})  # transformers leaves these parts out
+    config = dataclasses.replace(config, **dict.fromkeys(optional.values(), 0))
+    params, mismatch = _params(folder, optional)
     transformers = _transformers()
     if transformers is None:
         raise mismatch or UnsupportedError(
@@ -122,10 +125,10 @@ def compare(folder: Path) -> bool:
     return not values and all(row.equal for row in rows)
 
 
-def _params(folder: Path) -> tuple[Tree, MismatchError | None]:
+def _params(folder: Path, drop: Collection[str]) -> tuple[Tree, MismatchError | None]:
     """Our parameters, or why the files do not fit our spec."""
     try:
-        return load_pretrained(folder, dtype=torch.float32)[1], None
+        return load_pretrained(folder, dtype=torch.float32, drop=drop)[1], None
     except MismatchError as error:
         return {}, error
 
@@ -166,9 +169,11 @@ def _layers(model: Any) -> Any:
 
 
 def _on_disk(model: Any) -> dict[str, Tensor]:
-    """The reference's parameters under their names in files, not those in memory. A tied head is listed once."""
+    """The reference's tensors under their names in files, not those in memory. A tied head is listed once."""
     loading = importlib.import_module("transformers.core_model_loading")
-    return dict(loading.revert_weight_conversion(model, dict(model.named_parameters())))
+    named, all_named = (dict(model.named_parameters(remove_duplicate=once)) for once in (True, False))
+    saved = {name: tensor for name, tensor in model.state_dict().items() if name not in all_named}  # buffers
+    return dict(loading.revert_weight_conversion(model, named | saved))
 
 
 def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str]:

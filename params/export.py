@@ -13,7 +13,7 @@ from fnmodels.errors import MismatchError
 from fnmodels.tree import Tree
 from params.format import NAMES, Outgoing
 from params.index import listed
-from params.names import Piece, by_name, dtype_class, slots
+from params.names import Piece, by_name, copies, dtype_class, slots
 
 
 def export(config: Any, params: Tree) -> Iterator[tuple[str, Tensor]]:
@@ -21,7 +21,8 @@ def export(config: Any, params: Tree) -> Iterator[tuple[str, Tensor]]:
 
     For handing new weights to an inference engine. A tensor on disk that is a leaf is that leaf, detached and not
     copied; one that several leaves make up, or that lies transposed, is made when its turn comes. A tied head is not
-    there twice. MismatchError names every leaf that is not what `config` calls for, before the first is handed out.
+    there twice; what a family's files hold twice is. MismatchError names every leaf that is not what `config` calls
+    for, before the first is handed out.
     """
     tensors = outgoing(config, params)
     return ((name, tensor.make()) for name, tensor in tensors.items())
@@ -31,7 +32,8 @@ def outgoing(config: Any, params: Tree) -> dict[str, Outgoing]:
     """{name on disk: what it will be}, in the order of the spec. Errors as of `export`."""
     flat = tree.flatten(params)
     _check(config, flat)
-    return {name: _outgoing(parts, flat) for name, parts in by_name(slots(config)).items()}
+    tensors = {name: _outgoing(parts, flat) for name, parts in by_name(slots(config)).items()}
+    return tensors | {copy: tensors[name] for copy, name in copies(config).items()}
 
 
 def _outgoing(parts: list[Piece], flat: dict[str, Tensor]) -> Outgoing:

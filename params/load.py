@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from params.config import read_config
 from params.format import Entry, TensorFile, map_file, mapped_tensor, read_into, read_tensor, scratch
 from params.index import listed, open_folder
 from params.init import leaf_dtype
-from params.names import Piece, Slot, by_name, dtype_class, is_leftover, lacking, pieces, slots, ties
+from params.names import Piece, Slot, by_name, dtype_class, is_leftover, lacking, pieces, slots, ties, without
 from params.quantized import Found, Quantized, each, pair, read_quantized
 
 
@@ -39,6 +39,7 @@ def load_pretrained(
     plan: None = None,
     copy: bool = False,
     check_finite: bool = False,
+    drop: Collection[str] = (),
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
@@ -49,7 +50,8 @@ def load_pretrained(
     change. copy=True reads everything into memory of its own, as does any cast or other device. A leaf of several
     tensors, as experts often are, is always read, into one piece. Beyond the result, at most one tensor is held. A head
     that is tied is one leaf. check_finite=True reads everything, and refuses leaves with a NaN or an infinity (which a
-    cast to fp16 may bring in).
+    cast to fp16 may bring in). drop=("mtp",) leaves out heads that predict further tokens (`fnmodels.mtp`); files that
+    have none leave them out too, whatever config.json says. The config that is returned knows it.
 
     Raises CheckpointError by kind (see `fnmodels.errors`), and the operating system's own errors for what is missing.
     """
@@ -59,7 +61,7 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     with ExitStack() as stack:
-        checked = check(folder, stack)
+        checked = check(folder, stack, drop)
         found = checked.found
         mappings: dict[Path, mmap.mmap] = {}
         buffer = scratch()
@@ -89,11 +91,13 @@ class Checked:
     prefix: str
 
 
-def check(folder: Path, stack: ExitStack) -> Checked:
+def check(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> Checked:
     """What `load_pretrained` does before it reads a tensor; `stack` closes the files. Errors as there."""
     config, values = read_config(folder)
     found = pair(folder, open_folder(folder, stack), quantization_of(values))
     prefix = lacking(config, found)
+    config, dropped = without(config, drop, found, prefix)
+    found = {name: value for name, value in found.items() if name not in dropped}
     parameters, tied = slots(config, prefix), ties(config, prefix)
     leftovers = tuple(name for name in found if is_leftover(config, prefix + name))
     known = {name: value for name, value in found.items() if name not in leftovers}
@@ -142,15 +146,15 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check_ties(tied: dict[str, str], found: Found, mappings: dict[Path, mmap.mmap]) -> None:
-    """A tied head may be on disk too if it is the same, bit for bit; else the file or the configuration is wrong."""
+    """A tied head, or another copy, may be on disk if it is the same, bit for bit; else file or config is wrong."""
     for name, twin in tied.items():
         if name in found:
             one, two = (_whole(*found[each], mappings) for each in (name, twin))
             # compared as bytes: NaN equals itself here, and -0 is not 0
             if one.dtype != two.dtype or not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
                 raise MismatchError(
-                    f"{found[name][0].path}: {name} differs from {twin}, but config.json says tie_word_embeddings, "
-                    "which makes them one tensor."
+                    f"{found[name][0].path}: {name} differs from {twin}, but by config.json (tie_word_embeddings, or "
+                    "num_nextn_predict_layers) they are one tensor."
                 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,14 +90,53 @@ def is_leftover(config: Any, name: str) -> bool:
 
 
 def ties(config: Any, prefix: str = "") -> dict[str, str]:
-    """{name that a tied head may have on disk all the same: name of the tensor it must equal}; prefix as in `slots`."""
+    """{name that a tied head may have on disk all the same: name of the tensor it must equal}; prefix as in `slots`.
+
+    What `copies` says is among them.
+    """
+    tied = copies(config, prefix)
     if not getattr(config, "tie_word_embeddings", False):
-        return {}
+        return tied
     names = family_of(config).hf_names(replace(config, tie_word_embeddings=False))
     if not names.keys() >= {"lm_head", "embed_tokens"}:  # a family of someone's own, with a head of its own
-        return {}
+        return tied
     (head,), (embedding,) = disk_names(names["lm_head"]), disk_names(names["embed_tokens"])
-    return {head: embedding.removeprefix(prefix)}
+    return tied | {head: embedding.removeprefix(prefix)}
+
+
+def copies(config: Any, prefix: str = "") -> dict[str, str]:
+    """{name of a tensor that repeats another: the other's}, if the family's `hf_copies` says so; prefix as in `slots`.
+
+    Files may lack them. A save writes them, for other programs read them.
+    """
+    family = family_of(config)
+    named = family.hf_copies(config) if hasattr(family, "hf_copies") else {}
+    names = family.hf_names(config) if named else {}
+    return {copy.removeprefix(prefix): disk_names(names[path])[0].removeprefix(prefix) for copy, path in named.items()}
+
+
+def without(config: Any, drop: Collection[str], found: Container[str], prefix: str = "") -> tuple[Any, frozenset[str]]:
+    """(the config of what is to be loaded, the names of what is on disk and is not).
+
+    The parts of a model that files may hold or not are in its family's OPTIONAL, {key of the tree: field of the config
+    that counts them}. Those in `drop` are left out, and those of which the files have nothing.
+    """
+    optional = getattr(family_of(config), "OPTIONAL", {})
+    if unknown := sorted(set(drop) - set(optional)):
+        raise ValueError(
+            f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "
+            f"{', '.join(map(repr, optional)) or 'nothing'}."
+        )
+    whole = slots(config, prefix)
+    dropped: set[str] = set()
+    for part, count in optional.items():
+        names = {name for slot in whole if slot.path.startswith(f"{part}.") for name in disk_names(slot.stored)}
+        if part in drop or not any(name in found for name in names):
+            smaller = replace(config, **{count: 0})
+            if part in drop:
+                dropped |= names | (copies(config, prefix).keys() - copies(smaller, prefix).keys())
+            config = smaller
+    return config, frozenset(dropped)
 
 
 def _cut(stored: Stored, prefix: str) -> Stored:

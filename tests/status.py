@@ -109,8 +109,9 @@ def spread(sizes: list[int]) -> str:
 
 
 def brief(parameters: int) -> str:
-    """A number of parameters in three digits, in millions or billions."""
-    return f"{parameters / 1e6:.3g}M" if parameters < 999.5e6 else f"{parameters / 1e9:.3g}B"
+    """A number of parameters in three digits, in millions, billions or trillions."""
+    size, letter = next((s, n) for s, n in ((1e6, "M"), (1e9, "B"), (1e12, "T")) if parameters < 999.5 * s)
+    return f"{parameters / size:.3g}{letter}"
 
 
 def with_table(readme: str, new: str) -> str:

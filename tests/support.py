@@ -111,7 +111,10 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
     if tensor.ndim >= 2:
         return noise * (1.3 / math.sqrt(tensor.shape[-1]))
-    return 1 + 0.3 * noise if "norm" in name.lower() or ".ln_" in name else 0.3 * noise
+    if "norm" in name.lower() or ".ln_" in name:
+        return 1 + 0.3 * noise
+    # a bias of an expert's choice competes with scores between 0 and 1, and none should be out of reach
+    return (0.1 if name.endswith(("selection_bias", "correction_bias")) else 0.3) * noise
 
 
 @functools.cache

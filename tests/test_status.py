@@ -135,6 +135,7 @@ def test_cells() -> None:
     assert verdict([]) == "not yet" and verdict(["passed"] * 3) == "yes"
     assert verdict(["passed", "skipped"]) == verdict(["passed", "failed"]) == "in part" and verdict(["failed"]) == "no"
     assert [brief(n) for n in (70_426_624, 999_885_952, 405_853_388_800)] == ["70.4M", "1B", "406B"]
+    assert brief(1_026_408_232_448) == "1.03T"
     assert spread([]) == "none" and spread([7_241_732_096]) == "7.24B"
 
 

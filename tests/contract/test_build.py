@@ -118,7 +118,7 @@ def test_init_is_a_function_of_seed_and_path(case: Case) -> None:
 
 @every_case
 def test_params_are_the_whole_state(case: Case) -> None:
-    """B1: built abstract, filled with NaN, loaded: the same bits. And NaN in any one leaf reaches the logits."""
+    """B1: built abstract, filled with NaN, loaded: the same bits. And any one leaf reaches the logits."""
     mixed, weights = batch_of(case.config, MIXED), generic_params(case.config)
     poisoned = tree.map(lambda t: torch.full(t.shape, torch.nan, dtype=t.dtype), P.abstract(case.config))
     wanted = mixed.forward(weights)

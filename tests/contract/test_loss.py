@@ -69,8 +69,9 @@ def one_step(case: Case, batch: dict[str, torch.Tensor], accumulate: int) -> tup
     """(the gradient, metrics): with a rate of 1, what a step of SGD takes off."""
     weights = generic_params(case.config, torch.float64)
     loss = partial(next_token_loss, config=case.config, kernel="math", length=24)
-    step = train.make_step(loss, sgd(1.0), accumulate=accumulate, inplace=False)
-    state, metrics = step(train.init_state(weights, sgd(1.0)), batch)
+    optimizer = sgd(1.0, spec=fnmodels.family_of(case.config).spec(case.config))
+    step = train.make_step(loss, optimizer, accumulate=accumulate, inplace=False)
+    state, metrics = step(train.init_state(weights, optimizer), batch)
     return tree.map(torch.sub, weights, state.params), metrics
 
 

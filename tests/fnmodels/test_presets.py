@@ -11,7 +11,8 @@ from tests.status import CHECKED, PRESET
 from tests.support import check_shapes
 
 # Totals as their publishers' files add up to (a tied head counts once); of Ministral 3 without the vision tower. A text
-# is all that the publisher says, cut off and not rounded: Ministral's 8.4B is 8.49.
+# is all that the publisher says, cut off and not rounded: Ministral's 8.4B is 8.49. The copies of embedding and head
+# that MTP modules have on disk are no parameters of their own: 1.9B of DeepSeek V3's files, and of GLM 4.5's as below.
 PUBLISHED: dict[str, int | str] = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
@@ -104,6 +105,14 @@ PUBLISHED: dict[str, int | str] = {
     "llama-4-scout-text": 108_641_793_536 - 871_932_416,
     "llama-4-maverick": 401_583_781_376 - 871_932_416,
     "llama-4-maverick-text": 401_583_781_376 - 871_932_416,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200 + 11_610_068_224,  # the main model and the MTP module
+    "deepseek-r1": 671_026_419_200 + 11_610_068_224,
+    "kimi-k2": 1_026_408_232_448,
+    "moonlight-16b-a3b": 15_289_021_568 + 2 * 163840 * 2048,  # without embedding and head as in its paper, and these
+    "glm-4.5": 358_337_791_296 - 2 * 151552 * 5120,
+    "glm-4.5-air": 110_468_824_832 - 2 * 151552 * 4096,
 }
 
 

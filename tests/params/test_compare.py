@@ -1,5 +1,6 @@
 """The tool for porting: equal models are equal, and a planted fault is named where it is."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import params as P
 from fnmodels import llama, tree
 from params import compare
 from tests.parity.oracle import model_of
-from tests.support import Case, structures
+from tests.support import Case, cases, generic_params, structures
 from tests.variants.llama import variants
 
 with_reference = pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
@@ -38,6 +39,15 @@ def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFix
     assert not any(line.endswith("differs") for line in lines)
     assert lines[0].endswith("names and shapes are equal; leaves with other values: 0")
     assert lines[-1] == f"Equal: all {len(taps) + 2} activations are within 2e-05 x max(1, std)."
+
+
+def test_what_transformers_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Heads that predict further tokens: ours are left out too, and the rest is compared."""
+    case = next(case for case in cases() if case.name == "deepseek_v3")
+    config = dataclasses.replace(case.config, num_nextn_predict_layers=1)
+    P.save_pretrained(tmp_path, config, generic_params(config))
+    assert compare.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Equal")
 
 
 def _with_changed_leaves(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:

@@ -9,7 +9,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import fnmodels
 from fnmodels import disk, tree
-from tests.support import generic
+from tests.support import generic, variants_of
 
 EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
@@ -19,13 +19,20 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
 
     The same values give the same numbers.
     """
-    config = AutoConfig.for_model(**values)
+    config = AutoConfig.for_model(**reference_values(values))
     config.use_cache = False
     model = AutoModelForCausalLM.from_config(config, **EAGER, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, tensor in _of_checkpoint(model).items():
             tensor.copy_(generic(name, tensor))
     return model
+
+
+def reference_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The config.json as transformers knows the model: see STANDS_FOR of a family's variants."""
+    model_type = values["model_type"]
+    family = fnmodels.family_for(model_type).__name__.rpartition(".")[2]
+    return values | {"model_type": getattr(variants_of(family), "STANDS_FOR", {}).get(model_type, model_type)}
 
 
 def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 import fnmodels
 from fnmodels.presets import PRESETS, preset, presets
-from tests.parity.oracle import assert_close, logits_of, model_of, params_of
+from tests.parity.oracle import assert_close, logits_of, model_of, params_of, reference_values
 from tests.support import Case, cases, family_modules, tokens_of, variants_of
 
 WITH_REFERENCE = [case for case in cases() if case.values is not None]
@@ -41,7 +41,9 @@ def published_dialect(values: dict[str, Any]) -> dict[str, Any]:
 
 @every_case
 def test_both_dialects_give_one_config(case: Case) -> None:
-    new = AutoConfig.for_model(**case.values).to_dict()  # every key, as save_pretrained writes it today
+    new = AutoConfig.for_model(
+        **reference_values(case.values)
+    ).to_dict()  # every key, as save_pretrained writes it today
     assert _config(new) == case.config
     assert _config(published_dialect(case.values)) == case.config
     named = published_dialect(case.values)
@@ -60,14 +62,14 @@ def test_what_we_write_means_the_same_to_transformers(case: Case) -> None:
 
 @every_case
 def test_a_key_left_out_has_the_reference_default(case: Case) -> None:
-    full = AutoConfig.for_model(**case.values).to_dict()
+    full = AutoConfig.for_model(**reference_values(case.values)).to_dict()
     for key in full.keys() - {"model_type"}:
         values = {name: value for name, value in full.items() if name != key}
         try:
             ours = _config(values)
         except fnmodels.CheckpointError:
             continue  # asked for, which is as good as the right default
-        assert ours == _config(AutoConfig.for_model(**values).to_dict()), key
+        assert ours == _config(AutoConfig.for_model(**reference_values(values)).to_dict()), key
 
 
 @pytest.mark.parametrize("case", [case for case in WITH_REFERENCE if "rope_parameters" in case.values], ids=str)
@@ -90,9 +92,9 @@ def test_a_partial_rotation_is_refused_or_means_the_same(case: Case) -> None:
 @pytest.mark.parametrize("family", family_modules())
 def test_published_configs_are_read_alike(family: str) -> None:
     for values in variants_of(family).published().values():
-        assert _config(values) == _config(AutoConfig.for_model(**values).to_dict())
+        assert _config(values) == _config(AutoConfig.for_model(**reference_values(values)).to_dict())
 
 
 @pytest.mark.parametrize("name", presets())
 def test_presets_are_read_alike(name: str) -> None:
-    assert preset(name) == _config(AutoConfig.for_model(**PRESETS[name]).to_dict())
+    assert preset(name) == _config(AutoConfig.for_model(**reference_values(PRESETS[name])).to_dict())

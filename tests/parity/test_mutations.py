@@ -47,7 +47,8 @@ def test_every_tensor_counts(case: Case) -> None:
         if path.endswith("k_bias") and any(table.shape[-2:] == (0, 2) for table in tables_of_layer):
             continue  # without position a key's bias adds one number to all scores of a query: softmax does not see it
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
-        moved = tree.flatten(params) | {path: tensor + 0.02 * tensor.std().clamp(min=0.1) * noise}
+        share = 1.0 if path.endswith("selection_bias") else 0.02  # it must change a choice, and none is close
+        moved = tree.flatten(params) | {path: tensor + share * tensor.std().clamp(min=0.1) * noise}
         assert _fails(case, tree.unflatten(moved), theirs, tokens), path
 
 

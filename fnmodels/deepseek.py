@@ -1,0 +1,320 @@
+"""The DeepSeek line: V2 (arXiv 2405.04434), V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), Moonlight.
+
+A pre-norm decoder whose attention works on latents; the first layers are dense, the rest sparse with a shared expert.
+V2 scores experts by softmax. The others score by sigmoid and choose by score plus a bias that no gradient teaches.
+Choice may be limited to the best groups of experts. V3 has heads that predict further tokens: `fnmodels.mtp`.
+
+The router's dtypes: its weight as the model's, its product and scores in fp32 at least, its weights in the scores'.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import mtp
+from .decoder import check_decoder, check_groups, decoder_sizes, decoder_to_hf, dense_first, moe_name
+from .disk import Stored
+from .errors import UnsupportedError
+from .hf import Fields, rope_from_hf, rope_to_hf
+from .leaf import gated_mlp_leaves, latent_attention_leaves, moe_leaves, norm, weight
+from .mask import Create, Layout, MaskLike, causal_masks
+from .ops.attention import attention
+from .ops.embed import embed_tokens
+from .ops.experts import Experts
+from .ops.heads import project_out
+from .ops.mla import latent_qkv, latent_scale
+from .ops.mlp import ACTIVATIONS, gated_mlp, glu
+from .ops.moe import KEPT, MOE_TAPS, moe
+from .ops.norm import rms_norm
+from .ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table
+from .ops.router import sigmoid_top_k, softmax_top_k
+from .tree import Tree, flatten
+
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+KINDS = ("full", "full_moe")
+ROUTED = True
+TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # what files may hold or not, and the field that counts it
+LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that some files hold
+
+# How training spread the experts and kept them in balance; loss coefficients.
+_IGNORED = ("ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef")
+# Those that every published file says, so that no default is needed.
+_SIZES = (
+    *("kv_lora_rank", "v_head_dim"),
+    *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "full" (dense)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of dense layers
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int = 1  # the shared expert is as wide as so many
+    q_lora_rank: int | None = None  # None: queries are made without a latent
+    softmax_scores: bool = False  # as V2; the others' are sigmoids, and a bias takes part in the choice
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    rope: Rope = Rope()  # noqa: RUF009 - frozen
+    rope_interleave: bool = True
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # of what reads the hidden states, and of o
+    hidden_act: str = "silu"
+    layer_kinds: tuple[str, ...] = ()
+    num_nextn_predict_layers: int = 0  # heads in params["mtp"], which the forward pass does not use
+    max_position_embeddings: int = 4096
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="deepseek_v3", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Each head has keys and values of its own, all from one latent."""
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """How many dimensions of a head rotate: what Hugging Face's files call so."""
+        return self.qk_rope_head_dim
+
+    def __post_init__(self) -> None:
+        check_decoder(self, KINDS)
+        check_groups(self)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        v2 = model_type == "deepseek_v2"
+        nope, rotating = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
+        sizes = decoder_sizes(
+            fields, max_positions=2048 if v2 else 4096, tied=False, kv_heads=0 if v2 else 128, head_dim=rotating
+        )
+        # Names that other families read; here they follow from others, and transformers ignores what they say.
+        follow = {"head_dim": rotating, "num_key_value_heads": sizes["num_attention_heads"]}
+        for name, value in follow.items():
+            if sizes.pop(name) != value:
+                raise UnsupportedError(f"{fields.where}: {name!r} must be {value} in this family.")
+        fields.expect("qk_head_dim", nope + rotating)
+        fields.expect("moe_layer_freq", 1)
+        fields.expect("scoring_func", "softmax" if v2 else "sigmoid")
+        if v2:
+            fields.expect("mlp_bias", False)
+            fields.expect("norm_topk_prob", False)  # transformers ignores it, the published code does another thing
+            fields.expect("rope_interleave", True)
+            limited = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
+            groups = [fields.integer(name, 1) for name in ("n_group", "topk_group")]
+            groups = groups if limited else [1, 1]
+        else:
+            fields.expect("topk_method", "noaux_tc")
+            groups = [fields.integer(name) for name in ("n_group", "topk_group")]
+        counts: dict[str, Any] = {name: fields.integer(name) for name in _SIZES}
+        config = Config(
+            **sizes,
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=rotating,
+            **counts,
+            # null says that there is no latent; left out it is the reference's
+            q_lora_rank=(fields.integer("q_lora_rank", 0, low=0) or None) if "q_lora_rank" in values else 1536,
+            softmax_scores=v2,
+            n_group=groups[0],
+            topk_group=groups[1],
+            norm_topk_prob=not v2 and fields.boolean("norm_topk_prob", True),
+            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0 if v2 else 2.5),
+            rope=rope_from_hf(fields, head_dim=rotating, max_positions=sizes["max_position_embeddings"], theta=1e4),
+            rope_interleave=v2 or fields.boolean("rope_interleave", True),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            attention_bias=fields.boolean("attention_bias", False),
+            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+            layer_kinds=dense_first(fields, sizes["num_hidden_layers"], 0 if v2 else 3),
+            num_nextn_predict_layers=0 if v2 else fields.integer("num_nextn_predict_layers", 1, low=0),
+            model_type=model_type,
+        )
+        object.__setattr__(config, "extra", fields.finish(ignored=_IGNORED))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
+        names = (
+            *("rms_norm_eps", "attention_bias", "hidden_act", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+            *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", *_SIZES),
+        )
+        own = {name: getattr(self, name) for name in names}
+        own["scoring_func"] = "softmax" if self.softmax_scores else "sigmoid"
+        own |= {"rope_parameters": rope_to_hf(self.rope), "first_k_dense_replace": self.layer_kinds.count("full")}
+        if self.model_type == "deepseek_v2":
+            own["topk_method"] = "greedy" if self.n_group == 1 else "group_limited_greedy"
+            return decoder_to_hf(self, "DeepseekV2ForCausalLM", **own)
+        own |= {"topk_method": "noaux_tc", "rope_interleave": self.rope_interleave}
+        own["num_nextn_predict_layers"] = self.num_nextn_predict_layers
+        return decoder_to_hf(self, "DeepseekV3ForCausalLM", **own)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, std = config.hidden_size, config.initializer_range
+
+    def layer(kind: str) -> Tree:
+        experts = functools.partial(moe_leaves, D, config.n_routed_experts, config.moe_intermediate_size, std=std)
+        shared, biased = config.n_shared_experts * config.moe_intermediate_size, not config.softmax_scores
+        return {
+            "input_layernorm": norm(D, "embed"),
+            "attention": latent_attention_leaves(
+                D,
+                config.num_attention_heads,
+                q_rank=config.q_lora_rank,
+                kv_rank=config.kv_lora_rank,
+                nope_dim=config.qk_nope_head_dim,
+                rope_dim=config.qk_rope_head_dim,
+                value_dim=config.v_head_dim,
+                std=std,
+                biases=config.attention_bias,
+            ),
+            "post_attention_layernorm": norm(D, "embed"),
+            "mlp": experts(shared=shared, selection_bias=biased)
+            if kind == "full_moe"
+            else gated_mlp_leaves(D, config.intermediate_size, std=std),
+        }
+
+    tree: Tree = {
+        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "layers": [layer(kind) for kind in config.layer_kinds],
+        "norm": norm(D, "embed"),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
+    if config.num_nextn_predict_layers:
+        heads = range(config.num_nextn_predict_layers)
+        tree["mtp"] = [mtp.leaves(D, layer(config.layer_kinds[-1]), std=std) for _ in heads]
+    return tree
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}; experts are a tensor each."""
+
+    def name(path: str) -> Stored:
+        path = mtp.layer_path(path, config.num_hidden_layers).replace(".shared_expert.", ".shared_experts.")
+        stored = moe_name(path, config.n_routed_experts)
+        return stored.replace("kv_a_proj", "kv_a_proj_with_mqa") if isinstance(stored, str) else stored
+
+    return {path: name(path) for path in flatten(spec(config))}
+
+
+def hf_copies(config: Config) -> dict[str, str]:
+    """{name on disk: path of the parameter it repeats}: what the heads have there beside their own."""
+    return mtp.copies(config)
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    return config.layer_kinds
+
+
+def attention_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    return causal_masks(config.layer_kinds, None, positions, segment_ids, create=create)
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 table [B, S, R/2, 2]} of the rotating part of a head."""
+    return dict.fromkeys(sorted(set(config.layer_kinds)), rotary_table(config.rope, config.head_dim, positions, length))
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]."""
+    return embed_tokens(params["embed_tokens"], inputs)
+
+
+def block(
+    layer: Tree,
+    x: Tensor,
+    mask: MaskLike,
+    freqs: Tensor,
+    /,
+    *,
+    config: Config,
+    kind: str,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    taps: tuple[str, ...] = (),
+    valid: Tensor | None = None,
+    routing: Tensor | None = None,
+    experts: str | Experts = "auto",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer: x [B, S, D] -> (x, {tap: tensor}); a sparse one always returns counts and router_logits."""
+    eps, weights = config.rms_norm_eps, layer["attention"]
+    q, k, v = latent_qkv(
+        weights,
+        rms_norm(x, layer["input_layernorm"], eps=eps),
+        freqs,
+        nope_dim=config.qk_nope_head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        value_dim=config.v_head_dim,
+        rotate=apply_rotary_interleaved if config.rope_interleave else apply_rotary,
+    )
+    scale = latent_scale(config.rope, q.shape[-1])
+    attended = project_out(weights, attention(q, k, v, mask, kernel=kernel, scale=scale, layout=layout))
+    middle = x + attended
+    normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
+    named = {"attention": attended, "middle": middle}
+    if kind == "full_moe":
+        named["mlp"], aux = moe(
+            layer["mlp"],
+            normed,
+            _router(layer["mlp"], config),
+            valid=valid,
+            routing=routing,
+            experts=experts,
+            act=functools.partial(glu, activation=config.hidden_act),
+            kernel=kernel,
+            wide_router=True,
+        )
+        named |= aux
+        taps = (*KEPT, *taps)
+    else:
+        named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
+    return middle + named["mlp"], {name: named[name] for name in taps}
+
+
+def _router(mlp: Tree, config: Config) -> Callable[..., tuple[Tensor, Tensor]]:
+    bias = {} if config.softmax_scores else {"bias": mlp["selection_bias"]}
+    return functools.partial(
+        sigmoid_top_k if bias else softmax_top_k,
+        k=config.num_experts_per_tok,
+        renormalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+        groups=config.n_group,
+        kept_groups=config.topk_group,
+        **bias,
+    )
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)

@@ -1,0 +1,253 @@
+"""GLM-4.5 to 4.7 with experts (arXiv 2508.06471): GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7.
+
+A pre-norm decoder with grouped queries, half-layout rotary embedding of the first half of each head, a few dense layers
+and then sparse ones, which route as DeepSeek V3 does. Its heads that predict further tokens: `fnmodels.mtp`.
+
+The router's dtypes: its weight as the model's, its product and scores in fp32 at least, its weights in the scores'.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import mtp
+from .decoder import check_decoder, check_groups, decoder_sizes, decoder_to_hf, dense_first, moe_name
+from .disk import Stored
+from .hf import Fields, parse_rope, rope_to_hf, rope_values
+from .leaf import attention_leaves, gated_mlp_leaves, moe_leaves, norm, weight
+from .mask import Create, Layout, MaskLike, causal_masks
+from .ops.attention import attention
+from .ops.embed import embed_tokens
+from .ops.experts import Experts
+from .ops.heads import project_out, project_qkv
+from .ops.mlp import ACTIVATIONS, gated_mlp, glu
+from .ops.moe import KEPT, MOE_TAPS, moe
+from .ops.norm import rms_norm
+from .ops.rotary import Rope, apply_rotary, rotary_table
+from .ops.router import sigmoid_top_k
+from .tree import Tree, flatten
+
+MODEL_TYPES = ("glm4_moe",)
+KINDS = ("full", "full_moe")
+ROUTED = True
+TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # what files may hold or not, and the field that counts it
+
+_PARTIAL = 0.5  # the share of a head that rotates, where config.json does not say
+_SIZES = (
+    *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+    *("n_group", "topk_group"),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "full" (dense)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of dense layers
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int = 1  # the shared expert is as wide as so many
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    rope: Rope = Rope(partial=_PARTIAL)  # noqa: RUF009 - frozen
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # of q, k and v
+    use_qk_norm: bool = False
+    hidden_act: str = "silu"
+    layer_kinds: tuple[str, ...] = ()
+    num_nextn_predict_layers: int = 0  # heads in params["mtp"], which the forward pass does not use
+    max_position_embeddings: int = 131072
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="glm4_moe", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_decoder(self, KINDS)
+        check_groups(self)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        sizes = decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8)
+        fields.expect("scoring_func", "sigmoid")
+        fields.expect("topk_method", "noaux_tc")
+        where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
+        inner = Fields({"partial_rotary_factor": _PARTIAL} | rope_values(fields), f"{fields.where}, rope")
+        counts: dict[str, Any] = {name: fields.integer(name) for name in _SIZES}
+        config = Config(
+            **sizes,
+            **counts,
+            norm_topk_prob=fields.boolean("norm_topk_prob", True),
+            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+            rope=parse_rope(inner, theta=1e4, partial=True, **where),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
+            attention_bias=fields.boolean("attention_bias", False),
+            use_qk_norm=fields.boolean("use_qk_norm", False),
+            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+            layer_kinds=dense_first(fields, sizes["num_hidden_layers"], 1),
+            num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 1, low=0),
+            model_type=model_type,
+        )
+        object.__setattr__(config, "extra", fields.finish(ignored=("output_router_logits", "router_aux_loss_coef")))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        names = (
+            *("rms_norm_eps", "attention_bias", "use_qk_norm", "hidden_act", "norm_topk_prob"),
+            *("routed_scaling_factor", "num_nextn_predict_layers", *_SIZES),
+        )
+        own = {name: getattr(self, name) for name in names}
+        own["first_k_dense_replace"] = self.layer_kinds.count("full")
+        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # said even where it is all
+        return decoder_to_hf(self, "Glm4MoeForCausalLM", rope_parameters=rope, **own)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
+    heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+
+    def layer(kind: str) -> Tree:
+        attention = attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=bias)
+        if config.use_qk_norm:
+            attention |= {"q_norm": norm(H, "head_dim"), "k_norm": norm(H, "head_dim")}
+        F = config.moe_intermediate_size
+        shared = config.n_shared_experts * F
+        return {
+            "input_layernorm": norm(D, "embed"),
+            "attention": attention,
+            "post_attention_layernorm": norm(D, "embed"),
+            "mlp": moe_leaves(D, config.n_routed_experts, F, std=std, shared=shared, selection_bias=True)
+            if kind == "full_moe"
+            else gated_mlp_leaves(D, config.intermediate_size, std=std),
+        }
+
+    tree: Tree = {
+        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "layers": [layer(kind) for kind in config.layer_kinds],
+        "norm": norm(D, "embed"),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
+    if config.num_nextn_predict_layers:
+        extra = range(config.num_nextn_predict_layers)
+        tree["mtp"] = [mtp.leaves(D, layer(config.layer_kinds[-1]), std=std) for _ in extra]
+    return tree
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}; experts are a tensor each."""
+
+    def name(path: str) -> Stored:
+        path = mtp.layer_path(path, config.num_hidden_layers).replace(".shared_expert.", ".shared_experts.")
+        return moe_name(path, config.n_routed_experts)
+
+    return {path: name(path) for path in flatten(spec(config))}
+
+
+def hf_copies(config: Config) -> dict[str, str]:
+    """{name on disk: path of the parameter it repeats}: what the heads have there beside their own."""
+    return mtp.copies(config)
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    return config.layer_kinds
+
+
+def attention_masks(
+    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    return causal_masks(config.layer_kinds, None, positions, segment_ids, create=create)
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 table [B, S, R/2, 2]}."""
+    return dict.fromkeys(sorted(set(config.layer_kinds)), rotary_table(config.rope, config.head_dim, positions, length))
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """x [B, S, D]."""
+    return embed_tokens(params["embed_tokens"], inputs)
+
+
+def block(
+    layer: Tree,
+    x: Tensor,
+    mask: MaskLike,
+    freqs: Tensor,
+    /,
+    *,
+    config: Config,
+    kind: str,
+    kernel: str = "auto",
+    layout: Layout | None = None,
+    taps: tuple[str, ...] = (),
+    valid: Tensor | None = None,
+    routing: Tensor | None = None,
+    experts: str | Experts = "auto",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer: x [B, S, D] -> (x, {tap: tensor}); a sparse one always returns counts and router_logits."""
+    eps, weights = config.rms_norm_eps, layer["attention"]
+    q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
+    if config.use_qk_norm:
+        q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
+    attended = project_out(weights, mixed)
+    middle = x + attended
+    normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
+    named = {"attention": attended, "middle": middle}
+    if kind == "full_moe":
+        route = functools.partial(
+            sigmoid_top_k,
+            k=config.num_experts_per_tok,
+            bias=layer["mlp"]["selection_bias"],
+            renormalize=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            groups=config.n_group,
+            kept_groups=config.topk_group,
+        )
+        named["mlp"], aux = moe(
+            layer["mlp"],
+            normed,
+            route,
+            valid=valid,
+            routing=routing,
+            experts=experts,
+            act=functools.partial(glu, activation=config.hidden_act),
+            kernel=kernel,
+            wide_router=True,
+        )
+        named |= aux
+        taps = (*KEPT, *taps)
+    else:
+        named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
+    return middle + named["mlp"], {name: named[name] for name in taps}
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)

@@ -1,0 +1,186 @@
+"""Tiny configurations of the DeepSeek line, one per way in which its maths can differ, and its published sizes.
+
+transformers knows no kimi_k2; it is deepseek_v3 under another name, and compared with that.
+"""
+
+from typing import Any
+
+STANDS_FOR = {"kimi_k2": "deepseek_v3"}
+BLIND = {
+    "deepseek_v3_dense": {  # no layer has experts
+        *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group"),
+        *("topk_group", "norm_topk_prob", "routed_scaling_factor", "softmax_scores"),
+    },
+    "deepseek_v2_lite": {"intermediate_size"},  # all have
+    "kimi_k2": {"rope.truncate"},  # a ramp between two equal ends is a step either way
+}
+SEEDS = {"deepseek_v3_biases": 1, "deepseek_v2": 1, "deepseek_v2_lite": 7, "kimi_k2": 7}
+
+TINY: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 9,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-2,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+    # the default ones lie outside of this vocabulary
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
+YARN |= {"original_max_position_embeddings": 16, "mscale": 1.3, "mscale_all_dim": 0.7}
+
+
+def _tiny(rope: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return {**TINY, "rope_parameters": rope or {"rope_type": "default", "rope_theta": 50.0}, **changes}
+
+
+def _v2(rope: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    values = _tiny(rope, model_type="deepseek_v2", norm_topk_prob=False, topk_method="group_limited_greedy")
+    del values["num_nextn_predict_layers"]
+    return values | {"num_attention_heads": 4, "num_key_value_heads": 4} | changes  # divisors of hidden_size, it says
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    one_group: dict[str, Any] = {"n_group": 1, "topk_group": 1}
+    few: dict[str, Any] = {"n_routed_experts": 6, "num_experts_per_tok": 2, "first_k_dense_replace": 0}
+    return {
+        "deepseek_v3": _tiny(YARN),
+        "deepseek_v3_no_latent": _tiny(  # as Moonlight
+            **one_group, q_lora_rank=None, norm_topk_prob=False, n_shared_experts=1
+        ),
+        "deepseek_v3_biases": _tiny(
+            attention_bias=True, rope_interleave=False, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"
+        ),
+        "deepseek_v3_dense": _tiny(YARN | {"mscale_all_dim": 1.3}, first_k_dense_replace=3, num_hidden_layers=2),
+        "deepseek_v2": _v2(YARN),
+        "deepseek_v2_lite": _v2(topk_method="greedy", **one_group, **few, q_lora_rank=None),
+        "kimi_k2": _tiny(YARN | {"beta_fast": 1.0, "beta_slow": 1.0}, **one_group, model_type="kimi_k2"),
+    }
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published members, in the published dialect."""
+    yarn = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+    common: dict[str, Any] = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_layer_freq": 1,
+        "n_shared_experts": 1,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "v_head_dim": 128,
+    }
+    v3 = common | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "vocab_size": 129280,
+    }
+    return {
+        "deepseek_v3": v3,
+        "deepseek_v3_without_mtp": v3 | {"num_nextn_predict_layers": 0},
+        "kimi_k2": v3
+        | {
+            "model_type": "kimi_k2",
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": 131072,
+            "n_group": 1,
+            "n_routed_experts": 384,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "num_nextn_predict_layers": 0,
+            "rope_scaling": v3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+            "rope_theta": 50000.0,
+            "routed_scaling_factor": 2.827,
+            "topk_group": 1,
+            "vocab_size": 163840,
+        },
+        "deepseek_v2": common
+        | {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "first_k_dense_replace": 1,
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "n_group": 8,
+            "n_routed_experts": 160,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "num_attention_heads": 128,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 60,
+            "num_key_value_heads": 128,
+            "rope_scaling": yarn | {"mscale": 0.707, "mscale_all_dim": 0.707},
+            "routed_scaling_factor": 16.0,
+            "scoring_func": "softmax",
+            "topk_group": 3,
+            "topk_method": "group_limited_greedy",
+            "vocab_size": 102400,
+        },
+    }
+
+
+def sizes() -> dict[str, int]:
+    """{name: how many parameters}, counted by hand from the shapes; selection biases are among them.
+
+    V3 is published as 671B, of which this is the exact number, and 11.5B more in its MTP module (which on disk holds
+    copies of embedding and head besides). Kimi K2 as 1T, V2 as 236B.
+    """
+    return {
+        "deepseek_v3": 671_026_419_200 + 11_610_068_224,
+        "deepseek_v3_without_mtp": 671_026_419_200,
+        "kimi_k2": 1_026_408_232_448,
+        "deepseek_v2": 235_741_434_880,
+    }

@@ -1,0 +1,106 @@
+"""Tiny configurations of the GLM-4.5 family, one per way in which its maths can differ; its published sizes."""
+
+from typing import Any
+
+SEEDS = {"glm4_moe": 5}
+
+TINY: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.6,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-2,
+    "attention_bias": True,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _glm(rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0} | rope, **changes}
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    yarn: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
+    yarn |= {"original_max_position_embeddings": 16, "partial_rotary_factor": 0.7}
+    return {
+        "glm4_moe": _glm({}),  # half of each head rotates, unsaid
+        "glm4_moe_qk_norm": _glm({"partial_rotary_factor": 0.5}, use_qk_norm=True, n_shared_experts=2),
+        "glm4_moe_groups_yarn": _glm(
+            yarn,
+            n_group=4,
+            topk_group=2,
+            attention_bias=False,
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+        ),
+    }
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published members, in the published dialect."""
+    return {
+        "glm_4_7": {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "pad_token_id": 151329,
+            "eos_token_id": [151329, 151336, 151338],
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "partial_rotary_factor": 0.5,
+            "initializer_range": 0.02,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 202752,
+            "model_type": "glm4_moe",
+            "moe_intermediate_size": 1536,
+            "norm_topk_prob": True,
+            "num_attention_heads": 96,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 160,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "num_hidden_layers": 92,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "num_nextn_predict_layers": 1,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "use_qk_norm": True,
+            "vocab_size": 151552,
+        },
+    }
+
+
+def sizes() -> dict[str, int]:
+    """{name: how many parameters}, counted by hand from the shapes.
+
+    3,988,069,792 of them are the MTP module, whose copies of embedding and head on disk make the files' 358B. Published
+    as 355B.
+    """
+    return {"glm_4_7": 356_785_898_816}
