@@ -12,6 +12,7 @@ from .combine import partition, with_ema, with_master
 from .lion import lion
 from .logprobs import document_sums, head_logprobs, logprobs, token_logprobs
 from .loss import cross_entropy, head_loss, next_token_loss
+from .mtp import look_ahead, mtp_loss
 from .muon import muon
 from .optim import (
     Optimizer,
@@ -51,7 +52,9 @@ __all__ = [
     "init_state",
     "lion",
     "logprobs",
+    "look_ahead",
     "make_step",
+    "mtp_loss",
     "muon",
     "next_token_loss",
     "partition",

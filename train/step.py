@@ -189,9 +189,15 @@ def update(
 
 
 def _balanced(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
-    """The parameters with the selection bias of each layer moved by its counts; other leaves as they are."""
+    """The parameters with the selection bias of each layer moved by its counts; other leaves as they are.
+
+    Heads that predict further tokens come behind the layers, where the counts are of them too.
+    """
     flat = tree.flatten(params)
-    paths = [path for path in flat if path.startswith("layers.") and path.endswith(".selection_bias")]
+    biases = [path for path in flat if path.endswith(".selection_bias")]
+    paths = [path for path in biases if path.startswith("layers.")]
+    heads = [path for path in biases if path.startswith("mtp.")]
+    paths += heads if len(counts) == len(paths) + len(heads) else []
     if len(paths) != len(counts):
         raise ValueError(
             f"balance_rate moves a selection_bias of each layer with experts: there are {len(paths)} of them, and "

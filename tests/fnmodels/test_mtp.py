@@ -1,0 +1,260 @@
+"""Heads that predict further tokens: against a loop written from the paper, and that they keep to their document."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnmodels
+import params as P
+import train
+from fnmodels import mtp, tree
+from tests.support import Batch, Case, batch_of, cases, generic_params, gradients, off, segments, trainable
+
+HEADS = 2
+MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 2, -1, 8))
+FAMILIES = ("deepseek_v3", "deepseek_v3_dense", "glm4_moe_qk_norm")
+every_family = pytest.mark.parametrize("case", [case for case in cases() if case.name in FAMILIES], ids=str)
+
+
+def with_heads(case: Case, heads: int = HEADS) -> Any:
+    return dataclasses.replace(case.config, num_nextn_predict_layers=heads)
+
+
+def logits_of(
+    weights: Any, prepared: Any, next_tokens: Tensor, config: Any, *, kernel: str = "math", **options: Any
+) -> list[Tensor]:
+    """The heads' logits [B, S, V]."""
+    family = fnmodels.family_of(config)
+    options |= {"config": config, "kernel": kernel}
+    x = fnmodels.hidden(weights, *prepared, **options)
+    states = mtp.hidden(weights, x, next_tokens, *prepared[1:], **options)
+    return [family.unembed(mtp.view(weights, k), state, config=config) for k, state in enumerate(states)]
+
+
+def next_tokens_of(batch: Batch, heads: int = HEADS) -> Tensor:
+    return mtp.ahead(batch.tokens, batch.segment_ids, heads, fill=-1)
+
+
+def reference(weights: Any, tokens: Tensor, config: Any) -> list[Tensor]:
+    """One document [T] on its own: head k's logits [T - k, V] at the positions where token i + k exists, eq. 21 to 23.
+
+    No mask, no fill value, no padding: the sequence of head k is simply k tokens shorter.
+    """
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+
+    family, length = fnmodels.family_of(config), len(tokens)
+    prepared = fnmodels.prepare(config, tokens[None], length=24)
+    h = norm(fnmodels.hidden(weights, *prepared, config=config, kernel="math")[0], weights["norm"])
+    found = []
+    for k, head in enumerate(weights["mtp"], start=1):
+        if length <= k:
+            found.append(weights["embed_tokens"].new_empty(0, config.vocab_size))
+            continue
+        pairs = []
+        for i in range(length - k):
+            token = weights["embed_tokens"][tokens[i + k]]
+            pairs.append(head["eh_proj"] @ torch.cat((norm(token, head["enorm"]), norm(h[i], head["hnorm"]))))
+        inputs, masks, tables = fnmodels.prepare(config, tokens[None, : length - k], length=24)
+        kind = family.kinds(config)[-1]
+        more = {"valid": inputs["valid"]} if kind.endswith("_moe") else {}
+        out, _ = family.block(
+            head["block"], torch.stack(pairs)[None], masks[kind], tables[kind], config=config, kind=kind, kernel="math",
+            **more,
+        )  # fmt: skip
+        h = norm(out[0], head["norm"])
+        found.append(h @ weights.get("lm_head", weights["embed_tokens"]).T)
+    return found
+
+
+def test_looking_ahead() -> None:
+    tokens = torch.arange(1, 11)[None]
+    segment_ids = segments((-1, 4, 1, 2, -2))
+    got = mtp.ahead(tokens, segment_ids, 3, fill=-1)[0]
+    assert got[:, 0].tolist() == [-1, 3, 4, 5, -1, -1, 8, -1, -1, -1]
+    assert got[:, 1].tolist() == [-1, 4, 5, -1, -1, -1, -1, -1, -1, -1]
+    assert got[:, 2].tolist() == [-1, 5, -1, -1, -1, -1, -1, -1, -1, -1]
+    inside = torch.tensor([[1, 1, 0, 1, 1]])  # padding within a document hides what follows it
+    got = mtp.ahead(torch.arange(5)[None], inside, 2, fill=-1)[0]
+    assert got[:, 0].tolist() == [1, -1, -1, 4, -1] and (got[:, 1] == -1).all()
+    assert (mtp.ahead(tokens[:, :2], segment_ids[:, 1:3], 5, fill=-1)[0, :, 1:] == -1).all()
+    assert mtp.ahead(tokens[:, :0], segment_ids[:, :0], 2, fill=-1).shape == (1, 0, 2)
+    with pytest.raises(ValueError, match="depth is 0"):
+        mtp.ahead(tokens, segment_ids, 0, fill=-1)
+
+
+@every_family
+def test_the_paper(case: Case) -> None:
+    """Packed rows against each document alone in the loop above; loss and every gradient too, fp64."""
+    config = with_heads(case)
+    weights, batch = trainable(generic_params(config, torch.float64)), batch_of(config, MIXED)
+    got = logits_of(weights, batch.prepared(), next_tokens_of(batch), config)
+    wanted_loss = torch.zeros((), dtype=torch.float64)
+    for b, row in enumerate(batch.segment_ids):
+        for document in sorted(set(row.tolist()) - {0}):
+            where = (row == document).nonzero().flatten()
+            tokens = batch.tokens[b, where]
+            for k, wanted in enumerate(reference(weights, tokens, config), start=1):
+                assert off(got[k - 1][b, where[: len(wanted)]], wanted) < 1e-10
+                wanted_loss = wanted_loss + F.cross_entropy(wanted[:-1], tokens[k + 1 :], reduction="sum") / HEADS
+    given = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
+    given = train.look_ahead({**given, "labels": batch.labels}, HEADS)
+    plain, count = train.next_token_loss(weights, given, config=config, length=24)
+    wanted = gradients(plain + 0.7 * wanted_loss, weights)
+    for chunk in (None, 5):
+        total, same = train.mtp_loss(weights, given, config=config, weight=0.7, chunk=chunk, length=24)
+        assert same == count == (batch.labels != -100).sum()
+        assert off(total, plain + 0.7 * wanted_loss) < 1e-10
+        assert off(gradients(total, weights), wanted) < 1e-9
+    assert off(train.mtp_loss(weights, given, config=config, weight=0.0, length=24)[0], plain) < 1e-12
+
+
+@every_family
+@pytest.mark.parametrize("kernel", ["math", "sdpa"])
+def test_permuting_the_sequence(case: Case, kernel: str) -> None:
+    """What a roll inside of the model would break."""
+    config = with_heads(case)
+    weights, batch = generic_params(config), batch_of(config, MIXED)
+    prepared, ahead = batch.prepared(), next_tokens_of(batch)
+    straight = logits_of(weights, prepared, ahead, config, kernel=kernel)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    *moved, places = fnmodels.permute((*prepared, ahead), order)
+    for one, other in zip(logits_of(weights, moved, places, config, kernel=kernel), straight, strict=True):
+        valid = moved[0]["valid"]
+        assert off(one[valid], other[:, order][valid]) < 1e-5
+    halves = fnmodels.split((prepared, ahead), 2)
+    parts = [logits_of(weights, *half, config, kernel=kernel) for half in halves]
+    assert off([torch.cat(pair) for pair in zip(*parts, strict=True)], straight) < 1e-5
+
+
+@every_family
+def test_a_document_does_not_hear_its_neighbor(case: Case) -> None:
+    """Neither through attention nor as the token to come: the last k places of a document see none of the next one."""
+    config = with_heads(case)
+    weights, batch = generic_params(config), batch_of(config, segments((5, 6, -1)))
+    other = batch.tokens.clone()
+    other[0, 5:] = (other[0, 5:] + 1) % config.vocab_size
+    before, after = (
+        logits_of(weights, b.prepared(), next_tokens_of(b), config)
+        for b in (batch, dataclasses.replace(batch, tokens=other))
+    )
+    for one, two in zip(before, after, strict=True):
+        assert torch.equal(one[0, :5], two[0, :5]) and not torch.equal(one[0, 5:11], two[0, 5:11])
+    # and within a document a place hears the k-th token ahead, but none further
+    moved = batch.tokens.clone()
+    moved[0, 4] = (moved[0, 4] + 1) % config.vocab_size
+    changed = dataclasses.replace(batch, tokens=moved)
+    after = logits_of(weights, changed.prepared(), next_tokens_of(changed), config)
+    for k, (one, two) in enumerate(zip(before, after, strict=True), start=1):
+        assert torch.equal(one[0, : 4 - k], two[0, : 4 - k]) and not torch.equal(one[0, 4 - k], two[0, 4 - k])
+
+
+@every_family
+def test_places_without_a_next_token(case: Case) -> None:
+    """They reach no expert and no count, and give no gradient; heads without any place give nothing."""
+    config = with_heads(case)
+    batch, weights = batch_of(config, MIXED), trainable(generic_params(config))
+    ahead = next_tokens_of(batch)
+    prepared = batch.prepared()
+    x = fnmodels.hidden(weights, *prepared, config=config)
+    if "full_moe" in config.layer_kinds:
+        states, tapped = mtp.hidden(weights, x, ahead, *prepared[1:], config=config, taps=("counts", "expert_indices"))
+        assert set(tapped) == {f"mtp.{k}.{n}" for k in range(HEADS) for n in ("counts", "expert_indices")}
+        for k in range(HEADS):
+            assert tapped[f"mtp.{k}.counts"].sum() == (ahead[..., k] >= 0).sum() * config.num_experts_per_tok
+    else:
+        states = mtp.hidden(weights, x, ahead, *prepared[1:], config=config)
+    assert all(state.isfinite().all() for state in states)
+    assert not off(list(states), list(mtp.hidden(weights, x, ahead, *prepared[1:], config=config)))
+
+    short = batch_of(config, segments((1, 2, -3), (-6,)))
+    given = {"tokens": short.tokens, "positions": short.positions, "segment_ids": short.segment_ids}
+    given = train.look_ahead({**given, "labels": short.labels}, HEADS)
+    assert (given["next_tokens"][..., 0] >= 0).sum() == 1 and (given["next_labels"] == -100).all()
+    total, _ = train.mtp_loss(weights, given, config=config)
+    plain, _ = train.next_token_loss(weights, given, config=config)
+    assert total == plain
+    assert all(not g.any() for g in tree.leaves(gradients(total, weights)["mtp"]))
+
+
+@every_family
+def test_the_forward_pass_leaves_heads_alone(case: Case) -> None:
+    config = with_heads(case)
+    batch, weights = batch_of(config, MIXED), generic_params(config)
+    alone = {name: value for name, value in weights.items() if name != "mtp"}
+    without = Batch(case.config, batch.tokens, batch.positions, batch.segment_ids, batch.length)
+    assert torch.equal(batch.forward(weights), without.forward(alone))
+    extra = P.count(config) - P.count(case.config)
+    assert extra == sum(leaf.numel() for leaf in tree.leaves(weights["mtp"])) and hash(config) != hash(case.config)
+    assert type(config).from_hf(config.to_hf()) == config
+
+
+def test_what_does_not_fit_is_said() -> None:
+    case = next(case for case in cases() if case.name == "deepseek_v3")
+    config = with_heads(case)
+    batch, weights = batch_of(config, segments((4, 2))), generic_params(config)
+    prepared = batch.prepared()
+    x = fnmodels.hidden(weights, *prepared, config=config)
+    with pytest.raises(ValueError, match=r"must be \[1, 6, 2\].*not \[1, 6, 1\]"):
+        mtp.hidden(weights, x, next_tokens_of(batch, 1), *prepared[1:], config=config)
+    with pytest.raises(ValueError, match="each of the 0 heads"):
+        mtp.hidden(generic_params(case.config), x, next_tokens_of(batch, 1), *prepared[1:], config=case.config)
+    with pytest.raises(ValueError, match=r"train.look_ahead\(batch, heads\)"):
+        train.mtp_loss(weights, {"tokens": batch.tokens}, config=config)
+
+
+def test_a_training_step_moves_the_heads() -> None:
+    """Through the step: split in parts, with layers checkpointed, equal to the loss at once; biases by the counts."""
+    case = next(case for case in cases() if case.name == "deepseek_v3")
+    config = with_heads(case, 1)
+    weights, batch = generic_params(config), batch_of(config, MIXED)
+    given = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
+    given = train.look_ahead({**given, "labels": batch.labels}, 1)
+
+    def loss(params: Any, batch: Any, **options: Any) -> Any:
+        return train.mtp_loss(params, batch, config=config, length=24, **options)
+
+    def with_aux(params: Any, batch: Any, *, aux: bool = False, layer_fn: Any = None) -> Any:
+        return loss(params, batch, aux=aux, layer_fn=layer_fn)
+
+    optimizer = train.sgd(0.1, spec=fnmodels.family_of(config).spec(config))
+    results = []
+    for options in ({}, {"accumulate": 2, "remat": "full"}):
+        step = train.make_step(with_aux, optimizer, balance_rate=0.01, **options)
+        state, metrics = step(train.init_state(weights, optimizer), given)
+        results.append((state.params, metrics["loss"]))
+    assert off(results[1], results[0]) < 1e-5
+    before, after = (tree.flatten(params) for params in (weights, results[0][0]))
+    assert all(not torch.equal(leaf, before[path]) for path, leaf in after.items())
+    counts = loss(weights, given, aux=True)[2]["counts"]
+    assert counts.shape == (3, config.n_routed_experts)  # two layers and the head
+    assert counts[2].sum() == (given["next_tokens"] >= 0).sum() * config.num_experts_per_tok
+    for path, of_layer in zip((p for p in after if p.endswith("selection_bias")), counts, strict=True):
+        assert torch.equal(after[path], train.update_bias(before[path], of_layer, 0.01)), path
+
+
+def test_weights_of_tokens_and_losses_of_routers() -> None:
+    """A token's weight is that of its label, whichever head predicts it; routers add what they add without heads."""
+    case = next(case for case in cases() if case.name == "deepseek_v3")
+    config = with_heads(case)
+    weights, batch = generic_params(config, torch.float64), batch_of(config, MIXED)
+    given = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
+    given |= {"labels": batch.labels, "weights": torch.rand(MIXED.shape, generator=torch.Generator().manual_seed(1))}
+    options: dict[str, Any] = {"config": config, "length": 24, "balance": train.Balance(sequence=0.1, z=0.01)}
+    plain, count = train.next_token_loss(weights, given, **options)
+    zero, same = train.mtp_loss(weights, train.look_ahead(given, HEADS), weight=0.0, **options)
+    assert off(zero, plain) < 1e-12 and same == count
+    full = train.mtp_loss(weights, train.look_ahead(given, HEADS), **options)[0]
+    halved = {**given, "weights": given["weights"] / 2}
+    # all tokens count as before, so the routers' part stays, and the rest is halved
+    routers = train.next_token_loss(weights, {**given, "weights": given["weights"] * 1e-30}, **options)[0]
+    half = train.mtp_loss(weights, train.look_ahead(halved, HEADS), **options)[0]
+    assert off(half - routers, (full - routers) / 2) < 1e-9
+    late = train.look_ahead({name: given[name] for name in given if name != "weights"}, HEADS) | given
+    with pytest.raises(ValueError, match="has no next_weights"):
+        train.mtp_loss(weights, late, **options)
