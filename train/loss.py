@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 from fnmodels import tree
 from fnmodels.mask import Layout
+from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
 from .balance import Balance, balance_terms
@@ -41,6 +42,7 @@ def next_token_loss(
     layer_fn: Any = None,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
+    experts: str | Experts = "auto",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     balance: Balance | None = None,
@@ -50,13 +52,14 @@ def next_token_loss(
 
     batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
     shifted), int64, and -100 is ignored. Where it has `weights` [B, S], as `fnmodels.pack` makes them, each token's
-    loss is multiplied by its own, and a label of weight 0 does not count. kernel, layout, layer_fn: see
+    loss is multiplied by its own, and a label of weight 0 does not count. kernel, layout, layer_fn, experts: see
     `fnmodels.forward`. length: see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing, z_loss: see
     `cross_entropy`. balance: what a model with experts adds to the sum. aux: return sums of what its routers did too:
     {"counts": [sparse layers, E] tokens per expert, and for coefficients of `balance` that are not 0
     "sequence_balance", "batch_balance", "router_z"}.
     """
     how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
+    how["experts"] = experts
     routed = aux or balance is not None
     if routed and not getattr(fnmodels.family_of(config), "ROUTED", False):
         raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
@@ -89,6 +92,7 @@ def hidden_states(
     layout: Layout | None,
     layer_fn: Any,
     length: int | Tensor | None,
+    experts: str | Experts = "auto",
     taps: tuple[str, ...] = (),
 ) -> Any:
     """`fnmodels.hidden` of a batch as `next_token_loss` takes it, after a check of its keys and labels."""
@@ -103,9 +107,8 @@ def hidden_states(
         segment_ids=batch["segment_ids"],
         length=length,
     )
-    return fnmodels.hidden(
-        params, inputs, masks, freqs_cis, config=config, kernel=kernel, layout=layout, layer_fn=layer_fn, taps=taps
-    )
+    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "layer_fn": layer_fn, "experts": experts, "taps": taps}
+    return fnmodels.hidden(params, inputs, masks, freqs_cis, config=config, **how)
 
 
 @dataclass(frozen=True)

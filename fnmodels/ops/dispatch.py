@@ -55,9 +55,8 @@ def combine(rows: Tensor, sent: Dispatched, weights: Tensor) -> Tensor:
     where = torch.empty_like(row).scatter(0, sent.order, row)
     slots = rows.index_select(0, where).unflatten(0, (tokens, k))
     valid = sent.valid[:, None]
-    # 0 times NaN is NaN, in the gradient too: both factors are cleared
-    slots, weights = slots.where(valid[..., None], 0), weights.where(valid, 0)
-    return (slots * weights[..., None]).sum(1).to(rows.dtype)
+    # 0 times NaN is NaN: the sum is cleared after it, and the weights before it, whose gradient is that NaN again.
+    return (slots * weights.where(valid, 0)[..., None]).sum(1).where(valid, 0).to(rows.dtype)
 
 
 def virtual_padding(tokens: int, ranks: int) -> tuple[int, tuple[tuple[int, int], ...]]:

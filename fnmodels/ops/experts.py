@@ -7,7 +7,7 @@ down_bias [E, D]. `act` (gate, up) -> inner. input_weighted: the weight multipli
 of what comes out (Llama 4). Padding reaches no expert and gets 0.
 
     path       what it does                              what it is for
-    loop       sorts, and one product per expert         CPU; reads the counts on the host
+    loop       sorts, and one product per expert         CPU; reads the counts on the host; first derivatives only
     grouped    sorts, and F.grouped_mm                   CUDA; first derivatives only
     dense      every expert on every token, others 0     static shapes: every transform, compilation and export
 """
@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import Dispatched, combine, dispatch
+from .experts_loop import Act, loop_mlps
 from .first_order import first_order
 
-Act = Callable[[Tensor, Tensor], Tensor]
 Experts = Callable[..., Tensor]
 
 
@@ -54,7 +54,7 @@ def loop_experts(
     act: Act,
     input_weighted: bool = False,
 ) -> Tensor:
-    """One product per expert that has tokens: the reference, and the fastest on a CPU."""
+    """Products of each expert that has tokens, the fastest on a CPU. First derivatives only."""
     if torch.compiler.is_compiling() or not _readable(x) or not _readable(indices):
         raise NotImplementedError(
             'experts="loop" reads on the host how many tokens each expert has, which vmap and compiled graphs do not '
@@ -63,15 +63,8 @@ def loop_experts(
     rows, sent, weights = _sent(experts, x, weights, indices, valid, input_weighted)
     sizes = sent.counts.tolist()
     padding = len(rows) - sum(sizes)
-    # unbind's gradient is one stack; that of leaf[e] would be a full [E, ...] of zeros for each expert
-    each = zip(*(leaf.unbind(0) for leaf in experts.values()), strict=True)
-    done = [
-        _mlp(dict(zip(experts, leaves, strict=True)), part, act)
-        for part, leaves in zip(rows.split([*sizes, padding]), each, strict=False)
-        if len(part)
-    ]
-    out = torch.cat([*done, rows.new_zeros(padding, rows.shape[1])])
-    return combine(out, sent, weights)
+    out = loop_mlps(dict(experts), rows[: len(rows) - padding], sizes, act)
+    return combine(F.pad(out, (0, 0, 0, padding)) if padding else out, sent, weights)
 
 
 def grouped_experts(
@@ -158,12 +151,6 @@ def _sent(
         rows = rows * weights.flatten().index_select(0, sent.order)[:, None].to(rows.dtype)
         weights = torch.ones_like(weights)
     return rows, sent, weights
-
-
-def _mlp(expert: Mapping[str, Tensor], x: Tensor, act: Act) -> Tensor:
-    gate = F.linear(x, expert["gate_proj"], expert.get("gate_bias"))
-    up = F.linear(x, expert["up_proj"], expert.get("up_bias"))
-    return F.linear(act(gate, up), expert["down_proj"], expert.get("down_bias"))
 
 
 def _batched(experts: Mapping[str, Tensor], x: Tensor, name: str) -> Tensor:

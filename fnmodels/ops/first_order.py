@@ -33,7 +33,7 @@ def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tenso
 
 
 def refuse(kernel: str) -> NoReturn:
-    what, other = ("experts", "dense") if kernel == "grouped" else ("kernel", "math")
+    what, other = ("experts", "dense") if kernel in ("grouped", "loop") else ("kernel", "math")
     raise NotImplementedError(
         f'{what}="{kernel}" does not support this transform (forward mode, a second derivative, or vmap): '
         f'{what}="{other}" supports all of them.'

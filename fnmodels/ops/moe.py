@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..tree import Tree
-from .experts import Act, Experts, choose_experts
+from .experts import Experts, choose_experts
+from .experts_loop import Act
 from .norm import upcast
 
 # What a sparse block returns always, and what it can be asked for besides.

@@ -42,6 +42,12 @@ def test_per_sample() -> None:
 
 
 @pytest.mark.slow
+def test_moe() -> None:
+    out = _output("moe.py", "--quick")
+    assert out.count("target: 1.00 x grouped, 2.00 x eager; reached:") == 4, out
+
+
+@pytest.mark.slow
 def test_save() -> None:
     out = _output("save.py", "--size", "1", "--rounds", "1")
     for name in ("plain copy", "held up by a save in a thread", "save", "latest, which verifies", "load", "sha256"):

@@ -35,9 +35,27 @@ from tests.support import (
 
 ROUTED = [case for case in cases() if is_routed(case.config)]
 every_case = pytest.mark.parametrize("case", ROUTED, ids=str)
-every_structure = pytest.mark.parametrize("case", [case for case in structures() if case in ROUTED], ids=str)
-every_path = pytest.mark.parametrize("experts", ["loop", "grouped", "dense"])
+STRUCTURES = [case for case in structures() if case in ROUTED]
+every_structure = pytest.mark.parametrize("case", STRUCTURES, ids=str)
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (-12,))
+
+
+@functools.cache
+def fits(case: Case, experts: str) -> bool:
+    """Whether a path takes the model's widths; if not, it must say so and name one that does."""
+    try:
+        batch_of(case.config, segments((2,))).forward(generic_params(case.config), experts=experts)
+    except ValueError as error:
+        if experts != "grouped" or 'experts="loop" takes any width' not in str(error):
+            raise
+        return False
+    return True
+
+
+def with_paths(cases: list[Case]) -> Any:
+    """The mark that runs a test on each case with every path that takes it."""
+    pairs = [(case, path) for case in cases for path in ("loop", "grouped", "dense") if fits(case, path)]
+    return pytest.mark.parametrize(("case", "experts"), pairs, ids=[f"{case}-{path}" for case, path in pairs])
 
 
 def test_there_are_families() -> None:
@@ -45,9 +63,11 @@ def test_there_are_families() -> None:
 
 
 def relative(a: Any, b: Any) -> float:
-    """The largest |a - b| of a leaf in units of the norm of b, over the leaves."""
-    pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
-    return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) if y.any() else float(x.norm()) for x, y in pairs)
+    """The largest |a - b| of a leaf in units of |b|, over the leaves; both 0 but for rounding is 0."""
+    left, right = tree.leaves(a), tree.leaves(b)
+    rounding = 1e-7 * max(float(y.norm()) for y in right)  # all that a key's bias has where there is no position
+    pairs = [(x, y) for x, y in zip(left, right, strict=True) if max(float(x.norm()), float(y.norm())) > rounding]
+    return max((float((x - y).norm()) / float(y.norm().clamp(min=rounding)) for x, y in pairs), default=0.0)
 
 
 def results(case: Case, batch: Batch, params: Any, **options: Any) -> tuple[Tensor, Tensor, Any, list[list[int]]]:
@@ -64,8 +84,7 @@ def chosen(case: Case) -> int:
     return routing_of(generic_params(case.config), batch.prepared(), case.config, kernel="math").shape[-1]
 
 
-@every_structure
-@every_path
+@with_paths(STRUCTURES)
 def test_padding_reaches_no_expert(case: Case, experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """M1: counts are those of real tokens; NaN at padding changes no bit of logits, loss, counts or gradients."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
@@ -102,15 +121,17 @@ def test_products_are_of_real_tokens_only(case: Case, monkeypatch: pytest.Monkey
     assert rows
     grouped, ends = F.grouped_mm, []
     monkeypatch.setattr(F, "grouped_mm", lambda x, w, *, offs: ends.append(int(offs[-1])) or grouped(x, w, offs=offs))
-    batch.forward(params, experts="grouped")
-    assert set(ends) == {want}
+    if fits(case, "grouped"):
+        ends.clear()
+        batch.forward(params, experts="grouped")
+        assert set(ends) == {want}
 
 
 @every_structure
 def test_rows_of_padding_alone(case: Case) -> None:
     """M1, P4: no counts, no gradient, no NaN."""
     batch = batch_of(case.config, segments((-4,), (-4,)))
-    for experts in ("loop", "grouped", "dense"):
+    for experts in filter(functools.partial(fits, case), ("loop", "grouped", "dense")):
         _, loss, grads, counts = results(case, batch, generic_params(case.config), experts=experts)
         assert loss == 0 and not any(g.any() for g in tree.leaves(grads))
         assert not any(any(c) for c in counts)
@@ -132,8 +153,7 @@ def naive_experts(
     return y
 
 
-@every_case
-@every_path
+@with_paths(ROUTED)
 def test_every_path_is_the_naive_loop(case: Case, experts: str) -> None:
     """M3: logits, and the gradients of experts, router, biases and shared experts to 1e-5 of their size."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)

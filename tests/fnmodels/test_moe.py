@@ -268,6 +268,43 @@ def test_no_token_and_few(path: str, tokens: int) -> None:
     assert off(everybody, dense_experts(experts, x, weights, indices, ~nobody, act=SILU)) < 1e-5
 
 
+@pytest.mark.parametrize("path", ["loop", "grouped"])
+def test_second_derivatives_and_forward_mode_name_the_path_that_has_them(path: str) -> None:
+    experts, x, weights, indices, valid = problem(torch.float32, True)
+    run = functools.partial(PATHS[path], indices=indices, valid=valid, act=SILU)
+    with pytest.raises(NotImplementedError, match=f'experts="{path}" does not .*experts="dense" supports all'):
+        jvp(lambda x: run(experts, x, weights), (x,), (x,))
+    with pytest.raises(NotImplementedError, match=f'experts="{path}" does not .*experts="dense" supports all'):
+        jvp(
+            lambda down: run({**experts, "down_proj": down}, x, weights),
+            (experts["down_proj"],) * 1,
+            (experts["down_proj"],),
+        )
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(run(experts, leaf, weights).sin().sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match=f'experts="{path}" does not'):
+        torch.autograd.grad(first.sum(), leaf)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("learn", ["x", "weights", "gate_proj", "up_bias", "down_proj"])
+def test_one_leaf_learns_alone(path: str, learn: str) -> None:
+    """Frozen experts, or all but one leaf, as in adapters and probes; with autograd and with torch.func."""
+    experts, x, weights, indices, valid = problem(torch.float32, True)
+    flat = {"x": x, "weights": weights, **experts}
+
+    def loss(leaf: Tensor, function: Callable[..., Tensor]) -> Tensor:
+        given = {**flat, learn: leaf}
+        x, weights = given.pop("x"), given.pop("weights")
+        return function(given, x, weights, indices, valid).sin().sum()
+
+    ours, naive = functools.partial(PATHS[path], act=SILU), functools.partial(one_by_one, inputs=False)
+    want = grad(loss)(flat[learn], naive)
+    assert want.any() and off(grad(loss)(flat[learn], ours), want) < 1e-5
+    leaf = flat[learn].clone().requires_grad_()
+    assert off(torch.autograd.grad(loss(leaf, ours), leaf)[0], want) < 1e-5
+
+
 def test_what_an_unchosen_expert_makes_of_a_token_is_not_seen() -> None:
     """Static shapes compute every expert; one that overflows on tokens of others must not spoil them."""
     experts, x, weights, indices, valid = problem(torch.float32, False)

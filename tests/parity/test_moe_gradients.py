@@ -26,7 +26,7 @@ ROWS = segments((24,), (17, -7), (1, -23))  # where all experts are used and no 
 @pytest.mark.parametrize("kernel", ["math", "auto"])
 @pytest.mark.parametrize("case", ROUTED, ids=str)
 def test_every_gradient(case: Case, kernel: str) -> None:
-    """To 1e-5 of each leaf's size."""
+    """To 1e-5 of each leaf's size; where only rounding is left (a key's bias without position), in both."""
     tokens, valid = tokens_of(case.config, *ROWS.shape, seed=seed_of(case)), ROWS > 0
     labels = torch.where(valid[:, 1:], tokens[:, 1:], -100)
     model = model_of(case.values)
@@ -44,9 +44,11 @@ def test_every_gradient(case: Case, kernel: str) -> None:
     layout = fnmodels.layout(prepared[1]) if kernel == "auto" else None
     logits = fnmodels.forward(leaves, *prepared, config=case.config, kernel=kernel, layout=layout)
     got = tree.flatten(gradients(summed_loss(logits[:, :-1], labels), leaves))
+    rounding = 1e-7 * max(float(t.norm()) for t in want.values())
     for path, leaf in tree.flatten(fnmodels.family_of(case.config).spec(case.config)).items():
         if leaf.trainable:
             assert want[path].any(), path
-            assert float((got[path] - want[path]).norm() / want[path].norm()) <= 1e-5, path
+            size = float(want[path].norm())
+            assert float((got[path] - want[path]).norm()) <= (1e-5 * size if size > rounding else rounding), path
         else:
             assert not got[path].any(), path
