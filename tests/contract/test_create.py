@@ -35,14 +35,10 @@ def test_create_block_mask(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [*((case, "aot_eager") for case in richest()), (richest()[0], "inductor")],  # code for one: it takes a minute
-    ids=str,
-)
-def test_create_block_mask_compiled(case: Case, backend: str) -> None:
+@pytest.mark.parametrize("case", [case for case in richest() if case.family in ("llama", "gemma", "gpt_oss")], ids=str)
+def test_create_block_mask_compiled(case: Case) -> None:
     torch.compiler.reset()
-    check(case, torch.compile(create_block_mask, backend=backend))
+    check(case, torch.compile(create_block_mask, backend="aot_eager"))
 
 
 @pytest.mark.parametrize("case", richest(), ids=str)
