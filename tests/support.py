@@ -7,6 +7,7 @@ they are needed `BIDIRECTIONAL = {variants}` for those whose tokens see later on
 Config}}` for fields that a variant has no use for, `SEEDS = {variant: seed}` of the tokens on which a model with
 experts is compared with transformers: where every expert is used and no choice is close, and `SEPARATE = {form of
 batch: why}` for batches that transformers itself reads wrongly: parity compares their documents one by one.
+`STANDS_FOR = {model type: another}` where transformers knows a model under the other name only.
 """
 
 import functools
