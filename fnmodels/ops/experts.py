@@ -28,16 +28,16 @@ from .first_order import first_order
 Experts = Callable[..., Tensor]
 
 
-def choose_experts(experts: str | Experts, x: Tensor, *, kernel: str) -> Experts:
+def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor, kernel: str) -> Experts:
     """The function behind `experts`: "loop", "grouped", "dense", "auto", or a function of that signature itself.
 
-    "auto" is "dense" with kernel="math", in compiled graphs, and where x holds no values to read (vmap, meta); else
-    "grouped" on CUDA and "loop" elsewhere.
+    "auto" is "dense" with kernel="math", in compiled graphs, and where x or the experts' weights hold no values to read
+    (vmap, meta); else "grouped" on CUDA and "loop" elsewhere.
     """
     if not isinstance(experts, str):
         return experts
     if experts == "auto":
-        static = kernel == "math" or torch.compiler.is_compiling() or not _readable(x)
+        static = kernel == "math" or torch.compiler.is_compiling() or not all(map(_readable, (x, *weights)))
         experts = "dense" if static else "grouped" if x.is_cuda and x.dtype is not torch.float64 else "loop"
     if experts not in _PATHS:
         raise ValueError(f"experts is {experts!r}; it must be auto, {', '.join(_PATHS)}, or a function.")

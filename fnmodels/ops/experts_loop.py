@@ -76,6 +76,10 @@ class _Loop(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         refuse("loop")
 
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
+        refuse("loop")
+
 
 class _Backward(torch.autograd.Function):
     """A function of its own, so that its products may write into slices wherever gradients are being recorded."""
@@ -127,4 +131,8 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("loop")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
         refuse("loop")

@@ -60,7 +60,7 @@ def moe(
     logits = F.linear(cast(x), cast(layer["router"]), None if bias is None else cast(bias))
     weights, indices = route(logits, None if routing is None else routing.where(valid[..., None], 0))
     flat = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1), valid.flatten())
-    run = choose_experts(experts, x, kernel=kernel)
+    run = choose_experts(experts, x, *layer["experts"].values(), kernel=kernel)
     y = run(layer["experts"], *flat, act=act, input_weighted=input_weighted).reshape(x.shape)
     if "shared_expert" in layer:
         y = y + _shared(layer, x, act)

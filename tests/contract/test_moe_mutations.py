@@ -164,8 +164,8 @@ def tokens_that_no_rank_owns(patch: pytest.MonkeyPatch) -> None:
 def weights_left_out(patch: pytest.MonkeyPatch) -> None:
     right = moe_module.choose_experts
 
-    def choose(experts: Any, x: Tensor, *, kernel: str) -> Any:
-        run = right(experts, x, kernel=kernel)
+    def choose(experts: Any, *tensors: Tensor, kernel: str) -> Any:
+        run = right(experts, *tensors, kernel=kernel)
         if experts is test_moe.naive_experts:
             return run
         return lambda e, x, weights, *rest, **how: run(e, x, torch.ones_like(weights), *rest, **how)

@@ -346,7 +346,12 @@ def test_who_is_chosen_and_who_says_no() -> None:
     seen = []
     vmap(lambda row: seen.append(choose_experts("auto", row, kernel="auto")) or row)(x)
     grad(lambda x: seen.append(choose_experts("auto", x, kernel="auto")) or x.sum())(x)
-    assert seen == [dense_experts, loop_experts]
+    vmap(lambda leaf: seen.append(choose_experts("auto", x, leaf, kernel="auto")) or leaf)(experts["gate_proj"])
+    assert seen == [dense_experts, loop_experts, dense_experts]
+    with pytest.raises(NotImplementedError, match='experts="loop" does not support this transform'):
+        vmap(lambda leaf: loop_experts({**experts, "gate_proj": leaf}, x, weights, indices, valid, act=SILU))(
+            torch.stack((experts["gate_proj"], experts["gate_proj"]))
+        )
     with pytest.raises(NotImplementedError, match='experts="dense" has static shapes'):
         vmap(lambda *row: loop_experts(experts, *row, act=SILU))(*(t[:, None] for t in (x, weights, indices, valid)))
     with pytest.raises(NotImplementedError, match='experts="dense" supports all'):
