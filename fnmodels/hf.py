@@ -142,7 +142,7 @@ def quantization(fields: Fields) -> Quantization | None:
         raise UnsupportedError(
             f"{inner.where}: 'weight_block_size' is null, one scale for all of a tensor; only blocks are supported."
         )
-    sizes = isinstance(block, list) and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block)
+    sizes = isinstance(block, list) and all(type(n) is int and 0 < n < 1 << 31 for n in block)
     if not sizes or len(block) != 2:
         raise ConfigError(f"{inner.where}: 'weight_block_size' is {shown(block)}, but must be two sizes, [128, 128].")
     inner.expect("activation_scheme", "dynamic")  # static ones are tensors of their own

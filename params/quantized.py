@@ -170,7 +170,8 @@ def _fill(target: Tensor, file: TensorFile, tensor: Quantized, buffer: Tensor) -
 def _from_fp8(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """[out, in] float8_e4m3fn and fp32 [ceil(out / rows), ceil(in / columns)] -> fp32 [out, in]."""
     out, width = values.shape
-    wide = scales.repeat_interleave(block[0], 0)[:out].repeat_interleave(block[1], 1)[:, :width]
+    rows, columns = min(block[0], out), min(block[1], width)  # a block may be larger than all of the tensor
+    wide = scales.repeat_interleave(rows, 0)[:out].repeat_interleave(columns, 1)[:, :width]
     # looked up, as torch's own cast from fp8 takes four times as long on a CPU
     numbers = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
     return numbers.index_select(0, values.view(torch.uint8).flatten().int()).view(out, width).mul_(wide)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import params as P
 from params.format import map_file, mapped_tensor, open_tensors
+from tests.params.damage import corpus, make_bases
 from tests.support import Case, cases, generic_params
 
 LONGEST = 2.0  # seconds of processor time that any single mutation may take
@@ -113,6 +114,13 @@ def dumps(tree: Any) -> bytes:
     return text.encode()
 
 
+def rewrite(path: Path, data: bytes) -> None:
+    """Other content for a file that is there; emptied first, file systems would flush each of 100,000 to the disk."""
+    with open(path, "r+b") as file:
+        file.write(data)
+        file.truncate()
+
+
 def run(count: int, mutate: Callable[[random.Random], None], read: Callable[[], None]) -> Counter[str]:
     """How often each outcome came; the seed of a failure is in the message."""
     outcomes: Counter[str] = Counter()
@@ -142,10 +150,10 @@ def fuzz_headers(folder: Path, count: int) -> Counter[str]:
 
     def mutate(draw: random.Random) -> None:
         if draw.random() < 0.5:
-            path.write_bytes(mutate_bytes(draw, good, begin))
+            rewrite(path, mutate_bytes(draw, good, begin))
         else:
             text = dumps(mutate_tree(draw, header))
-            path.write_bytes(struct.pack("<Q", len(text)) + text + good[begin:])
+            rewrite(path, struct.pack("<Q", len(text)) + text + good[begin:])
 
     def read() -> None:
         with ExitStack() as stack:
@@ -173,7 +181,7 @@ def fuzz_configs(folder: Path, count: int) -> Counter[str]:
         values = case.values if draw.random() < 0.5 else case.config.to_hf()
         text = dumps(values)
         mutated = dumps(mutate_tree(draw, values)) if draw.random() < 0.9 else mutate_bytes(draw, text, len(text))
-        (current / "config.json").write_bytes(mutated)
+        rewrite(current / "config.json", mutated)
 
     return run(count, mutate, lambda: P.load_pretrained(current) and None)
 
@@ -187,7 +195,30 @@ def fuzz_indexes(folder: Path, count: int) -> Counter[str]:
 
     def mutate(draw: random.Random) -> None:
         text = dumps(good)
-        path.write_bytes(dumps(mutate_tree(draw, good)) if draw.random() < 0.9 else mutate_bytes(draw, text, len(text)))
+        rewrite(path, dumps(mutate_tree(draw, good)) if draw.random() < 0.9 else mutate_bytes(draw, text, len(text)))
+
+    return run(count, mutate, lambda: P.load_pretrained(folder) and None)
+
+
+def fuzz_quantized(folder: Path, count: int) -> Counter[str]:
+    """Of a checkpoint with a tensor of fp8: its header, or what config.json says of it; the whole of it is loaded."""
+    make_bases(folder)
+    folder = folder / "single"
+    next(damage for damage in corpus() if damage.name == "tensors/good: fp8 with its scales").do(folder)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    good, values = weights.read_bytes(), json.loads(config.read_text())
+    begin = 8 + struct.unpack("<Q", good[:8])[0]
+    header = json.loads(good[8:begin])
+
+    def mutate(draw: random.Random) -> None:
+        which = draw.random() < 0.5
+        text = dumps(mutate_tree(draw, header) if which else header)
+        rewrite(weights, struct.pack("<Q", len(text)) + text + good[begin:])
+        said = values["quantization_config"]
+        rewrite(
+            config,
+            dumps(values | {"quantization_config": said if which else next(iter(mutate_tree(draw, [said])), None)}),
+        )
 
     return run(count, mutate, lambda: P.load_pretrained(folder) and None)
 
@@ -213,3 +244,11 @@ def test_indexes(count: int, tmp_path: Path) -> None:
     print(outcomes)
     ours = {"read", "FormatError", "IndexFileError", "UnsafePathError"}
     assert set(outcomes) - ours <= {"FileNotFoundError", "OSError"} and outcomes["read"] < count / 5
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.slow)])
+def test_quantized(count: int, tmp_path: Path) -> None:
+    outcomes = fuzz_quantized(tmp_path, count)
+    print(outcomes)
+    kinds = {"read", "FormatError", "UnsupportedError", "ConfigError", "MismatchError"}
+    assert set(outcomes) == kinds and outcomes["read"] < count / 2

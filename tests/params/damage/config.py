@@ -114,6 +114,10 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
         "the model_type of GPT-2 for a llama": (configured(model_type="gpt2"), "fields this family does not know"),
         "an empty quantization": (configured(quantization_config={}), "'quant_method', which is needed"),
         "a quantization that is a string": (configured(quantization_config="fp8"), "quantization_config", '"fp8"'),
+        "a quantization in blocks of 2^64": (
+            configured(quantization_config={"quant_method": "fp8", "weight_block_size": [1 << 64, 128]}),
+            *("'weight_block_size' is [18446744073709551616, 128]", "must be two sizes"),
+        ),
         "two architectures": (configured(architectures=["LlamaForCausalLM", "Qwen2ForCausalLM"]), "Qwen2ForCausalLM"),
         "heads that do not divide": (
             in_turn(configured(num_attention_heads=3), without("head_dim")),

@@ -123,6 +123,9 @@ def _fp8() -> Iterator[Damage]:
         yield Damage(f"fp8 {what}", do, P.MismatchError, tuple(words))
     fitting = with_tensors({NAME: lambda t: t.to(torch.float8_e4m3fn), scale: torch.ones(2, 1)})
     yield Damage("good: fp8 with its scales", in_turn(config, fitting))
+    large = configured(quantization_config={"quant_method": "fp8", "weight_block_size": [1 << 30, 1 << 30]})
+    single = with_tensors({NAME: lambda t: t.to(torch.float8_e4m3fn), scale: torch.ones(1, 1)})
+    yield Damage("good: fp8 with blocks larger than the tensor", in_turn(large, single))
 
 
 def _ties() -> Iterator[Damage]:
