@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import fnmodels
 from fnmodels import tree
-from tests.support import Case, batch_of, generic_params, richest, segments
+from tests.support import Case, batch_of, generic_params, is_routed, richest, segments
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
 FAMILIES = {case.family: case for case in richest()}
@@ -99,7 +99,8 @@ def test_export_with_parameters_as_state(case: Case) -> None:
     params = generic_params(case.config)
     program = exported(case.config, AsState(case.config, params))
     assert len(program.state_dict) == len(tree.leaves(params))
-    assert_runs(case.config, params, program.module(), 1e-6)
+    # a graph computes experts as "dense" does, eager mode as "loop"
+    assert_runs(case.config, params, program.module(), 1e-5 if is_routed(case.config) else 1e-6)
 
 
 def test_a_saved_rule_is_the_same_rule() -> None:
