@@ -258,3 +258,24 @@ def test_weights_of_tokens_and_losses_of_routers() -> None:
     late = train.look_ahead({name: given[name] for name in given if name != "weights"}, HEADS) | given
     with pytest.raises(ValueError, match="has no next_weights"):
         train.mtp_loss(weights, late, **options)
+
+
+@every_family
+def test_transforms(case: Case) -> None:
+    """Gradients of each row by vmap, which add up to that of the batch; forward mode, against the two of reverse."""
+    config = with_heads(case)
+    weights, batch = generic_params(config, torch.float64), batch_of(config, MIXED)
+    given = (*batch.prepared(), next_tokens_of(batch))
+
+    def loss(weights: Any, inputs: Any, masks: Any, freqs_cis: Any, ahead: Tensor) -> Tensor:
+        found = logits_of(weights, (inputs, masks, freqs_cis), ahead, config)
+        known = (ahead >= 0).unbind(-1)
+        parts = (torch.where(k[..., None], x.log_softmax(-1), 0).sum() for x, k in zip(found, known, strict=True))
+        return sum(parts, torch.zeros((), dtype=torch.float64))
+
+    whole = torch.func.grad(loss)(weights, *given)
+    rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0, 0, 0))(weights, *fnmodels.rows(given))
+    assert off(tree.map(lambda g: g.sum(0), rows), whole) < 1e-9
+    tangent = tree.map(torch.ones_like, weights)
+    _, along = torch.func.jvp(lambda w: loss(w, *given), (weights,), (tangent,))
+    assert off(along, torch.stack([g.sum() for g in tree.leaves(whole)]).sum()) < 1e-9

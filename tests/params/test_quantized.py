@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import params as P
-from fnmodels import llama, phi3, tree
+from fnmodels import deepseek, llama, phi3, tree
 from fnmodels.hf import Quantization
 from params import format, quantized
 from tests.support import generic_params
@@ -26,7 +26,19 @@ SIZES = {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
-CONFIGS = {"llama": llama.Config(**SIZES), "phi3": phi3.Config(**SIZES)}  # phi3 has fused tensors
+LATENT = {"q_lora_rank": 150, "kv_lora_rank": 130, "qk_nope_head_dim": 30, "qk_rope_head_dim": 8, "v_head_dim": 20}
+EXPERTS = {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 140}
+CONFIGS = {
+    "llama": llama.Config(**SIZES),
+    "phi3": phi3.Config(**SIZES),  # fused tensors
+    "deepseek": deepseek.Config(  # a tensor per expert, and a head for further tokens
+        **{name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")},
+        **LATENT,
+        **EXPERTS,
+        layer_kinds=("full", "full_moe"),
+        num_nextn_predict_layers=1,
+    ),
+}
 FILE = "model.safetensors"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
