@@ -142,6 +142,12 @@ def test_mxfp4_has_a_scale_for_not_a_number(tmp_path: Path) -> None:
     assert read(tmp_path, tensors, Quantization("mxfp4"), "w", None).isnan().all()
 
 
+def test_fp8_has_numbers_that_are_none(tmp_path: Path) -> None:
+    values = torch.tensor([[0x7F, 0xFF, 0x7E, 0x80]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    got = read(tmp_path, {"w": values, "w_scale_inv": torch.tensor([[2.0]])}, Quantization("fp8"), "w", None)
+    assert got[0, :2].isnan().all() and got[0, 2:].tolist() == [896.0, 0.0] and got[0, 3].signbit()
+
+
 def read(
     folder: Path, tensors: dict[str, Tensor], quantization: Quantization, name: str, dtype: torch.dtype | None
 ) -> Tensor:
