@@ -11,7 +11,7 @@ SEPARATE = {"packed": "its masks do not tell documents apart"}
 
 BLIND = {"gpt_oss_plain_tied": {"sliding_window"}}  # no layer of it has one
 
-SEEDS = {"gpt_oss_truncated": 4}
+SEEDS = {"gpt_oss": 8, "gpt_oss_truncated": 4}
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -46,7 +46,7 @@ TINY: dict[str, Any] = {
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     return {
-        "gpt_oss": TINY | {"intermediate_size": 22},
+        "gpt_oss": TINY,
         "gpt_oss_plain_tied": TINY
         | {
             "vocab_size": 66,

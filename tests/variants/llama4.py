@@ -16,8 +16,9 @@ SEPARATE = {
 # The width of dense layers where there are none, and the numbers of a temperature that is off.
 BLIND = {name: {"intermediate_size_mlp"} for name in ("llama4", "llama4_text_all_experts")}
 BLIND["llama4_text_untuned_tied"] = {"attn_scale", "floor_scale"}
+BLIND["llama4_text_biased"] = {"attn_scale", "floor_scale", "attn_temperature_tuning"}
 
-SEEDS = {"llama4_text_all_experts": 8}
+SEEDS = {"llama4_text_all_experts": 7}
 
 TINY: dict[str, Any] = {
     "model_type": "llama4_text",
@@ -56,7 +57,6 @@ def variants() -> dict[str, Any]:
         "no_rope_layer_interval": 2,
         "num_hidden_layers": 2,
         "rope_parameters": rope,
-        "attention_bias": True,
     }
     return {
         "llama4_text": TINY,
@@ -71,6 +71,14 @@ def variants() -> dict[str, Any]:
             "num_local_experts": 5,
             "num_experts_per_tok": 2,
             "hidden_act": "gelu_pytorch_tanh",
+        },
+        # all layers rotate, as a key's bias changes nothing where none does
+        "llama4_text_biased": TINY
+        | {
+            "num_hidden_layers": 2,
+            "no_rope_layers": [1, 1],
+            "layer_types": ["chunked_attention", "full_attention"],
+            "attention_bias": True,
         },
         "llama4": llama4.Config.from_hf({"model_type": "llama4", "text_config": scout}),
     }
