@@ -43,8 +43,9 @@ def load_pretrained(
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
-    dtype: None keeps what each tensor has on disk; otherwise leaves are cast one by one, except those of a Leaf with
-    keep_dtype. device: None is the CPU. plan: sharded loading, not there yet.
+    dtype: None keeps what each tensor has on disk, but for fp8 and mxfp4, which become bf16 (`params.quantized`);
+    otherwise leaves are cast one by one, except those of a Leaf with keep_dtype. device: None is the CPU. plan: sharded
+    loading, not there yet.
     copy=False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If the
     file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place the leaf may
     change. copy=True reads everything into memory of its own, as does any cast or other device. A leaf of several
