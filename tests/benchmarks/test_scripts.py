@@ -58,7 +58,8 @@ def test_save() -> None:
 def test_load() -> None:
     names = ("fnmodels", "safetensors load_file")
     out = _output("load.py", "--size", "1", "--rounds", "1", "--contenders", *names)
-    assert all(f"\n| {name} |" in f"\n{out}" for name in names) and "our checks alone take" in out, out
+    assert all(f"\n| {name} |" in f"\n{out}" for name in names), out
+    assert "owned: the result and one tensor" in out and "lazy: load_file, our checks and 50 ms" in out, out
 
 
 @pytest.mark.slow
