@@ -71,7 +71,7 @@ READERS: dict[str, Reader] = {"fnmodels": by_fnmodels, "transformers": by_transf
 
 # What we refuse since we do not have it, and others may have.
 OURS = (
-    "config/dropout",
+    "config/an interleaved rotation",
     "config/cross attention",
     "config/the quantization gptq",
     "config/the quantization bitsandbytes",

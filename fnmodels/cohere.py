@@ -64,8 +64,13 @@ class Config:
         sizes = decoder_sizes(fields, max_positions=8192, tied=True)
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
         pattern = fields.integer("sliding_window_pattern", fields.take("_sliding_window_pattern", 4))
-        for name in ("order_of_interleaved_layers", "rotary_pct", "use_embedding_sharing", "use_gated_activation"):
-            fields.take(name, None)  # of the first release; they say what this family does anyway
+        # Of the first release: they say once more, or of the training code, what this family does anyway.
+        fields.expect("layer_switch", pattern)
+        fields.expect("order_of_interleaved_layers", "local_attn_first")
+        fields.expect("position_embedding_type", "rope_gptj")
+        fields.expect("rotary_pct", 1.0, 1)
+        fields.expect("use_embedding_sharing", sizes["tie_word_embeddings"])
+        fields.expect("use_gated_activation", True)
         fields.expect("use_parallel_block", True)
         fields.expect("use_parallel_embedding", False)
         fields.expect("use_qk_norm", False)

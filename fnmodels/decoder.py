@@ -64,7 +64,6 @@ def decoder_sizes(
             f"{fields.where}: 'hidden_size' {hidden} is not a multiple of 'num_attention_heads' {heads}, "
             "so 'head_dim' must be given."
         )
-    fields.expect("attention_dropout", 0, 0.0)
     fields.expect("rope_interleaved", False)
     fields.expect("use_mrope", False)
     fields.expect("is_encoder_decoder", False)

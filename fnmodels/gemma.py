@@ -96,6 +96,9 @@ class Config:
         if first:
             fields.expect("hidden_activation", None, _GELU)
             activation = _GELU if activation == "gelu" else activation  # what the first files wrote and did not mean
+        else:  # second names, which nobody reads
+            fields.expect("hidden_act", activation)
+            fields.expect("sliding_window_size", fields.integer("sliding_window", 4096))
         if third:
             fields.expect("attn_logit_softcapping", None)
         else:

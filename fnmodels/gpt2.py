@@ -32,9 +32,9 @@ MODEL_TYPES = ("gpt2",)
 TAPS = ("attention", "middle", "mlp")
 LEFTOVERS = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # masks that older files hold
 
-# Dropout, heads for other tasks, a second name of n_positions.
+# Heads for other tasks, a second name of n_positions.
 _IGNORED = (
-    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "n_special", "predict_special_tokens", "summary_type"),
+    *("n_ctx", "n_special", "predict_special_tokens", "summary_type"),
     *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
 )
 

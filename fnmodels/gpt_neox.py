@@ -79,8 +79,6 @@ class Config:
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(fields, max_positions=2048, tied=False)
-        for name in ("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"):
-            fields.expect(name, 0, 0.0)
         config = Config(
             **sizes,
             rope=_rope(fields, sizes["head_dim"], sizes["max_position_embeddings"]),
@@ -90,7 +88,7 @@ class Config:
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu"),
             model_type=model_type,
         )
-        object.__setattr__(config, "extra", fields.finish(("classifier_dropout",)))
+        object.__setattr__(config, "extra", fields.finish())
         return config
 
     def to_hf(self) -> dict[str, Any]:

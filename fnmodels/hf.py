@@ -18,7 +18,7 @@ from .ops.rotary import Rope
 # Fields that change no output of a forward pass: bookkeeping, generation settings, what a trainer would like to know.
 _HARMLESS = """
     _attn_implementation_autoset _name_or_path add_cross_attention architectures attn_implementation auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id
+    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id
     diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
     initializer_range is_decoder is_llama_config label2id length_penalty max_length min_length model_max_length
@@ -29,9 +29,15 @@ _HARMLESS = """
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
     torchscript transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
-HARMLESS = frozenset(_HARMLESS.split())
+# How much a trainer drops, under every name that is published. `forward` never drops, as nobody does in evaluation.
+_DROPOUTS = """
+    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop embedding_dropout
+    hidden_dropout hidden_dropout_prob resid_pdrop residual_dropout
+"""
+DROPOUTS = tuple(_DROPOUTS.split())
+HARMLESS = frozenset((*_HARMLESS.split(), *DROPOUTS))
 # Of those, what a saved checkpoint should keep: the rest is rewritten or means nothing.
-KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer_class")
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer_class", *DROPOUTS)
 
 # The deepest transformer that was published. More are mostly a mistake, and parameters are listed one by one.
 LAYERS_LIMIT = 1000

@@ -63,8 +63,6 @@ class Config:
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(fields, max_positions=4096, tied=False)
-        for name in ("embd_pdrop", "resid_pdrop"):  # dropout is not there; at 0, as published, it is none
-            fields.expect(name, 0, 0.0)
         for name in ("attention_bias", "mlp_bias", "lm_head_bias"):  # published files say that there are none
             fields.expect(name, False)
         for name in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini's first code; no other value means a thing

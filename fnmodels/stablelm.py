@@ -70,7 +70,6 @@ class Config:
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(fields, max_positions=4096, tied=False, kv_heads=32)
-        fields.expect("hidden_dropout", 0, 0.0)
         inner = Fields({"partial_rotary_factor": 0.25} | rope_values(fields), f"{fields.where}, rope")
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
         config = Config(

@@ -27,8 +27,6 @@ from .tree import Tree, flatten
 MODEL_TYPES = ("starcoder2",)
 TAPS = ("attention", "middle", "mlp")
 
-_DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
-
 
 @dataclass(frozen=True)
 class Config:
@@ -60,8 +58,7 @@ class Config:
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        # The published files tell of the dropout in training, 0.1; there is none here, as in any evaluation.
-        fields = Fields({name: value for name, value in values.items() if name not in _DROPOUTS})
+        fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(fields, max_positions=4096, tied=True, kv_heads=2)
         sizes["initializer_range"] = fields.number("initializer_range", 0.018042, above=-1e-9)
@@ -69,18 +66,24 @@ class Config:
         fields.expect("norm_type", "layer_norm")
         fields.expect("mlp_type", "default")
         window = fields.integer("sliding_window", 0, low=0) or None
+        epsilon = fields.number("norm_epsilon", 1e-5)
+        activation = fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu_pytorch_tanh")
+        # Of the training code: second names, which nobody reads (its "gelu" is the tanh one), and what is so anyway.
+        fields.expect("layer_norm_epsilon", epsilon)
+        fields.expect("activation_function", activation, "gelu")
+        for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights"):
+            fields.expect(name, True)
         config = Config(
             **sizes,
             rope=rope_from_hf(fields, theta=1e4, **where),
-            norm_epsilon=fields.number("norm_epsilon", 1e-5),
+            norm_epsilon=epsilon,
             use_bias=fields.boolean("use_bias", True),
-            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu_pytorch_tanh"),
+            hidden_act=activation,
             sliding_window=window,
             layer_kinds=("sliding" if window else "full",) * sizes["num_hidden_layers"],
             model_type=model_type,
         )
-        # a second name of norm_epsilon, which nobody reads
-        object.__setattr__(config, "extra", fields.finish(("layer_norm_epsilon",)))
+        object.__setattr__(config, "extra", fields.finish())
         return config
 
     def to_hf(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _check_tokens(values: dict[str, Any]) -> None:
 def _check_architectures(values: dict[str, Any], wanted: list[str] | None) -> None:
     """The class that was saved, where it is said, must be the one of this model type: a LlamaForCausalLM is a llama.
 
-    So must that without a head, a LlamaModel: whether the tensors are all there is seen later.
+    So must that without a head, a LlamaModel or a Gemma3TextModel: whether the tensors are all there is seen later.
     """
     given = values.get("architectures")
     if given is None or wanted is None:
@@ -93,7 +93,7 @@ def _check_architectures(values: dict[str, Any], wanted: list[str] | None) -> No
         raise ConfigError(f"'architectures' is {shown(given)}, but must be a list of names, as {shown(wanted)}.")
     model_type = values["model_type"]
     for name in given:
-        if name not in wanted and name not in [_headless(one) for one in wanted]:
+        if name not in wanted and name not in [_headless(one, model_type) for one in wanted]:
             other = _model_type_of(name)
             if other not in (model_type, None):
                 raise ConfigError(
@@ -102,11 +102,13 @@ def _check_architectures(values: dict[str, Any], wanted: list[str] | None) -> No
             raise UnsupportedError(f"'architectures' has {name!r}; of {model_type!r} only {wanted[0]} is supported.")
 
 
-def _headless(architecture: str) -> str:
-    return re.sub("(For[A-Z]|LMHead).*", "Model", architecture)
+def _headless(architecture: str, model_type: str) -> str:
+    # where Gemma3Model is what has a vision tower too, the type of its text says so, and so does the text's class
+    return re.sub("(For[A-Z]|LMHead).*", "TextModel" if model_type.endswith("_text") else "Model", architecture)
 
 
 def _model_type_of(architecture: str) -> str | None:
-    """The known model type that a class's name begins with: GPT2LMHeadModel is gpt2, Qwen2ForCausalLM is qwen2."""
+    """The known model type that a class's name begins with: GPT2LMHeadModel is gpt2, Gemma3Model is not gemma."""
     begins = [known for known in families() if architecture.lower().startswith(known.replace("_", ""))]
-    return max(begins, key=len, default=None)
+    whole = [known for known in begins if architecture[len(known.replace("_", "")) :][:1].isupper()]
+    return max(whole, key=len, default=None)

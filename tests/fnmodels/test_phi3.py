@@ -46,7 +46,6 @@ def test_the_original_context_in_the_rope_alone_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attention_dropout", 0.1)),
         *(("attention_bias", True), ("mlp_bias", True), ("lm_head_bias", True)),
         *(("full_attn_mod", 2), ("interpolate_factor", 4)),
     ],

@@ -10,20 +10,30 @@ from fnmodels.presets import preset, presets
 from tests.status import CHECKED, PRESET
 from tests.support import check_shapes
 
-# Totals as their publishers' files add up to (a tied head counts once); of Ministral 3 without the vision tower. A text
-# is all that the publisher says, cut off and not rounded: Ministral's 8.4B is 8.49. The copies of embedding and head
-# that MTP modules have on disk are no parameters of their own: 1.9B of DeepSeek V3's files, and of GLM 4.5's as below.
+# Totals as their publishers' files add up to (a tied head counts once); of Gemma 3's larger and Ministral 3 without the
+# vision tower and its projection. A text is all that the publisher says, cut off and not rounded: Ministral's 8.4B is
+# 8.49. The copies of embedding and head that MTP modules have on disk are no parameters of their own: 1.9B of DeepSeek
+# V3's files, and of GLM 4.5's as below.
+# The card of StableLM 2 12B says 12,143,605,760. Its shapes add up to that less weights and biases of the 41 LayerNorms
+# over the model's width, which have been counted twice there.
+STABLELM_NORMS = 41 * 2 * 5120
+# What stands beside the text in the totals of Gemma 3: its tower, and a norm and a matrix from there.
+GEMMA3_TOWER, GEMMA3_PATCH = 416_866_032, 1152
 PUBLISHED: dict[str, int | str] = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
     "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.3-70b": 70_553_706_496,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-nemo-12b": 12_247_782_400,
@@ -50,11 +60,16 @@ PUBLISHED: dict[str, int | str] = {
     "gemma-2-27b": 27_227_128_320,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
+    "gemma-3-4b-text": 4_300_079_472 - GEMMA3_TOWER - GEMMA3_PATCH * (2560 + 1),
+    "gemma-3-12b-text": 12_187_325_040 - GEMMA3_TOWER - GEMMA3_PATCH * (3840 + 1),
+    "gemma-3-27b-text": 27_432_406_640 - GEMMA3_TOWER - GEMMA3_PATCH * (5376 + 1),
+    "embeddinggemma-300m": 302_863_104,
     "olmo-2-1b": 1_484_916_736,
     "olmo-2-7b": 7_298_617_344,
     "olmo-2-13b": 13_716_198_400,
     "olmo-2-32b": 32_234_279_936,
     "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
     "granite-3.1-2b": 2_533_531_648,
     "granite-3.1-8b": 8_170_848_256,
     "command-r7b": 8_028_033_024,
@@ -81,7 +96,7 @@ PUBLISHED: dict[str, int | str] = {
     "pythia-12b": 11_846_072_320,
     "stablelm-3b-4e1t": 2_795_443_200,
     "stablelm-2-1.6b": 1_644_515_328,
-    "stablelm-2-12b": "12.1B",
+    "stablelm-2-12b": 12_143_605_760 - STABLELM_NORMS,
     "phi-3-mini": 3_821_079_552,
     "phi-3-medium": 13_960_238_080,
     "phi-4": 14_659_507_200,
@@ -92,7 +107,7 @@ PUBLISHED: dict[str, int | str] = {
     "ministral-3-8b": "8.4B",
     "ministral-3-14b": "13.5B",
     "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_630_071_296,
+    "mixtral-8x22b": 140_620_634_112,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2-57b-a14b": "57.4B",
     "qwen3-30b-a3b": 30_532_122_624,
@@ -139,5 +154,13 @@ def test_every_model_type_has_one() -> None:
 
 
 def test_an_unknown_name_lists_near_ones() -> None:
-    with pytest.raises(ValueError, match=r"near it are .*qwen3-0.6b"):
-        preset("qwen3-0.6B")
+    for wrong, near in (
+        ("qwen3-0.6B", "qwen3-0.6b"),
+        ("GPT2", "gpt2"),
+        ("GPT2-XL", "gpt2-xl"),
+        ("Llama3", "llama-3-8b"),
+    ):
+        with pytest.raises(ValueError, match=rf"There is no preset '{wrong}'; near it are .*\b{near}\b"):
+            preset(wrong)
+    with pytest.raises(ValueError, match=r"There is no preset 'zzzz'; `fnmodels.presets\(\)` lists their names"):
+        preset("zzzz")

@@ -1,5 +1,6 @@
 """Files as others publish them: buffers that nobody reads, names without their first part, a tied head all the same."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import disk, tree
-from tests.support import Case, cases, generic_params
+from fnmodels.ops.norm import rms_norm_zero_centered
+from tests.parity.oracle import assert_close, model_of
+from tests.support import Case, cases, generic_params, tokens_of
 
 FILE = "model.safetensors"
 # What older files hold beside the parameters, by the first part of names: {variant: {name: tensor}}.
@@ -79,6 +82,27 @@ def test_names_without_their_first_part(name: str, prefix: str, tmp_path: Path) 
     P.save_pretrained(tmp_path, *P.load_pretrained(tmp_path))
     names = fnmodels.family_of(case.config).hf_names(case.config)
     assert load_file(tmp_path / FILE).keys() == {name for stored in names.values() for name in disk.disk_names(stored)}
+
+
+def test_embedding_gemma_has_the_class_of_a_text_without_a_head(tmp_path: Path) -> None:
+    """A Gemma3TextModel of transformers' own saving, which looks both ways; a Gemma3Model has a vision tower."""
+    case = case_of("gemma3_text_bidirectional")
+    model = model_of(case.values)
+    model.model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["architectures"] == ["Gemma3TextModel"] and "norm.weight" in load_file(tmp_path / FILE)
+    config, loaded = P.load_pretrained(tmp_path)
+    assert config == case.config and config.bidirectional
+    tokens = tokens_of(config, 2, 12)
+    _, tapped = fnmodels.forward(
+        loaded, *fnmodels.prepare(config, tokens), config=config, kernel="math", taps=("layers.2.output",)
+    )
+    hidden = rms_norm_zero_centered(tapped["layers.2.output"], loaded["norm"], eps=config.rms_norm_eps)
+    with torch.no_grad():
+        assert_close(hidden, model.model(input_ids=tokens).last_hidden_state)
+    (tmp_path / "config.json").write_text(json.dumps(values | {"architectures": ["Gemma3Model"]}))
+    with pytest.raises(P.UnsupportedError, match="'Gemma3Model'; of 'gemma3_text' only Gemma3ForCausalLM"):
+        P.load_pretrained(tmp_path)
 
 
 def test_names_are_whole_or_cut_and_not_mixed(tmp_path: Path) -> None:

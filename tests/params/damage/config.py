@@ -162,7 +162,7 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
             "'partial_rotary_factor' is 0.5",
         ),
         **{f"the quantization {n}": (_quantized(n), "'quant_method'", n) for n in ("no such", "gptq", "bitsandbytes")},
-        "dropout": (configured(attention_dropout=0.1), "'attention_dropout' is 0.1"),
+        "an interleaved rotation": (configured(rope_interleaved=True), "'rope_interleaved' is true"),
         **{f"the dtype {n}": (configured(dtype=n), "'dtype'", n) for n in ("float99", "int8", "float8_e4m3fn")},
     },
     P.MismatchError: {
@@ -225,6 +225,8 @@ _GOOD: dict[str, Do] = {
     "no architectures": without("architectures"),
     "the architecture without a head": configured(architectures=["LlamaModel"]),
     "several tokens that end a text": configured(eos_token_id=[1, 2], pad_token_id=None, bos_token_id=0),
-    "generation settings": configured(temperature=0.6, top_p=0.9, use_cache=True, id2label={"0": "x"}),
+    "settings of generation and of training": configured(
+        temperature=0.6, top_p=0.9, use_cache=True, id2label={"0": "x"}, attention_dropout=0.1
+    ),
     "lines and blanks": in_bytes(lambda data: b"\n\n" + data + b"\n  \n", CONFIG),
 }
