@@ -8,13 +8,15 @@ numbers per parameter, which is what `out` is for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from . import tree
@@ -34,14 +36,20 @@ def per_sample_gradients(
     batch stays whole, so every kernel works and a `layout` is that of the batch. batch: a tree of tensors [B, ...].
     out: an earlier result to write over; without it the operating system has to clear B numbers per parameter anew.
 
-    Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products and sums with activations,
-    which have the rows in dimension 0; anything else raises NotImplementedError, and
-    `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows` does it. The result is data and not part of a graph.
+    Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products and sums with activations;
+    any other operation raises NotImplementedError, and `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`
+    does it. Activations there must have the rows in dimension 0. Of that only the size can be seen: one that is not B
+    raises too, but another dimension that happens to be B (time-major activations of B tokens, a table of B entries
+    that belongs to no row) is taken for the rows and gives wrong numbers without a word. The result is data and not
+    part of a graph.
     """
-    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tree.leaves(batch)}
-    if len(sizes) != 1:
-        raise ValueError(f"Every tensor of the batch must have the rows in dimension 0; the sizes are {sorted(sizes)}.")
-    (rows,) = sizes
+    sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tree.leaves(batch)}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(
+            "Every tensor of the batch must have the rows in dimension 0; the sizes are "
+            f"{sorted(sizes, key=str)}, where None is a tensor without dimensions."
+        )
+    rows = next(size for size in sizes if size is not None)
     leaves = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
     flat = tree.flatten(leaves)
     if out is None:
@@ -53,10 +61,9 @@ def per_sample_gradients(
         raise ValueError(f"The loss must be one number, the sum over the rows; its shape is {tuple(loss.shape)}.")
     if not loss.requires_grad:
         raise ValueError("The loss does not depend on the parameters in a way that has a gradient.")
-    recorder.check(loss)
-    # Asked for are the first activations: every hook lies on the way there, and no weight's summed gradient is made.
-    if recorder.first:
-        torch.autograd.grad(loss, recorder.first, allow_unused=True)
+    ends = recorder.ends(loss)
+    if ends and rows:
+        torch.autograd.grad(loss, ends)  # for the hooks on the way
     for path, buffer in recorder.buffers.items():
         if path not in recorder.written:
             buffer.zero_()
@@ -76,7 +83,7 @@ class _Recorder(TorchFunctionMode):
         self.known: set[Node] = set()  # and what may lead there
         self.same: list[Tensor] = []  # parameters after a cast or `1 + weight`: kept, for an id is one only while alive
         self.buffers, self.rows = buffers, rows
-        self.first: list[Tensor] = []
+        self.hooked: dict[Node, GradientEdge] = {}
         self.written: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +92,7 @@ class _Recorder(TorchFunctionMode):
         params = {id(x): self.paths[id(x)] for x in given if id(x) in self.paths}
         if not params or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if func in (Tensor.to, Tensor.float) or (func is Tensor.add and not isinstance(args[1], Tensor)):
+        if func in (Tensor.to, Tensor.float) or (func is Tensor.add and not isinstance(args[-1], Tensor)):
             return self._derived(func(*args, **kwargs), *params.values())
         rule = RULES[func](*args, **kwargs) if func in RULES else []
         if {id(param) for param, _ in rule} != params.keys():
@@ -100,8 +107,8 @@ class _Recorder(TorchFunctionMode):
                 f"{resolve_name(func)} with {list(params.values())} gives {list(result.shape)}, which does not have "
                 f"the {self.rows} rows in dimension 0; {_INSTEAD}."
             )
-        if not any(isinstance(x, Tensor) and x.requires_grad and id(x) not in params for x in given):
-            self.first.append(result)
+        edge = get_gradient_edge(result)  # and not the tensor, which may be written over and need not be kept
+        self.hooked[edge.node] = edge
         for param, write in rule:
             self._hang(result, params[id(param)], write)
         return result
@@ -122,24 +129,36 @@ class _Recorder(TorchFunctionMode):
         self.known.add(marked.grad_fn)
         return marked
 
-    def check(self, loss: Tensor) -> None:
-        """NotImplementedError if the graph reads a parameter in an operation that no mode sees: its share would miss.
+    def ends(self, loss: Tensor) -> list[GradientEdge]:
+        """The hooked operations below which there is no other.
 
-        That is what an autograd.Function, or compiled code, does with its arguments.
+        Asked for their gradients, autograd passes every hook, and takes the gradient of no parameter and of nothing
+        that the caller's own graph holds below. NotImplementedError if the graph reads a parameter in an operation that
+        no mode sees, as an autograd.Function or compiled code does with its arguments: its share would miss.
         """
+        below: dict[Node, list[Node]] = {}
         waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
-        met = set(waiting)
         while waiting:
             node = waiting.pop()
-            for below, _ in node.next_functions:
-                if below in self.guarded and node not in self.known:
+            if node in below:
+                continue
+            below[node] = [reached for reached, _ in node.next_functions if reached is not None]
+            for reached in below[node]:
+                if reached in self.guarded and node not in self.known:
                     raise NotImplementedError(
-                        f"{self.guarded[below]!r} is read by an operation that cannot be seen ({node.name()}); "
+                        f"{self.guarded[reached]!r} is read by an operation that cannot be seen ({node.name()}); "
                         f"{_INSTEAD}."
                     )
-                if below is not None and below not in met:
-                    met.add(below)
-                    waiting.append(below)
+            waiting += below[node]
+        found: list[GradientEdge] = []
+        leading: set[Node] = set()  # to a hooked operation
+        for node in TopologicalSorter(below).static_order():
+            if leading.intersection(below[node]):
+                leading.add(node)
+            elif node in self.hooked:
+                leading.add(node)
+                found.append(self.hooked[node])
+        return found
 
     def _hang(self, result: Tensor, path: str, write: Write) -> None:
         def hook(slope: Tensor) -> None:
@@ -161,8 +180,11 @@ def _store(rows: Tensor, value: Tensor, keep: int) -> None:
         rows.copy_(value)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
-    x = x.detach()
+# The rules take their arguments by torch's names, since callers may.
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
+    x = input.detach()
 
     def of_weight(rows: Tensor, slope: Tensor, keep: int) -> None:
         factors = _flat(slope).mT, _flat(x)
@@ -177,18 +199,18 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
     return [(weight, of_weight)] if bias is None else [(weight, of_weight), (bias, of_bias)]
 
 
-def _embedding(tokens: Tensor, table: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Rule:
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Rule:
     if padding_idx is not None or any(args) or any(v for k, v in kwargs.items() if k != "norm_type"):
         return []
 
     def write(rows: Tensor, slope: Tensor, keep: int) -> None:
         if not keep:
             rows.zero_()
-        first = torch.arange(rows.shape[0], device=tokens.device) * rows.shape[1]
-        index = (tokens.flatten(1) + first[:, None]).flatten()
+        first = torch.arange(rows.shape[0], device=input.device) * rows.shape[1]
+        index = (input.flatten(1) + first[:, None]).flatten()
         rows.flatten(0, 1).index_add_(0, index, slope.reshape(-1, slope.shape[-1]).to(rows.dtype))
 
-    return [(table, write)]
+    return [(weight, write)]
 
 
 def _scaled(make: Callable[[], Tensor], weight: Tensor) -> Rule:
@@ -202,26 +224,38 @@ def _scaled(make: Callable[[], Tensor], weight: Tensor) -> Rule:
     return [(weight, write)]
 
 
-def _product(x: Tensor, y: Tensor) -> Rule:
+def _operands(x: Any, y: Any) -> tuple[Tensor, Tensor] | None:
+    """(activation, parameter), if the one has the other's shape in its last dimensions, and more."""
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return None
     x, y = (x, y) if x.ndim >= y.ndim else (y, x)
-    fits = 0 < y.ndim < x.ndim and y.shape == x.shape[-y.ndim :]
-    return _scaled(x.detach, y) if fits else []
+    return (x, y) if 0 < y.ndim < x.ndim and y.shape == x.shape[-y.ndim :] else None
 
 
-def _sum(x: Tensor, y: Tensor, *, alpha: float = 1) -> Rule:
-    x, y = (x, y) if x.ndim >= y.ndim else (y, x)
-    fits = alpha == 1 and 0 < y.ndim < x.ndim and y.shape == x.shape[-y.ndim :]
-    return _scaled(lambda: torch.ones_like(x), y) if fits else []
+def _product(input: Any, other: Any) -> Rule:
+    pair = _operands(input, other)
+    return [] if pair is None else _scaled(pair[0].detach, pair[1])
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Rule:
-    x = x.detach()
-    return _scaled(lambda: F.rms_norm(x, shape, None, eps), weight)
+def _sum(input: Any, other: Any, *, alpha: float = 1) -> Rule:
+    pair = _operands(input, other)
+    return [] if pair is None or alpha != 1 else _scaled(functools.partial(torch.ones_like, pair[0]), pair[1])
 
 
-def _layer_norm(x: Tensor, shape: Any, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Rule:
-    x = x.detach()
-    rule = _scaled(lambda: F.layer_norm(x, shape, None, None, eps), weight)
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Rule:
+    x = input.detach()
+    return [] if weight is None else _scaled(lambda: F.rms_norm(x, normalized_shape, None, eps), weight)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Rule:
+    x = input.detach()
+    rule = [] if weight is None else _scaled(lambda: F.layer_norm(x, normalized_shape, None, None, eps), weight)
     return rule if bias is None else [*rule, *_scaled(lambda: torch.ones_like(x), bias)]
 
 

@@ -34,7 +34,7 @@ def problem(case: Case, kernel: str = "math", dtype: torch.dtype = torch.float64
 def assert_same(got: Any, want: Any, tolerance: float) -> None:
     for (path, a), b in zip(tree.flatten(got).items(), tree.leaves(want), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, path
-        assert float((a.double() - b.double()).abs().max()) <= tolerance * max(1.0, float(b.abs().max())), path
+        assert float((a.double() - b.double()).detach().abs().max()) <= tolerance * max(1.0, float(b.abs().max())), path
 
 
 @pytest.mark.parametrize("case", [case for case in structures() if is_routed(case.config)], ids=str)
@@ -87,6 +87,71 @@ def test_a_parameter_the_loss_does_not_read_gets_zeros() -> None:
     assert torch.equal(got["unused"], torch.zeros(5, 4)) and torch.equal(got["used"], torch.ones(5, 3, 2))
 
 
+def _written_over(p: Any, b: Any) -> Tensor:
+    h = F.linear(b["x"], p["A"])
+    h += 1
+    return F.linear(h, p["B"]).square().sum()
+
+
+BASE = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+ABOVE_A_GRAPH = {
+    "a base that is trained elsewhere": lambda p, b: F.linear(F.embedding(b["t"], BASE), p["A"]).square().sum(),
+    "and one parameter before it": lambda p, b: (
+        F.linear(F.linear(F.embedding(b["t"], p["E"]), BASE[:4]) * F.embedding(b["t"], BASE), p["A"]).square().sum()
+    ),
+    "two branches, one above it": lambda p, b: (
+        F.linear(F.embedding(b["t"], BASE), p["A"]).square().sum() + F.embedding(b["t"], p["E"]).exp().sum()
+    ),
+    "the rows themselves": lambda p, b: F.linear(F.linear(b["x"], p["A"]), p["B"]).square().sum(),
+    "an operation that nothing reads": lambda p, b: (
+        F.linear(b["x"], p["A"]).square().sum() + 0 * len(F.linear(b["x"], p["B"]))
+    ),
+    "a result that is written over": _written_over,
+    "arguments by name": lambda p, b: (
+        F.linear(
+            input=F.rms_norm(input=F.embedding(input=b["t"], weight=p["E"]), normalized_shape=(4,), weight=p["n"]),
+            weight=p["A"],
+        )
+        .add(other=p["n"])
+        .mul(other=p["n"])
+        .square()
+        .sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ABOVE_A_GRAPH)
+def test_activations_that_have_a_graph_of_their_own(name: str) -> None:
+    """The way back to every parameter is gone, also where activations need a gradient without one."""
+    generator, loss = torch.Generator().manual_seed(1), ABOVE_A_GRAPH[name]
+    shapes = {"A": (4, 4), "B": (4, 4), "E": (7, 4), "n": (4,)}
+    params = {k: torch.randn(shape, generator=generator) for k, shape in shapes.items()}
+    x = torch.randn(3, 2, 4, generator=generator, requires_grad=True)
+    batch = {"t": torch.randint(7, (3, 2), generator=generator), "x": x}
+    want = vmap(grad(loss), in_dims=(None, 0))(params, fnmodels.rows(batch))
+    assert any(g.any() for g in tree.leaves(want))
+    assert_same(fnmodels.per_sample_gradients(loss, params, batch)[0], want, 1e-5)
+    assert x.grad is None and BASE.grad is None
+
+
+@pytest.mark.parametrize("case", structures()[:1], ids=str)
+def test_soft_prompts_that_are_learned_too(case: Case) -> None:
+    params, (((inputs, *rest), labels)), loss = problem(case)
+    size = (*inputs["tokens"].shape, case.config.hidden_size)
+    soft = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    want = vmap(grad(loss), in_dims=(None, 0))(params, fnmodels.rows((({**inputs, "tokens": soft}, *rest), labels)))
+    learned = (({**inputs, "tokens": soft.requires_grad_()}, *rest), labels)
+    assert_same(fnmodels.per_sample_gradients(loss, params, learned)[0], want, 1e-10)
+
+
+def test_a_batch_of_no_rows() -> None:
+    params = {"w": torch.randn(4, 4), "n": torch.randn(4)}
+    got, loss = fnmodels.per_sample_gradients(
+        lambda p, x: F.rms_norm(F.linear(x, p["w"]) * p["n"], (4,), p["n"]).sum(), params, torch.ones(0, 2, 4)
+    )
+    assert got["w"].shape == (0, 4, 4) and got["n"].shape == (0, 4) and loss == 0
+
+
 class _Unseen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -107,6 +172,8 @@ def _again(x: Tensor, weight: Tensor) -> Tensor:
         (lambda p, x: (x @ p["w"]).sum(), "matmul reads the parameters \\['w'\\]"),
         (lambda p, x: F.linear(x, p["w"].T).sum(), "reads the parameters"),
         (lambda p, x: torch.stack([p["w"]]).sum() + x.sum(), "stack reads the parameters"),
+        (lambda p, x: F.linear(x, p["w"] * 2).sum(), "mul reads the parameters \\['w'\\]"),
+        (lambda p, x: F.linear(x, 2 * p["w"]).sum(), "mul.* reads the parameters \\['w'\\]"),
         (lambda p, x: F.linear(x[None], p["w"]).sum(), "does not have the 3 rows in dimension 0"),
         (lambda p, x: F.embedding(torch.ones(3, 1).long(), p["w"], padding_idx=0).sum(), "embedding reads"),
         (lambda p, x: _Unseen.apply(x, p["w"]).sum(), "'w' is read by an operation that cannot be seen"),
@@ -149,3 +216,5 @@ def test_wrong_arguments() -> None:
         fnmodels.per_sample_gradients(lambda p, x: F.linear(x, p["w"]).sum(1), params, torch.randn(3, 4))
     with pytest.raises(ValueError, match="the sizes are \\[2, 3\\]"):
         fnmodels.per_sample_gradients(lambda p, b: b[0].sum(), params, [torch.randn(3, 4), torch.randn(2, 4)])
+    with pytest.raises(ValueError, match="the sizes are \\[None\\]"):
+        fnmodels.per_sample_gradients(lambda p, b: b.sum(), params, torch.ones(()))
