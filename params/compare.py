@@ -1,9 +1,10 @@
 """Where a model of ours first differs from the reference's: the tool for porting a family.
 
-    python -m params.compare CHECKPOINT_FOLDER
+    python -m params.compare CHECKPOINT_FOLDER [--against transformers] [--length TOKENS]
 
 Both load the same files. The names and shapes of their leaves are compared first, then the leaves' values, then the
-activations on one short random batch, layer by layer.
+activations on one short random batch, layer by layer, and the logits where tokens are padded, packed and shifted. What
+of the maths begins only beyond that length is named, as it was not compared.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from fnmodels import family_of, forward, prepare, tree
 from fnmodels.disk import gather
 from fnmodels.errors import CheckpointError, MismatchError, UnsupportedError
+from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
 from params.config import load_config
 from params.index import listed
@@ -32,17 +34,25 @@ from params.load import load_pretrained
 from params.names import by_name, slots
 
 BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5 to 10 times the noise of two good kernels
-BATCH = (2, 24)  # rows, tokens
+LENGTH, SHIFT = 24, 3
+# Where transformers itself is wrong: {model type: (forms of batches)}.
+_THEIR_MISTAKES = {
+    "gpt_oss": ("packed",),  # its masks do not tell documents apart
+    "llama4": ("packed", "shifted"),  # its temperature goes by the place in the row, not by position
+    "llama4_text": ("packed", "shifted"),
+}
 DESCRIPTION = """\
 Load a checkpoint with fnmodels and with a reference, run both in fp32 on one short random batch,
 and print where they first differ: in which leaf, or after which part of which layer, and by how much.
-Both models are in memory at once, on the CPU.
+Both models are in memory at once, on the CPU. Where the reference is not installed and not asked for,
+the checkpoint is loaded and run by itself.
 """
 EPILOG = """\
-exit code: 0 equal, 1 different, 2 something is wrong with the folder or the installation
+exit code: 0 equal (or run by itself), 1 different, 2 something is wrong with the folder or the installation
 
 example:
   python -m params.compare ~/models/Qwen3-0.6B
+  python -m params.compare ~/models/gemma-2-2b --against transformers --length 4200
 """
 
 # Where a layer of the reference has a norm behind a sublayer, our tap is what comes out of the norm. The first that a
@@ -80,11 +90,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, metavar="CHECKPOINT_FOLDER", help="config.json and safetensors")
     parser.add_argument(
-        "--against", choices=["transformers"], default="transformers", help="the reference (default: %(default)s)"
+        "--against",
+        choices=["transformers"],
+        help="the reference, which must be installed then (default: transformers, if it is)",
     )
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument(
+        "--length", type=int, default=LENGTH, metavar="TOKENS", help="of each of two rows (default: %(default)s)"
+    )
+    given = parser.parse_args(arguments)
+    if given.length < 4:
+        parser.error(f"--length is {given.length}, but must be at least 4")
     try:
-        return 0 if compare(folder) else 1
+        return 0 if compare(given.folder, given.against, given.length) else 1
     except CheckpointError as error:
         print(error, file=sys.stderr)
     except OSError as error:
@@ -92,18 +109,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def compare(folder: Path) -> bool:
-    """Print the comparison of `folder`; whether all is equal. CheckpointError, OSError: it cannot be compared."""
+def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> bool:
+    """Print the comparison of `folder` on rows of `length` tokens; whether all is equal.
+
+    against: a reference that must be there; None takes transformers where it is installed, else ours runs alone.
+    Raises CheckpointError or OSError where it cannot be compared.
+    """
     config = load_config(folder)
     optional = getattr(family_of(config), "OPTIONAL", {})  # transformers leaves these parts out
     config = dataclasses.replace(config, **dict.fromkeys(optional.values(), 0))
     params, mismatch = _params(folder, optional)
     transformers = _transformers()
-    if transformers is None:
+    if transformers is None and (mismatch or against):
         raise mismatch or UnsupportedError(
             f"fnmodels loads {folder}, all {len(tree.leaves(params))} leaves of it; transformers is not installed, "
             "and it is what to compare with."
         )
+    if "embed_positions" in params and length > config.max_position_embeddings:
+        raise UnsupportedError(f"--length is {length}, but this model has {config.max_position_embeddings} positions.")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (2, length), generator=generator)
+    batches = _batches(config, length)
+    if transformers is None:
+        with torch.no_grad():
+            logits = _ours(config, params, tokens, batches[0])["logits"]
+        finite = bool(logits.isfinite().all())
+        print(
+            f"fnmodels loads {folder}, all {len(tree.leaves(params))} leaves of it, and runs: logits "
+            f"{list(logits.shape)}, {'all' if finite else 'NOT all'} finite. transformers is not installed, so nothing "
+            "was compared."
+        )
+        return finite
     reference = _reference(transformers, folder)
     theirs = _on_disk(reference)
     faults = _leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
@@ -115,14 +151,59 @@ def compare(folder: Path) -> bool:
     values = _value_faults(config, params, theirs)
     print(f"{len(theirs)} tensors on disk: names and shapes are equal; leaves with other values: {len(values)}")
 
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, BATCH, generator=generator)
-    with torch.no_grad():
-        one, two = _ours(config, params, tokens), _theirs(reference, tokens)
-    rows = [_row(tap, one[tap], two[tap]) for tap in _order(len(params["layers"])) if tap in one and tap in two]
+    rows = []
+    for batch in batches:
+        with torch.no_grad():
+            one, two = _ours(config, params, tokens, batch), _theirs(reference, tokens, batch)
+        plain = batch is batches[0]
+        taps = [tap for tap in _order(len(params["layers"])) if tap in one and tap in two] if plain else ["logits"]
+        valid = batch.segment_ids > 0
+        rows += [_row(tap if plain else f"{tap}, {batch.form}", one[tap][valid], two[tap][valid]) for tap in taps]
     _print(rows)
+    for missed in _unreached(config, length):
+        print(f"Not compared, as {length} tokens do not reach it (--length): {missed}.")
     print(_conclusion(rows, values))
     return not values and all(row.equal for row in rows)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How two rows of tokens are read; positions and segment_ids [2, S]. form: "plain", "padded" and so on."""
+
+    form: str
+    positions: Tensor
+    segment_ids: Tensor
+
+
+def _batches(config: Any, length: int) -> list[Batch]:
+    """The plain one, then those on which transformers is right. In each a row has all positions up to the longest.
+
+    That is why the shifted one is last: transformers' dynamic rope remembers how far it got.
+    """
+    whole, ones = torch.arange(length).expand(2, -1), torch.ones(2, length, dtype=torch.long)
+    cut = length * 2 // 3
+    padding, second = ones.clone(), ones.clone()
+    padding[1, cut:], second[1, cut:] = 0, 2
+    restart = whole.clone()
+    restart[1, cut:] = torch.arange(length - cut)
+    found = [Batch("plain", whole, ones), Batch("padded", whole, padding), Batch("packed", restart, second)]
+    if length + SHIFT <= config.max_position_embeddings:
+        found.append(Batch("shifted", whole + SHIFT, ones))
+    return [batch for batch in found if batch.form not in _THEIR_MISTAKES.get(config.model_type, ())]
+
+
+def _unreached(config: Any, length: int) -> list[str]:
+    """What of the maths is the same as if it were not there, up to `length` positions."""
+    found = []
+    for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
+        size = getattr(config, name, None)
+        if size and size >= length:
+            found.append(f"{name} {size}")
+    ropes = {value for value in vars(config).values() if isinstance(value, Rope)}
+    for rope in sorted(ropes, key=str):
+        if rope.kind in ("dynamic", "longrope") and rope.original_max_position_embeddings >= length:
+            found.append(f"{rope.kind} rope beyond {rope.original_max_position_embeddings} positions")
+    return found
 
 
 def _params(folder: Path, drop: Collection[str]) -> tuple[Tree, MismatchError | None]:
@@ -197,15 +278,16 @@ def _value_faults(config: Any, params: Tree, theirs: Mapping[str, Tensor]) -> di
     return {path: _off(flat[path], leaf) for path, leaf in pairs.items() if not torch.equal(flat[path], leaf)}
 
 
-def _ours(config: Any, params: Tree, tokens: Tensor) -> dict[str, Tensor]:
+def _ours(config: Any, params: Tree, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     """{tap: activation} of our model."""
     names = ("output", *(name for name in ("attention", "mlp") if name in family_of(config).TAPS))
     taps = ("embed", *(f"layers.*.{name}" for name in names))
-    logits, tapped = forward(params, *prepare(config, tokens), config=config, kernel="math", taps=taps)
+    prepared = prepare(config, tokens, positions=batch.positions, segment_ids=batch.segment_ids)
+    logits, tapped = forward(params, *prepared, config=config, kernel="math", taps=taps)
     return {**tapped, "logits": logits}
 
 
-def _theirs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     """{tap: activation} of the reference, by hooks on its modules."""
     tapped: dict[str, Tensor] = {}
 
@@ -222,7 +304,8 @@ def _theirs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
         modules = {"output": layer} | _sublayers(layer)
         handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules.items()]
     try:
-        logits = model(input_ids=tokens, use_cache=False).logits
+        mask = batch.segment_ids if batch.form == "padded" else None  # else documents begin where positions do
+        logits = model(input_ids=tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False).logits
     finally:
         for handle in handles:
             handle.remove()
