@@ -20,6 +20,7 @@ from .mask import Layout, Mask, MaskLike
 from .ops.attention import materialize
 from .ops.experts import Experts
 from .ops.moe import MOE_TAPS
+from .segments import integers
 from .tree import Tree, leaves
 
 Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -36,10 +37,10 @@ def prepare(
 ) -> tuple[dict[str, Tensor], dict[str, MaskLike], dict[str, Tensor]]:
     """(inputs, masks, freqs_cis) of one batch, everything with batch dimension B.
 
-    tokens: [B, S] ids, or vectors [B, S, D]. segment_ids: [B, S], 0 for padding, documents from 1; without it every
-    token belongs to one document. positions: [B, S]; without it each row's document is numbered from 0, and a row that
-    holds several is an error, because what their positions are must be said; [B, S, 3] for a family whose tables have
-    several axes, the others refuse it. length: see `fnmodels.ops.rotary`.
+    tokens: [B, S] ids, or vectors [B, S, D]. segment_ids: [B, S], documents from 1, padding 0 or less;
+    without it every token belongs to one document. positions: [B, S]; without it each row's document is numbered from
+    0, and a row that holds several is an error, because what their positions are must be said; [B, S, 3] for a family
+    whose tables have several axes, the others refuse it. Integers of any type; they become int64. length: see `fnmodels.ops.rotary`.
     """
     if tokens.ndim not in (2, 3):
         raise ValueError(f"tokens must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")
@@ -55,7 +56,7 @@ def prepare(
         if positions is None:
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
     family = family_of(config)
-    inputs = {"tokens": tokens, "positions": positions, "valid": segment_ids != 0}
+    inputs = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
     masks = family.attention_masks(config, positions, segment_ids)
     return inputs, masks, family.freqs_cis(config, positions, length=length)
 
@@ -64,13 +65,11 @@ def _per_token(name: str, given: Tensor, shape: torch.Size) -> Tensor:
     """Of this shape, [B, S] or with axes behind, from that or from one row for all."""
     if given.shape not in (shape, (1, *shape[1:])):
         raise ValueError(f"{name} must be [B, S] = {list(shape[:2])} like the tokens, not {list(given.shape)}.")
-    if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
-        raise ValueError(f"{name} must be integers, not {given.dtype}.")
-    return given.expand(shape)
+    return integers(name, given).expand(shape)
 
 
 def _positions(segment_ids: Tensor) -> Tensor:
-    valid = segment_ids != 0
+    valid = segment_ids > 0
     highest = segment_ids.amax(dim=1, keepdim=True) if segment_ids.shape[1] else segment_ids.new_zeros(1, 1)
     several = (valid & (segment_ids != highest)).any(dim=1)
     if several.any():
@@ -266,7 +265,7 @@ def _valid(valid: Tensor | None, masks: Mapping[str, MaskLike], used: list[str],
         return valid
     for kind in used:
         if isinstance(mask := masks[kind], Mask):
-            return (mask.q_segments != 0).expand(x.shape[:2])
+            return (mask.q_segments > 0).expand(x.shape[:2])
     raise ValueError(
         "These layers have experts, which must know what is padding, and the masks do not say it: pass `valid` [B, S], "
         'which fnmodels.prepare returns as inputs["valid"].'

@@ -4,7 +4,7 @@ A `Mask` holds positions and segment ids of queries and keys (tensors) and a rul
 what a token is, never on where it stands in the row, so permuting, sharding or slicing a sequence is the same slicing
 of these tensors. Memory is linear in the sequence until a kernel asks for more (`Mask.dense`).
 
-Two tokens of different segments, and padding (segment 0), never see each other under any rule.
+Two tokens of different segments, and padding (segments of 0 or less), never see each other under any rule.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor
 
 from . import tree
 from .rules import Causal, Rule, Tokens, Window
+from .segments import integers
 
 
 @tree.pytree
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query sees. Tensors are [B or 1, Q] and [B or 1, K]; segment 0 is padding."""
+    """Which keys each query sees. Tensors are [B or 1, Q] and [B or 1, K]; segments not above 0 are padding."""
 
     q_positions: Tensor
     q_segments: Tensor
@@ -91,15 +92,17 @@ def build_mask(
 ) -> MaskLike:
     """The self-attention mask of a row under `rule`.
 
-    positions, segment_ids, spans: [B, S]. create: a caller's constructor with the signature of FlexAttention's
-    `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`; then its result is returned. Raises ValueError for
-    positions of several axes.
+    positions, segment_ids, spans: [B, S] integers of any type; the mask has them as int64. create: a caller's
+    constructor with the signature of FlexAttention's `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`;
+    then its result is returned. Raises ValueError for positions of several axes, and for what is no integer.
     """
     if positions.ndim != 2:
         raise ValueError(
             f"positions must be [B, S], not {list(positions.shape)}: this model's masks count one axis. A family whose "
             "tables have several makes its masks of `fnmodels.text_order(positions, segment_ids)`."
         )
+    positions, segment_ids = integers("positions", positions), integers("segment_ids", segment_ids)
+    spans = None if spans is None else integers("spans", spans)
     mask = Mask(positions, segment_ids, positions, segment_ids, spans, spans, rule)
     if create is None:
         return mask
@@ -141,7 +144,7 @@ class Layout:
 
 def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
     """The layout of [B, S] positions and segment ids; None where a document is not one run in order (permuted)."""
-    positions, segment_ids = positions.cpu(), segment_ids.cpu()
+    positions, segment_ids = integers("positions", positions).cpu(), integers("segment_ids", segment_ids).cpu()
     positions, segment_ids = torch.broadcast_tensors(positions, segment_ids)
     length = segment_ids.shape[1]
     starts = torch.ones_like(segment_ids, dtype=torch.bool)

@@ -66,7 +66,7 @@ def ahead(values: Tensor, segment_ids: Tensor, depth: int, *, fill: int) -> Tens
     """
     if depth < 1:
         raise ValueError(f"depth is {depth}; a look ahead is of one token at least.")
-    inside, found = segment_ids != 0, []
+    inside, found = segment_ids > 0, []
     for k in range(1, depth + 1):
         moved, ids = (F.pad(t[:, k:], (0, min(k, t.shape[1])), value=v) for t, v in ((values, fill), (segment_ids, 0)))
         inside = inside & (ids == segment_ids)  # of every token on the way too: padding may stand inside a document

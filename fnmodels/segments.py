@@ -1,8 +1,8 @@
 """Segment ids and positions: explicit converters, none of which a model calls by itself.
 
-`segment_ids [B,S]` say which document a token belongs to (0 = padding, documents count from 1 along the row) and feed
-masks; `positions [B,S]` feed rotary tables. Neither follows from the other: positions may run on over documents, and a
-row may begin in the middle of one. What a caller knows of a batch (lengths, end tokens, restarting positions) is
+`segment_ids [B,S]` say which document a token belongs to (documents count from 1 along the row; what is not above 0 is
+padding: the converters write 0, and -1 from elsewhere is read alike) and feed masks; `positions [B,S]` feed rotary
+tables. Neither follows from the other: positions may run on over documents, and a row may begin in the middle of one. What a caller knows of a batch (lengths, end tokens, restarting positions) is
 converted here, once, by the one who knows which of them is true.
 
 A function takes any leading dimensions ([B,S], or [S] under vmap) and reads no values, so that it runs under vmap and
@@ -83,6 +83,7 @@ def segments_from_positions(positions: Tensor, *, valid: Tensor | None = None, s
     begins elsewhere, the row's first included: a row that shows one such beginning may hide another at any + 1, as
     [4,5,6,7,8] does.
     """
+    positions = integers("positions", positions)
     if valid is None:
         alone, repeated = _alone(positions)
         valid = (positions >= 0) & ~(alone & repeated)
@@ -158,7 +159,7 @@ def positions_from_segments(segment_ids: Tensor, *, start: int | Tensor = 0) -> 
     document; it moves the row's first document only. A document is a run of one id: padding inside it is skipped (the
     count goes on behind it), an id that comes back after another document starts again.
     """
-    valid = segment_ids != 0
+    valid = segment_ids > 0
     begins = valid & (segment_ids != _previous(segment_ids, valid, first=0))
     count = valid.cumsum(-1) - 1  # real tokens before this one
     restart = count.where(begins, 0).clamp(min=0).cummax(-1).values
@@ -186,6 +187,16 @@ def _ragged(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     rows = [row for row in lengths if not isinstance(row, int)]
     longest = max((len(row) for row in rows), default=0)
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows] if rows else lengths, dtype=torch.int64)
+
+
+def integers(name: str, given: Tensor) -> Tensor:
+    """int64: differences of positions, which windows are made of, wrap around in unsigned and narrow types.
+
+    Raises ValueError for what is no integer.
+    """
+    if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
+        raise ValueError(f"{name} must be integers, not {given.dtype}.")
+    return given.long()
 
 
 def _valid(valid: Tensor | None, like: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def restart(segment_ids: Tensor) -> Tensor:
     begins = torch.ones_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     start = torch.where(begins, columns, 0).cummax(dim=1).values
-    return (columns - start).masked_fill(segment_ids == 0, 0)
+    return (columns - start).masked_fill(segment_ids <= 0, 0)
 
 
 def take(rows: Batch, indices: Tensor) -> Batch:

@@ -81,5 +81,5 @@ def document_sums(values: Tensor, segment_ids: Tensor, documents: int) -> Tensor
         raise ValueError(
             f"values are {list(values.shape)}, segment_ids {list(segment_ids.shape)}; both must be [B, S]."
         )
-    sums = values.new_zeros(values.shape[0], documents + 1).scatter_add(1, segment_ids, values)
+    sums = values.new_zeros(values.shape[0], documents + 1).scatter_add(1, segment_ids.clamp(min=0), values)
     return sums[:, 1:]

@@ -79,7 +79,7 @@ def next_token_loss(
     if not routed:
         return total, count
     labelled = counted(batch["labels"], batch.get("weights")).sum(1)
-    added, sums = balance_terms(tapped, batch["segment_ids"] != 0, labelled, balance or Balance())
+    added, sums = balance_terms(tapped, batch["segment_ids"] > 0, labelled, balance or Balance())
     return (total + added, count, sums) if aux else (total + added, count)
 
 

@@ -46,6 +46,31 @@ def test_positions_of_one_document(segment_ids: list | None, want: list) -> None
     assert torch.equal(masks["full"].kv_positions, torch.tensor(want))
 
 
+def test_what_is_not_above_0_is_padding_everywhere() -> None:
+    """-1 in the place of 0 makes the same batch: inputs, positions, masks, layout, logits."""
+    with_zeros = torch.tensor([[1, 1, 1, 0, 0], [0, 3, 3, 3, 0]])
+    with_others = torch.tensor([[1, 1, 1, -1, -2], [-1, 3, 3, 3, 0]])
+    weights, logits = generic_params(CONFIG), []
+    for ids in (with_zeros, with_others):
+        inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS, segment_ids=ids)
+        assert torch.equal(inputs["valid"], with_zeros > 0)
+        assert inputs["positions"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
+        found = fnmodels.layout(masks)
+        assert found is not None and found.rows == (((0, 3),), ((1, 4),))
+        logits.append(fnmodels.forward(weights, inputs, masks, freqs_cis, config=CONFIG, layout=found))
+    assert torch.equal(*logits)
+
+
+def test_integers_of_any_type() -> None:
+    want = fnmodels.prepare(CONFIG, TOKENS, positions=TOKENS, segment_ids=torch.ones_like(TOKENS))
+    for dtype in (torch.uint8, torch.uint16, torch.int32):
+        given = {"positions": TOKENS.to(dtype), "segment_ids": torch.ones_like(TOKENS).to(dtype)}
+        for one, other in zip(
+            fnmodels.tree.leaves(fnmodels.prepare(CONFIG, TOKENS, **given)), fnmodels.tree.leaves(want), strict=True
+        ):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+
+
 def test_everything_has_the_batch_by_expanding() -> None:
     given = torch.arange(5)[None]
     inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS, positions=given, segment_ids=torch.ones_like(given))
@@ -296,4 +321,7 @@ def test_the_kernel_is_chosen_once_by_what_the_hidden_states_are(monkeypatch: py
         return lambda layer, x, mask, freqs: (x, seen.append(mask) or {})
 
     run_layers(params, x, masks, freqs, 0, 2, config=CONFIG, layer_fn=layer_fn)
-    assert given == [{"device": x.device, "dtype": torch.bfloat16, "softcap": None}] and seen == ["made"] * 2
+    assert (
+        given == [{"device": x.device, "dtype": torch.bfloat16, "softcap": None, "sinks": False}]
+        and seen == ["made"] * 2
+    )

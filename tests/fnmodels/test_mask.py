@@ -76,6 +76,27 @@ def test_rules_are_values() -> None:
         build_mask(SameSpan(), POSITIONS, SEGMENTS).dense()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int8, torch.int32])
+def test_integers_of_any_type_are_made_int64(dtype: torch.dtype) -> None:
+    """In unsigned ones the difference of positions that windows take would wrap around; in int8, 300 would."""
+    for name in ("window3", "both_sides", "chunk4", "images"):
+        rule, seen = RULES[name]
+        mask = build_mask(rule, POSITIONS.to(dtype), SEGMENTS.to(dtype), spans=SPANS.to(dtype))
+        assert all(t.dtype == torch.int64 for t in fnmodels.tree.leaves(mask))
+        assert torch.equal(mask.dense(), slow(seen))
+    assert document_layout(POSITIONS[1:2].to(dtype), SEGMENTS[1:2].to(dtype)).plain
+    wide = build_mask(Causal() & Window(300), POSITIONS.to(dtype), SEGMENTS)
+    assert torch.equal(wide.dense(), slow(RULES["causal"][1]))
+
+
+@pytest.mark.parametrize("name", ["positions", "segment_ids", "spans"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_what_is_no_integer_is_refused(name: str, dtype: torch.dtype) -> None:
+    given = {"positions": POSITIONS, "segment_ids": SEGMENTS, "spans": SPANS}
+    with pytest.raises(ValueError, match=f"{name} must be integers, not {dtype}"):
+        build_mask(Causal(), **{**given, name: given[name].to(dtype)})
+
+
 def test_one_row_serves_all() -> None:
     one = build_mask(Causal(), POSITIONS[1:2], SEGMENTS[1:2])
     assert one.dense().shape == (1, 1, 10, 10)
@@ -106,6 +127,7 @@ def test_masks_of_a_decoder() -> None:
         ([[1, 1, 0]], [[0, 1, 2]], (((0, 2),),), False),
         ([[1, 0, 2]], [[0, 1, 0]], (((0, 1), (2, 3)),), False),
         ([[0, 0, 0]], [[0, 0, 0]], ((),), False),
+        ([[-1, 1, 1, -1, -2]], [[0, 0, 1, 3, 9]], (((1, 3),),), False),  # -1 is padding too
         ([[1, 1, 1]], [[0, 2, 1]], None, False),  # a permuted document
         ([[1, 2, 1]], [[0, 0, 1]], None, False),  # in two pieces
         ([[1, 1, 1]], [[0, 1, 0]], None, False),  # positions that restart without a new segment

@@ -75,13 +75,14 @@ def reference(weights: Any, tokens: Tensor, config: Any) -> list[Tensor]:
 def test_looking_ahead() -> None:
     tokens = torch.arange(1, 11)[None]
     segment_ids = segments((-1, 4, 1, 2, -2))
-    got = mtp.ahead(tokens, segment_ids, 3, fill=-1)[0]
+    first = got = mtp.ahead(tokens, segment_ids, 3, fill=-1)[0]
     assert got[:, 0].tolist() == [-1, 3, 4, 5, -1, -1, 8, -1, -1, -1]
     assert got[:, 1].tolist() == [-1, 4, 5, -1, -1, -1, -1, -1, -1, -1]
     assert got[:, 2].tolist() == [-1, 5, -1, -1, -1, -1, -1, -1, -1, -1]
     inside = torch.tensor([[1, 1, 0, 1, 1]])  # padding within a document hides what follows it
     got = mtp.ahead(torch.arange(5)[None], inside, 2, fill=-1)[0]
     assert got[:, 0].tolist() == [1, -1, -1, 4, -1] and (got[:, 1] == -1).all()
+    assert torch.equal(mtp.ahead(tokens, segment_ids.where(segment_ids > 0, -1), 3, fill=-1)[0], first)
     assert (mtp.ahead(tokens[:, :2], segment_ids[:, 1:3], 5, fill=-1)[0, :, 1:] == -1).all()
     assert mtp.ahead(tokens[:, :0], segment_ids[:, :0], 2, fill=-1).shape == (1, 0, 2)
     with pytest.raises(ValueError, match="depth is 0"):

@@ -238,6 +238,7 @@ RESTART = [  # segment ids, start, positions
     ([0, 0, 1, 1, 2, 0], 7, [0, 0, 7, 8, 0, 0]),
     ([1, 1, 0, 0, 1, 2], 0, [0, 1, 0, 0, 2, 0]),  # the count goes on behind padding
     ([2, 2, 5, 2], 0, [0, 1, 0, 0]),  # any ids; one that comes back starts again
+    ([-1, 1, 1, -1, 1, 2, -7], 0, [0, 0, 1, 0, 2, 0, 0]),  # what is not above 0 is padding
     ([0, 0], 3, [0, 0]),
     ([], 3, []),
 ]
@@ -246,6 +247,12 @@ RESTART = [  # segment ids, start, positions
 @pytest.mark.parametrize(("ids", "start", "want"), RESTART)
 def test_positions_restart_table(ids, start, want):
     assert positions_from_segments(torch.tensor([ids], dtype=torch.int64), start=start).tolist() == [want]
+
+
+def test_positions_of_bytes_do_not_wrap_around():
+    positions = torch.tensor([[254, 255, 0, 1]])
+    for dtype in (torch.uint8, torch.uint16, torch.int32):
+        assert segments_from_positions(positions.to(dtype)).tolist() == [[1, 1, 2, 2]]
 
 
 def test_each_row_has_its_own_start():

@@ -140,6 +140,9 @@ def test_the_loss_has_what_balance_adds() -> None:
     assert len(bare) == 2 and torch.equal(bare[0], total)
     only = train.next_token_loss(params, batch, config=ROUTED.config, aux=True)
     assert torch.equal(only[0], plain) and only[2].keys() == {"counts"}
+    padded = {**batch, "segment_ids": batch["segment_ids"].where(valid, -1)}  # what is not above 0 is padding
+    other, _, sums = train.next_token_loss(params, padded, config=ROUTED.config, balance=balance, aux=True)
+    assert torch.equal(other, total) and torch.equal(sums["counts"], aux["counts"])
 
 
 def test_a_model_without_experts_is_told() -> None:

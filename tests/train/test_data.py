@@ -89,3 +89,7 @@ def test_the_tokenizer_file_is_plain_json():
     text = tokenizer.train(TEXTS, 300).to_str()
     assert json.loads(text)["post_processor"]["type"] == "TemplateProcessing"
     assert Tokenizer.from_str(text).to_str() == text
+
+
+def test_positions_of_padding_are_0_whichever_id_it_has():
+    assert data.restart(torch.tensor([[0, 0, 1, 1, 2], [-1, -1, 1, 1, -2]])).tolist() == [[0, 0, 0, 1, 0]] * 2

@@ -120,5 +120,6 @@ def test_transforms_take_all_tokens_at_once() -> None:
 def test_documents_are_summed_apart() -> None:
     values, ids = torch.arange(1.0, 9.0).reshape(2, 4), torch.tensor([[1, 1, 2, 0], [0, 1, 3, 3]])
     assert document_sums(values, ids, 3).tolist() == [[3, 3, 0], [6, 0, 15]]
+    assert document_sums(values, ids.where(ids > 0, -1), 3).tolist() == [[3, 3, 0], [6, 0, 15]]
     with pytest.raises(ValueError, match="segment_ids"):
         document_sums(values, ids[:, :3], 3)
