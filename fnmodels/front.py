@@ -40,7 +40,8 @@ def prepare(
     tokens: [B, S] ids, or vectors [B, S, D]. segment_ids: [B, S], documents from 1, padding 0 or less;
     without it every token belongs to one document. positions: [B, S]; without it each row's document is numbered from
     0, and a row that holds several is an error, because what their positions are must be said; [B, S, 3] for a family
-    whose tables have several axes, the others refuse it. Integers of any type; they become int64. length: see `fnmodels.ops.rotary`.
+    whose tables have several axes, the others refuse it. Integers of any type; they become int64. length: see
+    `fnmodels.ops.rotary`.
     """
     if tokens.ndim not in (2, 3):
         raise ValueError(f"tokens must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")

@@ -2,8 +2,9 @@
 
 `segment_ids [B,S]` say which document a token belongs to (documents count from 1 along the row; what is not above 0 is
 padding: the converters write 0, and -1 from elsewhere is read alike) and feed masks; `positions [B,S]` feed rotary
-tables. Neither follows from the other: positions may run on over documents, and a row may begin in the middle of one. What a caller knows of a batch (lengths, end tokens, restarting positions) is
-converted here, once, by the one who knows which of them is true.
+tables. Neither follows from the other: positions may run on over documents, and a row may begin in the middle of one.
+What a caller knows of a batch (lengths, end tokens, restarting positions) is converted here, once, by the one who knows
+which of them is true.
 
 A function takes any leading dimensions ([B,S], or [S] under vmap) and reads no values, so that it runs under vmap and
 compile and never waits for a device; what does read values says "host-side". Results are int64 on the input's device.
