@@ -11,7 +11,8 @@ Dimension letters, everywhere:
 
 Conventions. Weights are [out, in]. Every order-sensitive tensor has the batch in dimension 0 and the sequence in
 dimension 1. `positions` [B, S] feed rotary tables, `segment_ids` [B, S] (documents from 1, else padding) feed masks,
-and labels feed the loss; none is derived from another inside a model. Tensors are positional arguments, statics keywords.
+and labels feed the loss; none is derived from another inside a model. Tensors are positional arguments, statics
+keywords.
 """
 
 from fnmodels import siblings
