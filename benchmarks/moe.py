@@ -31,23 +31,24 @@ from fnmodels.ops.moe import moe
 from fnmodels.ops.router import softmax_top_k
 
 BLOCK = {"tokens": 2048, "num_experts": 16, "num_experts_per_tok": 2, "hidden_size": 512, "moe_intermediate_size": 1024}
+# Qwen3-30B-A3B's proportions at an eighth of its width: one expert in sixteen, each 3/8 of the width of the model.
 MODEL = {
     "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
     "norm_topk_prob": True,
     "max_position_embeddings": 512,
 }
 BATCH = (4, 512)
 REFERENCES = {"transformers eager": "eager", "transformers grouped": "grouped_mm"}
-OURS = {"fnmodels": "auto", "fnmodels grouped": "grouped"}
+OURS = {"fnmodels": "auto", "fnmodels loop": "loop"}
 # How far two contenders may be apart, relative to the size of what is compared: bf16 has 8 bits.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 Contenders = dict[str, Callable[[], Any]]

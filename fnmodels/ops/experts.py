@@ -7,8 +7,8 @@ down_bias [E, D]. `act` (gate, up) -> inner. input_weighted: the weight multipli
 of what comes out (Llama 4). Padding reaches no expert and gets 0.
 
     path       what it does                              what it is for
-    loop       sorts, and one product per expert         CPU; reads the counts on the host; first derivatives only
-    grouped    sorts, and F.grouped_mm                   CUDA; first derivatives only
+    grouped    sorts, and F.grouped_mm                   rows of 16 n bytes, not fp64; first derivatives only
+    loop       sorts, and one product per expert         any width and dtype; reads the counts; first derivatives only
     dense      every expert on every token, others 0     static shapes: every transform, compilation and export
 """
 
@@ -32,13 +32,14 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor, kernel: 
     """The function behind `experts`: "loop", "grouped", "dense", "auto", or a function of that signature itself.
 
     "auto" is "dense" with kernel="math", in compiled graphs, and where x or the experts' weights hold no values to read
-    (vmap, meta); else "grouped" on CUDA and "loop" elsewhere.
+    (vmap, meta); else "grouped" where dtype and widths allow it, and "loop" where they do not.
     """
     if not isinstance(experts, str):
         return experts
     if experts == "auto":
         static = kernel == "math" or torch.compiler.is_compiling() or not all(map(_readable, (x, *weights)))
-        experts = "dense" if static else "grouped" if x.is_cuda and x.dtype is not torch.float64 else "loop"
+        grouped = x.dtype is not torch.float64 and not any(map(_ragged, weights))
+        experts = "dense" if static else "grouped" if grouped else "loop"
     if experts not in _PATHS:
         raise ValueError(f"experts is {experts!r}; it must be auto, {', '.join(_PATHS)}, or a function.")
     return _PATHS[experts]
@@ -54,7 +55,7 @@ def loop_experts(
     act: Act,
     input_weighted: bool = False,
 ) -> Tensor:
-    """Products of each expert that has tokens, the fastest on a CPU. First derivatives only."""
+    """Products of each expert that has tokens, whatever their widths and dtype."""
     if torch.compiler.is_compiling() or not _readable(x) or not _readable(indices):
         raise NotImplementedError(
             'experts="loop" reads on the host how many tokens each expert has, which vmap and compiled graphs do not '
@@ -77,12 +78,12 @@ def grouped_experts(
     act: Act,
     input_weighted: bool = False,
 ) -> Tensor:
-    """F.grouped_mm over the sorted rows: three calls whatever E is, and nothing is read on the host."""
+    """F.grouped_mm over the sorted rows: three calls whatever E is, and on CUDA nothing is read on the host."""
     if x.dtype is torch.float64:
         raise ValueError(f'experts="grouped" takes fp32 and half precision, not {x.dtype}: experts="loop" takes it.')
     for name in ("gate_proj", "down_proj"):
         width = experts[name].shape[-1]
-        if width * experts[name].element_size() % 16:
+        if _ragged(experts[name]):
             raise ValueError(
                 f'experts="grouped" needs rows that are a multiple of 16 bytes long, but those of {name} hold {width} '
                 f'numbers of {experts[name].element_size()} bytes: experts="loop" takes any width.'
@@ -91,9 +92,17 @@ def grouped_experts(
     x, weights, *leaves = first_order("grouped", x, weights, *experts.values(), vmap=False)
     experts = dict(zip(names, leaves, strict=True))
     rows, sent, weights = _sent(experts, x, weights, indices, valid, input_weighted)
-    # Rows past the last offset come back as uninitialized memory. Cleared on the way in they have no gradient either.
+    # On a CPU nobody waits for the number of rows that experts own: the others are left out.
+    static = x.is_cuda or torch.compiler.is_compiling() or not _readable(sent.counts)
+    padding = 0 if static else len(rows) - int(sent.counts.sum())
+    rows = rows[: len(rows) - padding]
     owned = torch.arange(len(rows), device=rows.device) < sent.counts.sum()
-    rows = rows.where(owned[:, None], 0)
+
+    def cleared(rows: Tensor) -> Tensor:
+        """Rows past the last offset come back as uninitialized memory; set to 0 they have no gradient either."""
+        return rows.where(owned[:, None], 0) if static else rows
+
+    rows = cleared(rows)
     offsets = sent.counts.cumsum(0).to(torch.int32)
     expert = None
     if any(name.endswith("bias") for name in experts):
@@ -107,10 +116,11 @@ def grouped_experts(
         bias = experts.get(f"{name}_bias")
         if bias is None or expert is None:
             return out
-        return out.where(owned[:, None], 0) + bias.index_select(0, expert)
+        return cleared(out) + bias.index_select(0, expert)
 
-    inner = act(linear(rows, "gate"), linear(rows, "up")).where(owned[:, None], 0)
-    return combine(linear(inner, "down"), sent, weights)
+    inner = cleared(act(linear(rows, "gate"), linear(rows, "up")))
+    out = linear(inner, "down")
+    return combine(F.pad(out, (0, 0, 0, padding)) if padding else out, sent, weights)
 
 
 def dense_experts(
@@ -156,6 +166,11 @@ def _sent(
 def _batched(experts: Mapping[str, Tensor], x: Tensor, name: str) -> Tensor:
     out, bias = x @ experts[f"{name}_proj"].mT, experts.get(f"{name}_bias")
     return out if bias is None else out + bias[:, None]
+
+
+def _ragged(weight: Tensor) -> bool:
+    """Whether its rows are of a length that F.grouped_mm does not take. (Biases are not given to it.)"""
+    return weight.ndim == 3 and weight.shape[-1] * weight.element_size() % 16 != 0
 
 
 def _readable(tensor: Any) -> bool:

@@ -21,7 +21,16 @@ from tests.support import generic, off
 
 E, D, F, K = 5, 8, 16, 2
 SILU = functools.partial(glu, activation="silu")
-PATHS = {"loop": loop_experts, "grouped": grouped_experts, "dense": dense_experts}
+
+
+def grouped_statically(*given: Any, **how: Any) -> Tensor:
+    """As on CUDA, where the number of rows that experts own is not read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fnmodels.ops.experts._readable", lambda tensor: False)
+        return grouped_experts(*given, **how)
+
+
+PATHS = {"loop": loop_experts, "grouped": grouped_experts, "dense": dense_experts, "static": grouped_statically}
 
 
 def leaves(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -218,7 +227,7 @@ def unwritten_memory_is_nan() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_each_path_is_the_loop_over_tokens(path: str, biases: bool, inputs: bool, dtype: torch.dtype) -> None:
     """M3: values and every gradient; with NaN at padding, and in memory that nobody has written."""
-    if path == "grouped" and dtype == torch.float64:
+    if path in ("grouped", "static") and dtype == torch.float64:
         return  # it has no such kernel, and says so: below
     experts, x, weights, indices, valid = problem(dtype, biases)
     inputs_of = {"experts": experts, "x": x, "weights": weights}
@@ -338,7 +347,9 @@ def test_static_shapes_go_through_every_transform() -> None:
 def test_who_is_chosen_and_who_says_no() -> None:
     experts, x, weights, indices, valid = problem(torch.float32, False)
     assert choose_experts("auto", x, kernel="math") is dense_experts
-    assert choose_experts("auto", x, kernel="auto") is loop_experts
+    assert choose_experts("auto", x, *experts.values(), kernel="auto") is grouped_experts
+    assert choose_experts("auto", x.double(), kernel="auto") is loop_experts
+    assert choose_experts("auto", x, experts["gate_proj"][..., :6], kernel="auto") is loop_experts
     assert choose_experts("auto", x.to("meta"), kernel="auto") is dense_experts
     assert choose_experts(grouped_experts, x, kernel="math") is grouped_experts
     with pytest.raises(ValueError, match="experts is 'quick'; it must be auto, loop, grouped, dense"):
@@ -347,7 +358,7 @@ def test_who_is_chosen_and_who_says_no() -> None:
     vmap(lambda row: seen.append(choose_experts("auto", row, kernel="auto")) or row)(x)
     grad(lambda x: seen.append(choose_experts("auto", x, kernel="auto")) or x.sum())(x)
     vmap(lambda leaf: seen.append(choose_experts("auto", x, leaf, kernel="auto")) or leaf)(experts["gate_proj"])
-    assert seen == [dense_experts, loop_experts, dense_experts]
+    assert seen == [dense_experts, grouped_experts, dense_experts]
     with pytest.raises(NotImplementedError, match='experts="loop" does not support this transform'):
         vmap(lambda leaf: loop_experts({**experts, "gate_proj": leaf}, x, weights, indices, valid, act=SILU))(
             torch.stack((experts["gate_proj"], experts["gate_proj"]))
