@@ -14,6 +14,7 @@ import functools
 import importlib
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -86,21 +87,27 @@ def structures() -> tuple[Case, ...]:
     """The first variant of each structure: kinds of layers, names of parameters, causal or not. For slow tests."""
     first: dict[Any, Case] = {}
     for case in cases():
-        family = fnmodels.family_of(case.config)
-        kinds = frozenset(family.kinds(case.config))
-        names = frozenset(path.split(".", 2)[-1] for path in tree.flatten(family.spec(case.config)))
-        first.setdefault((case.family, kinds, names, causal(case)), case)
+        first.setdefault(structure(case), case)
     return tuple(first.values())
 
 
-def richest() -> tuple[Case, ...]:
-    """Of each family the variant with the most kinds of layers, in the fewest layers. For tests that compile."""
+def structure(case: Case) -> tuple[Any, ...]:
+    """What two cases of one structure have in common."""
+    family = fnmodels.family_of(case.config)
+    kinds = frozenset(family.kinds(case.config))
+    names = frozenset(path.split(".", 2)[-1] for path in tree.flatten(family.spec(case.config)))
+    return case.family, kinds, names, causal(case)
+
+
+def richest(group: Callable[[Case], str] = lambda case: case.family) -> tuple[Case, ...]:
+    """Of each family, or group, the variant with the most kinds of layers, in the fewest. For tests that compile."""
 
     def richness(case: Case) -> tuple[int, int]:
         kinds = fnmodels.family_of(case.config).kinds(case.config)
         return len(set(kinds)), -len(kinds)
 
-    return tuple(max((c for c in cases() if c.family == family), key=richness) for family in family_modules())
+    groups = dict.fromkeys(map(group, cases()))
+    return tuple(max((case for case in cases() if group(case) == name), key=richness) for name in groups)
 
 
 def generic(name: str, tensor: Tensor) -> Tensor:
