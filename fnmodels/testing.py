@@ -208,7 +208,10 @@ PACKED = ((1, 6, 4, 1), (5, 4, -3), (-2, 1, 9), (3, -2, 6, -1))
 
 
 def check_packing(subject: Subject) -> None:
-    """Documents packed in rows equal the documents alone, in logits and parameter gradients; none sees another."""
+    """Documents packed in rows equal the documents alone, in logits and parameter gradients; none sees another.
+
+    Among them two whose positions run on from the one to the other.
+    """
     positions, segment_ids = _documents(*PACKED)
     tokens, valid = subject.tokens(*positions.shape), segment_ids > 0
     documents = tokens[valid][None].split([n for row in PACKED for n in row if n > 0], dim=1)
@@ -226,6 +229,20 @@ def check_packing(subject: Subject) -> None:
     before, after = (subject.logits(t, positions, segment_ids)[segment_ids == 2] for t in (tokens, other))
     message = "Changing the first document of a row changes another: documents see each other"
     _assert_close(after, before, 0.0 if subject.exact else subject.tolerance, message)
+
+    # Pieces whose positions run on, [4 5 6 | 7 8]: the segment ids alone tell that they are two.
+    positions, segment_ids = torch.arange(4, 9)[None], torch.tensor([[1, 1, 1, 2, 2]])
+    tokens, ones = subject.tokens(1, 5), torch.ones_like(segment_ids)
+
+    def in_one_row(params: Tree) -> Tensor:
+        return subject.forward(params, subject.prepare(tokens, positions, segment_ids))
+
+    def piece_by_piece(params: Tree) -> Tensor:
+        pieces = zip(*(t.split([3, 2], dim=1) for t in (tokens, positions, ones)), strict=True)
+        return torch.cat([subject.forward(params, subject.prepare(*piece)) for piece in pieces], dim=1)
+
+    sentence = "Documents whose positions run on from one to the next differ from the same documents alone"
+    _assert_same_function(subject, in_one_row, piece_by_piece, sentence)
 
 
 def check_packing_of_a_cut_document(subject: Subject) -> None:

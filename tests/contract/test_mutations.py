@@ -447,6 +447,18 @@ def documents_told_apart_by_position_resets(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(f"{LLAMA}.attention_masks", masks)
 
 
+@bug("P1", "llama", check(testing.check_packing, "auto"))
+def documents_merged_where_positions_run_on(patch: pytest.MonkeyPatch) -> None:
+    """By the layout, and so by the kernels that read it; the mask itself is right."""
+    right = fnmodels.document_layout
+
+    def merged(positions: Tensor, segment_ids: Tensor) -> Any:
+        goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & (segment_ids[:, 1:] > 0) & (segment_ids[:, :-1] > 0)
+        return right(positions, F.pad((~goes_on).long().cumsum(1), (1, 0)).add(1).where(segment_ids > 0, 0))
+
+    patch.setattr(fnmodels.mask, "document_layout", merged)
+
+
 def _around_prepare(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Patch:
     """Positions and segment ids, where both are given, are `change(positions, segment_ids)`."""
     prepare = fnmodels.prepare

@@ -75,7 +75,7 @@ ROWS = {
     "one document": [[(0, S)]],
     "one document, from the middle": [[(7, S)]],
     "two equal rows": [[(0, 100), (0, 50)]] * 2,
-    "documents, differing rows": [[(5, 20), (0, 100), (0, 1), (0, 29)], [(0, 1), (3, 140), (0, 9)]],
+    "documents, differing rows": [[(5, 20), (0, 100), (0, 1), (0, 29)], [(0, 1), (3, 140), (143, 9)]],
     "left pad, right pad, all pad": [[(0, -30), (0, 120)], [(2, 70), (0, 40), (0, -40)], [(0, -S)]],
 }
 
@@ -653,6 +653,27 @@ def test_arguments_of_variable_length_attention(
     assert worst(list(got), list(torch.autograd.grad(wanted.sum(), (q, k, v)))) < 1e-5
 
 
+@pytest.mark.parametrize("length", [5, 0])
+def test_variable_length_attention_over_padding_alone(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's function is not called with no documents; the result has a gradient, of 0, whatever the padding holds."""
+    from torch.nn.attention import varlen
+
+    def stand_in(*given: Any, **options: Any) -> Tensor:
+        raise AssertionError("there is nothing to attend to")
+
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    positions = torch.zeros(2, length, dtype=torch.long)
+    layout = fnmodels.document_layout(positions, positions)
+    assert layout is not None
+    shapes = ((4, 8), (2, 8), (2, 6))
+    inputs = [torch.full((2, length, *shape), torch.nan).requires_grad_() for shape in shapes]
+    q, k, v = inputs
+    out = varlen_attention(q, k, v, to_cu_seqlens(layout), window=(-1, 0), scale=0.4)
+    assert out.shape == (2, length, 4, 6) and not out.any()
+    for tensor, gradient in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+        assert gradient.shape == tensor.shape and not gradient.any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "rows", "given"),
@@ -714,6 +735,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen and t
         ("auto", "causal", {"sink": True}),
         ("blocks", "window 16", {"sink": True}),
         ("sdpa", "causal", {"sink": True}),
+        ("sdpa", "window 16", {}),  # a dense mask, with rows of which nothing is seen
     ],
 )
 def test_training_on_cuda(kernel: str, rule: str, given: dict[str, Any], compiled: bool) -> None:
