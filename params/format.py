@@ -245,6 +245,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Outgoing]) -> None:
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(_raw(tensors[name].make().detach().to("cpu").contiguous()))
+            # .numpy() refuses tensors whose conjugation or sign is only noted
+            whole = tensors[name].make().detach().to("cpu").resolve_conj().resolve_neg()
+            file.write(_raw(whole.contiguous()))
         file.flush()
         os.fsync(file.fileno())

@@ -35,7 +35,7 @@ from params.files import plain_file, read_json, sync
 from params.format import Outgoing, map_file, mapped_tensor, open_tensors, write_tensors
 from params.index import listed
 from params.init import draw
-from params.saving import staged, told
+from params.saving import filled, reserved, told
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -148,14 +148,18 @@ def save_adapters(path: str | os.PathLike[str], config: Any, params: Tree, *, ba
             name = f"{_PREFIX}{names[where]}.lora_{letter}.weight"
             tensors[name] = Outgoing(value.dtype, tuple(value.shape), lambda value=value: value.detach())  # type: ignore[misc]
     folder = Path(path)
-    with staged(folder) as temporary, told(folder, "The adapters were not saved", "older ones are as they were"):
-        write_tensors(temporary / WEIGHTS, tensors)
-        (temporary / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        sync(temporary / CONFIG)
-        (folder / CONFIG).unlink(missing_ok=True)  # first away and last back: without it nothing loads the folder
-        for file in (WEIGHTS, CONFIG):
-            os.replace(temporary / file, folder / file)
-        sync(folder)
+    with reserved(folder) as temporary:
+        with filled(temporary), told(folder, "The adapters were not saved", "older ones are as they were"):
+            write_tensors(temporary / WEIGHTS, tensors)
+            (temporary / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            sync(temporary / CONFIG)
+            sync(temporary)
+        with told(folder, "The adapters could not be moved into place", f"they are complete in {temporary.name}"):
+            (folder / CONFIG).unlink(missing_ok=True)  # first away and last back: without it nothing loads the folder
+            for file in (WEIGHTS, CONFIG):
+                os.replace(temporary / file, folder / file)
+            sync(folder)
+        temporary.rmdir()
 
 
 def load_adapters(path: str | os.PathLike[str], config: Any, params: Tree) -> Tree:

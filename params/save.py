@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.errors import FormatError
+from fnmodels.errors import FormatError, MismatchError
 from fnmodels.tree import Tree
 from params.export import outgoing
 from params.files import sync
 from params.format import Outgoing, write_tensors
-from params.index import INDEX, SINGLE, make_index
+from params.index import INDEX, SINGLE, listed, make_index
 from params.manifest import MANIFEST, changed, read_manifest, write_manifest
-from params.saving import STAGING, exclusive, staged, told
+from params.saving import exclusive, filled, leftovers, reserved, told
 
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
@@ -37,19 +38,23 @@ def save_pretrained(
     MismatchError names every leaf that is missing, unexpected or mis-shaped by the spec of `config`.
 
     Everything is written and flushed to a folder `.saving-*` inside first, and the old files stay valid until then: an
-    OSError says so where the disk is full, and BlockingIOError that another save into the folder is under way. A kill
-    during the renames that follow leaves a folder without config.json, which nothing loads, never a mix: `recover`
-    finishes them. Where a single file of an equal config is replaced, it leaves the old model or the new one.
+    OSError says so where the disk is full, and BlockingIOError that another save into the folder is under way. A kill,
+    Ctrl-C or an error during the renames that follow leaves a folder without config.json, which nothing loads, never a
+    mix: `recover`, or the next save before anything else, finishes them. Where a single file of an equal config is
+    replaced, it leaves the old model or the new one.
     Parameters that were mapped from this very folder stay good, for renaming keeps the old files alive as long as they
     are mapped.
     """
     tensors = outgoing(config, params)
+    _check_plain(tree.flatten(params))
     text = config_text(config, _main_dtype(tree.flatten(params)))
     shards = _shards(tensors, _bytes(max_shard_size))
 
     folder = Path(path)
-    with staged(folder) as temporary:
-        with told(folder, "The model was not saved", "what the folder held before is as it was"):
+    with reserved(folder, lambda: _finish_begun(folder)) as temporary:
+        kept = "what the folder held before is as it was"
+        with filled(temporary), told(folder, "The model was not saved", kept):
+            _check_places(folder)
             for file, names in shards.items():
                 write_tensors(temporary / file, {name: tensors[name] for name in names})
             if len(shards) > 1:
@@ -57,7 +62,8 @@ def save_pretrained(
                 _write(temporary / INDEX, _json(make_index(sizes)))
             _write(temporary / "config.json", text)
             write_manifest(temporary)
-        _replace(folder, temporary)
+        # From here on it is removed only when all is in place: a part of the model may be nowhere else.
+        _put(folder, temporary)
 
 
 def config_text(config: Any, dtype: torch.dtype) -> str:
@@ -72,17 +78,59 @@ def recover(path: str | os.PathLike[str]) -> bool:
     """
     folder = Path(path)
     with exclusive(folder):
-        for temporary in folder.glob(f"{STAGING}*"):
-            if not (temporary / MANIFEST).exists():  # made when all else is complete, moved last
-                continue
-            for name, record in read_manifest(temporary).items():
-                place = temporary / name if (temporary / name).exists() else folder / name
-                if fault := changed(place, record):
-                    raise FormatError(f"{temporary} cannot be finished: {fault}.")
-            _replace(folder, temporary)
-            shutil.rmtree(temporary)
-            return True
+        return _finish(folder)
+
+
+def _finish(folder: Path) -> bool:
+    for temporary in leftovers(folder):
+        if not (temporary / MANIFEST).exists():  # made when all else is complete, moved last
+            continue
+        for name, record in read_manifest(temporary).items():
+            place = temporary / name if (temporary / name).exists() else folder / name
+            fault = changed(place, record) if place.is_file() else f"{name} is in neither of the folders"
+            if fault:
+                raise FormatError(f"{temporary} cannot be finished: {fault}. Remove it where it is not wanted.")
+        _check_places(folder)
+        _put(folder, temporary)
+        return True
     return False
+
+
+def _put(folder: Path, temporary: Path) -> None:
+    """Replace the old model by the complete one in `temporary`, which stays where that fails."""
+    kept = f"it is complete in {temporary.name}: params.recover finishes it once that is mended"
+    with told(folder, "The new model could not be moved into place", kept):
+        _replace(folder, temporary)
+    shutil.rmtree(temporary)
+
+
+def _finish_begun(folder: Path) -> None:
+    """Finish a save that had begun to take the old model away: until this one is complete, it is all there is."""
+    if not os.path.lexists(folder / "config.json"):
+        _finish(folder)
+
+
+def _check_places(folder: Path) -> None:
+    """IsADirectoryError where a rename, or the removal of an older file, could only fail half-way."""
+    for path in sorted(folder.iterdir()):
+        ours = path.name in ("config.json", MANIFEST) or _WEIGHTS.fullmatch(path.name)
+        if ours and path.is_dir() and not path.is_symlink():
+            text = f"a folder stands at {path.name}, where a file of the model belongs: move it away"
+            raise IsADirectoryError(errno.EISDIR, text, str(path))
+
+
+def _check_plain(flat: dict[str, Tensor]) -> None:
+    """MismatchError names every leaf whose numbers do not lie in memory one by one, as in a file."""
+    faults = []
+    for path, value in flat.items():
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            faults.append(
+                f"{path}: a {type(value).__name__}; only plain tensors can be saved (`full_tensor` makes one)"
+            )
+        elif value.layout != torch.strided:
+            faults.append(f"{path}: {value.layout}; only dense tensors can be saved, as `to_dense` gives")
+    if faults:
+        raise MismatchError(f"The params cannot be saved as they are ({len(faults)} leaves):{listed(faults)}")
 
 
 def _replace(folder: Path, temporary: Path) -> None:
@@ -110,7 +158,7 @@ def _replace(folder: Path, temporary: Path) -> None:
 
 
 def _same(one: Path, two: Path) -> bool:
-    return one.exists() and two.exists() and one.read_bytes() == two.read_bytes()
+    return one.is_file() and two.is_file() and one.read_bytes() == two.read_bytes()  # a pipe would never end
 
 
 def _main_dtype(flat: dict[str, Tensor]) -> torch.dtype:

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,23 +20,48 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder` (made if needed) to be filled and renamed from; what is left of it goes at the end.
+    """A new folder inside `folder` (made if needed) to be filled and renamed as a whole, or from; no failure leaves it.
 
-    BlockingIOError: another saver is at work in `folder`. What a killed one left behind is removed.
+    Errors as of `reserved`.
+    """
+    with reserved(folder) as temporary, filled(temporary):
+        yield temporary
+        shutil.rmtree(temporary, ignore_errors=True)  # gone where it was renamed as a whole
+
+
+@contextmanager
+def reserved(folder: Path, first: Callable[[], object] | None = None) -> Iterator[Path]:
+    """The path of a folder to be made inside `folder` (itself made if needed), while every other saver is kept out.
+
+    BlockingIOError: another saver is at work in `folder`. What a killed one left behind is removed, but not before
+    `first` had a chance to use it.
     """
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
     with exclusive(folder) as alone:
         if alone:
-            for leftover in folder.glob(f"{STAGING}*"):
+            if first is not None:
+                first()
+            for leftover in leftovers(folder):
                 shutil.rmtree(leftover)
-        temporary = folder / f"{STAGING}{secrets.token_hex(8)}"
-        temporary.mkdir()  # unlike tempfile's folders, which are closed to everybody else, as the umask has it
-        try:
-            yield temporary
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # gone where it was renamed as a whole
+        yield folder / f"{STAGING}{secrets.token_hex(8)}"
+
+
+@contextmanager
+def filled(temporary: Path) -> Iterator[None]:
+    """Make the folder. Where the block fails, nothing is left of it."""
+    temporary.mkdir()  # unlike tempfile's folders, which are closed to everybody else, as the umask has it
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What savers that were cut short have left. They make folders only: a file, or a link, is somebody else's."""
+    return [path for path in sorted(folder.glob(f"{STAGING}*")) if path.is_dir() and not path.is_symlink()]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Writing checkpoints: what transformers reads, the same bytes every time, never a mix of two models."""
 
+import errno
 import json
 import os
 import shutil
@@ -345,6 +346,119 @@ def test_a_kill_leaves_old_or_new_or_nothing(
     single = before == after == "5GB"  # one rename, so that there is always a model
     assert finished and outcomes == ({"old", "new"} if single else {"old", "refused", "new"})
     assert recovered >= 3
+
+
+FAULTS: list[BaseException] = [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")]
+
+
+@pytest.mark.parametrize("before", ["5GB", "8KB"])
+@pytest.mark.parametrize("after", ["5GB", "8KB"])
+@pytest.mark.parametrize("fault", FAULTS, ids=["Ctrl-C", "EIO"])
+def test_what_goes_wrong_while_files_are_moved_loses_no_model(
+    fault: BaseException, before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each rename and removal: the old model, the new one, or a folder that `recover` and the next save finish."""
+    old, new = generic_params(SMALL), tree.map(lambda leaf: leaf + 1, generic_params(SMALL))
+    unfinished = 0
+    for step in range(100):
+        folder = tmp_path / str(step)
+        P.save_pretrained(folder, SMALL, old, max_shard_size=before)
+        left, full = step, False
+
+        def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == -1:
+                    raise fault
+                return call(*args, **kwargs)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", failing(os.replace))
+            patch.setattr(Path, "unlink", failing(Path.unlink))
+            told = None
+            try:
+                P.save_pretrained(folder, SMALL, new, max_shard_size=after)
+            except (KeyboardInterrupt, OSError) as error:
+                told = error
+        if told is None:
+            break
+        begun = "could not be moved into place" in str(told) and "params.recover finishes it" in str(told)
+        assert told is fault or begun or "The model was not saved" in str(told)
+        if (folder / "config.json").exists():
+            loaded = P.load_pretrained(folder)[1]
+            assert equal(loaded, old) or equal(loaded, new)
+            continue
+        unfinished += 1
+
+        def die(*_: Any) -> None:
+            nonlocal full
+            full = True
+            raise OSError(28, "No space left on device")
+
+        again = shutil.copytree(folder, tmp_path / f"{step}-again")
+        with monkeypatch.context() as patch:
+            patch.setattr(save, "write_tensors", die)
+            with pytest.raises(OSError, match="what the folder held before is as it was"):
+                P.save_pretrained(again, SMALL, old)
+        assert full, "the next save fails too, after it has finished the one before"
+        assert equal(P.load_pretrained(again)[1], new)
+        P.verify(again)
+        assert P.recover(folder)
+        assert equal(P.load_pretrained(folder)[1], new)
+        P.verify(folder)
+        assert {path.name for path in folder.iterdir()} == {path.name for path in again.iterdir()}
+    assert step > 2 and (unfinished > 2) == ((before, after) != ("5GB", "5GB"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", MANIFEST, "model.safetensors.index.json"])
+def test_a_folder_in_the_place_of_a_file_is_told_before_anything_goes(name: str, tmp_path: Path) -> None:
+    P.save_pretrained(tmp_path, SMALL, generic_params(SMALL), max_shard_size="8KB")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    with pytest.raises(IsADirectoryError, match=f"not saved .a folder stands at {name}, .* move it away.; what the"):
+        P.save_pretrained(tmp_path, SMALL, P.init(SMALL, 0))
+    assert before == {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+
+
+def test_a_pipe_or_a_link_in_the_place_of_config_json_is_replaced_and_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    P.save_pretrained(tmp_path, SMALL, generic_params(SMALL))
+    P.verify(tmp_path)
+
+
+def test_files_that_only_look_like_a_save_under_way_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".saving-x").write_text("a note")
+    (tmp_path / ".saving-y").symlink_to(tmp_path)
+    P.save_pretrained(tmp_path, SMALL, generic_params(SMALL))
+    assert not P.recover(tmp_path)
+    assert (tmp_path / ".saving-x").read_text() == "a note" and (tmp_path / ".saving-y").is_symlink()
+
+
+class Spread(torch.Tensor):
+    """As a DTensor: not all there."""
+
+
+def test_leaves_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    flat = P.flatten(generic_params(SMALL))
+    flat["norm"] = flat["norm"].as_subclass(Spread)
+    flat["layers.0.mlp.up_proj"] = flat["layers.0.mlp.up_proj"].to_sparse()
+    with pytest.raises(P.MismatchError) as caught:
+        P.save_pretrained(tmp_path / "new", SMALL, P.unflatten(flat))
+    assert "norm: a Spread; only plain tensors" in str(caught.value)
+    assert "layers.0.mlp.up_proj: torch.sparse_coo; only dense tensors" in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_sign_that_is_only_noted_is_written(tmp_path: Path) -> None:
+    weights = generic_params(SMALL)
+    noted = torch.complex(torch.zeros(16), weights["norm"]).conj().imag
+    assert noted.is_neg()
+    P.save_pretrained(tmp_path, SMALL, weights | {"norm": noted})
+    assert torch.equal(P.load_pretrained(tmp_path)[1]["norm"], -weights["norm"])
 
 
 def test_a_cut_off_save_that_has_been_damaged_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,15 +80,22 @@ def test_30_kills_while_saving_leave_a_whole_step(tmp_path: Path, nursery: Nurse
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
 @pytest.mark.parametrize("limits", [["5GB"], ["100KB"], ["5GB", "100KB"]], ids=["one file", "shards", "in turn"])
-def test_kills_while_a_model_is_replaced(tmp_path: Path, nursery: Nursery, limits: list[str]) -> None:
+def test_kills_while_a_model_is_replaced(
+    tmp_path: Path, nursery: Nursery, limits: list[str], number: signal.Signals
+) -> None:
     """The old model or the new one. Where several files change: or none, which is said, and the new one on request."""
     folder, draw = tmp_path / "model", random.Random(str(limits))
     longest = 5 * seconds(lambda _: P.save_pretrained(folder, CONFIG, params_of(0), max_shard_size=limits[0]))
     for _ in range(10):
         nursery.start("save_models", folder=str(folder), limits=limits)
         time.sleep(draw.uniform(0.0, longest))
-        nursery.kill()
+        if number == signal.SIGKILL:
+            nursery.kill()
+        else:
+            os.kill(nursery.pid, number)
+            assert nursery.ended() in (1, -number), nursery.log.read_text()
         if limits != ["5GB"] and not (folder / "config.json").exists():
             with pytest.raises(FileNotFoundError, match="a save was cut short"):
                 P.load_pretrained(folder)
