@@ -15,6 +15,8 @@ from .errors import ConfigError
 from .hf import LAYERS_LIMIT, Fields, quantization
 from .leaf import Leaf
 
+HEADS_LIMIT = 16  # heads for further tokens: published models have one to three
+
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
     """For `Config.__post_init__`: fills what was left empty (head_dim 0, layer_kinds ()) and refuses what cannot be."""
@@ -111,16 +113,25 @@ def check_experts(experts: int, chosen: int) -> None:
             raise ConfigError(f"{chosen!r} of {experts!r} experts are to be chosen; both must be integers, at least 1.")
 
 
-def experts_from_hf(fields: Fields, experts: int, chosen: int) -> tuple[int, int]:
-    """(number of experts, how many a token goes to); the arguments are the family's defaults.
+def experts_limit(layers: int) -> int:
+    """How many experts a layer may have in a model of so many layers, since their tensors are listed one by one.
+
+    Twice as many as the largest published ones: 512 in a layer, 23,424 in all.
+    """
+    return max(1, min(1024, 50_000 // layers))
+
+
+def experts_from_hf(fields: Fields, experts: int, chosen: int, layers: int) -> tuple[int, int]:
+    """(number of experts, how many a token goes to) in a model of so many layers; `experts` and `chosen` are defaults.
 
     The first has another name in each family, and in transformers more than one.
     """
+    high = experts_limit(layers)
     names = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if fields.take(n, None) is not None]
-    found = {fields.integer(name, high=1 << 16) for name in names} or {experts}
+    found = {fields.integer(name, experts, high=high) for name in names or ["num_experts"]}
     if len(found) > 1:
         raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree.")
-    return found.pop(), fields.integer("num_experts_per_tok", chosen, high=1 << 16)
+    return found.pop(), fields.integer("num_experts_per_tok", chosen, high=high)
 
 
 def sliding_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
@@ -139,9 +150,15 @@ def sliding_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
 def sparse_layers(fields: Fields, layers: int) -> list[bool]:
     """Which layers have experts: every `decoder_sparse_step`th one, but for those in `mlp_only_layers`."""
     step, dense = fields.integer("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise ConfigError(f"{fields.where}: 'mlp_only_layers' must be a list of numbers of layers, below {layers}.")
-    return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+    chosen = numbers_of_layers(fields, "mlp_only_layers", dense, layers)
+    return [i not in chosen and (i + 1) % step == 0 for i in range(layers)]
+
+
+def numbers_of_layers(fields: Fields, name: str, value: Any, layers: int) -> set[int]:
+    """A list of some of the layers by their numbers, checked."""
+    if isinstance(value, list) and len(value) <= layers and all(type(i) is int and 0 <= i < layers for i in value):
+        return set(value)
+    raise ConfigError(f"{fields.where}: {name!r} must be a list of at most {layers} numbers of layers, below {layers}.")
 
 
 def layer_types(slides: Sequence[bool]) -> list[str]:

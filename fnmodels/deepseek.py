@@ -18,7 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import mtp
-from .decoder import check_decoder, check_groups, decoder_sizes, decoder_to_hf, dense_first, moe_name
+from .decoder import (
+    HEADS_LIMIT,
+    check_decoder,
+    check_groups,
+    decoder_sizes,
+    decoder_to_hf,
+    dense_first,
+    experts_limit,
+    moe_name,
+)
 from .disk import Stored
 from .errors import UnsupportedError
 from .hf import Fields, rope_from_hf, rope_to_hf
@@ -131,7 +140,9 @@ class Config:
         else:
             fields.expect("topk_method", "noaux_tc")
             groups = [fields.integer(name) for name in ("n_group", "topk_group")]
+        heads = 0 if v2 else fields.integer("num_nextn_predict_layers", 1, low=0, high=HEADS_LIMIT)
         counts: dict[str, Any] = {name: fields.integer(name) for name in _SIZES}
+        fields.integer("n_routed_experts", high=experts_limit(sizes["num_hidden_layers"] + heads))
         config = Config(
             **sizes,
             qk_nope_head_dim=nope,
@@ -150,7 +161,7 @@ class Config:
             attention_bias=fields.boolean("attention_bias", False),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             layer_kinds=dense_first(fields, sizes["num_hidden_layers"], 0 if v2 else 3),
-            num_nextn_predict_layers=0 if v2 else fields.integer("num_nextn_predict_layers", 1, low=0),
+            num_nextn_predict_layers=heads,
             model_type=model_type,
         )
         object.__setattr__(config, "extra", fields.finish(ignored=_IGNORED))

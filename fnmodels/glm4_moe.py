@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import mtp
-from .decoder import check_decoder, check_groups, decoder_sizes, decoder_to_hf, dense_first, moe_name
+from .decoder import (
+    HEADS_LIMIT,
+    check_decoder,
+    check_groups,
+    decoder_sizes,
+    decoder_to_hf,
+    dense_first,
+    experts_limit,
+    moe_name,
+)
 from .disk import Stored
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
 from .leaf import attention_leaves, gated_mlp_leaves, moe_leaves, norm, weight
@@ -92,7 +101,9 @@ class Config:
         fields.expect("topk_method", "noaux_tc")
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
         inner = Fields({"partial_rotary_factor": _PARTIAL} | rope_values(fields), f"{fields.where}, rope")
+        heads = fields.integer("num_nextn_predict_layers", 1, low=0, high=HEADS_LIMIT)
         counts: dict[str, Any] = {name: fields.integer(name) for name in _SIZES}
+        fields.integer("n_routed_experts", high=experts_limit(sizes["num_hidden_layers"] + heads))
         config = Config(
             **sizes,
             **counts,
@@ -104,7 +115,7 @@ class Config:
             use_qk_norm=fields.boolean("use_qk_norm", False),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             layer_kinds=dense_first(fields, sizes["num_hidden_layers"], 1),
-            num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 1, low=0),
+            num_nextn_predict_layers=heads,
             model_type=model_type,
         )
         object.__setattr__(config, "extra", fields.finish(ignored=("output_router_logits", "router_aux_loss_coef")))

@@ -87,7 +87,7 @@ class Config:
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=64)
-        experts, chosen = experts_from_hf(fields, 128, 4)
+        experts, chosen = experts_from_hf(fields, 128, 4, sizes["num_hidden_layers"])
         slides = sliding_layers(fields, [i % 2 == 0 for i in range(sizes["num_hidden_layers"])])
         fields.expect("hidden_act", "silu")  # its experts have their own activation, whatever stands here
         # written twice, under the names of OpenAI's own code

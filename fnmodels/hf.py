@@ -23,7 +23,7 @@ _HARMLESS = """
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
     initializer_range is_decoder is_llama_config label2id length_penalty max_length min_length model_max_length
     model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
     remove_invalid_values repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef
     sep_token_id suppress_tokens
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
@@ -43,12 +43,17 @@ KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer
 LAYERS_LIMIT = 1000
 
 _MISSING = object()
+_SHOWN = 20  # unknown fields that a message lists
 
 
 def shown(value: Any) -> str:
     """`value` for a message, cut where it is long."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 80 else text[:77] + "..."
+    text = ""
+    for piece in json.JSONEncoder(default=repr).iterencode(value):  # no more than is shown of what may be millions
+        text += piece
+        if len(text) > 80:
+            return text[:77] + "..."
+    return text
 
 
 class Fields:
@@ -108,16 +113,18 @@ class Fields:
     def expect(self, name: str, *allowed: Any) -> None:
         """A field that would change the maths and is supported at these values only (or absent)."""
         value = self.take(name, allowed[0])
-        if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             wanted = " or ".join(shown(a) for a in allowed)
             raise UnsupportedError(f"{self.where}: {name!r} is {shown(value)}; only {wanted} is supported here.")
 
     def finish(self, ignored: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
         """Refuses fields that were never asked for; returns those to keep for saving, as (name, JSON) pairs."""
+        self.expect("pruned_heads", {})  # what is pruned has fewer rows than the sizes say
         unknown = [n for n in self.values if n not in self.seen and n not in HARMLESS and n not in ignored]
         unknown = [n for n in unknown if self.values[n] is not None]
         if unknown:
-            listed = ", ".join(f"{shown(n)[1:-1]} = {shown(self.values[n])}" for n in sorted(unknown))
+            listed = ", ".join(f"{shown(n)[1:-1]} = {shown(self.values[n])}" for n in sorted(unknown)[:_SHOWN])
+            listed += f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
             raise ConfigError(
                 f"{self.where} has fields this family does not know, which may change the maths: {listed}. "
                 "Remove them if they do not, or set them to null."

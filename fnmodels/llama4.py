@@ -21,7 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .decoder import check_decoder, check_experts, decoder_name, decoder_sizes, decoder_to_hf, experts_from_hf
+from .decoder import (
+    check_decoder,
+    check_experts,
+    decoder_name,
+    decoder_sizes,
+    decoder_to_hf,
+    experts_from_hf,
+    numbers_of_layers,
+)
 from .disk import Part, Stored
 from .errors import ConfigError
 from .hf import Fields, quantization, rope_from_hf, rope_to_hf, shown
@@ -128,7 +136,7 @@ class Config:
 def _from_hf(fields: Fields) -> Config:
     sizes = decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=128)
     where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
-    experts, chosen = experts_from_hf(fields, 16, 1)
+    experts, chosen = experts_from_hf(fields, 16, 1, sizes["num_hidden_layers"])
     fields.expect("router_jitter_noise", 0.0, 0)
     fields.expect("for_llm_compressor", False)
     tuning = fields.take("attn_temperature_tuning", True)  # the first files have 4, as a yes
@@ -163,9 +171,8 @@ def _layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
             f"{fields.where}: 'no_rope_layers' must be a list of {layers} numbers, 1 where a layer has one."
         )
     step = fields.integer("interleave_moe_layer_step", 1)
-    sparse = fields.take("moe_layers", list(range(step - 1, layers, step)))
-    if not isinstance(sparse, list) or not all(type(i) is int and 0 <= i < layers for i in sparse):
-        raise ConfigError(f"{fields.where}: 'moe_layers' must be a list of numbers of layers, below {layers}.")
+    listed = fields.take("moe_layers", list(range(step - 1, layers, step)))
+    sparse = numbers_of_layers(fields, "moe_layers", listed, layers)
     known = {"chunked_attention": "chunked", "full_attention": "full"}
     types = fields.take("layer_types", ["chunked_attention" if flag else "full_attention" for flag in rotates])
     if not isinstance(types, list) or len(types) != layers or not all(t in known for t in map(str, types)):

@@ -80,7 +80,7 @@ class Config:
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
         fields.expect("router_jitter_noise", 0, 0.0)
         window = fields.integer("sliding_window", 0, low=0) or None
-        experts, chosen = experts_from_hf(fields, 8, 2)
+        experts, chosen = experts_from_hf(fields, 8, 2, sizes["num_hidden_layers"])
         config = Config(
             **sizes,
             num_local_experts=experts,

@@ -87,7 +87,7 @@ class Config:
         olmoe, second = model_type == "olmoe", model_type == "qwen2_moe"
         sizes = decoder.decoder_sizes(fields, max_positions=4096 if olmoe else 32768, tied=False, kv_heads=kv_heads)
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
-        experts, chosen = decoder.experts_from_hf(fields, experts, chosen)
+        experts, chosen = decoder.experts_from_hf(fields, experts, chosen, sizes["num_hidden_layers"])
         bias = fields.boolean("qkv_bias", True) if second else fields.boolean("attention_bias", False)
         inner = fields.integer("moe_intermediate_size", inner) if inner else sizes["intermediate_size"]
         window, kinds = _layer_kinds(fields, model_type, sizes["num_hidden_layers"])

@@ -19,6 +19,7 @@ from params.files import plain_file, read_json
 
 CONFIG = "config.json"
 CONFIG_LIMIT = 10_000_000  # bytes; labels of 20,000 classes take one
+TOKENS_LIMIT = 10_000_000  # forty times the largest vocabulary that was published
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -77,7 +78,11 @@ def _check_tokens(values: dict[str, Any]) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(name)
         for one in value if isinstance(value, list) else [value]:
-            if one is not None and (isinstance(one, bool) or not isinstance(one, int)):
+            if one is None:
+                continue
+            # -1 stands for none. A token beyond the vocabulary is let pass: GPT-2's 50256, which is the default of its
+            # class, is in published files of small vocabularies, and paddings that were added later are not rows.
+            if isinstance(one, bool) or not isinstance(one, int) or not -1 <= one <= TOKENS_LIMIT:
                 raise ConfigError(f"{name!r} is {shown(value)}, but must be the number of a token, or a list of them.")
 
 

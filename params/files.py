@@ -76,11 +76,11 @@ def _inside(value: Any) -> list[Any]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Readers differ in which of two equal keys they take, so that a check of one says nothing about the other.
-    built = dict(pairs)
-    if len(built) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in built if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+    built: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in built:
+            raise ValueError(f"the key {name[:80]!r} is there twice")
+        built[name] = value
     return built
 
 

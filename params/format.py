@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -143,8 +144,13 @@ def _naturals(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+_REPR = reprlib.Repr()  # cuts before it writes: a shape may have millions of sizes
+_REPR.maxlist = _REPR.maxdict = _REPR.maxlong = 80
+_REPR.maxstring = 500
 
 
 def map_file(file: TensorFile) -> mmap.mmap:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,8 @@ from params.format import Entry, TensorFile, open_tensors
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+SHARDS_LIMIT = 10_000  # files; the largest published models have 200
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _SHOWN, _WIDE = 20, 400  # differences listed in a message, characters of each
 
 
@@ -40,6 +43,7 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, E
         shards = [SINGLE]
     else:
         raise _no_weights(folder)
+    _check_strays(folder, INDEX if index else SINGLE, shards)
     paths, missing = [], []
     for name in shards:
         try:
@@ -57,6 +61,16 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, E
     return {name: (file, entry) for file in files for name, entry in file.entries.items()}
 
 
+def _check_strays(folder: Path, named: str, shards: Iterable[str]) -> None:
+    # Which save is meant, if there are shards of two? Files of other names are other things: adapters, second formats.
+    strays = sorted({name for name in os.listdir(folder) if _SHARD.fullmatch(name)}.difference(shards))
+    if strays:
+        raise IndexFileError(
+            f"{folder} has {len(strays):,} shards that {named} does not name, perhaps left from another save:"
+            f"{listed(map(repr, strays))}"
+        )
+
+
 def _weight_map(path: Path) -> dict[str, str]:
     content: Any = read_json(path)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -64,7 +78,10 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise IndexFileError(f"{path} must have a 'weight_map' from the names of tensors to those of files.")
     if not weight_map:
         raise IndexFileError(f"{path}: the 'weight_map' is empty.")
-    for name in set(weight_map.values()):
+    shards = set(weight_map.values())
+    if len(shards) > SHARDS_LIMIT:
+        raise IndexFileError(f"{path} names {len(shards):,} files; at most {SHARDS_LIMIT:,} are read.")
+    for name in shards:
         if not name.endswith(".safetensors"):
             raise IndexFileError(f"{path} names the file {name!r}; only .safetensors files are read.")
     return weight_map

@@ -55,7 +55,7 @@ def pair(folder: Path, found: dict[str, tuple[TensorFile, Entry]], quantization:
     if faults:
         method = quantization.method
         raise MismatchError(f"{folder}: {len(faults)} tensors are not as {method} has them:{listed(faults)}")
-    return paired
+    return paired  # perhaps with none: who dequantizes a model often leaves config.json as it was
 
 
 def _fp8(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization) -> tuple[Found, list[str]]:
@@ -67,7 +67,7 @@ def _fp8(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization)
             continue
         scale_name = f"{name}_scale_inv"
         if scale_name not in found:
-            faults.append(f"{name} in {file.path.name}: float8_e4m3fn, but its scale {scale_name} is missing")
+            faults.append(f"{name!r} in {file.path.name}: float8_e4m3fn, but its scale {scale_name!r} is missing")
             continue
         *lead, out, width = entry.shape
         scale_file, scales = found[scale_name]
@@ -87,12 +87,12 @@ def _mxfp4(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantizatio
             continue
         name = blocks_name.removesuffix("_blocks")
         scale_name = f"{name}_scales"
-        where = f"{blocks_name} in {file.path.name}"
+        where = f"{blocks_name!r} in {file.path.name}"
         if scale_name not in found:
-            faults.append(f"{where}: its scales {scale_name} are missing")
+            faults.append(f"{where}: its scales {scale_name!r} are missing")
             continue
         if name in found:
-            faults.append(f"{where}: {name} is there as well, and only one of them can be meant")
+            faults.append(f"{where}: {name!r} is there as well, and only one of them can be meant")
             continue
         if entry.dtype != torch.uint8 or len(entry.shape) < 3 or entry.shape[-1] != 16:
             found_as = f"{list(entry.shape)} of {str(entry.dtype).removeprefix('torch.')}"
@@ -112,8 +112,8 @@ def _scale_faults(name: str, file: TensorFile, scales: Entry, shape: tuple[int, 
         return []
     wanted, given = (str(d).removeprefix("torch.") for d in (dtype, scales.dtype))
     return [
-        f"{name} in {file.path.name}: expected {list(shape)} of {wanted}, one for each block of the tensor it scales, "
-        f"found {list(scales.shape)} of {given}"
+        f"{name!r} in {file.path.name}: expected {list(shape)} of {wanted}, one for each block of the tensor it "
+        f"scales, found {list(scales.shape)} of {given}"
     ]
 
 
@@ -153,6 +153,7 @@ def _fill(target: Tensor, file: TensorFile, tensor: Quantized, buffer: Tensor) -
         return
     out, width = target.shape
     scales = read_tensor(tensor.scale_file, tensor.scales, None, buffer)
+    _check_scales(tensor, scales)
     rows = tensor.block[0] if tensor.block else 1
     step = rows * max(1, CHUNK // (rows * max(1, width)))
     size = (tensor.values.stop - tensor.values.start) // max(1, out)  # bytes of a row
@@ -165,6 +166,17 @@ def _fill(target: Tensor, file: TensorFile, tensor: Quantized, buffer: Tensor) -
             target[begin:end] = _from_fp8(values, scales[begin // rows : math.ceil(end / rows)], tensor.block)
         else:
             target[begin:end] = _from_mxfp4(values, scales[begin:end])
+
+
+def _check_scales(tensor: Quantized, scales: Tensor) -> None:
+    """MismatchError for scales that no quantizer makes: fp32 ones not above 0 or not finite, bytes that are NaN."""
+    bad = ~((scales > 0) & scales.isfinite()) if tensor.block else scales == 255
+    if bad.any():
+        file, start = tensor.scale_file, tensor.scales.start
+        name = next(name for name, entry in file.entries.items() if entry.start <= start < entry.stop)
+        faulty = f"{int(bad.sum()):,} of {bad.numel():,} scales, {scales[bad][0].item()} for one,"
+        wanted = "finite and above 0" if tensor.block else "below 255, which stands for NaN"
+        raise MismatchError(f"{file.path}: {name!r}: {faulty} are not {wanted}.")
 
 
 def _from_fp8(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -35,8 +35,8 @@ def test_the_code_says_whether_it_loads(
     out = capsys.readouterr().out
     if damage.kind is None:
         assert (code, out.count("  problem ")) == (0, 0), out
-    elif "a head" in damage.name or damage.name == "tensors/config tied, files not":
-        # whether two tensors are equal is known to those who read them
+    elif any(words in damage.name for words in ("a head", "config tied, files not", "with a scale of")):
+        # whether two tensors are equal, and what is in them, is known to those who read them
         assert main([str(folder), "--verify"]) == 2
     else:
         assert code == 2, out

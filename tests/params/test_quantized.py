@@ -137,9 +137,10 @@ def test_mxfp4(dtype: torch.dtype | None, lead: tuple[int, ...], tmp_path: Path)
     assert torch.isfinite(got).double().mean() > 0.99 and (got.float().abs() < 1e-38).any()
 
 
-def test_mxfp4_has_a_scale_for_not_a_number(tmp_path: Path) -> None:
+def test_mxfp4_with_a_scale_that_is_not_a_number(tmp_path: Path) -> None:
     tensors = {"w_blocks": torch.zeros(1, 1, 16, dtype=torch.uint8), "w_scales": torch.tensor([[255]]).to(torch.uint8)}
-    assert read(tmp_path, tensors, Quantization("mxfp4"), "w", None).isnan().all()
+    with pytest.raises(P.MismatchError, match=r"'w_scales': 1 of 1 scales, 255 for one, are not below 255"):
+        read(tmp_path, tensors, Quantization("mxfp4"), "w", None)
 
 
 def test_fp8_has_numbers_that_are_none(tmp_path: Path) -> None:
@@ -182,15 +183,15 @@ def test_what_is_held_on_the_way_is_small(tmp_path: Path, monkeypatch: pytest.Mo
 FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "no scale": (
         lambda t: {name: x for name, x in t.items() if name != "model.layers.1.mlp.up_proj.weight_scale_inv"},
-        r"model.layers.1.mlp.up_proj.weight in .*: float8_e4m3fn, but its scale .*up_proj.weight_scale_inv is missing",
+        r"layers.1.mlp.up_proj.weight' in .*: float8_e4m3fn, but its scale .*up_proj.weight_scale_inv' is missing",
     ),
     "floor in place of ceil": (
         lambda t: {**t, "model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(2, 1)},
-        r"model.layers.0.mlp.up_proj.weight_scale_inv in .*: expected \[3, 2\] of float32, .* found \[2, 1\]",
+        r"model.layers.0.mlp.up_proj.weight_scale_inv' in .*: expected \[3, 2\] of float32, .* found \[2, 1\]",
     ),
     "half precision": (
         lambda t: {**t, "model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(3, 2).bfloat16()},
-        r"up_proj.weight_scale_inv in .*: expected \[3, 2\] of float32, .* found \[3, 2\] of bfloat16",
+        r"up_proj.weight_scale_inv' in .*: expected \[3, 2\] of float32, .* found \[3, 2\] of bfloat16",
     ),
     "a scale of nothing": (
         lambda t: {**t, "model.norm.weight_scale_inv": torch.ones(1, 1)},
@@ -236,15 +237,15 @@ def test_weights_that_are_dequantized_already(tmp_path: Path) -> None:
 MXFP4_FAULTS: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": (
         {"w_blocks": torch.zeros(2, 1, 16, dtype=torch.uint8)},
-        "w_blocks in .*: its scales w_scales are mis",
+        "'w_blocks' in .*: its scales 'w_scales' are mis",
     ),
     "scales of another shape": (
         {"w_blocks": torch.zeros(2, 1, 16, dtype=torch.uint8), "w_scales": torch.zeros(2, 2, dtype=torch.uint8)},
-        r"w_scales in .*: expected \[2, 1\] of uint8, .* found \[2, 2\] of uint8",
+        r"'w_scales' in .*: expected \[2, 1\] of uint8, .* found \[2, 2\] of uint8",
     ),
     "blocks of another size": (
         {"w_blocks": torch.zeros(2, 1, 8, dtype=torch.uint8), "w_scales": torch.zeros(2, 1, dtype=torch.uint8)},
-        r"w_blocks in .*: expected \[.., out, in / 32, 16\] of uint8, found \[2, 1, 8\] of uint8",
+        r"'w_blocks' in .*: expected \[.., out, in / 32, 16\] of uint8, found \[2, 1, 8\] of uint8",
     ),
     "twice": (
         {
@@ -252,7 +253,7 @@ MXFP4_FAULTS: dict[str, tuple[dict[str, Tensor], str]] = {
             "w_scales": torch.zeros(2, 1, dtype=torch.uint8),
             "w": torch.zeros(32, 2),
         },
-        "w_blocks in .*: w is there as well",
+        "'w_blocks' in .*: 'w' is there as well",
     ),
 }
 

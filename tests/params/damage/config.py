@@ -51,6 +51,11 @@ def cases() -> Iterator[Damage]:
     yield Damage("good: equal aliases", same, base="gpt2")
 
 
+def _keys(count: int, twice: int) -> bytes:
+    """An object of so many keys, and one of them once more."""
+    return b"{" + b", ".join(b'"k%d": 0' % i for i in (*range(count), twice)) + b"}"
+
+
 def _older(config: dict[str, Any]) -> None:
     del config["rope_parameters"]
     config.update(rope_theta=10000.0, torch_dtype=config.pop("dtype"))
@@ -80,7 +85,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": (["silu"], 3),
     "model_type": (3, None, ["llama"], {}, True),
     "architectures": ("LlamaForCausalLM", 3, [3], [["LlamaForCausalLM"]], {}),
-    "eos_token_id": ("</s>", [1, "2"], 1.5, True),
+    "eos_token_id": ("</s>", [1, "2"], 1.5, True, 10**9, [1, -5]),
+    "bos_token_id": (-5, 1 << 31),
     "dtype": (32, ["float32"]),
     "rope_parameters": ([], "linear"),
     "rope_scaling": (["linear"], 2.0),
@@ -100,6 +106,7 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
             in_bytes(lambda data: b'{"model_type": "gpt2",' + data[1:], CONFIG),
             "'model_type' is there twice",
         ),
+        "20,000 keys, the last of them twice": (raw(_keys(20_000, 19_999), CONFIG), "'k19999' is there twice"),
         "nested": (raw(b'{"a":' + b"[" * 100_000, CONFIG), "nested too deeply"),
         "20 MB": (raw(b" " * 20_000_000 + b"{}", CONFIG), "20,000,002 bytes"),
     },
@@ -128,6 +135,11 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
             *("num_attention_heads 3 is not a multiple of", "num_key_value_heads 2"),
         ),
         "an odd head": (configured(head_dim=7), "7 of 7 head dimensions", "even"),
+        "500,000 fields that nobody knows": (
+            configured(**{f"k{i}": 0 for i in range(500_000)}),
+            *("k0 = 0, k1 = 0,", "and 499,980 more"),
+        ),
+        "a list of 3,000,000 for a number": (configured(hidden_size=[0] * 3_000_000), "'hidden_size' is [0, 0,"),
         "a field that nobody knows": (configured(logit_wobble=0.5), "logit_wobble = 0.5", "may change the maths"),
         "a field that is no text": (configured(**{"\ud800\x1b[2J": 1}), "\\ud800\\u001b[2J = 1"),
         "dtype and torch_dtype that disagree": (configured(dtype="float32", torch_dtype="bfloat16"), "disagree"),
@@ -162,6 +174,7 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
             "'partial_rotary_factor' is 0.5",
         ),
         **{f"the quantization {n}": (_quantized(n), "'quant_method'", n) for n in ("no such", "gptq", "bitsandbytes")},
+        "heads that are pruned": (configured(pruned_heads={"0": [0]}), "'pruned_heads' is", "only {} is supported"),
         "an interleaved rotation": (configured(rope_interleaved=True), "'rope_interleaved' is true"),
         **{f"the dtype {n}": (configured(dtype=n), "'dtype'", n) for n in ("float99", "int8", "float8_e4m3fn")},
     },
@@ -205,6 +218,10 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
     },
     "gpt2": {
+        "GPT-2 with heads that are pruned": (
+            configured(pruned_heads={"0": [0]}),
+            *(P.UnsupportedError, "'pruned_heads' is"),
+        ),
         "two sizes that disagree": (
             configured(hidden_size=32),
             P.ConfigError,
@@ -222,6 +239,8 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
 _GOOD: dict[str, Do] = {
     "the older dialect": in_json(CONFIG, _older),
     "null for what is not set": configured(rope_scaling=None, quantization_config=None, pretraining_tp=1),
+    "no heads that are pruned": configured(pruned_heads={}),
+    "tokens that are none, or beyond the vocabulary": configured(pad_token_id=-1, eos_token_id=50256),
     "no architectures": without("architectures"),
     "the architecture without a head": configured(architectures=["LlamaModel"]),
     "several tokens that end a text": configured(eos_token_id=[1, 2], pad_token_id=None, bos_token_id=0),

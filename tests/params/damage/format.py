@@ -141,6 +141,7 @@ _ENTRIES = {
     "a shape that is nested": (in_entry(shape=[[[[16]]]]), NORM, _SIZES),
     "a shape beyond 64 bits": (in_entry(shape=[1 << 70]), NORM, _SIZES),
     "a shape of 65 dimensions": (in_entry(shape=[1] * 64 + [16]), NORM, _SIZES),
+    "a shape of 3,000,000 dimensions": (in_entry(shape=[1] * 3_000_000), NORM, "the shape [1, 1,", _SIZES),
     "a shape too large for its bytes": (in_entry(shape=[17]), NORM, "takes 68 bytes as F32 [17], but spans 64"),
     "a shape too small for its bytes": (in_entry(shape=[15]), NORM, "takes 60 bytes as F32 [15], but spans 64"),
     "a product beyond 64 bits": (in_entry(shape=[1 << 32, 1 << 32]), NORM, "takes 73,786,976,294,838,206,464 bytes"),

@@ -104,6 +104,15 @@ def _with_single(folder: Path) -> None:
     save_file(content, folder / FILE, {"format": "pt"})
 
 
+def _unnamed(folder: Path) -> None:
+    shutil.copy(shard(folder), folder / _GONE)
+
+
+def _with_others(folder: Path) -> None:
+    for name in ("adapter_model.safetensors", "consolidated.00-of-02.safetensors", "vision.safetensors"):
+        shutil.copy(shard(folder), folder / name)
+
+
 def _of_single(folder: Path) -> None:
     weight_map = dict.fromkeys(load_file(folder / FILE), FILE)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -169,10 +178,19 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
             in_json(INDEX, lambda index: index["weight_map"].update(dict.fromkeys(map(str, range(400_000)), _FIRST))),
             *(INDEX, f"'0': not in {_FIRST}", "and 399,980 more"),
         ),
+        "400,000 shards that are not there": (
+            _mapped({str(i): f"model-{i:06}-of-400000.safetensors" for i in range(400_000)}),
+            *(INDEX, "names 400,000 files; at most 10,000 are read"),
+        ),
+        "a shard that the index does not name": (_unnamed, "does not name", repr(_GONE), "left from another save"),
         "a tensor under another shard": (_elsewhere, INDEX, NAME, "2 differences"),
         "a tensor in two shards": (_twice, INDEX, NAME, "but the index says"),
         "two shards swapped": (_swapped, INDEX, NAME, "disagree"),
         "a shard that is another's copy": (_copied, INDEX, NAME, "disagree"),
+        "one file, and shards that nothing names": (
+            in_turn(_with_single, deleted(INDEX)),
+            *(FILE, "'model-00001-of-", "left from another save"),
+        ),
         "a single file beside the shards": (_with_single, "has both", FILE, INDEX),
     },
     P.FormatError: {
@@ -212,7 +230,7 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
 }
 _GOOD: dict[str, Do] = {
     "shards": nothing,
-    "one file, and shards that nothing names": in_turn(_with_single, deleted(INDEX)),
+    "files of other names beside it": _with_others,
     "a total size that is off": in_json(INDEX, lambda index: index["metadata"].update(total_size=1)),
     "an index without metadata": in_json(INDEX, lambda index: index.pop("metadata")),
     "an index in another order": in_json(INDEX, lambda i: i.update(weight_map=dict(reversed(i["weight_map"].items())))),

@@ -115,12 +115,20 @@ def _fp8() -> Iterator[Damage]:
     config = configured(quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
     scale = NAME + "_scale_inv"
     for what, scales, *words in (
-        ("without a scale", None, f"{NAME} in {FILE}", f"its scale {scale} is missing"),
+        ("without a scale", None, f"{NAME!r} in {FILE}", f"its scale {scale!r} is missing"),
         ("with too few scales", torch.ones(1, 1), scale, "expected [2, 1] of float32", "found [1, 1]"),
         ("with scales of integers", torch.ones(2, 1).int(), scale, "expected [2, 1] of float32", "of int32"),
+        *(
+            (f"with a scale of {bad}", torch.tensor([[1.0], [bad]]), f"{scale!r}: 1 of 2 scales, {bad} for one")
+            for bad in (float("nan"), float("inf"), 0.0, -1.0)
+        ),
     ):
         do = in_turn(config, with_tensors({NAME: lambda t: t.to(torch.float8_e4m3fn), scale: scales}))
         yield Damage(f"fp8 {what}", do, P.MismatchError, tuple(words))
+    hostile = with_tensors({"a\x1b[2J": torch.ones(2, 2).to(torch.float8_e4m3fn)})
+    words = ("'a\\x1b[2J' in",)
+    yield Damage("fp8 of a name that is no text", in_turn(config, hostile), P.MismatchError, words)
+    yield Damage("good: fp8 that is dequantized already", config)
     fitting = with_tensors({NAME: lambda t: t.to(torch.float8_e4m3fn), scale: torch.ones(2, 1)})
     yield Damage("good: fp8 with its scales", in_turn(config, fitting))
     large = configured(quantization_config={"quant_method": "fp8", "weight_block_size": [1 << 30, 1 << 30]})
