@@ -123,6 +123,12 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        if torch._C._functorch.is_legacy_batchedtensor(slope):
+            # autograd.grad(is_grads_batched=True) is another vmap than torch.func's: it asks no Function for its rule,
+            # and calls an operator once for each slope.
+            from .attention_tiles_op import backward_tiles
+
+            return *backward_tiles(*ctx.saved_tensors, slope, ctx.scale), None
         return *_Backward.apply(*ctx.saved_tensors, slope, ctx.scale), None
 
     @staticmethod

@@ -58,6 +58,8 @@ class _Guard(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():  # no second backward is being prepared
             return (None, *grads)
+        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+            refuse(ctx.kernel)  # of slopes side by side (is_grads_batched) a second backward would miss `_Stop`
         return (None, *(None if g is None else _Stop.apply(ctx.kernel, g) for g in grads))
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.functional import jacobian
 from torch.func import grad, jacfwd, jacrev, jvp, linearize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
@@ -39,6 +40,7 @@ from fnmodels import (
 from fnmodels.front import run_layers
 from fnmodels.ops.attention import attention, materialize
 from fnmodels.ops.attention_blocks import plan_blocks
+from fnmodels.ops.attention_tiles import pays
 from fnmodels.ops.attention_varlen import varlen_attention, varlen_window
 from fnmodels.rules import simplify
 
@@ -805,6 +807,12 @@ def second_backward(loss: Loss, x: Tensor) -> Any:
     return torch.autograd.grad(first.square().sum(), x)
 
 
+def batched_second_backward(loss: Loss, x: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    first = jacobian(loss, x, vectorize=True, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)
+
+
 def compiled(loss: Loss, x: Tensor) -> Any:
     torch.compiler.reset()
     x = x.clone().requires_grad_()
@@ -824,6 +832,7 @@ TRANSFORMS: dict[str, Callable[[Loss, Tensor], Any]] = {
     "backward": lambda f, x: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf),
     "grad": lambda f, x: grad(f)(x),
     "jacrev": lambda f, x: jacrev(f)(x),
+    "is_grads_batched": lambda f, x: jacobian(f, x, vectorize=True),
     "vmap": lambda f, x: vmap(f)(torch.stack([x, -x])),
     "vmap(grad)": lambda f, x: vmap(grad(f))(torch.stack([x, -x])),
     "grad(vmap)": lambda f, x: grad(lambda xs: vmap(f)(xs).sum())(torch.stack([x, -x])),
@@ -834,16 +843,19 @@ TRANSFORMS: dict[str, Callable[[Loss, Tensor], Any]] = {
     "grad(jvp), hvp": lambda f, x: grad(lambda y: jvp(f, (y,), (x,))[1])(x),
     "grad(grad)": lambda f, x: grad(lambda y: grad(f)(y).square().sum())(x),
     "double backward": second_backward,
+    "the same, is_grads_batched": batched_second_backward,
     "compile, fullgraph": compiled,
     "export": lambda f, x: exported(f, x).module()(x),
 }
 FIRST = set(TRANSFORMS) - {
     "jvp", "jacfwd", "linearize", "jvp(grad), hvp", "grad(jvp), hvp", "grad(grad)", "double backward",
+    "the same, is_grads_batched",
 }  # fmt: skip
 SUPPORTED = {"math": set(TRANSFORMS), "sdpa": FIRST, "blocks": FIRST, "flex": {"export"}, "varlen": set()}
 YES, OURS, TORCHS = "yes", "says so", "torch's error"
 PACKAGE = {"math": YES, "sdpa": YES, "blocks": YES, "flex": TORCHS, "varlen": OURS}  # AOTInductor
-INSIDE = [name for name in TRANSFORMS if name not in ("compile, fullgraph", "export")]  # of a compiled function
+EAGER = ("compile, fullgraph", "export", "is_grads_batched", "the same, is_grads_batched")
+INSIDE = [name for name in TRANSFORMS if name not in EAGER]  # of a compiled function
 
 
 def eagerly(kernel: str, transform: str) -> str:
@@ -867,6 +879,20 @@ def problem(kernel: str) -> tuple[Loss, Tensor]:
 
     def loss(q: Tensor) -> Tensor:
         return attention(q, k, v, mask, kernel=kernel, scale=0.5, layout=layout).square().sum()
+
+    return loss, x
+
+
+def problem_in_tiles(kernel: str) -> tuple[Loss, Tensor]:
+    """Of a document that blocks cuts in tiles, keys and values included."""
+    positions = torch.arange(3, 263)[None]
+    mask = build_mask(Causal(), positions, torch.ones_like(positions))
+    layout = fnmodels.layout({"kind": mask})
+    x = torch.randn(1, 260, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    def loss(x: Tensor) -> Tensor:
+        k, v = x.split(2, dim=2)
+        return attention(x, k, v, mask, kernel=kernel, scale=0.5, layout=layout)[:, ::25].square().sum()
 
     return loss, x
 
@@ -900,6 +926,32 @@ def test_transforms(kernel: str, transform: str) -> None:
     (loss, x), (math, _), run = problem(kernel), problem("math"), TRANSFORMS[transform]
     value = None if transform == "linearize" else lambda: run(math, x)
     assert_so(eagerly(kernel, transform), lambda: run(loss, x), value, transform in ("compile, fullgraph", "export"))
+
+
+@quiet
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_tiles(transform: str) -> None:
+    (loss, x), (math, _), run = problem_in_tiles("blocks"), problem_in_tiles("math"), TRANSFORMS[transform]
+    assert pays(x)
+    value = None if transform == "linearize" else lambda: run(math, x)
+    assert_so(eagerly("blocks", transform), lambda: run(loss, x), value, transform in ("compile, fullgraph", "export"))
+
+
+@on_cuda
+@pytest.mark.parametrize("transform", ["vmap", "vmap(grad)", "jvp", "jacfwd", "linearize", "double backward"])
+@pytest.mark.parametrize("kernel", ["flex", "varlen"])
+def test_what_is_refused_on_cuda(kernel: str, transform: str) -> None:
+    torch.compiler.reset()
+    positions = torch.arange(64, device="cuda")[None]
+    mask = build_mask(Causal(), positions, torch.ones_like(positions))
+    x = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+    layout = fnmodels.layout({"kind": mask})
+
+    def loss(q: Tensor) -> Tensor:
+        return attention(q, x, x, mask, kernel=kernel, scale=0.125, layout=layout).float().square().sum()
+
+    with pytest.raises(NotImplementedError, match='kernel="math" supports'):
+        TRANSFORMS[transform](loss, x)
 
 
 @pytest.mark.slow
