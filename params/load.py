@@ -30,6 +30,8 @@ from params.init import leaf_dtype
 from params.names import Piece, Slot, by_name, dtype_class, is_leftover, lacking, pieces, slots, ties, without
 from params.quantized import Found, Quantized, each, pair, read_quantized
 
+_Tensor = tuple[TensorFile, Entry | Quantized]
+
 
 def load_pretrained(
     path: str | os.PathLike[str],
@@ -66,7 +68,7 @@ def load_pretrained(
         found = checked.found
         mappings: dict[Path, mmap.mmap] = {}
         buffer = scratch()
-        _check_ties(checked.tied, found, mappings)
+        _check_ties(checked.tied, found, buffer)
         flat = {
             slot.path: _leaf(slot, found, mappings, _target(slot, dtype), device, copy, buffer)
             for slot in checked.parameters
@@ -146,23 +148,37 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_ties(tied: dict[str, str], found: Found, mappings: dict[Path, mmap.mmap]) -> None:
+def _check_ties(tied: dict[str, str], found: Found, buffer: Tensor) -> None:
     """A tied head, or another copy, may be on disk if it is the same, bit for bit; else file or config is wrong."""
     for name, twin in tied.items():
-        if name in found:
-            one, two = (_whole(*found[each], mappings) for each in (name, twin))
-            # compared as bytes: NaN equals itself here, and -0 is not 0
-            if one.dtype != two.dtype or not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
-                raise MismatchError(
-                    f"{found[name][0].path}: {name} differs from {twin}, but by config.json (tie_word_embeddings, or "
-                    "num_nextn_predict_layers) they are one tensor."
-                )
+        if name in found and not _same(found[name], found[twin], buffer):
+            raise MismatchError(
+                f"{found[name][0].path}: {name} differs from {twin}, but by config.json (tie_word_embeddings, or "
+                "num_nextn_predict_layers) they are one tensor."
+            )
 
 
-def _whole(file: TensorFile, entry: Entry | Quantized, mappings: dict[Path, mmap.mmap]) -> Tensor:
-    if isinstance(entry, Quantized):
-        return read_quantized(file, entry, None, scratch())
-    return mapped_tensor(_mapping(mappings, file), entry)
+def _same(one: _Tensor, two: _Tensor, buffer: Tensor) -> bool:
+    """Whether two tensors of one shape have the same bits: NaN equals itself here, and -0 is not 0.
+
+    Read rather than mapped, and piece by piece, so that nothing is held and no file that shrinks kills the process.
+    """
+    (file, entry), (other, twin) = one, two
+    if entry.dtype != twin.dtype:
+        return False
+    if isinstance(entry, Quantized) or isinstance(twin, Quantized):
+        whole = [_read(*where, None, buffer).contiguous().view(torch.uint8) for where in (one, two)]
+        return torch.equal(*whole)
+    halves, size = buffer.chunk(2), entry.stop - entry.start
+    for begin in range(0, size, len(halves[0])):
+        count = min(len(halves[0]), size - begin)
+        parts = [part[:count] for part in halves]
+        for part, source, tensor in ((parts[0], file, entry), (parts[1], other, twin)):
+            start = tensor.start + begin
+            read_into(part, source, Entry(torch.uint8, (count,), start, start + count), buffer)
+        if not torch.equal(*parts):
+            return False
+    return True
 
 
 def _check_finite(folder: Path, parameters: tuple[Slot, ...], flat: dict[str, Tensor], found: Found) -> None:

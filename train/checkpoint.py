@@ -82,7 +82,8 @@ def save(
     """Save the tensors of `state` (any tree) and `progress` (JSON) as a step, durable at the return. The same bytes for
     the same values.
 
-    keep: how many of the newest steps stay, None for all; keep_every: those divisible by it stay beside them.
+    keep: how many of the newest steps stay, None for all; keep_every: those divisible by it stay beside them. A damaged
+    step does not count, so that keep=2 always leaves one to fall back to: keep - 1 older steps are read for that.
     FileExistsError: this step, or a later one, is there already. BlockingIOError: another process is saving there.
     OSError: the disk is full or broken; older steps are as they were.
     """
@@ -127,12 +128,23 @@ def commit(
 
 
 def _prune(folder: Path, newest: int, keep: int, keep_every: int | None) -> None:
-    found = [step for step in steps(folder) if step <= newest]
-    for step in found[:-keep]:
+    older = [step for step in steps(folder) if step < newest]
+    good = 1  # the newest, whose files were read back when they were recorded
+    while older and good < keep:
+        good += _is_good(folder, older.pop())
+    for step in older:
         if not (keep_every and step % keep_every == 0):
             gone = folder / f"{STAGING}gone-{step}"  # a kill while it is removed must not leave half a step
             os.rename(_path(folder, step), gone)
             shutil.rmtree(gone)
+
+
+def _is_good(folder: Path, step: int) -> bool:
+    try:
+        _opened(_path(folder, step), step)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def latest(folder: Folder) -> Checkpoint | None:
@@ -242,6 +254,8 @@ def _unfit(path: str, leaf: Any) -> str | None:
         return "on the meta device, so there is nothing to save"
     if leaf.dtype not in NAMES:
         return f"{leaf.dtype} is not known to the file's format"
+    if leaf.layout != torch.strided:
+        return f"{leaf.layout}; only dense tensors can be"
     return "this name is the format's own" if path == "__metadata__" else None
 
 

@@ -19,6 +19,7 @@ import params as P
 from fnmodels import llama, tree
 from fnmodels.mask import Layout
 from fnmodels.tree import Tree
+from params.manifest import MANIFEST
 from params.save import config_text
 from train import checkpoint, corpus, data, evaluate, folder, pretrained
 from train.cache import cached
@@ -85,6 +86,7 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
             config = P.load_config(source)
             params = P.abstract(config, dtype=torch.float32)  # the saved state has their values
         else:
+            check_unchanged(source)
             config, params = P.load_pretrained(source, dtype=torch.float32, copy=True)
     pretrained.check_vocabulary(tokenizer, config.vocab_size, source or path)
     dtype = recorded["compute_dtype"] if recorded else fast_dtype()
@@ -122,6 +124,16 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
         loss=loss_function(config, getattr(torch, dtype)),
         optimizer=optimizer_for(config, choices, preset),
     )
+
+
+def check_unchanged(source: Path) -> None:
+    """UserError where a manifest lies beside the model and a byte has changed since: it would train all the same."""
+    if not (source / MANIFEST).exists():
+        return
+    try:
+        P.verify(source)
+    except P.CheckpointError as error:
+        raise UserError(f"--init {source}: {str(error).rstrip('.')}; where that is meant, remove {MANIFEST}") from error
 
 
 def new_tokenizer(texts: corpus.Corpus, vocab_size: int) -> Tokenizer:

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from train.errors import UserError
 from train.files import write_text
 
 Row = dict[str, Any]
@@ -24,20 +25,34 @@ def read_rows(path: Path) -> list[Row]:
     """The complete rows; a line that a kill cut short, and what follows it, are left out."""
     rows: list[Row] = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        for text in path.read_bytes().splitlines(keepends=True):
             try:
-                row = json.loads(line)
-            except ValueError:
+                row = json.loads(text)
+            except (ValueError, RecursionError):
                 break
-            if not line.endswith("\n") or not isinstance(row, dict) or "step" not in row:
+            if not text.endswith(b"\n") or not isinstance(row, dict) or not _is_row(row):
                 break
             rows.append(row)
     return rows
 
 
+def _is_row(row: Row) -> bool:
+    losses = (row.get("loss"), row.get("heldout_loss"))
+    return type(row.get("step")) is int and all(value is None or type(value) in (int, float) for value in losses)
+
+
 def cut_after(path: Path, step: int) -> list[Row]:
-    """Drop the rows past `step` from the file, and return those that stay."""
-    kept = [row for row in read_rows(path) if row["step"] <= step]
+    """Drop the rows past `step` from the file, and return those that stay.
+
+    UserError where rows up to `step` cannot be read: they were on disk before the step was, and would be lost here.
+    """
+    rows = read_rows(path)
+    if path.exists() and (rows[-1]["step"] if rows else 0) < step:
+        raise UserError(
+            f"{path}: line {len(rows) + 1} is damaged or missing, but step {step} was saved after it was written: mend "
+            "the file, or move it away to go on without"
+        )
+    kept = [row for row in rows if row["step"] <= step]
     write_text(path, "".join(map(line, kept)))
     return kept
 

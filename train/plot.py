@@ -31,7 +31,7 @@ def loss_picture(
     to_nats = NATS_PER_BIT * bytes_per_token
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    trained = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
+    trained = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     held = [(row["step"], row["heldout_loss"]) for row in rows if row.get("heldout_loss") is not None]
     if trained:
         steps, losses = zip(*trained, strict=True)

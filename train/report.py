@@ -50,6 +50,13 @@ def prepared(job: Job, seconds: float) -> None:
     )
 
 
+def is_result(summary: Json | None) -> bool:
+    """Whether it is all there, and can be told: no save verifies this file."""
+    numbers = ("heldout_bits_per_byte", "heldout_bytes", "zlib_bits_per_byte")
+    found = summary or {}
+    return all(type(found.get(name)) in (int, float) for name in numbers) and isinstance(found.get("sample"), str)
+
+
 def result(summary: Json, path: Path) -> None:
     print(
         f"held out: {summary['heldout_bits_per_byte']:.3f} bits per byte over {summary['heldout_bytes']:,} bytes "

@@ -54,10 +54,10 @@ def train_run(options: Options, preset: Preset) -> int:
         report.damaged(problems)
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
-        recorded = saved.progress["run"] if saved else folder.read_json(options.run / folder.RUN)
+        recorded = recorded_in(saved) if saved else folder.read_json(options.run / folder.RUN)
         choices = choose(options, recorded, preset, must_agree=saved is not None)
         summary = folder.read_json(options.run / folder.SUMMARY) if saved else None
-        if summary is not None and saved is not None and saved.step == choices.steps:
+        if summary is not None and report.is_result(summary) and saved is not None and saved.step == choices.steps:
             print(f"the run is finished: {choices.steps} steps")
             report.result(summary, options.run)
             return 0
@@ -69,6 +69,30 @@ def train_run(options: Options, preset: Preset) -> int:
         return work(job, params, saved, options)
 
 
+def recorded_in(saved: Checkpoint) -> Json:
+    """The identity of the run that saved the step. UserError where no run did."""
+    recorded, tokens = saved.progress.get("run"), saved.progress.get("tokens")
+    if (
+        not isinstance(recorded, dict)
+        or not {"steps", "seed"} <= choices_in(recorded).keys()
+        or recorded.get("compute_dtype") not in ("bfloat16", "float32")
+        or type(tokens) is not int
+    ):
+        raise UserError(
+            f"{saved.path / checkpoint.PROGRESS} does not say which run saved the step, so none can go on from it: "
+            "name another --run"
+        )
+    return recorded
+
+
+def choices_in(recorded: Json | None) -> Json:
+    """The recorded choices, by name; what cannot be one, in a run.json that somebody changed, is as if not there."""
+    kinds = {"steps": int, "seed": int, "data": str, "init": str}
+    found = (recorded or {}).get("choices")
+    found = found if isinstance(found, dict) else {}
+    return {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
+
+
 def choose(options: Options, recorded: Json | None, preset: Preset, *, must_agree: bool) -> Choices:
     """The flags where given, else the recorded run's, else the defaults. UserError where a flag contradicts it."""
     given = {
@@ -77,10 +101,10 @@ def choose(options: Options, recorded: Json | None, preset: Preset, *, must_agre
         "data": options.data and str(options.data.resolve()),
         "init": options.init and str(options.init.resolve()),
     }
-    before = recorded["choices"] if recorded else {}
+    before = choices_in(recorded)
     for name, value in given.items():
-        if must_agree and value is not None and value != before[name]:
-            was = "it was not given" if before[name] is None else f"it was {before[name]}"
+        if must_agree and value is not None and value != before.get(name):
+            was = "it was not given" if before.get(name) is None else f"it was {before[name]}"
             raise UserError(
                 f"--{name} {value} differs from the run in {options.run}: {was}; leave it out, or name another --run"
             )

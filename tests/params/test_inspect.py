@@ -108,6 +108,40 @@ def test_a_flipped_bit_is_found_and_a_change_of_size_without_reading(
     assert "config.json was saved with" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [FILE, "config.json", "fnmodels_manifest.json"])
+def test_verify_finds_flipped_bits_wherever_they_are(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the header's length, the header and the data; in the config; and in the manifest, whose every bit counts."""
+    config = BASES["single"][0]
+    P.save_pretrained(tmp_path, config, generic_params(config))
+    data = (tmp_path / name).read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little") if name == FILE else len(data)
+    places = [*range(8), *range(8, header, max(1, header // 20)), *range(header, len(data), 997)]
+    for place in places:
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        (tmp_path / name).write_bytes(flipped)
+        assert main([str(tmp_path), "--verify"]) == 2, (place, data[place : place + 20])
+        assert "  problem " in capsys.readouterr().out
+    (tmp_path / name).write_bytes(data)
+    assert main([str(tmp_path), "--verify"]) == 0
+
+
+def test_a_folder_that_cannot_even_be_looked_at_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([str(tmp_path / ("x" * 300))]) == 2
+    assert capsys.readouterr().out.count("  problem     File name too long: ") == 1
+
+    def refuse(path: object, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.stat", refuse)  # as for those who may not enter the folder above; root may
+    assert main([str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().out.count("  problem     Permission denied: ") == 1
+
+
 def test_what_a_terminal_would_obey_is_escaped(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(bases / "single", tmp_path / "a\x1b[2Jb")
     content = load_file(bases / "single" / FILE) | {"\x1b[1A\u202e": torch.ones(1)}

@@ -253,6 +253,29 @@ def test_ties(folder: Path, tied: bool, head: str) -> None:
         assert loaded["lm_head"].data_ptr() != loaded["embed_tokens"].data_ptr(), "two leaves, even when equal"
 
 
+@pytest.mark.parametrize("place", [(0, 0), (3, 3), (39, 15)])
+def test_ties_are_compared_piece_by_piece_and_nothing_is_mapped(
+    folder: Path, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that shrinks meanwhile would kill a process that has it mapped."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a file was mapped")
+
+    embedding = load_file(folder / FILE)["model.embed_tokens.weight"]
+    configure(folder, tie_word_embeddings=True)
+    monkeypatch.setattr("params.load.map_file", refuse)
+    monkeypatch.setattr("params.load.scratch", lambda: torch.empty(112, dtype=torch.uint8))
+    change(folder, lm_head__weight=embedding)
+    assert torch.equal(P.load_pretrained(folder, copy=True)[1]["embed_tokens"], embedding)
+    other = embedding.clone()
+    other[place] += 1
+    change(folder, lm_head__weight=other)
+    for kwargs in ({"copy": True}, {}):
+        with pytest.raises(P.MismatchError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+            P.load_pretrained(folder, **kwargs)
+
+
 # Strict both ways
 
 

@@ -129,6 +129,21 @@ def test_of_two_savers_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
 
 
+@pytest.mark.parametrize(("keep", "left"), [(1, [4]), (2, [1, 2, 3, 4]), (3, [1, 2, 3, 4])])
+def test_a_damaged_step_is_none_of_those_that_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, TREE)
+    flipped = tmp_path / "step-00000002" / checkpoint.STATE
+    data = bytearray(flipped.read_bytes())
+    data[-1] ^= 1
+    flipped.write_bytes(data)
+    (tmp_path / "step-00000003" / checkpoint.PROGRESS).unlink()
+    checkpoint.save(tmp_path, 4, TREE, keep=keep)
+    assert checkpoint.steps(tmp_path) == left
+    checkpoint.save(tmp_path, 5, TREE, keep=keep)
+    assert checkpoint.steps(tmp_path) == {1: [5], 2: [4, 5], 3: [1, 2, 3, 4, 5]}[keep]
+
+
 # What is refused
 
 
@@ -137,6 +152,7 @@ def test_of_two_savers_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ({"x": 1.0}, "x: a float; only plain tensors"),
         ({"x": torch.ones(2, device="meta")}, "x: on the meta device"),
+        ({"x": torch.ones(2).to_sparse()}, "x: torch.sparse_coo; only dense"),
         ({"x": torch.ones(2, dtype=torch.complex128)}, "x: torch.complex128 is not known"),
         ({"__metadata__": torch.ones(2)}, "the format's own"),
         ({"x": [1.0], "y": torch.ones(2, device="meta")}, r"2 leaves\):\n  x\.0: a float.*\n  y: on"),

@@ -323,6 +323,76 @@ def one_sentence(capsys):
     return error
 
 
+@pytest.mark.parametrize("left", ["{}", '{"heldout_bits_per_byte": "x"}', "[", '{"sample": "s"}'])
+def test_a_finished_run_makes_a_summary_that_is_none_anew(tmp_path, text, left):
+    path = tmp_path / "run"
+    assert train(path, text, "--steps", 2) == 0
+    before = (path / "summary.json").read_bytes()
+    (path / "summary.json").write_text(left)
+    assert train(path, None, "--resume") == 0
+    assert (path / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe\n", b'{"step": "x"}\n', b'{"step": 2, "loss": "x"}\n', b"[" * 100_000 + b"\n"],
+    ids=["not UTF-8", "no step", "no loss", "deep"],
+)
+def test_resume_refuses_to_lose_metrics_that_are_damaged(tmp_path, text, monkeypatch, capsys, line):
+    path = tmp_path / "run"
+    stop_after(monkeypatch, 3)
+    assert train(path, text) == 130
+    lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    (path / "metrics.jsonl").write_bytes(b"".join((lines[0], line, lines[2])))
+    before = (path / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert train(path, None, "--resume") == 2
+    assert "metrics.jsonl: line 2 is damaged or missing, but step 3 was saved after" in one_sentence(capsys)
+    assert (path / "metrics.jsonl").read_bytes() == before
+    (path / "metrics.jsonl").write_bytes(b"".join(lines) + line)  # past the step it is what a kill may leave
+    assert train(path, None, "--resume") == 0
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [{}, {"run": 1}, {"run": {}}, {"run": {"choices": {"steps": 6}}}, {"run": {"choices": {"steps": 6, "seed": 0}}}],
+)
+def test_resume_refuses_a_step_that_no_run_saved(tmp_path, text, capsys, progress):
+    path = tmp_path / "run"
+    assert train(path, text, "--steps", 2) == 0
+    checkpoint.save(path / "steps", 3, {"w": torch.ones(2)}, progress | {"tokens": 1})
+    capsys.readouterr()
+    assert train(path, None, "--resume") == 2
+    assert "progress.json does not say which run saved the step" in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("choices", [5, {"steps": "x", "seed": [1]}, {"unknown": 1}])
+def test_choices_of_a_run_json_that_cannot_be_are_none(tmp_path, text, choices):
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps({"choices": choices}))
+    assert train(path, text, "--resume", "--steps", 1) == 0
+    assert json.loads((path / "run.json").read_text())["choices"]["seed"] == 0
+
+
+def test_a_model_that_has_changed_since_it_was_saved_is_no_beginning(tmp_path, text, capsys):
+    assert train(tmp_path / "first", text, "--steps", 1) == 0
+    file = tmp_path / "first" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    capsys.readouterr()
+    assert train(tmp_path / "second", text, "--init", tmp_path / "first", "--steps", 1) == 2
+    error = one_sentence(capsys)
+    assert (
+        "--init" in error and "model.safetensors has the sha256" in error and "remove fnmodels_manifest.json" in error
+    )
+    (tmp_path / "first" / "fnmodels_manifest.json").unlink()
+    assert train(tmp_path / "second", text, "--init", tmp_path / "first", "--steps", 1) == 0
+
+
 def test_a_folder_in_use_is_refused(tmp_path, text, capsys):
     path = tmp_path / "run"
     path.mkdir()
