@@ -91,6 +91,10 @@ class Config:
         bias = fields.boolean("qkv_bias", True) if second else fields.boolean("attention_bias", False)
         inner = fields.integer("moe_intermediate_size", inner) if inner else sizes["intermediate_size"]
         window, kinds = _layer_kinds(fields, model_type, sizes["num_hidden_layers"])
+        if model_type == "qwen3_moe":  # what Qwen3-Coder's files say besides, which is what every model of the type is
+            fields.expect("qkv_bias", bias)
+            fields.expect("use_qk_norm", True)
+            fields.expect("shared_expert_intermediate_size", 0, None)
         config = Config(
             **sizes,
             num_experts=experts,

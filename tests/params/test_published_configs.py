@@ -34,6 +34,19 @@ def test_a_published_file_is_read_and_is_its_preset(name: str, tmp_path: Path) -
     assert config.to_hf()["architectures"] == [FILES[name]["architectures"][0].replace("TextModel", "ForCausalLM")]
 
 
+def test_what_qwen3_coder_says_besides(tmp_path: Path) -> None:
+    """Its files name what every qwen3_moe is."""
+    plain = FILES["qwen3-30b-a3b"]
+    coder = plain | {"intermediate_size": 5472, "max_position_embeddings": 262144, "max_window_layers": 28}
+    coder |= {"rope_theta": 10000000, "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0}
+    coder |= {"qkv_bias": False, "use_qk_norm": True}
+    (tmp_path / "config.json").write_text(json.dumps(coder))
+    config, preset = P.load_config(tmp_path), fnmodels.preset("qwen3-30b-a3b")
+    rope = dataclasses.replace(preset.rope, theta=1e7)
+    changes = {"intermediate_size": 5472, "max_position_embeddings": 262144, "rope": rope}
+    assert config == dataclasses.replace(preset, **changes)
+
+
 @pytest.mark.parametrize("name", ["granite-3.1-2b", "gpt2", "starcoder2-3b"])
 def test_dropout_is_kept_for_those_who_train_elsewhere(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FILES[name]))
@@ -58,6 +71,9 @@ def test_dropout_is_kept_for_those_who_train_elsewhere(name: str, tmp_path: Path
         ("command-r7b", {"rotary_pct": 0.5}, "'rotary_pct' is 0.5; only 1.0"),
         ("command-r7b", {"use_embedding_sharing": False}, "'use_embedding_sharing' is false"),
         ("command-r7b", {"use_gated_activation": False}, "'use_gated_activation' is false"),
+        ("qwen3-30b-a3b", {"qkv_bias": True}, "'qkv_bias' is true; only false"),
+        ("qwen3-30b-a3b", {"use_qk_norm": False}, "'use_qk_norm' is false; only true"),
+        ("qwen3-30b-a3b", {"shared_expert_intermediate_size": 64}, "'shared_expert_intermediate_size' is 64; only 0"),
     ],
 )
 def test_second_names_that_say_something_else_are_refused(
