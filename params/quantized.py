@@ -1,13 +1,13 @@
 """Tensors that lie in the files with few bits for each number, and beside them a scale for each block of numbers.
 
     method  in the files                                                     numbers         a scale is
-    fp8     X [.., out, in], X_scale_inv [.., ceil(out / 128), ceil(in / 128)]  float8_e4m3fn   fp32, multiplied
+    fp8     X [.., out, in], X_scale_inv [.., ceil(out / 128), ceil(in / 128)]  float8_e4m3fn   multiplied
     mxfp4   X_blocks [.., out, in / 32, 16], X_scales [.., out, in / 32]        e2m1, 2 a byte  a byte s: 2^(s - 127)
 
 They become bf16, or what is asked for, when they are read; products are taken in fp32, which for mxfp4 is exact. fp8 is
-DeepSeek V3's (arXiv 2412.19437): blocks are of 128 rows and columns, and the last ones hold what is left, so that their
-number is rounded up. mxfp4 is gpt-oss's (OCP Microscaling Formats 1.0): the first of two numbers is the low half of
-their byte, and X itself is transposed, [.., in, out].
+DeepSeek V3's (arXiv 2412.19437), whose scales are fp32, and Qwen 3's, whose scales are bf16: blocks are of 128 rows and
+columns, and the last ones hold what is left, so that their number is rounded up. mxfp4 is gpt-oss's (OCP Microscaling
+Formats 1.0): the first of two numbers is the low half of their byte, and X itself is transposed, [.., in, out].
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from params.format import Entry, TensorFile, read_tensor
 from params.index import listed
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16)  # all exact in fp32
 CHUNK = 1 << 20  # numbers at a time: what is held beside the result takes ten bytes for each of them
 
 
@@ -71,9 +72,8 @@ def _fp8(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization)
             continue
         *lead, out, width = entry.shape
         scale_file, scales = found[scale_name]
-        faults += _scale_faults(
-            scale_name, scale_file, scales, (*lead, -(-out // rows), -(-width // columns)), torch.float32
-        )
+        blocks = (*lead, -(-out // rows), -(-width // columns))
+        faults += _scale_faults(scale_name, scale_file, scales, blocks, *FP8_SCALES)
         paired[name] = (file, Quantized(entry.shape, torch.bfloat16, entry, scales, scale_file, (rows, columns)))
         del paired[scale_name]
     return paired, faults
@@ -107,13 +107,15 @@ def _mxfp4(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantizatio
     return paired, faults
 
 
-def _scale_faults(name: str, file: TensorFile, scales: Entry, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
-    if (scales.shape, scales.dtype) == (shape, dtype):
+def _scale_faults(
+    name: str, file: TensorFile, scales: Entry, shape: tuple[int, ...], *dtypes: torch.dtype
+) -> list[str]:
+    if scales.shape == shape and scales.dtype in dtypes:
         return []
-    wanted, given = (str(d).removeprefix("torch.") for d in (dtype, scales.dtype))
+    *wanted, given = (str(d).removeprefix("torch.") for d in (*dtypes, scales.dtype))
     return [
-        f"{name!r} in {file.path.name}: expected {list(shape)} of {wanted}, one for each block of the tensor it "
-        f"scales, found {list(scales.shape)} of {given}"
+        f"{name!r} in {file.path.name}: expected {list(shape)} of {' or '.join(wanted)}, one for each block of the "
+        f"tensor it scales, found {list(scales.shape)} of {given}"
     ]
 
 
@@ -169,7 +171,7 @@ def _fill(target: Tensor, file: TensorFile, tensor: Quantized, buffer: Tensor) -
 
 
 def _check_scales(tensor: Quantized, scales: Tensor) -> None:
-    """MismatchError for scales that no quantizer makes: fp32 ones not above 0 or not finite, bytes that are NaN."""
+    """MismatchError for scales that no quantizer makes: numbers not above 0 or not finite, bytes that are NaN."""
     bad = ~((scales > 0) & scales.isfinite()) if tensor.block else scales == 255
     if bad.any():
         file, start = tensor.scale_file, tensor.scales.start
@@ -180,7 +182,7 @@ def _check_scales(tensor: Quantized, scales: Tensor) -> None:
 
 
 def _from_fp8(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """[out, in] float8_e4m3fn and fp32 [ceil(out / rows), ceil(in / columns)] -> fp32 [out, in]."""
+    """[out, in] float8_e4m3fn and FP8_SCALES [ceil(out / rows), ceil(in / columns)] -> fp32 [out, in]."""
     out, width = values.shape
     rows, columns = min(block[0], out), min(block[1], width)  # a block may be larger than all of the tensor
     wide = scales.repeat_interleave(rows, 0)[:out].repeat_interleave(columns, 1)[:, :width]
