@@ -29,6 +29,7 @@ def balance(
     batch: any tree of [B, S, ...] tensors (tokens, positions, segment ids, labels, rotary tables, masks as data).
     method: "mask" deals out blocks by what `mask` really lets each see, "head_tail" pairs the two ends of each row.
     """
+    _check_sizes(mask, ranks, block)
     length = mask.q_positions.shape[1]
     orders = {
         "mask": lambda: balanced_order(mask, ranks, block=block),
@@ -45,6 +46,8 @@ def head_tail_order(length: int, ranks: int) -> Tensor:
 
     Exact for one causal document per row; it knows nothing of documents or windows (see `balanced_order`).
     """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: there is one at least.")
     if length % (2 * ranks):
         raise ValueError(f"head-tail order on {ranks} ranks needs a length divisible by {2 * ranks}, not {length}.")
     pieces = torch.arange(length).view(2 * ranks, -1)
@@ -57,6 +60,7 @@ def balanced_order(mask: Mask, ranks: int, *, block: int = 128) -> Tensor:
     Largest block first to the least loaded rank with room (Graham's LPT rule, within 4/3 of the best without the room
     limit). Host-side; counts visible keys exactly (`visible_keys`).
     """
+    _check_sizes(mask, ranks, block)
     area = visible_keys(mask).cpu()
     length = area.shape[1]
     if length % (ranks * block):
@@ -75,6 +79,13 @@ def balanced_order(mask: Mask, ranks: int, *, block: int = 128) -> Tensor:
         blocks = torch.tensor([index for share in shares for index in sorted(share)])
         orders.append((blocks[:, None] * block + torch.arange(block)).flatten())
     return torch.stack(orders).to(mask.q_positions.device)
+
+
+def _check_sizes(mask: Mask, ranks: int, block: int = 1) -> None:
+    if not isinstance(mask, Mask):
+        raise TypeError(f"What a rank computes is counted on a fnmodels.Mask, not on a {type(mask).__name__}.")
+    if ranks < 1 or block < 1:
+        raise ValueError(f"ranks is {ranks} and block is {block}: both are 1 at least.")
 
 
 def inverse_order(order: Tensor) -> Tensor:
@@ -149,9 +160,19 @@ def _documents(segments: Tensor) -> dict[int, tuple[int, int]]:
 
 
 def imbalance(mask: Mask, ranks: int, order: Tensor | None = None) -> float:
-    """The largest share of visible keys over the mean one, all rows together; 1 is perfect, `ranks` the worst."""
+    """The largest share of visible keys over the mean one, all rows together; 1 is perfect, `ranks` the worst.
+
+    order: [S] or [B, S], for a mask of as many rows or of one. Raises ValueError for shares that are not equal.
+    """
+    _check_sizes(mask, ranks)
     area = visible_keys(mask)
+    if area.shape[1] % ranks:
+        raise ValueError(f"{ranks} equal shares need a length divisible by {ranks}, not {area.shape[1]}.")
     if order is not None:
-        area = area.gather(1, order.expand(area.shape[0], -1))
+        order = order if order.ndim == 2 else order[None]
+        rows = max(len(area), len(order))
+        if order.shape[1] != area.shape[1] or {len(area), len(order)} - {1, rows}:
+            raise ValueError(f"The order is {list(order.shape)}, and the mask has {list(area.shape)} queries.")
+        area = area.expand(rows, -1).gather(1, order.expand(rows, -1))
     shares = area.sum(0).view(ranks, -1).sum(-1).double()
     return float(shares.max() / shares.mean()) if shares.sum() else 1.0

@@ -22,10 +22,14 @@ def rows(batch: Tree) -> Tree:
 def permute(batch: Tree, order: Tensor) -> Tree:
     """One permutation of the sequence on every tensor. order: [S] or [B, S]; out[:, i] = in[:, order[:, i]].
 
-    Raises ValueError for a tensor without that sequence dimension and for dense masks, which hold the sequence twice:
+    An order [1, S], as of a mask that is one for all rows, is for all rows. Raises ValueError for an order that leaves
+    tokens out or repeats some (seen on the CPU in eager mode only), for a tensor without that sequence dimension and for dense masks, which hold the sequence twice:
     permute the mask as data (`fnmodels.Mask`) and make the dense one after.
     """
-    length = order.shape[-1]
+    order = order[0] if order.ndim == 2 and order.shape[0] == 1 else order
+    length = order.shape[-1] if order.ndim else 0
+    _check_order(order)
+    order = order.long()
     for path, tensor in _tensors("permute", batch).items():
         wrong = tensor.ndim < 2 or tensor.shape[1] != length
         # Of bool before all else: a mask per head has a dimension 1 too, which may be as long as the sequence.
@@ -33,6 +37,8 @@ def permute(batch: Tree, order: Tensor) -> Tree:
         if wrong or dense:
             why = "it is a dense mask; permute a Mask instead" if dense else f"dimension 1 is no sequence of {length}"
             raise ValueError(f"Cannot permute {path!r} of shape {tuple(tensor.shape)}: {why}.")
+        if order.ndim == 2 and tensor.shape[0] not in (order.shape[0], 1):
+            raise ValueError(f"Cannot permute {path!r} of {tensor.shape[0]} rows: the order is of {order.shape[0]}.")
 
     def one(tensor: Tensor) -> Tensor:
         if order.ndim == 1:
@@ -41,6 +47,16 @@ def permute(batch: Tree, order: Tensor) -> Tree:
         return tensor.expand(order.shape[0], *tensor.shape[1:]).gather(1, index)
 
     return tree.map(one, batch)
+
+
+def _check_order(order: Tensor) -> None:
+    if order.ndim not in (1, 2) or order.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"An order is [S] or [B, S] of int64, not {list(order.shape)} of {order.dtype}.")
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(order)
+    if torch.compiler.is_compiling() or type(order) is not Tensor or wrapped or not order.is_cpu:
+        return  # its values cannot be read, or not without waiting
+    if not order.sort(dim=-1).values.equal(torch.arange(order.shape[-1], dtype=order.dtype).expand_as(order)):
+        raise ValueError(f"An order of {order.shape[-1]} tokens has each number below that once; this one does not.")
 
 
 def split(batch: Tree, n: int) -> list[Tree]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .mask import Layout, Mask, MaskLike
+from .tree import leaves
 
 
 def is_block_mask(mask: MaskLike) -> bool:
@@ -35,6 +36,14 @@ def to_dense(mask: MaskLike) -> Tensor:
     if is_block_mask(mask):
         return _block_mask_to_dense(mask)
     raise TypeError(f"A mask is a fnmodels.Mask, a bool tensor or a BlockMask, not a {type(mask).__name__}.")
+
+
+def shape_of(mask: MaskLike) -> tuple[int, int, int, int]:
+    """B or 1, N or 1, Q, K. Raises as `to_dense` for what is no mask."""
+    if isinstance(mask, Mask):
+        return max(t.shape[0] for t in leaves(mask)), 1, mask.q_positions.shape[1], mask.kv_positions.shape[1]
+    rows, heads, queries, keys = mask.shape if is_block_mask(mask) else to_dense(mask).shape
+    return rows, heads, queries, keys
 
 
 def _block_mask_to_dense(mask: Any) -> Tensor:
@@ -103,7 +112,12 @@ class Ragged:
 
 
 def to_cu_seqlens(layout: Layout, *, device: torch.device | str | None = None) -> Ragged:
-    """The documents of all rows, row by row; padding is left out."""
+    """The documents of all rows, row by row; padding is left out. Raises TypeError for what is no Layout."""
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"Offsets are made of a Layout, not of a {type(layout).__name__}: fnmodels.layout(masks) makes one, or None "
+            "where documents are not whole and in order; those have no offsets."
+        )
     documents = [
         (row * layout.length + start, row * layout.length + stop)
         for row, ranges in enumerate(layout.rows)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .convert import is_block_mask, shape_of
 from .families import family_of
 from .mask import Layout, Mask, MaskLike
 from .ops.attention import materialize
@@ -298,9 +299,17 @@ def _check_fit(
                 f"The model has {kind!r} layers, but masks has {sorted(masks)} and freqs_cis {sorted(freqs_cis)}."
             )
         mask = masks[kind]
-        queries = mask.q_positions.shape[1] if isinstance(mask, Mask) else mask.shape[-2]
-        if queries != x.shape[1]:
-            raise ValueError(f"masks[{kind!r}] is made for {queries} queries, but x has {x.shape[1]} tokens.")
+        if not isinstance(mask, Mask | Tensor) and not is_block_mask(mask):
+            raise TypeError(
+                f"masks[{kind!r}] is a {type(mask).__name__}; a mask is a fnmodels.Mask, a bool tensor or a BlockMask."
+            )
+        rows, _, queries, keys = shape_of(mask)
+        if queries != x.shape[1] or keys != x.shape[1]:
+            raise ValueError(
+                f"masks[{kind!r}] is made for {queries} queries and {keys} keys, but x has {x.shape[1]} tokens."
+            )
+        if rows != x.shape[0] and rows != 1:
+            raise ValueError(f"masks[{kind!r}] is made for {rows} rows, but x has {x.shape[0]}.")
         for table in leaves(freqs_cis[kind]):
             if table.shape[1] != x.shape[1] or table.shape[0] not in (1, x.shape[0]):
                 raise ValueError(

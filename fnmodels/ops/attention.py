@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import mask as masks
 from .. import tree
-from ..convert import is_block_mask, to_block_mask, to_cu_seqlens, to_dense
+from ..convert import is_block_mask, shape_of, to_block_mask, to_cu_seqlens, to_dense
 from ..mask import Layout, Mask, MaskLike
 from ..rules import Causal, Everything, Rule, simplify
 from .attention_blocks import Plan, blocks_attention, plan_blocks
@@ -68,6 +68,7 @@ def attention(
         compiled = torch.compiler.is_compiling()
         kernel, _ = _choose(mask, layout, q.device.type, q.dtype, softcap is not None, sinks is not None, compiled)
     form = materialize(mask, kernel, layout)
+    _check_shapes(q, k, v, form if isinstance(form, Plan) else mask)
     if kernel == "math":
         return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
     if kernel == "varlen":
@@ -83,6 +84,31 @@ def attention(
     if kernel == "blocks":
         return blocks_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
     return flex_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
+    """A sentence for what a kernel would broadcast, or leave out, in silence."""
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: these are [B, Q, N, H], [B, K, G, H] and "
+            "[B, K, G, Hv]."
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads and k has {k.shape[2]}: groups of queries share a head of keys, so that their "
+            "number must divide."
+        )
+    (batch, queries, heads), keys = q.shape[:3], k.shape[1]
+    if isinstance(mask, ByIndex) and queries != keys:
+        raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
+    if isinstance(mask, Plan | ByIndex):
+        return  # a plan is checked where it is used, by all that it knows
+    rows, per_head, *seen = shape_of(mask)
+    if seen[0] != queries or seen[1] != keys or (rows != batch and rows != 1) or (per_head != heads and per_head != 1):
+        raise ValueError(
+            f"The mask is {[rows, per_head, *seen]}, but q and k need [{batch}, {heads}, {queries}, {keys}], of which the "
+            "first two may be 1: one for all rows, or heads. Queries and keys are never broadcast."
+        )
 
 
 def materialize(

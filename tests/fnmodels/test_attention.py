@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fnmodels import Causal, build_mask
-from fnmodels.ops.attention import attention
+from fnmodels import Causal, build_mask, layout
+from fnmodels.ops.attention import attention, materialize
 
 
 def slow(
@@ -80,6 +80,51 @@ def test_sums_in_single_precision(kernel: str) -> None:
     want = slow(*(t.double() for t in low), allowed, 0.5, None, None)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kernel", ["math", "sdpa", "auto"])
+@pytest.mark.parametrize("shape", [(1, 1, 5, 1), (1, 1, 1, 5), (1, 1, 5, 6), (3, 1, 5, 5), (1, 2, 5, 5)])
+def test_a_dense_mask_of_another_shape_is_refused(kernel: str, shape: tuple[int, ...]) -> None:
+    q, k, v = draw()
+    with pytest.raises(ValueError, match=r"The mask is \[.*, but q and k need \[2, 4, 5, 5\]"):
+        attention(q, k, v, torch.ones(shape, dtype=torch.bool), kernel=kernel, scale=1.0)
+    with pytest.raises(ValueError, match=r"need \[1, 4, 5, 5\]"):  # the mask's rows do not become the queries'
+        attention(*(t[:1] for t in (q, k, v)), torch.ones(2, 1, 5, 5, dtype=torch.bool), kernel=kernel, scale=1.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5, 5), (2, 1, 5, 5), (1, 4, 5, 5), (2, 4, 5, 5)])
+def test_a_dense_mask_may_be_one_for_all_rows_or_heads(shape: tuple[int, ...]) -> None:
+    q, k, v = draw()
+    some = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    whole = some.expand(2, 4, 5, 5)
+    for kernel in ("math", "sdpa"):
+        got, want = (attention(q, k, v, m, kernel=kernel, scale=1.0) for m in (some, whole))
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kernel", ["math", "sdpa", "blocks", "auto"])
+def test_a_mask_of_other_tokens_is_refused_and_never_dropped(kernel: str) -> None:
+    """Where the layout is plain "sdpa" reads the triangle over indices, and would not look at the mask."""
+    positions = torch.arange(8)[None]
+    mask = build_mask(Causal(), positions, torch.ones_like(positions))
+    found = layout({"full": mask})
+    assert found is not None and found.plain
+    q, k, v = draw(batch=1)
+    with pytest.raises(ValueError, match=r"The mask is \[1, 1, 8, 8\]|describes 1 rows of 8 tokens"):
+        attention(q, k, v, mask, kernel=kernel, scale=1.0, layout=found)
+    short = draw(batch=1, queries=5, keys=8)
+    with pytest.raises(ValueError, match="as many queries as keys, not for 5 and 8"):
+        attention(*short, materialize(mask, "sdpa", found), kernel="sdpa", scale=1.0)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    allowed = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    for kernel in ("math", "sdpa"):
+        with pytest.raises(ValueError, match="q has 4 heads and k has 3"):
+            attention(*draw(groups=3), allowed, kernel=kernel, scale=1.0)
+        q, k, v = draw()
+        with pytest.raises(ValueError, match=r"v \[2, 4, 2, 3\]"):
+            attention(q, k, v[:, :4], allowed, kernel=kernel, scale=1.0)
 
 
 def test_an_unknown_kernel_is_named() -> None:

@@ -123,6 +123,56 @@ def test_lengths_that_do_not_divide_are_refused():
         balanced_order(MASKS["causal"], 3)
 
 
+@pytest.mark.parametrize("method", ["mask", "head_tail"])
+def test_a_mask_that_is_one_for_all_rows_orders_all_rows(method):
+    mask = MASKS["packed"]
+    tokens = torch.arange(4 * LENGTH).view(4, LENGTH)
+    (moved, ordered), back = balance((tokens, mask), mask, RANKS, method=method, block=8)
+    assert moved.equal(tokens[:, inverse_order(back).flatten()]) and not moved.equal(tokens)
+    assert fnmodels.permute(moved, back).equal(tokens)
+    assert ordered.q_positions.shape == (1, LENGTH)
+    order = inverse_order(back)
+    assert imbalance(mask, RANKS, order) == imbalance(mask, RANKS, order.flatten().expand(4, -1))
+
+
+def test_sizes_that_cannot_be_are_refused():
+    mask, batch = MASKS["causal"], {"tokens": torch.zeros(2, LENGTH)}
+    for call in (
+        lambda ranks: balance(batch, mask, ranks),
+        lambda ranks: balance(batch, mask, ranks, method="head_tail"),
+        lambda ranks: head_tail_order(LENGTH, ranks),
+        lambda ranks: balanced_order(mask, ranks),
+        lambda ranks: imbalance(mask, ranks),
+    ):
+        for ranks in (0, -2):
+            with pytest.raises(ValueError, match=f"ranks is {ranks}"):
+                call(ranks)
+    with pytest.raises(ValueError, match="block is 0"):
+        balance(batch, mask, 2, block=0)
+    with pytest.raises(ValueError, match="3 equal shares need a length divisible by 3, not 256"):
+        imbalance(mask, 3)
+    with pytest.raises(ValueError, match=r"The order is \[1, 8\], and the mask has \[1, 256\]"):
+        imbalance(mask, 2, torch.arange(8))
+    with pytest.raises(TypeError, match="not on a Tensor"):
+        balance(batch, mask.dense(), 2)
+
+
+@pytest.mark.parametrize(
+    ("order", "sentence"),
+    [
+        (torch.zeros(5, dtype=torch.long), "has each number below that once"),
+        (torch.tensor([0, 1, 2, 3, 5]), "has each number below that once"),
+        (torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 3, 3]]), "has each number below that once"),
+        (torch.arange(5.0), "of int64, not .5. of torch.float32"),
+        (torch.tensor(0), "of int64, not .. of torch.int64"),
+        (torch.arange(5).expand(3, 5), "'tokens' of 2 rows: the order is of 3"),
+    ],
+)
+def test_what_is_no_permutation_is_refused(order, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        fnmodels.permute({"tokens": torch.zeros(2, 5)}, order)
+
+
 # Measured for the docs: rows as they are trained on, the share of the busiest rank over the mean one.
 DOCS = Path(__file__).parents[2] / "docs" / "contract.md"
 MEASURED = {

@@ -267,8 +267,24 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
     ):
         fnmodels.forward(params, TOKENS.clone().index_fill(1, torch.tensor([1]), -1), masks, freqs_cis, config=CONFIG)
     _, short, tables = fnmodels.prepare(CONFIG, TOKENS[:, :3])
-    with pytest.raises(ValueError, match=r"masks\['full'\] is made for 3 queries, but x has 5"):
+    with pytest.raises(ValueError, match=r"masks\['full'\] is made for 3 queries and 3 keys, but x has 5"):
         fnmodels.forward(params, inputs, short, freqs_cis, config=CONFIG)
+    dense = {
+        r"5 queries and 1 keys, but x has 5": (1, 1, 5, 1),
+        r"1 queries and 5 keys, but x has 5": (1, 1, 1, 5),
+        r"3 rows, but x has 2": (3, 1, 5, 5),
+    }
+    for words, shape in dense.items():
+        with pytest.raises(ValueError, match=rf"masks\['full'\] is made for {words}"):
+            fnmodels.forward(params, inputs, {"full": torch.ones(shape, dtype=torch.bool)}, freqs_cis, config=CONFIG)
+    made = llama.attention_masks(
+        CONFIG, inputs["positions"], torch.ones_like(TOKENS), create=lambda *sizes, device: "mine"
+    )
+    for junk, name in (({"full": None}, "NoneType"), (made, "str")):
+        with pytest.raises(TypeError, match=rf"masks\['full'\] is a {name}; a mask is a fnmodels.Mask"):
+            fnmodels.forward(params, inputs, junk, freqs_cis, config=CONFIG)
+    with pytest.raises(TypeError, match=r"made of a Layout, not of a Mask: fnmodels.layout\(masks\)"):
+        fnmodels.to_cu_seqlens(masks["full"])
     with pytest.raises(ValueError, match=r"freqs_cis\['full'\] is made for \[2, 3\] tokens \[B, S\], x has \[2, 5\]"):
         fnmodels.forward(params, inputs, masks, tables, config=CONFIG)
 
