@@ -23,8 +23,9 @@ def permute(batch: Tree, order: Tensor) -> Tree:
     """One permutation of the sequence on every tensor. order: [S] or [B, S]; out[:, i] = in[:, order[:, i]].
 
     An order [1, S], as of a mask that is one for all rows, is for all rows. Raises ValueError for an order that leaves
-    tokens out or repeats some (seen on the CPU in eager mode only), for a tensor without that sequence dimension and for dense masks, which hold the sequence twice:
-    permute the mask as data (`fnmodels.Mask`) and make the dense one after.
+    tokens out or repeats some (seen on the CPU in eager mode only), for a tensor without that sequence dimension and
+    for dense masks, which hold the sequence twice: permute the mask as data (`fnmodels.Mask`) and make the dense one
+    after.
     """
     order = order[0] if order.ndim == 2 and order.shape[0] == 1 else order
     length = order.shape[-1] if order.ndim else 0

@@ -115,8 +115,8 @@ def to_cu_seqlens(layout: Layout, *, device: torch.device | str | None = None) -
     """The documents of all rows, row by row; padding is left out. Raises TypeError for what is no Layout."""
     if not isinstance(layout, Layout):
         raise TypeError(
-            f"Offsets are made of a Layout, not of a {type(layout).__name__}: fnmodels.layout(masks) makes one, or None "
-            "where documents are not whole and in order; those have no offsets."
+            f"Offsets are made of a Layout, not of a {type(layout).__name__}: fnmodels.layout(masks) makes one, or "
+            "None where documents are not whole and in order; those have no offsets."
         )
     documents = [
         (row * layout.length + start, row * layout.length + stop)

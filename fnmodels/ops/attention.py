@@ -106,8 +106,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
     rows, per_head, *seen = shape_of(mask)
     if seen[0] != queries or seen[1] != keys or (rows != batch and rows != 1) or (per_head != heads and per_head != 1):
         raise ValueError(
-            f"The mask is {[rows, per_head, *seen]}, but q and k need [{batch}, {heads}, {queries}, {keys}], of which the "
-            "first two may be 1: one for all rows, or heads. Queries and keys are never broadcast."
+            f"The mask is {[rows, per_head, *seen]}, but q and k need [{batch}, {heads}, {queries}, {keys}], of which "
+            "the first two may be 1: one for all rows, or heads. Queries and keys are never broadcast."
         )
 
 
