@@ -12,7 +12,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
+from .decoder import (
+    check_decoder,
+    decoder_name,
+    decoder_sizes,
+    decoder_to_hf,
+    layer_types,
+    patterned_layers,
+    sliding_pattern,
+)
 from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
@@ -63,7 +71,7 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(fields, max_positions=8192, tied=True)
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
-        pattern = fields.integer("sliding_window_pattern", fields.take("_sliding_window_pattern", 4))
+        pattern = sliding_pattern(fields, 4)
         # Of the first release: they say once more, or of the training code, what this family does anyway.
         fields.expect("layer_switch", pattern)
         fields.expect("order_of_interleaved_layers", "local_attn_first")
@@ -74,7 +82,7 @@ class Config:
         fields.expect("use_parallel_block", True)
         fields.expect("use_parallel_embedding", False)
         fields.expect("use_qk_norm", False)
-        slides = sliding_layers(fields, [(i + 1) % pattern != 0 for i in range(sizes["num_hidden_layers"])])
+        slides = patterned_layers(fields, pattern, sizes["num_hidden_layers"])
         config = Config(
             **sizes,
             rope=rope_from_hf(fields, theta=1e4, **where),

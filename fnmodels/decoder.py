@@ -147,6 +147,25 @@ def sliding_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
     return [known[t] for t in types]
 
 
+def sliding_pattern(fields: Fields, default: int) -> int:
+    """n, where all layers but every nth look back a window only; under the field's old name, or its new one."""
+    names = [n for n in ("sliding_window_pattern", "_sliding_window_pattern") if fields.take(n, None) is not None]
+    found = [fields.integer(name) for name in names] or [default]
+    if len(set(found)) > 1:
+        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree: {found[0]} and {found[1]}.")
+    return found[0]
+
+
+def patterned_layers(fields: Fields, pattern: int, layers: int) -> list[bool]:
+    """Which layers look back a window only: by `sliding_pattern`, or as `layer_types` says."""
+    rule = [(i + 1) % pattern != 0 for i in range(layers)]
+    slides = sliding_layers(fields, rule)
+    # The new name may disagree: transformers writes its default beside any list, and reads the list.
+    if slides != rule and fields.values.get("sliding_window_pattern") is not None:
+        raise ConfigError(f"{fields.where}: 'layer_types' is not what 'sliding_window_pattern' {pattern} makes.")
+    return slides
+
+
 def sparse_layers(fields: Fields, layers: int) -> list[bool]:
     """Which layers have experts: every `decoder_sparse_step`th one, but for those in `mlp_only_layers`."""
     step, dense = fields.integer("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])

@@ -15,7 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
+from .decoder import (
+    check_decoder,
+    decoder_name,
+    decoder_sizes,
+    decoder_to_hf,
+    layer_types,
+    patterned_layers,
+    sliding_layers,
+    sliding_pattern,
+)
 from .hf import Fields, rope_from_hf, rope_to_hf, ropes_by_layer_type
 from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, build_mask, causal_masks
@@ -81,17 +90,15 @@ class Config:
         sizes = decoder_sizes(fields, max_positions=positions, tied=True, kv_heads=16 if first else 4, head_dim=256)
         layers, head_dim, positions = sizes["num_hidden_layers"], sizes["head_dim"], sizes["max_position_embeddings"]
         if third:
-            pattern = fields.integer("sliding_window_pattern", fields.take("_sliding_window_pattern", 6))
-            rule = [(i + 1) % pattern != 0 for i in range(layers)]
+            slides = patterned_layers(fields, sliding_pattern(fields, 6), layers)
             thetas = {"full_attention": 1e6, "sliding_attention": fields.number("rope_local_base_freq", 1e4)}
             ropes = ropes_by_layer_type(
                 fields, thetas, scaled="full_attention", head_dim=head_dim, max_positions=positions
             )
             rope, local = ropes["full_attention"], ropes["sliding_attention"]
         else:
-            rule = [not first and i % 2 == 0 for i in range(layers)]
+            slides = [False] * layers if first else sliding_layers(fields, [i % 2 == 0 for i in range(layers)])
             rope = local = rope_from_hf(fields, head_dim=head_dim, max_positions=positions, theta=1e4)
-        slides = rule if first else sliding_layers(fields, rule)
         activation = fields.choice("hidden_act" if first else "hidden_activation", tuple(ACTIVATIONS), _GELU)
         if first:
             fields.expect("hidden_activation", None, _GELU)

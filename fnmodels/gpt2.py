@@ -32,7 +32,8 @@ MODEL_TYPES = ("gpt2",)
 TAPS = ("attention", "middle", "mlp")
 LEFTOVERS = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # masks that older files hold
 
-# Heads for other tasks, a second name of n_positions.
+# Heads for other tasks, and a second name of n_positions that nobody reads: 1024, once its default, stands in files of
+# models of other lengths too.
 _IGNORED = (
     *("n_ctx", "n_special", "predict_special_tokens", "summary_type"),
     *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),

@@ -141,6 +141,7 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
     rope = [1] * layers
     if model_type == "smollm3":
         fields.take("max_window_layers", None)  # a leftover in its files: which layers slide follows from the others
+        # not compared with the list, which alone is read: transformers writes its default 4 beside any
         interval = fields.integer("no_rope_layer_interval", 4)
         rope = fields.take("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
         if not isinstance(rope, list) or len(rope) != layers or any(r not in (0, 1) for r in rope):
@@ -149,6 +150,7 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
             )
         slides = [on and not r for r in rope]
     else:
+        # the same holds of this one's default 28 and `layer_types`
         first = fields.integer("max_window_layers", 28, low=0)
         slides = [on and i >= first for i in range(layers)]
     window = window if on else None

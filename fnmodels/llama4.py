@@ -164,6 +164,7 @@ def _from_hf(fields: Fields) -> Config:
 
 def _layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     """What each layer sees, whether it rotates, whether it has experts: from lists, or from the rules behind them."""
+    # not compared with the list, which alone is read where it has any: transformers writes its default 4 beside each
     every = fields.integer("no_rope_layer_interval", 4)
     rotates = fields.take("no_rope_layers", None) or [int((i + 1) % every != 0) for i in range(layers)]
     if not isinstance(rotates, list) or len(rotates) != layers or not all(flag in (0, 1) for flag in rotates):

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 import params as P
 from params.format import map_file, mapped_tensor, open_tensors
 from tests.params.damage import corpus, make_bases
-from tests.support import Case, cases, generic_params
+from tests.support import Case, cases, generic_params, structures
 
 LONGEST = 2.0  # seconds of processor time that any single mutation may take
 
@@ -252,3 +252,32 @@ def test_quantized(count: int, tmp_path: Path) -> None:
     print(outcomes)
     kinds = {"read", "FormatError", "UnsupportedError", "ConfigError", "MismatchError"}
     assert set(outcomes) == kinds and outcomes["read"] < count / 2
+
+
+@pytest.mark.parametrize("size", [10**5, pytest.param(10**7, marks=pytest.mark.slow), 1 << 31])
+def test_every_number_of_every_family_may_be_enormous(size: int, tmp_path: Path) -> None:
+    """One integer of config.json after the other: refused, or loaded where it is the size of nothing."""
+    outcomes: Counter[str] = Counter()
+    for case in (case for case in structures() if case.values is not None):
+        folder = tmp_path / case.name
+        P.save_pretrained(folder, case.config, generic_params(case.config))
+        for values in (case.values, case.config.to_hf()):
+            names = [i for i, (inner, key) in enumerate(places(values)) if type(inner[key]) is int]
+            outcomes += run(len(names), *_enlarging(folder / "config.json", values, names, size))
+    print(outcomes)
+    assert set(outcomes) == {"read", "UnsupportedError", "ConfigError", "MismatchError"}
+
+
+def _enlarging(
+    path: Path, values: Any, numbers: list[int], size: int
+) -> tuple[Callable[[random.Random], None], Callable[[], None]]:
+    """What `run` calls: each time the next of the numbers becomes `size`, and the checkpoint is loaded."""
+    left = iter(numbers)
+
+    def mutate(_: random.Random) -> None:
+        changed = copy.deepcopy(values)
+        inner, key = places(changed)[next(left)]
+        inner[key] = size
+        rewrite(path, dumps(changed))
+
+    return mutate, lambda: P.load_pretrained(path.parent) and None

@@ -47,6 +47,12 @@ def cases() -> Iterator[Damage]:
         yield Damage(f"{what} for the file", instead(make, CONFIG), P.UnsafePathError, words)
     for what, do in _GOOD.items():
         yield Damage(f"good: {what}", do)
+    for value in (False, None):
+        causal = configured(use_bidirectional_attention=value)
+        yield Damage(f"good: use_bidirectional_attention {value!r}", causal, base="gemma")
+    patterns = configured(sliding_window_pattern=2, _sliding_window_pattern=2)
+    yield Damage("good: two patterns that are one", patterns, base="cohere2")
+    yield Damage("good: a default pattern beside layer_types", configured(_sliding_window_pattern=4), base="cohere2")
     same = configured(hidden_size=16, num_hidden_layers=2, max_position_embeddings=32)
     yield Damage("good: equal aliases", same, base="gpt2")
 
@@ -215,6 +221,48 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "layers that slide without a window": (
             configured(layer_types=["sliding_attention"] * 2),
             *(P.ConfigError, "'sliding_window' is off"),
+        ),
+    },
+    "cohere2": {
+        "two patterns of layers that disagree": (
+            configured(layer_types=None, sliding_window_pattern=2, _sliding_window_pattern=4),
+            *(P.ConfigError, "'sliding_window_pattern' and '_sliding_window_pattern' disagree: 2 and 4"),
+        ),
+        "a pattern that layer_types is not": (
+            configured(sliding_window_pattern=4),
+            *(P.ConfigError, "'layer_types' is not what 'sliding_window_pattern' 4 makes"),
+        ),
+        "a part of the head that would rotate": (
+            configured(rotary_pct=0.25),
+            *(P.UnsupportedError, "'rotary_pct' is 0.25"),
+        ),
+    },
+    "gemma": {
+        "attention in both directions": (
+            configured(use_bidirectional_attention=True),
+            *(P.UnsupportedError, "'use_bidirectional_attention' is true"),
+        ),
+        "attention in 0 directions": (
+            configured(use_bidirectional_attention=0),
+            *(P.UnsupportedError, "'use_bidirectional_attention' is 0"),
+        ),
+    },
+    "qwen3_moe": {
+        "100,000 experts": (configured(num_experts=10**5), P.ConfigError, "'num_experts' is 100000", "from 1 to 1024"),
+        "1,000 experts in each of 1,000 layers": (
+            configured(num_experts=1000, num_hidden_layers=1000),
+            *(P.ConfigError, "'num_experts' is 1000", "from 1 to 50"),
+        ),
+        "3,000,000 layers without experts": (
+            configured(mlp_only_layers=[0] * 3_000_000),
+            *(P.ConfigError, "'mlp_only_layers' must be a list of at most 2"),
+        ),
+    },
+    "deepseek_v3": {
+        "2^31 experts": (configured(n_routed_experts=1 << 31), P.ConfigError, "'n_routed_experts' is 2147483648"),
+        "100,000 heads for further tokens": (
+            configured(num_nextn_predict_layers=10**5),
+            *(P.ConfigError, "'num_nextn_predict_layers' is 100000", "from 0 to 16"),
         ),
     },
     "gpt2": {

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fnmodels import gpt2, llama
+from fnmodels import cohere, deepseek, gemma, gpt2, llama, qwen_moe
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 NAME, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
@@ -20,11 +20,19 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "layer_kinds": ("full", "full_moe")}
+_LATENT = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"} | _EXPERTS
+_LATENT |= {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+_LATENT |= {"n_routed_experts": 4, "num_nextn_predict_layers": 1}
 BASES: dict[str, tuple[Any, int]] = {  # {name: (config, bytes of the largest file)}
     "single": (llama.Config(**SIZES), 10**9),
     "sharded": (llama.Config(**SIZES), 4000),
     "tied": (llama.Config(**SIZES, tie_word_embeddings=True), 10**9),
     "qwen2": (llama.Config(**SIZES, qkv_bias=True, model_type="qwen2"), 10**9),
+    "gemma": (gemma.Config(**SIZES), 10**9),
+    "cohere2": (cohere.Config(**SIZES, sliding_window=8, layer_kinds=("sliding", "full")), 10**9),
+    "qwen3_moe": (qwen_moe.Config(**SIZES, **_EXPERTS, num_experts=4, model_type="qwen3_moe", qk_norm=True), 10**9),
+    "deepseek_v3": (deepseek.Config(**_LATENT), 10**9),
     # transformers' own default for both tokens lies beyond this vocabulary
     "gpt2": (gpt2.Config(40, 16, 64, 2, 2, 32, extra=(("bos_token_id", "0"), ("eos_token_id", "0"))), 10**9),
 }
