@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -26,6 +25,7 @@ from fnmodels.errors import FormatError, UnsupportedError
 from params.files import parse_json
 
 HEADER_LIMIT = 100_000_000  # bytes, the format's own bound
+HANDLES = 64  # files held open; a process may commonly have 1,024, and other things need some of them
 NAMES_LIMIT = 250_000  # tensors in a file; the largest published models have fewer in all their files together
 DTYPES = {  # in the package's order, which is also that of their sizes
     "BOOL": torch.bool,
@@ -59,12 +59,39 @@ class Entry:
     stop: int
 
 
+class Handles:
+    """Open files, those used last: a checkpoint may have more shards than a process may have files open."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, FileIO] = {}  # in the order of use
+        self._first: dict[Path, tuple[int, ...]] = {}
+
+    def get(self, path: Path) -> FileIO:
+        """FormatError: it had to be opened again, and another file, or a changed one, has come into its place."""
+        handle = self._open.pop(path, None)
+        if handle is None:
+            handle = FileIO(path)
+            found = os.fstat(handle.fileno())
+            identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+            if self._first.setdefault(path, identity) != identity:
+                handle.close()
+                raise FormatError(f"{path} was replaced or changed after its header had been checked: load it again.")
+        self._open[path] = handle
+        if len(self._open) > HANDLES:
+            self._open.pop(next(iter(self._open))).close()
+        return handle
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
 @dataclass(frozen=True)
 class TensorFile:
-    """An open file whose header is good. Mapped tensors outlive its closing."""
+    """A file whose header is good. Mapped tensors outlive the closing of its handle."""
 
     path: Path
-    handle: FileIO
+    handles: Handles
     entries: dict[str, Entry]
 
 
@@ -73,8 +100,14 @@ def open_tensors(path: Path, stack: ExitStack) -> TensorFile:
 
     FormatError names the file and what is wrong with it, UnsupportedError a dtype that torch does not have.
     """
-    handle = stack.enter_context(FileIO(path))
-    return TensorFile(path, handle, _entries(path, handle))
+    return open_several([path], stack)[0]
+
+
+def open_several(paths: Iterable[Path], stack: ExitStack) -> list[TensorFile]:
+    """As `open_tensors`, of files of which at most `HANDLES` are open at a time."""
+    handles = Handles()
+    stack.callback(handles.close)
+    return [TensorFile(path, handles, _entries(path, handles.get(path))) for path in paths]
 
 
 def _entries(path: Path, handle: FileIO) -> dict[str, Entry]:
@@ -153,15 +186,19 @@ _REPR.maxlist = _REPR.maxdict = _REPR.maxlong = 80
 _REPR.maxstring = 500
 
 
-def map_file(file: TensorFile) -> mmap.mmap:
+def map_file(file: TensorFile) -> memoryview:
     """The whole file, lazily: pages are read when touched. Private: what is written to them never reaches the file."""
     # Not safetensors' `safe_open`: it maps in the same way, but its `get_tensor` (torch.asarray of a storage) reads the
     # first page of each tensor. Measured on 1 GB of 129 tensors that are not in the page cache: 800 ms, here 12 ms. It
-    # also opens the file anew, by a name that may lead to another file than the one whose header was checked.
-    return mmap.mmap(file.handle.fileno(), 0, access=mmap.ACCESS_COPY)
+    # also opens the file anew, by a name that may lead to another file than the one whose header was checked. And not
+    # Python's mmap, which keeps a file open for each mapping: some hundred shards would be all that a process may have.
+    handle = file.handles.get(file.path).fileno()
+    size = os.fstat(handle).st_size
+    whole = torch.from_file(f"/dev/fd/{handle}", shared=False, size=size, dtype=torch.uint8, device="cpu")
+    return whole.numpy().data
 
 
-def mapped_tensor(mapping: mmap.mmap, entry: Entry) -> Tensor:
+def mapped_tensor(mapping: memoryview, entry: Entry) -> Tensor:
     """A tensor that lies in the mapping, or a copy where the file is not aligned for it.
 
     Each has a storage of its own size (as slices of one storage, a deep copy of one leaf would copy the whole file).
@@ -191,12 +228,12 @@ def read_tensor(file: TensorFile, entry: Entry, dtype: torch.dtype | None, buffe
 def read_into(out: Tensor, file: TensorFile, entry: Entry, buffer: Tensor) -> None:
     """As `read_tensor`, into contiguous memory on the CPU that is there."""
     if out.dtype == entry.dtype:
-        _fill(file.path, file.handle, _raw(out), entry.start)
+        _fill(file.path, file.handles.get(file.path), _raw(out), entry.start)
         return
     piece, start = buffer.view(entry.dtype), entry.start
     for part in out.view(-1).split(len(piece)):
         read = piece[: len(part)]
-        _fill(file.path, file.handle, _raw(read), start)
+        _fill(file.path, file.handles.get(file.path), _raw(read), start)
         part.copy_(read)
         start += read.nbytes
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fnmodels.errors import IndexFileError, UnsupportedError
 from params.files import plain_file, read_json
-from params.format import Entry, TensorFile, open_tensors
+from params.format import Entry, TensorFile, open_several
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,7 +55,7 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, E
     if missing:
         text = f"{len(missing)} of {len(shards)} files with tensors are not there:{listed(missing)}\nFolder"
         raise FileNotFoundError(errno.ENOENT, text, str(folder))
-    files = [open_tensors(path, stack) for path in paths]
+    files = open_several(paths, stack)
     if index:
         _check_index(folder / INDEX, weight_map, files)
     return {name: (file, entry) for file in files for name, entry in file.entries.items()}

@@ -7,7 +7,6 @@ and all differences are told at once.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -66,7 +65,7 @@ def load_pretrained(
     with ExitStack() as stack:
         checked = check(folder, stack, drop)
         found = checked.found
-        mappings: dict[Path, mmap.mmap] = {}
+        mappings: dict[Path, memoryview] = {}
         buffer = scratch()
         _check_ties(checked.tied, found, buffer)
         flat = {
@@ -201,7 +200,7 @@ def _target(slot: Slot, dtype: torch.dtype | None) -> torch.dtype | None:
 def _leaf(
     slot: Slot,
     found: Found,
-    mappings: dict[Path, mmap.mmap],
+    mappings: dict[Path, memoryview],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     copy: bool,
@@ -275,7 +274,7 @@ def _piece(stored: Single, shape: tuple[int, ...], entry: Entry) -> Entry | None
     return Entry(entry.dtype, shape, entry.start + stored.start * row, entry.start + stored.stop * row)
 
 
-def _mapping(mappings: dict[Path, mmap.mmap], file: TensorFile) -> mmap.mmap:
+def _mapping(mappings: dict[Path, memoryview], file: TensorFile) -> memoryview:
     if file.path not in mappings:
         mappings[file.path] = map_file(file)
     return mappings[file.path]

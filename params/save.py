@@ -21,7 +21,7 @@ from fnmodels.tree import Tree
 from params.export import outgoing
 from params.files import sync
 from params.format import Outgoing, write_tensors
-from params.index import INDEX, SINGLE, listed, make_index
+from params.index import INDEX, SHARDS_LIMIT, SINGLE, listed, make_index
 from params.manifest import MANIFEST, changed, read_manifest, write_manifest
 from params.saving import exclusive, filled, leftovers, reserved, told
 
@@ -190,6 +190,10 @@ def _shards(tensors: dict[str, Outgoing], limit: int) -> dict[str, list[str]]:
         size += tensor.nbytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}
+    if len(groups) > SHARDS_LIMIT:
+        raise ValueError(
+            f"max_shard_size={limit} makes {len(groups):,} files of this model; at most {SHARDS_LIMIT:,} can be read."
+        )
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
 
 

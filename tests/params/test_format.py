@@ -1,5 +1,8 @@
 """The format of safetensors: two readers and a writer, held against the package for every dtype and odd shapes."""
 
+import os
+import resource
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from torch import Tensor
 
 import params as P
 import params.load
+import params.save
 from fnmodels import llama
 from params import format as tensor_format
 from tests.support import generic_params
@@ -83,6 +87,57 @@ def test_what_was_checked_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(params.load, "_compare", compare)
     loaded = P.flatten(P.load_pretrained(tmp_path, copy=copy)[1])
     assert all(torch.equal(leaf, loaded[path]) for path, leaf in P.flatten(wanted).items())
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was loaded keeps none open, so that the next model finds room."""
+    wanted = generic_params(SMALL)
+    P.save_pretrained(tmp_path, SMALL, wanted, max_shard_size=1)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 21
+    monkeypatch.setattr(tensor_format, "HANDLES", 4)
+    before, limits = open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/dev/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, limits[1]))
+    try:
+        models = [P.load_pretrained(tmp_path, copy=copy)[1] for copy in (False, False, True)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert open_files() == before
+    for model in models:
+        assert all(torch.equal(leaf, P.flatten(model)[path]) for path, leaf in P.flatten(wanted).items())
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("what", ["replaced", "rewritten"])
+def test_a_file_that_is_opened_again_must_be_the_one_that_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: bool, what: str
+) -> None:
+    P.save_pretrained(tmp_path, SMALL, generic_params(SMALL), max_shard_size="3KB")
+    monkeypatch.setattr(tensor_format, "HANDLES", 1)
+    plain, file = params.load._compare, min(tmp_path.glob("*.safetensors"))
+
+    def compare(*args: Any) -> None:
+        plain(*args)
+        if what == "replaced":
+            shutil.copyfile(file, tmp_path / "other")
+            os.replace(tmp_path / "other", file)
+        else:
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+    monkeypatch.setattr(params.load, "_compare", compare)
+    with pytest.raises(P.FormatError, match=f"{file} was replaced or changed after its header had been checked"):
+        P.load_pretrained(tmp_path, copy=copy)
+
+
+def test_no_more_shards_are_written_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(params.save, "SHARDS_LIMIT", 20)
+    with pytest.raises(ValueError, match="max_shard_size=1 makes 21 files of this model; at most 20 can be read"):
+        P.save_pretrained(tmp_path / "new", SMALL, generic_params(SMALL), max_shard_size=1)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="looks into /proc")
