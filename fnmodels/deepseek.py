@@ -3,8 +3,6 @@
 A pre-norm decoder whose attention works on latents; the first layers are dense, the rest sparse with a shared expert.
 V2 scores experts by softmax. The others score by sigmoid and choose by score plus a bias that no gradient teaches.
 Choice may be limited to the best groups of experts. V3 has heads that predict further tokens: `fnmodels.mtp`.
-
-The router's dtypes: its weight as the model's, its product and scores in fp32 at least, its weights in the scores'.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,12 +41,13 @@ from .ops.mlp import ACTIVATIONS, gated_mlp, glu
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm
 from .ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table
-from .ops.router import sigmoid_top_k, softmax_top_k
+from .ops.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 KINDS = ("full", "full_moe")
 ROUTED = True
+ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # what files may hold or not, and the field that counts it
 LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that some files hold
@@ -297,13 +297,13 @@ def block(
         named["mlp"], aux = moe(
             layer["mlp"],
             normed,
-            _router(layer["mlp"], config),
+            _router(layer["mlp"], config, ROUTER.output_dtype(x.dtype)),
             valid=valid,
             routing=routing,
             experts=experts,
             act=functools.partial(glu, activation=config.hidden_act),
             kernel=kernel,
-            wide_router=True,
+            wide_router=ROUTER.wide_projection,
         )
         named |= aux
         taps = (*KEPT, *taps)
@@ -312,7 +312,7 @@ def block(
     return middle + named["mlp"], {name: named[name] for name in taps}
 
 
-def _router(mlp: Tree, config: Config) -> Callable[..., tuple[Tensor, Tensor]]:
+def _router(mlp: Tree, config: Config, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
     bias = {} if config.softmax_scores else {"bias": mlp["selection_bias"]}
     return functools.partial(
         sigmoid_top_k if bias else softmax_top_k,
@@ -321,6 +321,7 @@ def _router(mlp: Tree, config: Config) -> Callable[..., tuple[Tensor, Tensor]]:
         scale=config.routed_scaling_factor,
         groups=config.n_group,
         kept_groups=config.topk_group,
+        dtype=dtype,
         **bias,
     )
 

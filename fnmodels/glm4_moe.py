@@ -2,8 +2,6 @@
 
 A pre-norm decoder with grouped queries, half-layout rotary embedding of the first half of each head, a few dense layers
 and then sparse ones, which route as DeepSeek V3 does. Its heads that predict further tokens: `fnmodels.mtp`.
-
-The router's dtypes: its weight as the model's, its product and scores in fp32 at least, its weights in the scores'.
 """
 
 from __future__ import annotations
@@ -38,12 +36,13 @@ from .ops.mlp import ACTIVATIONS, gated_mlp, glu
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm
 from .ops.rotary import Rope, apply_rotary, rotary_table
-from .ops.router import sigmoid_top_k
+from .ops.router import RouterDtypes, sigmoid_top_k
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("glm4_moe",)
 KINDS = ("full", "full_moe")
 ROUTED = True
+ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # what files may hold or not, and the field that counts it
 
@@ -239,6 +238,7 @@ def block(
             scale=config.routed_scaling_factor,
             groups=config.n_group,
             kept_groups=config.topk_group,
+            dtype=ROUTER.output_dtype(x.dtype),
         )
         named["mlp"], aux = moe(
             layer["mlp"],
@@ -249,7 +249,7 @@ def block(
             experts=experts,
             act=functools.partial(glu, activation=config.hidden_act),
             kernel=kernel,
-            wide_router=True,
+            wide_router=ROUTER.wide_projection,
         )
         named |= aux
         taps = (*KEPT, *taps)

@@ -3,8 +3,6 @@
 Each head has a sink, one more logit that takes probability and gives nothing; every second layer looks back a window
 only. Experts clamp what they multiply, and everything has a bias. The published files hold the experts as mxfp4, which
 `params.load_pretrained` reads; they are saved as bf16, with gate and up column by column in turn.
-
-Router dtypes: weight, bias and logits as the activations, scores in fp32, the experts' weights as the activations.
 """
 
 from __future__ import annotations
@@ -37,12 +35,13 @@ from .ops.heads import project_out, project_qkv
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm_fp32_weight
 from .ops.rotary import Rope, apply_rotary, rotary_table
-from .ops.router import top_k_softmax
+from .ops.router import RouterDtypes, top_k_softmax
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_oss",)
 KINDS = ("full_moe", "sliding_moe")
 ROUTED = True
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 SINKS = True
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
@@ -222,7 +221,7 @@ def block(
     attended = project_out(weights, mixed)
     middle = x + attended
     normed = rms_norm_fp32_weight(middle, layer["post_attention_layernorm"], eps=eps)
-    route = functools.partial(top_k_softmax, k=config.num_experts_per_tok, dtype=x.dtype)
+    route = functools.partial(top_k_softmax, k=config.num_experts_per_tok, dtype=ROUTER.output_dtype(x.dtype))
     act = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     fed, routed = moe(
         layer["mlp"], normed, route, valid=valid, routing=routing, experts=experts, act=act, kernel=kernel

@@ -5,8 +5,6 @@ and sees everything, with queries that grow with the logarithm of their position
 queries and keys may be normalized, without a weight. Experts, in every layer or every second one, get their token times
 the router's sigmoid, beside one expert that all tokens pass through. A checkpoint of model type llama4 also has a
 vision tower, which is left out.
-
-Router dtypes: weight and logits as the activations, scores in fp32, the experts' weights as the activations.
 """
 
 from __future__ import annotations
@@ -43,13 +41,14 @@ from .ops.mlp import ACTIVATIONS, gated_mlp, glu
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm
 from .ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
-from .ops.router import top_k_sigmoid
+from .ops.router import RouterDtypes, top_k_sigmoid
 from .rules import Causal, Chunk
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("llama4", "llama4_text")
 KINDS = tuple(see + nope + moe for see in ("chunked", "full") for nope in ("", "_nope") for moe in ("_moe", ""))
 ROUTED = True
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 LEFTOVERS = (r"vision_model\..*", r"multi_modal_projector\..*")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
@@ -291,7 +290,7 @@ def block(
     named: dict[str, Tensor] = {"attention": attended, "middle": middle}
     always: tuple[str, ...] = ()
     if kind.endswith("_moe"):
-        route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok, dtype=x.dtype)
+        route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok, dtype=ROUTER.output_dtype(x.dtype))
         act = functools.partial(glu, activation=config.hidden_act)
         given: dict[str, Any] = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel}
         fed, routed = moe(layer["mlp"], normed, route, act=act, input_weighted=True, **given)

@@ -1,7 +1,4 @@
-"""Mixtral (arXiv 2401.04088): the Llama block with a mixture of experts in the place of every MLP.
-
-Router dtypes: weight and logits as the activations, scores in fp32, the experts' weights in fp32 up to their sum.
-"""
+"""Mixtral (arXiv 2401.04088): the Llama block with a mixture of experts in the place of every MLP."""
 
 from __future__ import annotations
 
@@ -33,12 +30,13 @@ from .ops.mlp import ACTIVATIONS, glu
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm
 from .ops.rotary import Rope, apply_rotary, rotary_table
-from .ops.router import softmax_top_k
+from .ops.router import RouterDtypes, softmax_top_k
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("mixtral",)
 KINDS = ("full_moe", "sliding_moe")
 ROUTED = True
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
 
@@ -188,10 +186,11 @@ def block(
     mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
     attended = project_out(weights, mixed)
     middle = x + attended
+    chosen, dtype = config.num_experts_per_tok, ROUTER.output_dtype(x.dtype)
     fed, routed = moe(
         layer["mlp"],
         rms_norm(middle, layer["post_attention_layernorm"], eps=eps),
-        functools.partial(softmax_top_k, k=config.num_experts_per_tok, renormalize=True),
+        functools.partial(softmax_top_k, k=chosen, renormalize=True, dtype=dtype),
         valid=valid,
         routing=routing,
         experts=experts,

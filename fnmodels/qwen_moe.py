@@ -2,7 +2,6 @@
 
 The Llama block with experts in some or all of its layers. Qwen 2 adds an expert that every token passes through, behind
 a gate; Qwen 3 normalizes queries and keys per head; OLMoE over all heads together, and may clip what attention reads.
-Router dtypes: weight and logits as the activations, scores in fp32, the experts' weights cast to the activations'.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from .ops.mlp import ACTIVATIONS, gated_mlp, glu
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm
 from .ops.rotary import Rope, apply_rotary, rotary_table
-from .ops.router import softmax_top_k
+from .ops.router import RouterDtypes, softmax_top_k
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "olmoe")
 KINDS = ("full_moe", "full", "sliding_moe", "sliding")
 ROUTED = True
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 # Where the key is left out: key/value heads (0: as many as query heads), experts, chosen ones, width of one.
 _DEFAULTS = {"qwen2_moe": (16, 60, 4, 1408), "qwen3_moe": (4, 128, 8, 768), "olmoe": (0, 64, 8, 0)}
@@ -241,7 +241,7 @@ def block(
         named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
         return middle + named["mlp"], {name: named[name] for name in taps}
     chosen, renormalize = config.num_experts_per_tok, config.norm_topk_prob
-    route = functools.partial(softmax_top_k, k=chosen, renormalize=renormalize, dtype=x.dtype)
+    route = functools.partial(softmax_top_k, k=chosen, renormalize=renormalize, dtype=ROUTER.output_dtype(x.dtype))
     given: Any = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel}
     fed, routed = moe(layer["mlp"], normed, route, act=functools.partial(glu, activation=config.hidden_act), **given)
     return middle + fed, {name: (named | routed | {"mlp": fed})[name] for name in (*KEPT, *taps)}

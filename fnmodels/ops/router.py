@@ -17,10 +17,37 @@ come from the live scores of those experts; the choice itself has no gradient. N
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from .norm import upcast
+
+Width = Literal["model", "wide"]
+
+
+@dataclass(frozen=True)
+class RouterDtypes:
+    """What a family's router computes in: "model" is the dtype of the activations, "wide" the same, but fp32 at least.
+
+    param: its weight and bias. projection: their product with a token, the logits. score: what the choice is made by.
+    output: the experts' weights, as they are handed out. A family declares them as ROUTER; the tests hold it to that.
+    """
+
+    param: Width
+    projection: Width
+    score: Width
+    output: Width
+
+    @property
+    def wide_projection(self) -> bool:
+        return self.projection == "wide"
+
+    def output_dtype(self, model: torch.dtype) -> torch.dtype:
+        """The dtype of the experts' weights where activations are of `model`."""
+        return model if self.output == "model" else torch.promote_types(model, torch.float32)
 
 
 def softmax_top_k(

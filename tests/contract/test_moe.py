@@ -16,6 +16,7 @@ import train
 from fnmodels import tree
 from fnmodels.ops.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.experts import loop_experts
+from fnmodels.ops.router import RouterDtypes
 from tests.support import (
     Batch,
     Case,
@@ -209,6 +210,56 @@ def test_nothing_is_cast_before_the_choice(case: Case) -> None:
         indices = route(close)[1]
         assert torch.equal(indices, route(close.double())[1])
         assert len({tuple(sorted(row)) for row in indices.tolist()}) > 1, "all experts look alike"
+
+
+# As transformers 5.23 has them; a family that is not here is held to its own word alone.
+PUBLISHED = {
+    "mixtral": RouterDtypes(param="model", projection="model", score="wide", output="wide"),
+    "qwen_moe": RouterDtypes(param="model", projection="model", score="wide", output="model"),
+    "gpt_oss": RouterDtypes(param="model", projection="model", score="wide", output="model"),
+    "llama4": RouterDtypes(param="model", projection="model", score="wide", output="model"),
+    "deepseek": RouterDtypes(param="model", projection="wide", score="wide", output="wide"),
+    "glm4_moe": RouterDtypes(param="model", projection="wide", score="wide", output="wide"),
+}
+
+
+def declared_routing(
+    layer: Any, x: Tensor, route: Any, indices: Tensor, dtypes: RouterDtypes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference: (the router's weight, logits, the experts' weights) in the dtypes that are declared."""
+    kinds, how = {"model": x.dtype, "wide": torch.promote_types(x.dtype, torch.float32)}, route.keywords
+    wide = [layer[name].to(kinds[dtypes.projection]) for name in ("router", "router_bias") if name in layer]
+    logits = F.linear(x.to(kinds[dtypes.projection]), *wide)
+    name, scores = route.func.__name__, logits.to(kinds[dtypes.score])
+    scores = scores if name == "top_k_softmax" else scores.softmax(-1) if "softmax" in name else scores.sigmoid()
+    weights = scores.gather(-1, indices)
+    weights = weights.softmax(-1) if name == "top_k_softmax" else weights
+    if how.get("renormalize", False):
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if name == "sigmoid_top_k" else 0))
+    weights = (weights * how.get("scale", 1.0)).to(kinds[dtypes.output])
+    return layer["router"].to(kinds[dtypes.param]), logits, weights
+
+
+@every_structure
+def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
+    """M4: in a bf16 model, the router's weight, logits and the experts' weights, bit for bit."""
+    family, seen = fnmodels.family_of(case.config), []
+    assert PUBLISHED.get(case.family, family.ROUTER) == family.ROUTER
+    moe = family.moe
+
+    def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:
+        y, aux = moe(layer, x, route, **options)
+        want = declared_routing(layer, x, route, aux["expert_indices"], family.ROUTER)
+        seen.append(((layer["router"], aux["router_logits"], aux["expert_weights"]), want))
+        return y, aux
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family, "moe", watched)
+        batch_of(case.config, segments((4,), (4,))).forward(generic_params(case.config, torch.bfloat16))
+    assert len(seen) == len(sparse_layers(case.config))
+    for got, want in seen:
+        for name, x, y in zip(("param", "logits", "weights"), got, want, strict=True):
+            assert x.dtype == y.dtype and torch.equal(x, y), f"{name}: {x.dtype}, declared {y.dtype}"
 
 
 @every_structure

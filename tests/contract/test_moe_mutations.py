@@ -1,5 +1,7 @@
 """The tests of mixtures of experts can fail: each bug, planted, is found by the test of the property that it breaks."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fnmodels.deepseek
+import fnmodels.glm4_moe
+import fnmodels.mixtral
 import fnmodels.ops.experts as experts_module
 import fnmodels.ops.moe as moe_module
 import fnmodels.ops.router as router_module
@@ -26,7 +31,7 @@ PROPERTIES = {
     "M1": "padding reaches no expert",
     "M2": "dispatch and combine are inverse",
     "M3": "every path is the loop",
-    "M4": "nothing is cast before the choice",
+    "M4": "declared dtypes, and nothing cast before the choice",
     "M5": "counts and biases are of the batch, once per step",
     "M6": "balance has known values",
     "R4": "replay is bit-equal",
@@ -202,6 +207,34 @@ def a_router_without_a_gradient(patch: pytest.MonkeyPatch) -> None:
 def scores_rounded_before_the_choice(patch: pytest.MonkeyPatch) -> None:
     right = router_module.choose
     patch.setattr(router_module, "choose", lambda scores, *rest, **how: right(scores.bfloat16(), *rest, **how))
+
+
+@bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="deepseek_v3")
+def a_narrow_router(patch: pytest.MonkeyPatch) -> None:
+    right = fnmodels.deepseek.moe
+    patch.setattr(fnmodels.deepseek, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
+
+
+@bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="glm4_moe")
+def another_narrow_router(patch: pytest.MonkeyPatch) -> None:
+    right = fnmodels.glm4_moe.moe
+    patch.setattr(fnmodels.glm4_moe, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
+
+
+@bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="mixtral")
+def weights_in_the_dtype_of_the_model(patch: pytest.MonkeyPatch) -> None:
+    right = fnmodels.mixtral.softmax_top_k
+
+    @functools.wraps(right)
+    def route(logits: Tensor, indices: Tensor | None = None, **how: Any) -> Any:
+        return right(logits, indices, **how | {"dtype": torch.bfloat16})
+
+    patch.setattr(fnmodels.mixtral, "softmax_top_k", route)
+
+
+@bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="mixtral")
+def another_declaration(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fnmodels.mixtral, "ROUTER", dataclasses.replace(fnmodels.mixtral.ROUTER, output="model"))
 
 
 @bug("R4", replay)
