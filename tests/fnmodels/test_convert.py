@@ -1,0 +1,78 @@
+"""BlockMasks against torch's own `create_block_mask`, and how much of the predicate they look at."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import fnmodels
+from fnmodels import convert
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd(fnmodels.Rule):
+    """Says nothing of itself."""
+
+    def __call__(self, q, kv):
+        return (q.positions * kv.positions) % 3 > 0
+
+
+RULES = {
+    "causal": fnmodels.Causal(),
+    "window": fnmodels.Causal() & fnmodels.Window(150),
+    "chunk": fnmodels.Causal() & fnmodels.Chunk(256),
+    "both ways": fnmodels.BidirectionalWindow(140) | fnmodels.Chunk(70),
+    "encoder": fnmodels.Everything(),
+    "images": fnmodels.Causal() | fnmodels.SameSpan(),
+    "odd": Odd(),
+}
+S = 700  # six tiles, the last of them not whole
+
+
+def same(mask, batch):
+    queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]
+    created = create_block_mask(mask.mask_mod(), batch, None, queries, keys, device="cpu")
+    for one, other in zip(fnmodels.to_block_mask(mask).as_tuple(), created.as_tuple(), strict=True):
+        assert one.equal(other) if isinstance(one, torch.Tensor) else callable(one) or one == other
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_block_mask_is_what_torch_makes(name, monkeypatch):
+    """Of packed rows, permuted, with padding inside, of fewer queries than keys, and of one row for all."""
+    segments = fnmodels.segments_from_lengths([[300, 3, 140, 200], [S], []], S)
+    segments[1, 250:420] = -1
+    positions = fnmodels.positions_from_segments(segments, start=torch.tensor([5, 0, 0]))
+    spans = torch.arange(S).expand(3, S) // 90 % 3
+    mask = fnmodels.build_mask(RULES[name], positions, segments, spans=spans)
+    order = torch.randperm(S, generator=torch.Generator().manual_seed(0))
+    row = fnmodels.build_mask(RULES[name], positions[:1], segments[:1], spans=spans[:1])
+    expanded = fnmodels.build_mask(RULES[name], *(t[:1].expand(3, S) for t in (positions, segments)), spans=spans[:1])
+    for one in (mask, fnmodels.permute(mask, order), mask.part(slice(300, 500), slice(None)), expanded):
+        same(one, 3)
+        looked_at = convert._tiles_by_looking(one)
+        assert all(a.equal(b) for a, b in zip(convert._tiles_by_range(one), looked_at, strict=True))
+    same(row, 1)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "chunk"])
+def test_the_predicate_is_looked_at_on_the_edges_only(name, monkeypatch):
+    looked, allowed = [], fnmodels.Mask.allowed
+    monkeypatch.setattr(fnmodels.Mask, "allowed", lambda *how: looked.append(out := allowed(*how)) or out)
+    for length in (4096, 16384):
+        looked.clear()
+        positions = torch.arange(length)[None]
+        made = fnmodels.to_block_mask(fnmodels.build_mask(RULES[name], positions, torch.ones_like(positions)))
+        assert sum(out.numel() for out in looked) <= 4 * convert.TILE * length
+        tiles = length // convert.TILE
+        if name == "causal":
+            assert made.full_kv_num_blocks.flatten().tolist() == list(range(tiles))
+            assert made.kv_num_blocks.flatten().tolist() == [1] * tiles
+
+
+def test_a_mask_of_nothing_is_refused():
+    positions = torch.arange(5)[None]
+    mask = fnmodels.build_mask(fnmodels.Causal(), positions, torch.ones_like(positions))
+    for part, words in ((mask.part(slice(None), slice(0)), "5 and 0"), (mask.part(slice(0), slice(None)), "0 and 5")):
+        with pytest.raises(ValueError, match=f"a query and a key at least, this mask has {words}"):
+            fnmodels.to_block_mask(part)
