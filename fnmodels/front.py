@@ -155,7 +155,7 @@ def _hidden(
             "The model has layers with experts, which must know what is padding: pass the inputs that "
             'fnmodels.prepare returns, which hold "valid" [B, S], in place of bare tokens or vectors.'
         )
-    x = family.embed(params, inputs, config=config)
+    x = _cleared(family.embed(params, inputs, config=config), valid)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
     layers = len(family.kinds(config))
@@ -191,9 +191,11 @@ def run_layers(
     """Layers lo <= i < hi on x [B, S, D]: any slice of the stack, as a pipeline stage runs it. Taps as in `forward`.
 
     params needs nothing but "layers" here: all of them in a list, or in a stage a dict of its own under their numbers.
-    For layers with experts: valid [B, S] says what is no padding (None: what the masks say, where they are `Mask`s);
-    routing is the whole model's, as in `forward`.
+    valid [B, S] says what is no padding (None: what the masks say, where they are `Mask`s): before layer 0 the rest of
+    x is cleared, as in `forward`, and layers with experts leave it out. routing is the whole model's, as in `forward`.
     """
+    if lo == 0:  # not later: what an earlier stage made is finite, and stages have the bits of the whole
+        x = _cleared(x, _said_by(masks, x) if valid is None else valid)
     feed = (valid, routing, experts)
     x, tapped = _run(params, x, masks, freqs_cis, lo, hi, config, kernel, layout, layer_fn, feed, taps)
     return (x, tapped) if taps else x
@@ -231,7 +233,7 @@ def _run(
     sparse = [index for index, kind in enumerate(kinds) if _sparse(family, kind)]
     valid, routing, experts = feed
     if any(lo <= index < hi for index in sparse):
-        valid = _valid(valid, masks, used, x)
+        valid = _valid(valid, {kind: masks[kind] for kind in used}, x)
     if routing is not None:
         _check_routing(routing, x, len(sparse))
     blocks: dict[str, Block] = {}
@@ -261,17 +263,35 @@ def _sparse(family: Any, kind: str) -> bool:
     return getattr(family, "ROUTED", False) and kind.endswith("_moe")
 
 
-def _valid(valid: Tensor | None, masks: Mapping[str, MaskLike], used: list[str], x: Tensor) -> Tensor:
-    """[B, S] bool, as given or as the masks of these layers say."""
-    if valid is not None:
-        return valid
-    for kind in used:
-        if isinstance(mask := masks[kind], Mask):
+def _cleared(x: Tensor, valid: Tensor | None) -> Tensor:
+    """x [B, S, D] with 0 at padding, where it is known: a masked key has weight 0, but 0 times NaN is NaN."""
+    if valid is None:
+        return x
+    if valid.shape != x.shape[:2] or valid.dtype != torch.bool:
+        raise ValueError(
+            f"valid must be bool {list(x.shape[:2])} like the tokens, not {str(valid.dtype).removeprefix('torch.')} "
+            f"{list(valid.shape)}."
+        )
+    return x.where(valid[..., None], 0)
+
+
+def _said_by(masks: Mapping[str, MaskLike], x: Tensor) -> Tensor | None:
+    """[B, S] bool: what is no padding, if one of the masks says so and fits x."""
+    for mask in masks.values():
+        if isinstance(mask, Mask) and mask.q_segments.shape in (x.shape[:2], (1, x.shape[1])):
             return (mask.q_segments > 0).expand(x.shape[:2])
-    raise ValueError(
-        "These layers have experts, which must know what is padding, and the masks do not say it: pass `valid` [B, S], "
-        'which fnmodels.prepare returns as inputs["valid"].'
-    )
+    return None
+
+
+def _valid(valid: Tensor | None, masks: Mapping[str, MaskLike], x: Tensor) -> Tensor:
+    """[B, S] bool, as given or as the masks of these layers say."""
+    found = _said_by(masks, x) if valid is None else valid
+    if found is None:
+        raise ValueError(
+            "These layers have experts, which must know what is padding, and the masks do not say it: pass `valid` "
+            '[B, S], which fnmodels.prepare returns as inputs["valid"].'
+        )
+    return found
 
 
 def _check_routing(routing: Tensor, x: Tensor, sparse: int) -> None:

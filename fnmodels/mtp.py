@@ -111,7 +111,7 @@ def hidden(
     tapped: dict[str, Tensor] = {}
     for k, head in enumerate(heads):
         known = next_tokens[..., k] >= 0
-        token = family.embed(params, next_tokens[..., k].clamp(min=0), config=config)
+        token = family.embed(params, next_tokens[..., k].clamp(min=0), config=config).where(known[..., None], 0)
         both = (rms_norm(token, head["enorm"], eps=eps), rms_norm(before, head["hnorm"], eps=eps))
         # The block is of the last layer's kind, and runs in its place.
         out = run_layers(

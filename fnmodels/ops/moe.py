@@ -1,7 +1,8 @@
 """A mixture of experts in the place of an MLP (arXiv 1701.06538): a router, k of E experts, and perhaps a shared one.
 
-Padding takes no part: `valid` is an argument, a layer without it raises, and nothing that stands at padding (NaN
-included) reaches an expert, a count or a gradient.
+Padding takes no part: `valid` is an argument, a layer without it raises, and nothing that x holds at padding (NaN
+included) reaches an expert, a count or a gradient. Attention would spread NaN before it comes here: `forward` clears
+padding at the start.
 """
 
 from __future__ import annotations

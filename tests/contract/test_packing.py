@@ -1,6 +1,7 @@
 """Documents packed in one row are what they are alone; rows without a token to learn give nothing, and no NaN."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support import (
     forward,
     generic_params,
     gradients,
+    is_routed,
     off,
     segments,
     structures,
@@ -51,6 +53,36 @@ def test_what_stands_in_padding_does_not_matter(case: Case, kernel: str) -> None
     before = row.forward(weights, kernel=kernel)
     after = Batch(case.config, other, positions, row.segment_ids, row.length).forward(weights, kernel=kernel)
     assert torch.equal(before[row.valid], after[row.valid])
+
+
+@every_case_and_kernel
+def test_what_is_not_finite_in_padding_does_not_matter(case: Case, kernel: str) -> None:
+    """M1, in every family: as a vector, or as the row of a pad token, if no head reads that; and it learns nothing."""
+    family, config = fnmodels.family_of(case.config), case.config
+    batch = batch_of(config, segments((-2, 4, -1, 3, -2), (12,), (-12,)))
+    pad = config.vocab_size - 1
+    batch = replace(batch, tokens=torch.where(batch.valid, batch.tokens % pad, pad))
+    inputs, masks, freqs_cis = batch.prepared()
+    taps = ("layers.*.counts",) if is_routed(config) else ("embed",)
+
+    def run(params: Any, vectors: Tensor | None) -> Any:
+        told = inputs if vectors is None else {**inputs, "tokens": vectors}
+        logits, tapped = forward(params, (told, masks, freqs_cis), config=config, kernel=kernel, taps=taps)
+        loss = summed_loss(logits, batch.labels)
+        learned = {"params": params} if vectors is None else {"params": params, "x": vectors}
+        return logits[batch.valid].detach(), loss.detach(), list(tapped.values()), gradients(loss, learned)
+
+    params = trainable(generic_params(config))
+    x = family.embed(params, inputs, config=config).detach()
+    vectors = [t.requires_grad_() for t in (x.clone(), torch.where(batch.valid[..., None], x, torch.nan))]
+    assert off(run(params, vectors[1]), run(params, vectors[0])) == 0
+    if "lm_head" not in params:
+        return
+    poisoned = trainable(params)
+    with torch.no_grad():
+        poisoned["embed_tokens"][pad] = torch.nan
+    want, got = run(params, None), run(poisoned, None)
+    assert off(got, want) == 0 and not got[3]["params"]["embed_tokens"][pad].any()
 
 
 def _embedding_gradient(batch: Batch, labels: Tensor, kernel: str) -> tuple[Tensor, Tensor, Any]:

@@ -184,6 +184,29 @@ def test_places_without_a_next_token(case: Case) -> None:
 
 
 @every_family
+def test_a_row_that_only_padding_reads_may_be_nan(case: Case) -> None:
+    """M1: not even where a place has no next token, and reads some row in its stead."""
+    config = with_heads(case)
+    batch, weights = batch_of(config, MIXED), trainable(generic_params(config))
+    given = {"tokens": batch.tokens.clamp(min=1).where(batch.valid, 0), "positions": batch.positions}
+    given |= {
+        "segment_ids": batch.segment_ids,
+        "labels": batch.labels.where(batch.labels < 0, batch.labels.clamp(min=1)),
+    }
+    given = train.look_ahead(given, HEADS)
+    poisoned = trainable(weights)
+    with torch.no_grad():
+        poisoned["embed_tokens"][0] = torch.nan
+        poisoned.setdefault("lm_head", weights["embed_tokens"])
+    found = []
+    for params in (poisoned, trainable({**weights, "lm_head": poisoned["lm_head"].detach()})):
+        untied = dataclasses.replace(config, tie_word_embeddings=False)
+        total, _ = train.mtp_loss(params, given, config=untied, kernel="math", length=24)
+        found.append((total.detach(), gradients(total, params)))
+    assert off(*found) == 0
+
+
+@every_family
 def test_the_forward_pass_leaves_heads_alone(case: Case) -> None:
     config = with_heads(case)
     batch, weights = batch_of(config, MIXED), generic_params(config)
