@@ -69,7 +69,7 @@ def by_hub(folder: Path, damage: Damage) -> object:
 READERS: dict[str, Reader] = {"fnmodels": by_fnmodels, "transformers": by_transformers, "huggingface_hub": by_hub}
 
 
-# What we refuse since we do not have it, and others may have.
+# What we refuse since we do not have it, and others may have; and shards of which they have a rule not to look at them.
 OURS = (
     "config/an interleaved rotation",
     "config/cross attention",
@@ -77,6 +77,9 @@ OURS = (
     "config/the quantization bitsandbytes",
 )
 OURS += ("config/a part of the head that rotates", "config/an architecture with another head")
+OURS += ("config/heads that are pruned", "config/GPT-2 with heads that are pruned")
+OURS += ("config/attention in both directions", "config/100,000 heads for further tokens")
+OURS += ("index/a shard that the index does not name", "index/one file, and shards that nothing names")
 # huggingface_hub does not read config.json, and reads a file as well as a folder, and a single file of any name.
 NOT_HUBS = ("config/", "tensors/config tied", "tensors/files tied", "tensors/fp8", "tensors/good: fp8", "files/model-")
 NOT_HUBS += ("files/a save that was cut short", "files/a file for the folder", "files/adapter", "files/consolidated.s")
