@@ -23,7 +23,7 @@ from params.files import sync
 from params.format import Outgoing, write_tensors
 from params.index import INDEX, SHARDS_LIMIT, SINGLE, listed, make_index
 from params.manifest import MANIFEST, changed, read_manifest, write_manifest
-from params.saving import exclusive, filled, leftovers, reserved, told
+from params.saving import clear, exclusive, filled, leftovers, reserved, told
 
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
@@ -40,8 +40,8 @@ def save_pretrained(
     Everything is written and flushed to a folder `.saving-*` inside first, and the old files stay valid until then: an
     OSError says so where the disk is full, and BlockingIOError that another save into the folder is under way. A kill,
     Ctrl-C or an error during the renames that follow leaves a folder without config.json, which nothing loads, never a
-    mix: `recover`, or the next save before anything else, finishes them. Where a single file of an equal config is
-    replaced, it leaves the old model or the new one.
+    mix: `recover` finishes them, and so does the next save before anything else. Where a single file of an equal config
+    is replaced, it leaves the old model or the new one.
     Parameters that were mapped from this very folder stay good, for renaming keeps the old files alive as long as they
     are mapped.
     """
@@ -51,7 +51,7 @@ def save_pretrained(
     shards = _shards(tensors, _bytes(max_shard_size))
 
     folder = Path(path)
-    with reserved(folder, lambda: _finish_begun(folder)) as temporary:
+    with reserved(folder, _tidy) as temporary:
         kept = "what the folder held before is as it was"
         with filled(temporary), told(folder, "The model was not saved", kept):
             _check_places(folder)
@@ -77,23 +77,48 @@ def recover(path: str | os.PathLike[str]) -> bool:
     A save that was cut short earlier, while it wrote them, left the older model as it was: False, and nothing is done.
     """
     folder = Path(path)
-    with exclusive(folder):
-        return _finish(folder)
+    with exclusive(folder) as alone:
+        finished = _finish(folder)
+        if finished and alone:
+            clear(folder)
+    return finished
 
 
 def _finish(folder: Path) -> bool:
-    for temporary in leftovers(folder):
-        if not (temporary / MANIFEST).exists():  # made when all else is complete, moved last
+    """Put the newest complete leftover into place, if there is one. FormatError: there are, but all are damaged."""
+    complete = [path for path in leftovers(folder) if (path / MANIFEST).exists()]  # made when all else is, moved last
+    faults = []
+    for temporary in sorted(complete, key=lambda path: (path / MANIFEST).stat().st_mtime_ns, reverse=True):
+        if fault := _fault(folder, temporary):
+            faults.append(f"{temporary} cannot be finished: {fault}. Remove it where it is not wanted.")
             continue
-        for name, record in read_manifest(temporary).items():
-            place = temporary / name if (temporary / name).exists() else folder / name
-            fault = changed(place, record) if place.is_file() else f"{name} is in neither of the folders"
-            if fault:
-                raise FormatError(f"{temporary} cannot be finished: {fault}. Remove it where it is not wanted.")
         _check_places(folder)
         _put(folder, temporary)
         return True
+    if faults:
+        raise FormatError(faults[0])
     return False
+
+
+def _fault(folder: Path, temporary: Path) -> str | None:
+    """What of a complete leftover is neither in it nor, because it was moved already, in the folder."""
+    for name, record in read_manifest(temporary).items():
+        place = temporary / name if (temporary / name).exists() else folder / name
+        fault = changed(place, record) if place.is_file() else f"{name} is in neither of the folders"
+        if fault:
+            return fault
+    return None
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what is incomplete. What `recover` could finish stays until a later model is in place; where the old model
+    was being taken away already, it is finished now, for it is all there is.
+    """
+    if not os.path.lexists(folder / "config.json") and _finish(folder):
+        clear(folder)
+    for leftover in leftovers(folder):
+        if not (leftover / MANIFEST).exists():
+            shutil.rmtree(leftover)
 
 
 def _put(folder: Path, temporary: Path) -> None:
@@ -102,12 +127,6 @@ def _put(folder: Path, temporary: Path) -> None:
     with told(folder, "The new model could not be moved into place", kept):
         _replace(folder, temporary)
     shutil.rmtree(temporary)
-
-
-def _finish_begun(folder: Path) -> None:
-    """Finish a save that had begun to take the old model away: until this one is complete, it is all there is."""
-    if not os.path.lexists(folder / "config.json"):
-        _finish(folder)
 
 
 def _check_places(folder: Path) -> None:

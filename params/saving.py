@@ -30,22 +30,21 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def reserved(folder: Path, first: Callable[[], object] | None = None) -> Iterator[Path]:
+def reserved(folder: Path, tidy: Callable[[Path], object] | None = None) -> Iterator[Path]:
     """The path of a folder to be made inside `folder` (itself made if needed), while every other saver is kept out.
 
-    BlockingIOError: another saver is at work in `folder`. What a killed one left behind is removed, but not before
-    `first` had a chance to use it.
+    BlockingIOError: another saver is at work in `folder`. What a killed one left behind is removed: at once, or where
+    `tidy` spares it, when the block has succeeded.
     """
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
     with exclusive(folder) as alone:
         if alone:
-            if first is not None:
-                first()
-            for leftover in leftovers(folder):
-                shutil.rmtree(leftover)
+            (tidy or clear)(folder)
         yield folder / f"{STAGING}{secrets.token_hex(8)}"
+        if alone:
+            clear(folder)
 
 
 @contextmanager
@@ -57,6 +56,12 @@ def filled(temporary: Path) -> Iterator[None]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def clear(folder: Path) -> None:
+    """Remove what savers that were cut short have left. Only while no other can be at work."""
+    for leftover in leftovers(folder):
+        shutil.rmtree(leftover)
 
 
 def leftovers(folder: Path) -> list[Path]:

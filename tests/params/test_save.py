@@ -348,6 +348,41 @@ def test_a_kill_leaves_old_or_new_or_nothing(
     assert recovered >= 3
 
 
+def test_what_can_be_recovered_stays_until_a_later_model_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save was killed before its first rename, the next one fails: `recover` still finishes it, or the later one."""
+    models = [tree.map(lambda leaf, n=n: leaf + n, generic_params(SMALL)) for n in range(4)]
+    P.save_pretrained(tmp_path, SMALL, models[0], max_shard_size="8KB")
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def replaced(name: str, by: Callable[..., None], model: Any, kind: type[BaseException]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(save, name, by)
+            with pytest.raises(kind):
+                P.save_pretrained(tmp_path, SMALL, model)
+
+    replaced("_replace", die, models[1], Killed)
+    (tmp_path / ".saving-incomplete").mkdir()
+    replaced("write_tensors", fail, models[3], OSError)
+    assert equal(P.load_pretrained(tmp_path)[1], models[0])
+    assert len(list(tmp_path.glob(".saving-*"))) == 1
+    one = shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-one")
+    assert P.recover(one) and equal(P.load_pretrained(one)[1], models[1])
+    replaced("_replace", die, models[2], Killed)
+    assert len(list(tmp_path.glob(".saving-*"))) == 2
+    two = shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-two")
+    assert P.recover(two) and equal(P.load_pretrained(two)[1], models[2])
+    assert not P.recover(two) and equal(P.load_pretrained(two)[1], models[2]), "not the earlier one after it"
+    P.save_pretrained(tmp_path, SMALL, models[3])
+    assert equal(P.load_pretrained(tmp_path)[1], models[3]) and not list(tmp_path.glob(".saving-*"))
+
+
 FAULTS: list[BaseException] = [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")]
 
 
