@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.mask import Layout
+from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
 from .chunks import per_token
@@ -31,13 +32,15 @@ def token_logprobs(
     layer_fn: Any = None,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
+    experts: str | Experts = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logp, entropy, valid), each [B, S]: nats in fp32 at least, 0 where `valid` (labels that are not -100) is False.
 
-    batch, kernel, layout, layer_fn, length: as in `next_token_loss`. temperature: divides the logits, as in sampling.
+    batch, kernel, layout, layer_fn, length, experts: as in `next_token_loss`. temperature: divides the logits, as in sampling.
     chunk: how many tokens' logits [chunk, V] are held at once, in the backward too; None: all, in plain operations.
     """
-    x = hidden_states(params, batch, config=config, kernel=kernel, layout=layout, layer_fn=layer_fn, length=length)
+    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
+    x = hidden_states(params, batch, config=config, **how, experts=experts)
     return head_logprobs(params, x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 import fnmodels
 from fnmodels import mtp
 from fnmodels.mask import Layout
+from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 from train.balance import Balance, balance_terms
-from train.loss import CHUNK, IGNORE, counted, head_loss
+from train.loss import CHUNK, IGNORE, counted, head_loss, replayed
 
 
 def look_ahead(batch: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
@@ -42,6 +43,7 @@ def mtp_loss(
     layer_fn: Any = None,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
+    experts: str | Experts = "auto",
     balance: Balance | None = None,
     aux: bool = False,
 ) -> tuple[Any, ...]:
@@ -49,8 +51,9 @@ def mtp_loss(
 
     The count is that of the next tokens' labels: a head that sees less far from the end of a document is not divided by
     less (arXiv 2412.19437, equations 24 and 25; there the weight is 0.3, and 0.1 for the last part of training).
-    batch: what `look_ahead` returns. balance: for the routers of the model's own layers. aux: with counts of the heads
-    behind those of the layers, so that `make_step(balance_rate=...)` moves their biases too.
+    batch: what `look_ahead` returns; its `routing`, if any, is that of the model's own layers, and heads choose for
+    themselves. experts: see `fnmodels.forward`. balance: for the routers of the model's own layers. aux: with counts of
+    the heads behind those of the layers, so that `make_step(balance_rate=...)` moves their biases too.
     """
     needed = ("next_tokens", "next_labels", *(("next_weights",) if "weights" in batch else ()))
     missing = [name for name in needed if name not in batch]
@@ -60,10 +63,11 @@ def mtp_loss(
         config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=length
     )
     how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "layer_fn": layer_fn}
+    how["experts"] = experts
     names = ("router_logits", "expert_indices", "counts") if aux or balance is not None else ()
     # Some tap is always asked for, so that both functions return a pair.
     taps = ("hidden", *(f"layers.*.{name}" for name in names))
-    x, tapped = fnmodels.hidden(params, inputs, masks, freqs_cis, **how, taps=taps)
+    x, tapped = fnmodels.hidden(params, replayed(inputs, batch), masks, freqs_cis, **how, taps=taps)
     states, of_heads = mtp.hidden(params, x, batch["next_tokens"], masks, freqs_cis, **how, taps=("output", *names[2:]))
     given: dict[str, Any] = {"config": config, "chunk": chunk}
     total, count = head_loss(params, x, batch["labels"], **given, weights=batch.get("weights"))

@@ -354,6 +354,39 @@ def test_routing_travels_with_the_tokens(case: Case) -> None:
 
 
 @every_structure
+def test_losses_replay_what_the_batch_holds(case: Case) -> None:
+    """R4 in training: its own choice gives the same bits, another one another loss; parts and orders carry it."""
+    params, batch = generic_params(case.config), batch_of(case.config, MIXED)
+    given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    routing = routing_of(params, batch.prepared(), case.config, kernel="math")
+    options: dict[str, Any] = {"config": case.config, "kernel": "math", "length": 24}
+
+    def run(function: Any, given: Any, **more: Any) -> tuple[Tensor, Any]:
+        leaves = trainable(params)
+        value = function(leaves, given, **options, **more)[0]
+        return value.detach(), gradients(value.sum(), leaves)
+
+    sizes = torch.tensor([len(params["layers"][i]["mlp"]["router"]) for i in sparse_layers(case.config)])
+    other = {**given, "routing": (routing + 1) % sizes[:, None]}
+    for function in (train.next_token_loss, train.token_logprobs):
+        free, own, another = (run(function, told) for told in (given, {**given, "routing": routing}, other))
+        assert torch.equal(own[0], free[0]) and off(own[1], free[1]) == 0
+        assert not torch.equal(another[0], free[0])
+        called: list[Any] = []
+        own_path = run(function, other, experts=lambda *a, **how: called.append(a) or loop_experts(*a, **how))
+        assert len(called) == len(sizes) and relative(own_path[1], another[1]) < 1e-5
+    routers = {path: g for path, g in tree.flatten(run(train.next_token_loss, other)[1]).items() if "router" in path}
+    assert routers and all(g.any() for g in routers.values())
+    whole = run(train.next_token_loss, other)[0]
+    order = torch.randperm(MIXED.shape[1], generator=torch.Generator().manual_seed(0))
+    assert off(run(train.next_token_loss, fnmodels.permute(other, order))[0], whole) < 1e-5
+    parts = [run(train.next_token_loss, part)[0] for part in fnmodels.split(other, 2)]
+    assert off(torch.stack(parts).sum(), whole) < 1e-5
+    with pytest.raises(ValueError, match="routing must be int64"):
+        train.token_logprobs(params, {**given, "routing": routing[:, 1:]}, **options)
+
+
+@every_structure
 def test_what_does_not_fit_is_refused(case: Case) -> None:
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     inputs, masks, freqs_cis = batch.prepared()

@@ -279,6 +279,17 @@ def test_weights_of_tokens_and_losses_of_routers() -> None:
     routers = train.next_token_loss(weights, {**given, "weights": given["weights"] * 1e-30}, **options)[0]
     half = train.mtp_loss(weights, train.look_ahead(halved, HEADS), **options)[0]
     assert off(half - routers, (full - routers) / 2) < 1e-9
+    ahead = train.look_ahead(given, HEADS)
+    _, tapped = batch.forward(weights, taps=("layers.*.expert_indices",))
+    routing = torch.stack(list(tapped.values()), dim=2)
+    math = {**options, "kernel": "math"}
+    free = train.mtp_loss(weights, ahead, **math)[0]
+    assert torch.equal(train.mtp_loss(weights, {**ahead, "routing": routing}, **math)[0], free)
+    assert off(train.mtp_loss(weights, {**ahead, "routing": routing.flip(1)}, **math)[0], free) > 1e-6
+    for experts in ("loop", "dense"):
+        assert off(train.mtp_loss(weights, ahead, **options, experts=experts)[0], full) < 1e-9
+    with pytest.raises(ValueError, match="experts is 'quick'"):
+        train.mtp_loss(weights, ahead, **options, experts="quick")
     late = train.look_ahead({name: given[name] for name in given if name != "weights"}, HEADS) | given
     with pytest.raises(ValueError, match="has no next_weights"):
         train.mtp_loss(weights, late, **options)
