@@ -36,8 +36,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logp, entropy, valid), each [B, S]: nats in fp32 at least, 0 where `valid` (labels that are not -100) is False.
 
-    batch, kernel, layout, layer_fn, length, experts: as in `next_token_loss`. temperature: divides the logits, as in sampling.
-    chunk: how many tokens' logits [chunk, V] are held at once, in the backward too; None: all, in plain operations.
+    batch, kernel, layout, layer_fn, length, experts: as in `next_token_loss`. temperature: divides the logits, as in
+    sampling. chunk: how many tokens' logits [chunk, V] are held at once, in the backward too; None: all, in plain
+    operations.
     """
     how: dict[str, Any] = {"kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
     x = hidden_states(params, batch, config=config, **how, experts=experts)

@@ -53,10 +53,10 @@ def next_token_loss(
     batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
     shifted), int64, and -100 is ignored. Where it has `weights` [B, S], as `fnmodels.pack` makes them, each token's
     loss is multiplied by its own, and a label of weight 0 does not count. Where it has `routing`, int64 [B, S, sparse
-    layers, k], the experts are those, as in `fnmodels.forward`. kernel, layout, layer_fn, experts: see there. length: see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing, z_loss: see
-    `cross_entropy`. balance: what a model with experts adds to the sum. aux: return sums of what its routers did too:
-    {"counts": [sparse layers, E] tokens per expert, and for coefficients of `balance` that are not 0
-    "sequence_balance", "batch_balance", "router_z"}.
+    layers, k], the experts are those, as in `fnmodels.forward`. kernel, layout, layer_fn, experts: see there. length:
+    see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing, z_loss: see `cross_entropy`. balance: what a model
+    with experts adds to the sum. aux: return sums of what its routers did too: {"counts": [sparse layers, E] tokens per
+    expert, and for coefficients of `balance` that are not 0 "sequence_balance", "batch_balance", "router_z"}.
     """
     how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
     how["experts"] = experts
