@@ -81,6 +81,11 @@ def grouped_experts(
     """F.grouped_mm over the sorted rows: three calls whatever E is, and on CUDA nothing is read on the host."""
     if x.dtype is torch.float64:
         raise ValueError(f'experts="grouped" takes fp32 and half precision, not {x.dtype}: experts="loop" takes it.')
+    if torch.compiler.is_compiling() and x.dtype is not torch.bfloat16:
+        raise NotImplementedError(
+            f'experts="grouped" is compiled in bf16 only: torch traces F.grouped_mm in no other dtype, and these tokens '
+            f'are {x.dtype}. experts="dense" compiles in all, at E / k times the work.'
+        )
     for name in ("gate_proj", "down_proj"):
         width = experts[name].shape[-1]
         if _ragged(experts[name]):

@@ -367,6 +367,12 @@ def test_who_is_chosen_and_who_says_no() -> None:
         vmap(lambda *row: loop_experts(experts, *row, act=SILU))(*(t[:, None] for t in (x, weights, indices, valid)))
     with pytest.raises(NotImplementedError, match='experts="dense" supports all'):
         jvp(lambda x: grouped_experts(experts, x, weights, indices, valid, act=SILU), (x,), (x,))
+    torch.compiler.reset()
+    compiled = torch.compile(functools.partial(grouped_experts, act=SILU), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'experts="grouped" is compiled in bf16 only.*float32'):
+        compiled(experts, x, weights, indices, valid)
+    half = problem(torch.bfloat16, False)
+    assert torch.equal(compiled(*half), grouped_experts(*half, act=SILU))
     narrow = {name: leaf[..., :6].contiguous() for name, leaf in experts.items()}
     with pytest.raises(ValueError, match="takes fp32 and half precision, not torch"):
         grouped_experts(*problem(torch.float64, False), act=SILU)
