@@ -83,7 +83,7 @@ def grouped_experts(
         raise ValueError(f'experts="grouped" takes fp32 and half precision, not {x.dtype}: experts="loop" takes it.')
     if torch.compiler.is_compiling() and x.dtype is not torch.bfloat16:
         raise NotImplementedError(
-            f'experts="grouped" is compiled in bf16 only: torch traces F.grouped_mm in no other dtype, and these tokens '
+            'experts="grouped" is compiled in bf16 only: torch traces F.grouped_mm in no other dtype, and these tokens '
             f'are {x.dtype}. experts="dense" compiles in all, at E / k times the work.'
         )
     for name in ("gate_proj", "down_proj"):

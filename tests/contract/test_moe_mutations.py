@@ -85,6 +85,10 @@ def replay(case: Case) -> None:
     test_moe.test_replay_is_bit_equal(case, "math")
 
 
+def parallel(_: Case) -> None:
+    test_ops.test_experts_over_ranks(3, 2, 7, "routed")
+
+
 def there_and_back(_: Case) -> None:
     test_ops.test_there_and_back(7, 3, "random", "some")
 
@@ -150,12 +154,12 @@ def _reordered(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) ->
         patch.setattr(module, "combine", wrong)
 
 
-@bug("M2", ranks, there_and_back, naive("loop"))
+@bug("M2", ranks, there_and_back, naive("loop"), parallel)
 def rows_brought_back_in_another_order(patch: pytest.MonkeyPatch) -> None:
     _reordered(patch, lambda order: order.argsort())
 
 
-@bug("M2", ranks, lambda case: test_ops.test_tokens_over_ranks_that_do_not_divide_them(7, 4))
+@bug("M2", ranks, lambda case: test_ops.test_tokens_over_ranks_that_do_not_divide_them(7, 4), parallel)
 def tokens_that_no_rank_owns(patch: pytest.MonkeyPatch) -> None:
     def floor(tokens: int, ranks: int) -> Any:
         slots = tokens // ranks

@@ -415,6 +415,78 @@ def test_a_wide_router() -> None:
     assert torch.equal(wide["router_logits"], x.float() @ layer["router"].float().T)
 
 
+def expert_parallel(
+    experts: Any,
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    valid: Tensor,
+    *,
+    ranks: int,
+    act: Any,
+    input_weighted: bool,
+) -> Tensor:
+    """Tokens in equal slots on each rank, rows sent to the rank that owns their expert, and back; loops for wires.
+
+    What is in a slot without a token, or comes back for padding, is NaN.
+    """
+    assert not input_weighted
+    tokens, count = len(x), len(experts["gate_proj"])
+    pad, ranges = virtual_padding(tokens, ranks)
+    slots = torch.arange((tokens + pad) // ranks)
+    sent, wire = [], []
+    for lo, hi in ranges:
+        # the slots beyond a rank's own tokens read a token of another's, which `own` says is not there
+        own = slots < hi - lo
+        at = (slots + lo).clamp(max=tokens - 1)
+        mine = torch.where(own[:, None], x[at], torch.nan)
+        rows, where = dispatch(mine, indices[at], valid[at] & own, count)
+        sent.append((where, torch.where(own[:, None], weights[at], torch.nan)))
+        kept = int(where.counts.sum())
+        wire.append(list(rows[:kept].split(where.counts.tolist())))
+    for first, last in virtual_padding(count, ranks)[1]:  # the rank that owns these experts
+        part = {name: leaf[first:last] for name, leaf in experts.items()}
+        mixed = [torch.cat([rank[e] for rank in wire]) for e in range(first, last)]
+        sizes = [len(rows) for rows in mixed]
+        if not sum(sizes):
+            continue
+        owner = torch.repeat_interleave(torch.tensor(sizes))[:, None]
+        one = torch.ones_like(owner, dtype=x.dtype)
+        out = loop_experts(part, torch.cat(mixed), one, owner, owner[:, 0] >= 0, act=act)
+        for e, rows in zip(range(first, last), out.split(sizes), strict=True):
+            for rank, back in zip(wire, rows.split([len(rank[e]) for rank in wire]), strict=True):
+                rank[e] = back
+    home = []
+    for rank, (where, share), (lo, hi) in zip(wire, sent, ranges, strict=True):
+        rows = torch.cat(rank)
+        rows = torch.cat((rows, rows.new_full((len(where.order) - len(rows), x.shape[1]), torch.nan)))
+        home.append(combine(rows, where, share)[: hi - lo])
+    return torch.cat(home)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 5), (3, 4), (2, 7)])
+@pytest.mark.parametrize("spread", ["routed", "one expert"])
+def test_experts_over_ranks(ranks: int, batch: int, length: int, spread: str) -> None:
+    """M2: layer, counts and gradients are those of one process, whatever the ranks divide; NaN stands at padding."""
+    layer, x = leaves(shared=7), noise(batch, length, D)
+    valid = torch.ones(batch, length, dtype=torch.bool)
+    valid[1:, -2:] = False
+    x = torch.where(valid[..., None], x, torch.nan)
+    routing = None if spread == "routed" else torch.full((batch, length, K), 3)
+
+    def run(experts: Any) -> tuple[Tensor, Tensor, Any]:
+        flat = {path: leaf.detach().clone().requires_grad_() for path, leaf in tree.flatten(layer).items()}
+        route = functools.partial(softmax_top_k, k=K)
+        y, aux = moe(tree.unflatten(flat), x, route, valid=valid, routing=routing, act=SILU, experts=experts)
+        found = torch.autograd.grad(y[valid].sin().sum(), list(flat.values()))
+        return y.detach(), aux["counts"], tree.unflatten(dict(zip(flat, found, strict=True)))
+
+    want, got = run("loop"), run(functools.partial(expert_parallel, ranks=ranks))
+    assert off(got[0], want[0]) < 1e-12 and torch.equal(got[1], want[1])
+    assert off(got[2], want[2]) < 1e-12
+
+
 @pytest.mark.parametrize("valid", [None, torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 6)])
 def test_a_layer_that_is_not_told_of_padding(valid: Tensor | None) -> None:
     with pytest.raises(ValueError, match="pass `valid`" if valid is None else r"valid must be bool \[2, 6\]"):
