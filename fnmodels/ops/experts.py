@@ -161,6 +161,8 @@ def _sent(
     experts: Mapping[str, Tensor], x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, input_weighted: bool
 ) -> tuple[Tensor, Dispatched, Tensor]:
     """(sorted rows, where they came from, the weights of what comes out)."""
+    if input_weighted:  # the product's gradients are NaN where either factor is, with a slope of 0 too
+        x, weights = x.where(valid[:, None], 0), weights.where(valid[:, None], 0)
     rows, sent = dispatch(x, indices, valid, experts["gate_proj"].shape[0])
     if input_weighted and len(rows):
         rows = rows * weights.flatten().index_select(0, sent.order)[:, None].to(rows.dtype)

@@ -19,7 +19,16 @@ Act = Callable[[Tensor, Tensor], Tensor]
 
 
 def loop_mlps(experts: dict[str, Tensor], rows: Tensor, sizes: list[int], act: Act) -> Tensor:
-    """[N, D]: rows [N, D] through experts of `sizes` rows each, in order. First derivatives only, and no vmap."""
+    """[N, D]: rows [N, D] through experts of `sizes` rows each, in order. First derivatives only, and no vmap.
+
+    ValueError if what `act` returns would learn by itself: the backward knows of rows and leaves only.
+    """
+    nothing = rows.new_empty(0, experts["gate_proj"].shape[1])
+    if act(nothing, nothing).requires_grad:
+        raise ValueError(
+            'experts="loop" gives no gradient to tensors that `act` takes from around it, and this one\'s result needs '
+            'one without its arguments: detach them, or take experts="grouped" or "dense".'
+        )
     return _Loop.apply(act, tuple(sizes), tuple(experts), rows, *experts.values())[0]
 
 

@@ -234,13 +234,11 @@ def test_each_path_is_the_loop_over_tokens(path: str, biases: bool, inputs: bool
     slope = noise(*x.shape, seed=2).to(dtype)
 
     def run(given: Any, function: Callable[..., Tensor], poison: bool) -> tuple[Tensor, Any]:
+        if poison:
+            given = {**given, **{n: torch.where(valid[:, None], given[n], torch.nan) for n in ("x", "weights")}}
         flat = {p: t.detach().clone().requires_grad_() for p, t in tree.flatten(given).items()}
         values = tree.unflatten(flat)
-        x, weights = values["x"], values["weights"]
-        if poison:
-            x = torch.where(valid[:, None], x, torch.nan)
-            weights = torch.where(valid[:, None], weights, torch.nan)
-        y = function(values["experts"], x, weights, indices, valid)
+        y = function(values["experts"], values["x"], values["weights"], indices, valid)
         found = torch.autograd.grad((y * slope).sum(), list(flat.values()))
         return y.detach(), dict(zip(flat, found, strict=True))
 
@@ -312,6 +310,27 @@ def test_one_leaf_learns_alone(path: str, learn: str) -> None:
     assert want.any() and off(grad(loss)(flat[learn], ours), want) < 1e-5
     leaf = flat[learn].clone().requires_grad_()
     assert off(torch.autograd.grad(loss(leaf, ours), leaf)[0], want) < 1e-5
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_activation_that_learns(path: str) -> None:
+    """Its own tensors get their gradient, or the path says that it has none for them."""
+    experts, x, weights, indices, valid = problem(torch.float32, True)
+
+    def loss(slope: Tensor, function: Callable[..., Tensor]) -> Tensor:
+        act = lambda gate, up: gate.sigmoid() * up * slope  # noqa: E731
+        return function(experts, x, weights, indices, valid, act=act).sin().sum()
+
+    slope = torch.tensor(1.5, requires_grad=True)
+    if path == "loop":
+        for call in (lambda: loss(slope, loop_experts), lambda: grad(loss)(slope.detach(), loop_experts)):
+            with pytest.raises(ValueError, match='experts="loop" gives no gradient to tensors that `act` takes'):
+                call()
+        with torch.no_grad():
+            assert off(loss(slope, loop_experts), loss(slope, dense_experts)) < 1e-5
+        return
+    got, want = (torch.autograd.grad(loss(slope, run), slope)[0] for run in (PATHS[path], dense_experts))
+    assert want and off(got, want) < 1e-5
 
 
 def test_what_an_unchosen_expert_makes_of_a_token_is_not_seen() -> None:
