@@ -80,8 +80,9 @@ def add(
 ) -> Tree:
     """`params` with an adapter at every target; the weights are the same tensors, and the model computes the same.
 
-    targets: last names of paths ("q_proj"), or patterns of the shell over whole paths ("layers.1?.mlp.*"); one without
-    a match, or with a match that is no matrix of a linear map, raises. alpha: the adapter is scaled by alpha / rank;
+    targets: last names of paths ("q_proj": of every linear map that has it, experts, which have none, aside), or
+    patterns of the shell over whole paths ("layers.1?.mlp.*"); one without a match, or a pattern with a match that is
+    no matrix of a linear map, raises. alpha: the adapter is scaled by alpha / rank;
     None: rank. a is drawn by (seed, path), uniform in +-1/sqrt(in) as PEFT's, in the weight's dtype; b begins at 0.
     """
     if rank < 1:
@@ -225,7 +226,9 @@ def _targets(config: Any, params: Tree, targets: tuple[str, ...]) -> dict[str, L
         raise ValueError("params hold adapters already; merge them first.")
     chosen: set[str] = set()
     for target in targets:
-        named = {p for p in leaves if p.rpartition(".")[2] == target or fnmatch.fnmatchcase(p, target)}
+        ends = {p for p in leaves if p.rpartition(".")[2] == target}
+        named = {p for p in ends if _is_linear(p, leaves[p])} or ends
+        named |= {p for p in leaves if fnmatch.fnmatchcase(p, target)}
         if not named:
             last = sorted({p.rpartition(".")[2] for p, leaf in leaves.items() if _is_linear(p, leaf)})
             raise ValueError(f"The target {target!r} names no parameter; linear weights end in {', '.join(last)}.")
@@ -237,8 +240,8 @@ def _targets(config: Any, params: Tree, targets: tuple[str, ...]) -> dict[str, L
 
 
 def _is_linear(path: str, leaf: Leaf) -> bool:
-    """Families apply every matrix by F.linear, but for tables that are looked up and routers in dtypes of their own."""
-    return len(leaf.shape) == 2 and not path.startswith("embed") and not path.endswith("router")
+    """Families name the weights that they apply by F.linear so; tables, routers and gates have other names."""
+    return len(leaf.shape) == 2 and path.endswith(("_proj", "lm_head"))
 
 
 def _adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
