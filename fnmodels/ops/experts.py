@@ -37,7 +37,7 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor, kernel: 
     if not isinstance(experts, str):
         return experts
     if experts == "auto":
-        static = kernel == "math" or torch.compiler.is_compiling() or not all(map(_readable, (x, *weights)))
+        static = kernel == "math" or torch.compiler.is_compiling() or not all(map(readable, (x, *weights)))
         grouped = x.dtype is not torch.float64 and not any(map(_ragged, weights))
         experts = "dense" if static else "grouped" if grouped else "loop"
     if experts not in _PATHS:
@@ -56,7 +56,7 @@ def loop_experts(
     input_weighted: bool = False,
 ) -> Tensor:
     """Products of each expert that has tokens, whatever their widths and dtype."""
-    if torch.compiler.is_compiling() or not _readable(x) or not _readable(indices):
+    if torch.compiler.is_compiling() or not readable(x) or not readable(indices):
         raise NotImplementedError(
             'experts="loop" reads on the host how many tokens each expert has, which vmap and compiled graphs do not '
             'allow: experts="dense" has static shapes (and is what kernel="math" takes).'
@@ -86,19 +86,19 @@ def grouped_experts(
             'experts="grouped" is compiled in bf16 only: torch traces F.grouped_mm in no other dtype, and these tokens '
             f'are {x.dtype}. experts="dense" compiles in all, at E / k times the work.'
         )
-    for name in ("gate_proj", "down_proj"):
-        width = experts[name].shape[-1]
-        if _ragged(experts[name]):
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        if _ragged(leaf := experts[name]):
             raise ValueError(
-                f'experts="grouped" needs rows that are a multiple of 16 bytes long, but those of {name} hold {width} '
-                f'numbers of {experts[name].element_size()} bytes: experts="loop" takes any width.'
+                'experts="grouped" needs rows that are a multiple of 16 bytes long and apart, but those of '
+                f"{name} hold {leaf.shape[-1]} numbers of {leaf.element_size()} bytes, with strides "
+                f'{tuple(leaf.stride())}: experts="loop" takes any width.'
             )
     names = list(experts)
     x, weights, *leaves = first_order("grouped", x, weights, *experts.values(), vmap=False)
     experts = dict(zip(names, leaves, strict=True))
     rows, sent, weights = _sent(experts, x, weights, indices, valid, input_weighted)
     # On a CPU nobody waits for the number of rows that experts own: the others are left out.
-    static = x.is_cuda or torch.compiler.is_compiling() or not _readable(sent.counts)
+    static = x.is_cuda or torch.compiler.is_compiling() or not readable(sent.counts)
     padding = 0 if static else len(rows) - int(sent.counts.sum())
     rows = rows[: len(rows) - padding]
     owned = torch.arange(len(rows), device=rows.device) < sent.counts.sum()
@@ -176,11 +176,14 @@ def _batched(experts: Mapping[str, Tensor], x: Tensor, name: str) -> Tensor:
 
 
 def _ragged(weight: Tensor) -> bool:
-    """Whether its rows are of a length that F.grouped_mm does not take. (Biases are not given to it.)"""
-    return weight.ndim == 3 and weight.shape[-1] * weight.element_size() % 16 != 0
+    """Whether F.grouped_mm does not take its rows, or steps from row to row. (Biases are not given to it.)"""
+    if weight.ndim != 3:
+        return False
+    inner, outer = sorted(weight.stride()[-2:])
+    return inner != 1 or any(n * weight.element_size() % 16 for n in (weight.shape[-1], outer))
 
 
-def _readable(tensor: Any) -> bool:
+def readable(tensor: Any) -> bool:
     """Whether Python may ask for values: not of vmap's tensors, of fake and traced ones, nor on meta."""
     functorch = torch._C._functorch
     while functorch.is_gradtrackingtensor(tensor):  # torch.func.grad wraps all arguments, values and all

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..tree import Tree
-from .experts import Experts, choose_experts
+from .experts import Experts, choose_experts, readable
 from .experts_loop import Act
 from .norm import upcast
 
@@ -42,9 +42,10 @@ def moe(
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 
     layer: the leaves of `fnmodels.leaf.moe_leaves`. x [B, S, D]. route: a function of `ops.router`, its statics bound.
-    valid: [B, S] bool, False at padding. routing: [B, S, k] int64, experts chosen earlier; their weights come from the
-    live logits. experts, kernel: see `ops.experts.choose_experts`. wide_router: logits in fp32 at least, whatever x's
-    dtype. counts: tokens that went to each expert.
+    valid: [B, S] bool, False at padding. routing: [B, S, k] int64, experts chosen earlier, a token's all different;
+    their weights come from the live logits; a ValueError on the CPU if there is no such expert. experts, kernel: see
+    `ops.experts.choose_experts`. wide_router: logits in fp32 at least, whatever x's dtype. counts: tokens that went to
+    each expert.
     """
     if valid is None:
         raise ValueError(
@@ -55,6 +56,8 @@ def moe(
         raise ValueError(
             f"valid must be bool {list(x.shape[:2])} like the tokens, not {valid.dtype} {list(valid.shape)}."
         )
+    if routing is not None:
+        _check_range(routing, valid, len(layer["router"]))
     x = x.where(valid[..., None], 0)
     cast = upcast if wide_router else _same
     bias = layer.get("router_bias")
@@ -67,6 +70,17 @@ def moe(
         y = y + _shared(layer, x, act)
     aux = {"counts": count_tokens(indices, valid, logits.shape[-1]), "router_logits": logits}
     return y, aux | {"expert_indices": indices, "expert_weights": weights}
+
+
+def _check_range(routing: Tensor, valid: Tensor, experts: int) -> None:
+    """A sentence where values can be read without waiting; elsewhere the result is undefined."""
+    if torch.compiler.is_compiling() or not all(readable(t) and t.device.type == "cpu" for t in (routing, valid)):
+        return
+    wrong = routing[valid[..., None] & ((routing < 0) | (routing >= experts))]
+    if len(wrong):
+        raise ValueError(
+            f"routing holds {int(wrong[0])} at a token that is no padding; the experts are 0 to {experts - 1}."
+        )
 
 
 def count_tokens(indices: Tensor, valid: Tensor, experts: int) -> Tensor:

@@ -26,7 +26,7 @@ SILU = functools.partial(glu, activation="silu")
 def grouped_statically(*given: Any, **how: Any) -> Tensor:
     """As on CUDA, where the number of rows that experts own is not read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fnmodels.ops.experts._readable", lambda tensor: False)
+        patch.setattr("fnmodels.ops.experts.readable", lambda tensor: False)
         return grouped_experts(*given, **how)
 
 
@@ -423,6 +423,36 @@ def test_the_whole_layer() -> None:
     own = []
     moe(layer, x, route, valid=valid, act=SILU, experts=lambda *a, **o: own.append(o) or loop_experts(*a, **o))
     assert own == [{"act": SILU, "input_weighted": False}]
+
+
+@pytest.mark.parametrize("wrong", [-1, E, E + 7])
+def test_a_replayed_expert_that_there_is_not(wrong: int) -> None:
+    layer, x = leaves(), noise(1, 4, D)
+    valid, routing = torch.tensor([[True, True, True, False]]), torch.tensor([[[0, 1], [3, 4], [1, 2], [wrong, 99]]])
+    run = functools.partial(moe, layer, x, functools.partial(softmax_top_k, k=K), valid=valid, act=SILU)
+    assert run(routing=routing)[0].isfinite().all()  # at padding it is not read
+    routing[0, 1, 1] = wrong
+    for call in (lambda: run(routing=routing), lambda: grad(lambda x: run(routing=routing)[0].sum())(x)):
+        with pytest.raises(
+            ValueError, match=f"routing holds {wrong} at a token that is no padding; the experts are 0 to 4"
+        ):
+            call()
+
+
+def test_widths_that_grouped_products_refuse_are_no_error_of_auto() -> None:
+    """Nobody asked for "grouped"; whatever is not of 16 bytes, rows or the steps between them, goes elsewhere."""
+    experts, x, weights, indices, valid = problem(torch.float32, False)
+    wide = {name: torch.cat((leaf, leaf[..., :1]), -1)[..., :-1] for name, leaf in experts.items()}
+    for given in (wide, {**experts, "up_proj": wide["up_proj"]}):
+        run = choose_experts("auto", x, *given.values(), kernel="auto")
+        assert run is loop_experts
+        want = dense_experts(experts, x, weights, indices, valid, act=SILU)
+        assert off(run(given, x, weights, indices, valid, act=SILU), want) < 1e-5
+        with pytest.raises(ValueError, match='experts="loop" takes any width'):
+            grouped_experts(given, x, weights, indices, valid, act=SILU)
+    flipped = {name: leaf.mT.contiguous().mT for name, leaf in experts.items()}
+    assert choose_experts("auto", x, *flipped.values(), kernel="auto") is grouped_experts
+    assert off(grouped_experts(flipped, x, weights, indices, valid, act=SILU), want) < 1e-5
 
 
 def test_a_wide_router() -> None:
