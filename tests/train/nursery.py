@@ -105,6 +105,7 @@ def child(log: str, command: str, arguments: dict[str, Any]) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without
     try:
         COMMANDS[command](**arguments)
     except OSError as error:

@@ -88,7 +88,7 @@ def test_kills_while_a_model_is_replaced(
     """The old model or the new one. Where several files change: or none, which is said, and the new one on request."""
     folder, draw = tmp_path / "model", random.Random(str(limits))
     longest = 5 * seconds(lambda _: P.save_pretrained(folder, CONFIG, params_of(0), max_shard_size=limits[0]))
-    for _ in range(10):
+    for _ in range(5):
         nursery.start("save_models", folder=str(folder), limits=limits)
         time.sleep(draw.uniform(0.0, longest))
         if number == signal.SIGKILL:
