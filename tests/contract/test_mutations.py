@@ -302,8 +302,13 @@ def a_layout_of_another_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fnmodels.ops.attention._check_documents", lambda *given: None)  # as where values cannot be read
 
 
-@bug("B6", "llama", check(testing.check_padding))
 @bug("P4", "llama", through(test_packing.test_rows_of_padding_and_of_one_token))
+def padding_that_is_seen_and_not_cleared(patch: pytest.MonkeyPatch) -> None:
+    padding_that_is_seen(patch)
+    patch.setattr("fnmodels.front._cleared", lambda x, valid: x)
+
+
+@bug("B6", "llama", check(testing.check_padding))
 def padding_that_is_seen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Mask, "allowed", lambda self, q, kv: ((q.segments == kv.segments) | (kv.segments == 0)) & self.rule(q, kv)

@@ -1,5 +1,6 @@
 """Parameters that are parts of one tensor on disk: what memory they take and share."""
 
+import importlib
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 import params as P
 from fnmodels import llama, tree
 from fnmodels.disk import Part, Stored, fuse
-from params import save
 from tests.support import generic_params
 
 SMALL = llama.Config(
@@ -80,7 +80,8 @@ def test_parts_are_mapped_and_owned_alone(folder: Path) -> None:
 
 
 def test_one_joined_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, alive, made = save.join, weakref.WeakSet[torch.Tensor](), []
+    module = importlib.import_module("params.export")  # `params.export` is the function
+    plain, alive, made = module.join, weakref.WeakSet[torch.Tensor](), []
 
     def watched(parts: Any) -> torch.Tensor:
         parts = list(parts)
@@ -91,7 +92,7 @@ def test_one_joined_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
             alive.add(joined)
         return joined
 
-    monkeypatch.setattr(save, "join", watched)
+    monkeypatch.setattr(module, "join", watched)
     weights = tree.map(lambda leaf: torch.nn.Parameter(leaf.clone()), generic_params(SMALL))
     P.save_pretrained(tmp_path, SMALL, weights)
     assert made.count((32, 16)) == 2 and equal(P.load_pretrained(tmp_path)[1], generic_params(SMALL))
