@@ -176,6 +176,7 @@ def load_adapters(path: str | os.PathLike[str], config: Any, params: Tree) -> Tr
         mapping = map_file(file)
         found = {name: mapped_tensor(mapping, entry).clone() for name, entry in file.entries.items()}
     leaves = {p: leaf for p, leaf in tree.flatten(family_of(config).spec(config)).items() if _is_linear(p, leaf)}
+    # Not strict: of parts of larger tensors PEFT has no adapters, so a file that names one is told as unexpected below.
     paths = {module: where for where, module in _modules(config, leaves, strict=False).items()}
     faults: list[str] = []
     pairs: dict[str, dict[str, Tensor]] = {}

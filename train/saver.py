@@ -76,7 +76,7 @@ class Saver:
             elif isinstance(error, Exception):
                 try:
                     self.wait()
-                except Exception as second:
+                except Exception as second:  # the first error is what the caller must see, and it carries this one
                     error.add_note(f"And the save under way failed: {second}")
         finally:
             self._pool.shutdown(wait=False)

@@ -106,7 +106,7 @@ def _by_first(action: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
-        except Exception as error:
+        except Exception as error:  # raised below, in every process: the others would wait for ever otherwise
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:

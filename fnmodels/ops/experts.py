@@ -62,7 +62,7 @@ def loop_experts(
             'allow: experts="dense" has static shapes (and is what kernel="math" takes).'
         )
     rows, sent, weights = _sent(experts, x, weights, indices, valid, input_weighted)
-    sizes = sent.counts.tolist()
+    sizes = sent.counts.tolist()  # under no transform and in no graph: refused above
     padding = len(rows) - sum(sizes)
     out = loop_mlps(dict(experts), rows[: len(rows) - padding], sizes, act)
     return combine(F.pad(out, (0, 0, 0, padding)) if padding else out, sent, weights)
