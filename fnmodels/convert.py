@@ -64,7 +64,7 @@ def _block_mask_to_dense(mask: Any) -> Tensor:
 
 
 TILE = 128  # queries and keys that FlexAttention treats as one
-ELEMENTS = 1 << 22  # of the predicate, evaluated at a time
+ELEMENTS = 1 << 22  # of the predicate, evaluated at a time on the CPU; a GPU, which waits for launches, takes more
 
 
 def to_block_mask(mask: MaskLike) -> Any:
@@ -105,7 +105,8 @@ def _on_host(mask: Mask) -> bool:
 def _tiles_by_looking(mask: Mask) -> tuple[Tensor, Tensor]:
     """bool [B, 1, q, k] each: tiles in which some query sees a key, and those in which all see all."""
     queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]
-    step = TILE * max(1, ELEMENTS // (TILE * keys * mask.q_positions.shape[0]))
+    at_once = 16 * ELEMENTS if mask.q_positions.is_cuda else ELEMENTS
+    step = TILE * max(1, at_once // (TILE * keys * mask.q_positions.shape[0]))
     touched, full = [], []
     for begin in range(0, queries, step):
         seen = mask.part(slice(begin, begin + step), slice(None)).dense()  # [B, 1, q, K]

@@ -18,7 +18,7 @@ from torch import Tensor
 from .convert import is_block_mask, shape_of
 from .families import family_of
 from .mask import Layout, Mask, MaskLike
-from .ops.attention import materialize
+from .ops.attention import Kernel, materialize
 from .ops.experts import Experts
 from .ops.moe import MOE_TAPS
 from .segments import integers
@@ -93,7 +93,7 @@ def forward(
     /,
     *,
     config: Any,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     layer_fn: LayerFn | None = None,
     experts: str | Experts = "auto",
@@ -125,7 +125,7 @@ def hidden(
     /,
     *,
     config: Any,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     layer_fn: LayerFn | None = None,
     experts: str | Experts = "auto",
@@ -142,7 +142,7 @@ def _hidden(
     masks: Mapping[str, MaskLike],
     freqs_cis: Mapping[str, Tensor],
     config: Any,
-    kernel: str,
+    kernel: Kernel,
     layout: Layout | None,
     layer_fn: LayerFn | None,
     experts: str | Experts,
@@ -180,7 +180,7 @@ def run_layers(
     /,
     *,
     config: Any,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     layer_fn: LayerFn | None = None,
     valid: Tensor | None = None,
@@ -209,7 +209,7 @@ def _run(
     lo: int,
     hi: int,
     config: Any,
-    kernel: str,
+    kernel: Kernel,
     layout: Layout | None,
     layer_fn: LayerFn | None,
     feed: tuple[Tensor | None, Tensor | None, str | Experts],

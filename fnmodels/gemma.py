@@ -28,7 +28,7 @@ from .decoder import (
 from .hf import Fields, rope_from_hf, rope_to_hf, ropes_by_layer_type
 from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, build_mask, causal_masks
-from .ops.attention import attention
+from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.heads import project_out, project_qkv
 from .ops.mlp import ACTIVATIONS, gated_mlp
@@ -222,7 +222,7 @@ def block(
     *,
     config: Config,
     kind: str,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     taps: tuple[str, ...] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -18,7 +18,7 @@ from .errors import ConfigError
 from .hf import Fields, parse_rope, rope_to_hf, rope_values, shown
 from .leaf import attention_leaves, layer_norm_leaves, plain_mlp_leaves, weight
 from .mask import Create, Layout, MaskLike, causal_masks
-from .ops.attention import attention
+from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.heads import project_out, project_qkv
 from .ops.mlp import ACTIVATIONS, plain_mlp
@@ -191,7 +191,7 @@ def block(
     *,
     config: Config,
     kind: str,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     taps: tuple[str, ...] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:

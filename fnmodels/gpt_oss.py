@@ -28,7 +28,7 @@ from .disk import Part, Stored
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
 from .leaf import Leaf, Normal, attention_leaves, moe_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
-from .ops.attention import attention
+from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
 from .ops.heads import project_out, project_qkv
@@ -204,7 +204,7 @@ def block(
     *,
     config: Config,
     kind: str,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     taps: tuple[str, ...] = (),
     valid: Tensor | None = None,

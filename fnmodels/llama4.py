@@ -33,7 +33,7 @@ from .errors import ConfigError
 from .hf import Fields, quantization, rope_from_hf, rope_to_hf, shown
 from .leaf import attention_leaves, gated_mlp_leaves, moe_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, build_mask
-from .ops.attention import attention
+from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
 from .ops.heads import project_out, project_qkv
@@ -268,7 +268,7 @@ def block(
     *,
     config: Config,
     kind: str,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     taps: tuple[str, ...] = (),
     valid: Tensor | None = None,

@@ -17,7 +17,7 @@ from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
 from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
-from .ops.attention import attention
+from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.heads import project_out, project_qkv
 from .ops.mlp import ACTIVATIONS, gated_mlp
@@ -153,7 +153,7 @@ def block(
     *,
     config: Config,
     kind: str,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     taps: tuple[str, ...] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -22,7 +22,7 @@ from .disk import Stored
 from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import attention_leaves, moe_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
-from .ops.attention import attention
+from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
 from .ops.heads import project_out, project_qkv
@@ -172,7 +172,7 @@ def block(
     *,
     config: Config,
     kind: str,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     taps: tuple[str, ...] = (),
     valid: Tensor | None = None,

@@ -22,6 +22,7 @@ from .families import family_of
 from .front import LayerFn, run_layers
 from .leaf import norm, weight
 from .mask import Layout, MaskLike
+from .ops.attention import Kernel
 from .ops.experts import Experts
 from .ops.norm import rms_norm
 from .tree import Tree
@@ -83,7 +84,7 @@ def hidden(
     /,
     *,
     config: Any,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     layer_fn: LayerFn | None = None,
     experts: str | Experts = "auto",

@@ -85,7 +85,9 @@ def _fields(node: Any) -> tuple[list[str], list[str]]:
 
 
 def _is_node(tree: Tree) -> bool:
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, type) and type(tree) in _pytree.SUPPORTED_NODES
+    if tree is None or isinstance(tree, type):  # None first: torch 2.11 cannot trace is_dataclass(None)
+        return False
+    return dataclasses.is_dataclass(tree) and type(tree) in _pytree.SUPPORTED_NODES
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.mask import Layout
+from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
@@ -27,7 +28,7 @@ def token_logprobs(
     *,
     config: Any,
     temperature: float = 1.0,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     layer_fn: Any = None,
     chunk: int | None = CHUNK,

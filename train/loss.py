@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 from fnmodels import tree
 from fnmodels.mask import Layout
+from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
@@ -37,7 +38,7 @@ def next_token_loss(
     batch: Mapping[str, Tensor],
     *,
     config: Any,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     layer_fn: Any = None,
     chunk: int | None = CHUNK,
@@ -88,7 +89,7 @@ def hidden_states(
     batch: Mapping[str, Tensor],
     *,
     config: Any,
-    kernel: str,
+    kernel: Kernel,
     layout: Layout | None,
     layer_fn: Any,
     length: int | Tensor | None,

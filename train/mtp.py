@@ -11,6 +11,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import mtp
 from fnmodels.mask import Layout
+from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 from train.balance import Balance, balance_terms
@@ -38,7 +39,7 @@ def mtp_loss(
     *,
     config: Any,
     weight: float = 0.3,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     layout: Layout | None = None,
     layer_fn: Any = None,
     chunk: int | None = CHUNK,

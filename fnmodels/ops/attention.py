@@ -14,6 +14,7 @@ The result is [B, Q, N, Hv]; a query that sees no key gives 0, and 0 gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ from .attention_sdpa import sdpa_attention
 from .attention_varlen import varlen_attention, varlen_window
 from .first_order import first_order
 
+# One of KERNELS, or a function of your own (one that fetches the keys of other ranks, say), which is called as
+# kernel(q, k, v, mask, scale=, softcap=, sinks=, layout=) with the mask as it was given to `forward`.
+Kernel = str | Callable[..., Tensor]
 KERNELS = ("auto", "math", "sdpa", "blocks", "flex", "varlen")
 
 
@@ -50,7 +54,7 @@ def attention(
     v: Tensor,
     mask: MaskLike,
     *,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -61,9 +65,12 @@ def attention(
     mask: `Mask`, BlockMask, bool [B or 1, N or 1, Q, K] with True where a query may look, or what `materialize` made of
     one of them. softcap c replaces scores s by c tanh(s / c) before the mask. sinks [N]: one more logit per head that
     takes probability and gives nothing (gpt-oss). layout: `fnmodels.layout(masks)`.
+    kernel: see KERNELS and `Kernel`.
     Raises ValueError where the kernel cannot express what is asked, and NotImplementedError for a transform that it
     does not support; both name a kernel that can.
     """
+    if callable(kernel):
+        return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
     if kernel == "auto":
         compiled = torch.compiler.is_compiling()
         kernel, _ = _choose(mask, layout, q.device.type, q.dtype, softcap is not None, sinks is not None, compiled)
@@ -113,7 +120,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
 
 def materialize(
     mask: MaskLike,
-    kernel: str,
+    kernel: Kernel,
     layout: Layout | None,
     *,
     device: torch.device | str = "cpu",
@@ -125,6 +132,8 @@ def materialize(
 
     device, dtype, softcap, sinks: of the attention to come, for "auto". Raises ValueError for another batch's layout.
     """
+    if callable(kernel):
+        return mask
     if kernel not in KERNELS:
         raise ValueError(f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}.")
     if isinstance(mask, Plan | ByIndex):

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .norm import upcast
+
+NARROWEST = 16  # of a head, in FlexAttention's kernels for CUDA
 
 
 @functools.cache
@@ -50,6 +53,9 @@ def flex_attention(
                 '"sdpa" and kernel="math" do.'
             )
         q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses what requires a gradient even under no_grad
+    value_width = v.shape[-1]
+    if q.is_cuda:  # its kernels take no width below 16; zeros add nothing to scores, and columns are cut off again
+        q, k, v = (F.pad(t, (0, max(0, NARROWEST - t.shape[-1]))) for t in (q, k, v))
     run: Any = flex.flex_attention
     if not torch.compiler.is_compiling():
         run = _compiled_static() if q.is_cpu else _compiled()
@@ -65,7 +71,7 @@ def flex_attention(
     )
     if sinks is not None:  # the sink's share of the probability is taken from all keys alike
         out = out * torch.sigmoid(aux.lse - upcast(sinks)[:, None])[..., None].to(out.dtype)
-    return out.transpose(1, 2)
+    return out.transpose(1, 2)[..., :value_width]
 
 
 def _differentiated(*tensors: Tensor) -> bool:

@@ -39,6 +39,8 @@ def sdpa_attention(
         refuse("sdpa")
     if out.shape[-1] > width:
         out = out[..., :width]
+    if allowed is not None and not q.is_cpu:  # on CUDA in half precision a query that sees nothing gets values' mean
+        out = out.where(allowed.any(-1).transpose(1, 2)[..., None], 0)
     return out[:, 1:] if sinks is not None and causal else out
 
 

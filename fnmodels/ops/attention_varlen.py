@@ -44,8 +44,9 @@ def varlen_attention(
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + sum(t[:0].sum() for t in (q, k, v))
     from torch.nn.attention.varlen import varlen_attn
 
-    # The kernel takes one width: zeros behind the narrower add nothing to scores, and columns that are cut off again.
+    # The kernel takes one width, a multiple of 8: zeros behind add nothing to scores, and columns that are cut off.
     value_width, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    width += -width % 8
     flat = [F.pad(t, (0, width - t.shape[-1])).flatten(0, 1) for t in (q, k, v)]
     if documents.tokens is not None:
         flat = [t.index_select(0, documents.tokens) for t in flat]

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .attention import Kernel
 from .dispatch import Dispatched, combine, dispatch
 from .experts_loop import Act, loop_mlps
 from .first_order import first_order
@@ -28,7 +29,7 @@ from .first_order import first_order
 Experts = Callable[..., Tensor]
 
 
-def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor, kernel: str) -> Experts:
+def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor, kernel: Kernel) -> Experts:
     """The function behind `experts`: "loop", "grouped", "dense", "auto", or a function of that signature itself.
 
     "auto" is "dense" with kernel="math", in compiled graphs, and where x or the experts' weights hold no values to read

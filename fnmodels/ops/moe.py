@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..tree import Tree
+from .attention import Kernel
 from .experts import Experts, choose_experts, readable
 from .experts_loop import Act
 from .norm import upcast
@@ -35,7 +36,7 @@ def moe(
     routing: Tensor | None = None,
     experts: str | Experts = "auto",
     act: Act,
-    kernel: str = "auto",
+    kernel: Kernel = "auto",
     input_weighted: bool = False,
     wide_router: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:

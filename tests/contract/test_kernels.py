@@ -1,6 +1,7 @@
 """A kernel computes the mask that it is given, or says that it cannot (B8); a row's bits are its own (R3)."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.mask import MaskLike
+from fnmodels.ops.attention import attention
 from tests.fnmodels.test_mask import POSITIONS, RULES, SEGMENTS, SPANS, slow
 from tests.support import Batch, Case, batch_of, cases, generic_params, off, segments, structures, supports, tokens_of
 
@@ -67,3 +69,25 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(case: Case) -> None:
     for b in range(len(whole)):
         row = mixed.take(slice(b, b + 1), slice(None))
         assert torch.equal(row.forward(generic_params(case.config))[0], whole[b])
+
+
+@every_structure
+def test_a_kernel_of_the_callers_own(case: Case) -> None:
+    """It is asked in every layer, with the mask as the family made it, and what it returns is what counts."""
+    batch = batch_of(case.config, segments((7, 3), (-4, 6)))
+    inputs, masks, freqs_cis = batch.prepared()
+    kinds, weights, factor = fnmodels.family_of(case.config).kinds(case.config), generic_params(case.config), 1
+    asked: list[MaskLike] = []
+
+    def own(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, **how: Any) -> Tensor:
+        asked.append(mask)
+        return factor * attention(q, k, v, mask, kernel="math", **how)
+
+    def logits() -> Tensor:
+        return fnmodels.forward(weights, inputs, masks, freqs_cis, config=case.config, kernel=own)
+
+    wanted = batch.forward(weights)
+    assert off(logits(), wanted) < 1e-6
+    assert all(given is masks[kind] for given, kind in zip(asked, kinds, strict=True))
+    factor = 0
+    assert off(logits(), wanted) > 1e-3

@@ -33,8 +33,9 @@ def test_what_is_drawn_next_comes_again(draws_before):
 
 
 def test_another_number_of_devices_is_refused():
-    with pytest.raises(ValueError, match=r"of 1 CUDA devices; here there are"):
-        set_random_state(random_state() | {f"cuda{i}": torch.zeros(16) for i in range(torch.cuda.device_count() + 1)})
+    here = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=f"of {here + 1} CUDA devices; here there are {here}"):
+        set_random_state(random_state() | {f"cuda{i}": torch.zeros(16) for i in range(here + 1)})
 
 
 def test_another_generator_of_numpy_is_refused(monkeypatch):

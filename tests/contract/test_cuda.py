@@ -1,0 +1,119 @@
+"""On a CUDA device every family computes what it computes on the CPU, and trains in bf16. Skipped without a device."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnmodels
+import params as P
+import train
+from fnmodels import tree
+from tests.support import (
+    Batch,
+    Case,
+    batch_of,
+    cases,
+    generic_params,
+    gradients,
+    is_routed,
+    off,
+    richest,
+    routing_of,
+    segments,
+    structures,
+    summed_loss,
+    trainable,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_structure = pytest.mark.parametrize("case", structures(), ids=str)
+ROWS = ((-3, 17, 12), (32,), (7, 1, -24))
+
+
+def results(
+    case: Case, batch: Batch, device: str, kernel: str, *, dtype: torch.dtype = torch.float32, routing: Tensor | None
+) -> Any:
+    """Logits, 0 on padding, and the gradients of all leaves, all rounded to fp32 and on the CPU."""
+    parts = {name: getattr(batch, name).to(device) for name in ("tokens", "positions", "segment_ids")}
+    moved = Batch(case.config, **parts, length=batch.length)
+    weights = trainable(tree.map(lambda p: p.to(device, dtype), generic_params(case.config)))
+    inputs, masks, freqs_cis = moved.prepared()
+    assert {t.device.type for t in tree.leaves((inputs, freqs_cis)) if t.ndim} == {torch.device(device).type}
+    if routing is not None:
+        inputs = {**inputs, "routing": routing.to(device)}
+    layout = fnmodels.layout(masks) if kernel == "auto" else None
+    logits = fnmodels.forward(weights, inputs, masks, freqs_cis, config=case.config, kernel=kernel, layout=layout)
+    grads = gradients(summed_loss(logits.to(torch.promote_types(dtype, torch.float32)), moved.labels), weights)
+    logits = logits.masked_fill(~moved.valid[..., None], 0)
+    return tree.map(lambda t: t.detach().float().cpu(), {"logits": logits, "grads": grads})
+
+
+def routing_on_the_cpu(case: Case, batch: Batch) -> Tensor | None:
+    """The experts that fp32 on the CPU chooses: where two scores are close another device may choose the other."""
+    return routing_of(generic_params(case.config), batch.prepared(), case.config) if is_routed(case.config) else None
+
+
+@every_case
+def test_logits_and_gradients_are_as_near_to_fp64_as_those_of_the_cpu(case: Case) -> None:
+    """Both round in other places: each is held against fp64 on the CPU."""
+    batch = batch_of(case.config, segments(*ROWS))
+    routing = routing_on_the_cpu(case, batch)
+    exact = results(case, batch, "cpu", "math", dtype=torch.float64, routing=routing)
+    noise = off(results(case, batch, "cpu", "math", routing=routing), exact)
+    for kernel in ("math", "auto"):
+        assert off(results(case, batch, "cuda", kernel, routing=routing), exact) < max(2e-5, 4 * noise), kernel
+
+
+@every_structure
+def test_bf16_is_as_near_to_fp32_as_the_written_out_kernel_is(case: Case) -> None:
+    batch = batch_of(case.config, segments(*ROWS))
+    routing = routing_on_the_cpu(case, batch)
+    exact = tree.flatten(results(case, batch, "cuda", "math", routing=routing))
+    got, plain = (
+        tree.flatten(results(case, batch, "cuda", kernel, dtype=torch.bfloat16, routing=routing))
+        for kernel in ("auto", "math")
+    )
+    # Of a bias of keys, which hardly changes a softmax, the gradient is what is left of larger ones.
+    least = 0.05 * max(wanted.norm() for wanted in exact.values())
+    for path, wanted in exact.items():
+        error, noise = ((found[path] - wanted).norm() / wanted.norm().clamp(min=least) for found in (got, plain))
+        assert error < 4 * noise + 1e-2, f"{path}: {error:.1e}, math {noise:.1e}"
+
+
+@every_structure
+def test_initial_values_are_those_of_the_cpu(case: Case) -> None:
+    on_cpu, on_cuda = (P.init(case.config, 0, device=device) for device in ("cpu", "cuda"))
+    assert {t.device.type for t in tree.leaves(on_cuda)} == {"cuda"}
+    assert off(tree.map(Tensor.cpu, on_cuda), on_cpu) < 1e-6
+
+
+STEPS = [(case, "none") for case in structures()] + [(case, "block") for case in richest()]
+
+
+@pytest.mark.parametrize(("case", "compile"), STEPS, ids=str)
+def test_a_step_is_that_of_the_cpu(case: Case, compile: str) -> None:
+    """Packed and padded rows through forward, loss, backward, AdamW and, where there are experts, their balance."""
+    torch.compiler.reset()
+    batch = batch_of(case.config, segments(*ROWS))
+    parts = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    routing = routing_on_the_cpu(case, batch)
+    if routing is not None:
+        parts["routing"] = routing
+    spec = fnmodels.family_of(case.config).spec(case.config)
+    loss_fn = functools.partial(train.next_token_loss, config=case.config, length=batch.length)
+    found = []
+    for device in ("cpu", "cuda"):
+        optimizer = train.adamw(1e-3, eps=1e-3, spec=spec)  # an eps under which noise does not decide a sign
+        step = train.make_step(loss_fn, optimizer, clip=1.0, compile=compile if device == "cuda" else "none")
+        weights = {path: leaf.to(device) for path, leaf in tree.flatten(generic_params(case.config)).items()}
+        state = train.init_state(tree.unflatten(weights), optimizer)
+        given = {name: t.to(device) for name, t in parts.items()}
+        for _ in range(2):
+            state, metrics = step(state, given)
+        named = {name: metrics[name].float() for name in ("loss", "grad_norm")}
+        found.append(tree.map(lambda t: t.detach().cpu(), {"params": state.params, "metrics": named}))
+    assert off(*found) < 1e-4
