@@ -23,7 +23,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,62 +204,79 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def cuda(lengths: tuple[int, ...], batch: int, rounds: int) -> None:
+def cuda(lengths: tuple[int, ...], rounds: int) -> None:
     if not torch.cuda.is_available():
         print("\ncuda: left out, for torch sees no CUDA device here")
         return
     print(f"\ncuda: {torch.cuda.get_device_name()}, bf16, forward + backward of the 26M Llama")
     for title, own in (("causal", {}), ("window 512", {"model_type": "mistral", "sliding_window": 512})):
-        on_cuda(title, llama.Config.from_hf(CONFIG | own), lengths, batch, rounds)
+        on_cuda(title, llama.Config.from_hf(CONFIG | own), lengths, rounds)
 
 
-def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], batch: int, rounds: int) -> None:
-    rolled = [[*lengths[row:], *lengths[:row]] for row in range(batch)]  # rows with documents in other places
-    segment_ids = fnmodels.segments_from_lengths(rolled).cuda()
-    positions = fnmodels.positions_from_segments(segment_ids)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.vocab_size, segment_ids.shape, generator=generator).cuda()
-    labels = torch.where(segment_ids.roll(-1, 1) == segment_ids, tokens.roll(-1, 1), -100)
-    labels[:, -1] = -100
+CUDA_KERNELS = ("varlen", "flex", "auto", "sdpa")
+
+
+def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: int) -> None:
+    """Short rows wait for launches; in the long one, of the same documents eight times as long, attention has a say."""
     weights = P.flatten(P.init(config, 0, dtype=torch.float32, device="cuda"))
+    one_row = packed_rows(lengths, 1, config.vocab_size)
+    exact = gradients_of(one_row, config, weights, "math", torch.float32)
 
-    def gradients(kernel: str, dtype: torch.dtype, rows: int) -> list[Tensor]:
-        parts = {"positions": positions[:rows], "segment_ids": segment_ids[:rows]}
-        prepared = fnmodels.prepare(config, tokens[:rows], **parts)
-        leaves = {path: leaf.to(dtype).requires_grad_() for path, leaf in weights.items()}
-        layout = fnmodels.layout(prepared[1])
-        logits = fnmodels.forward(P.unflatten(leaves), *prepared, config=config, kernel=kernel, layout=layout)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels[:rows].flatten(), ignore_index=-100)
-        return list(torch.autograd.grad(loss, list(leaves.values())))
-
-    def errors(kernel: str, wanted: list[Tensor]) -> list[float]:
-        pairs = zip(gradients(kernel, torch.bfloat16, 1), wanted, strict=True)
+    def errors(kernel: str) -> list[float]:
+        pairs = zip(gradients_of(one_row, config, weights, kernel, torch.bfloat16), exact, strict=True)
         return [((got.float() - want).norm() / want.norm()).item() for got, want in pairs]
 
-    def step(kernel: str) -> None:
-        gradients(kernel, torch.bfloat16, batch)
-        torch.cuda.synchronize()
-
-    kernels = ("varlen", "flex", "auto", "sdpa")
-    exact = gradients("math", torch.float32, 1)  # of one row: its scores are 0.5 GB in each layer
-    noise = errors("math", exact)
-    print(f"  {title}: {batch} rows of {sum(lengths)} tokens in {len(lengths)} documents")
-    worst = {}
-    for kernel in kernels:
-        found = errors(kernel, exact)
+    noise, worst = errors("math"), {}
+    for kernel in CUDA_KERNELS:
+        found = errors(kernel)
         for path, off, bound in zip(weights, found, noise, strict=True):
             assert off < 2 * bound + 1e-3, (
                 f"{kernel}: the gradient of {path} is off by {off:.1e}; math's by {bound:.1e}."
             )
         worst[kernel] = max(found)
     del exact
-    seconds = take_turns({kernel: functools.partial(step, kernel) for kernel in kernels}, rounds)
-    for kernel in kernels:
-        rate, ratio = tokens.numel() / seconds[kernel], seconds["sdpa"] / seconds[kernel]
-        print(
-            f"    {kernel:10s}{rate:12.0f} tokens/s{ratio:8.2f} x sdpa, gradients off by {worst[kernel]:.1e} "
-            f"(math in bf16: {max(noise):.1e})"
-        )
+    for batch in (
+        packed_rows(lengths, 4, config.vocab_size),
+        packed_rows([8 * n for n in lengths], 1, config.vocab_size),
+    ):
+
+        def step(kernel: str, batch: dict[str, Tensor] = batch) -> None:
+            gradients_of(batch, config, weights, kernel, torch.bfloat16)
+            torch.cuda.synchronize()
+
+        rows, length = batch["tokens"].shape
+        print(f"  {title}: {rows} rows of {length} tokens in {len(lengths)} documents")
+        seconds = take_turns({kernel: functools.partial(step, kernel) for kernel in CUDA_KERNELS}, rounds)
+        for kernel in CUDA_KERNELS:
+            rate, ratio = rows * length / seconds[kernel], seconds["sdpa"] / seconds[kernel]
+            print(
+                f"    {kernel:10s}{rate:12.0f} tokens/s{ratio:8.2f} x sdpa, gradients off by {worst[kernel]:.1e} "
+                f"(math in bf16: {max(noise):.1e})"
+            )
+
+
+def packed_rows(lengths: Sequence[int], rows: int, vocab_size: int) -> dict[str, Tensor]:
+    """A batch on the GPU, its rows with the documents in other places."""
+    rolled = [[*lengths[row:], *lengths[:row]] for row in range(rows)]
+    segment_ids = fnmodels.segments_from_lengths(rolled).cuda()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocab_size, segment_ids.shape, generator=generator).cuda()
+    labels = torch.where(segment_ids.roll(-1, 1) == segment_ids, tokens.roll(-1, 1), -100)
+    labels[:, -1] = -100
+    positions = fnmodels.positions_from_segments(segment_ids)
+    return {"tokens": tokens, "positions": positions, "segment_ids": segment_ids, "labels": labels}
+
+
+def gradients_of(
+    batch: dict[str, Tensor], config: llama.Config, weights: dict[str, Tensor], kernel: str, dtype: torch.dtype
+) -> list[Tensor]:
+    parts = {name: batch[name] for name in ("positions", "segment_ids")}
+    prepared = fnmodels.prepare(config, batch["tokens"], **parts)
+    leaves = {path: leaf.to(dtype).requires_grad_() for path, leaf in weights.items()}
+    layout = fnmodels.layout(prepared[1])
+    logits = fnmodels.forward(P.unflatten(leaves), *prepared, config=config, kernel=kernel, layout=layout)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=-100)
+    return list(torch.autograd.grad(loss, list(leaves.values())))
 
 
 def main() -> None:
@@ -280,7 +297,7 @@ def main() -> None:
     if "window" in parts:
         window(2048 if given.quick else 8192, 512, rounds)
     if "cuda" in parts:
-        cuda(tuple(n // 4 for n in LENGTHS) if given.quick else LENGTHS, 2 if given.quick else 4, rounds)
+        cuda(tuple(n // 4 for n in LENGTHS) if given.quick else LENGTHS, rounds)
 
 
 if __name__ == "__main__":
