@@ -12,27 +12,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fnmodels import document_layout, tree
 from fnmodels.mask import Layout
 from fnmodels.tree import Tree
 
 from .balance import update_bias
+from .layers import layer_fn
 from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from .state import State, consume
 
 Batch = Mapping[str, Tensor]
 LossFn = Callable[..., tuple[Tensor, ...]]
-Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-LayerFn = Callable[[Block], Block]
 
 
 def make_step(
@@ -116,9 +113,9 @@ def gradient_sums(
     """
     if compile not in ("none", "block", "whole"):
         raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
-    layer_fn = _layer_fn(remat, compile)
+    wrap = layer_fn(remat, compile)
     takes = _open_keywords(loss_fn)
-    if layer_fn is not None and "layer_fn" not in takes:
+    if wrap is not None and "layer_fn" not in takes:
         raise ValueError(
             f"remat={remat!r} and compile={compile!r} wrap the model's layers, so the loss function needs a free "
             "keyword `layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
@@ -131,7 +128,7 @@ def gradient_sums(
     run = torch.compile(loss_fn, fullgraph=True) if compile == "whole" else loss_fn
 
     def keywords(part: Batch) -> dict[str, Any]:
-        chosen: dict[str, Any] = {} if layer_fn is None else {"layer_fn": layer_fn}
+        chosen: dict[str, Any] = {} if wrap is None else {"layer_fn": wrap}
         chosen |= {"aux": True} if counts else {}
         if "layout" in takes:
             layout = _layout(part)
@@ -347,71 +344,3 @@ def _open_keywords(loss_fn: LossFn) -> set[str]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return aux | ({"layer_fn", "layout"} - {p.name for p in parameters if p.default not in (None, p.empty)})
     return aux | {p.name for p in parameters if p.name in ("layer_fn", "layout") and p.default in (None, p.empty)}
-
-
-# ------------------------------------------------------------------------------------------------ layers
-
-
-def _layer_fn(remat: str, compile: str) -> LayerFn | None:
-    """The wrapper around each kind's block; None where there is nothing to wrap."""
-    kind, _, number = remat.partition(":")
-    if (remat not in ("none", "full", "selective") and kind != "every") or (kind == "every" and not number.isdigit()):
-        raise ValueError(f'remat is {remat!r}; it must be "none", "full", "selective" or "every:N" with a number N.')
-    every = int(number) if number else 1
-    if every < 1:
-        raise ValueError(f"remat is {remat!r}; N must be at least 1.")
-    if remat == "none" and compile != "block":
-        return None
-    compiled = _compile_once(_selective if remat == "selective" else lambda block: block)
-
-    def layer_fn(block: Block) -> Block:
-        if compile == "block":
-            block = compiled(block)
-        elif remat == "selective":
-            block = _selective(block)
-        return _every(block, every) if remat == "full" or kind == "every" else block
-
-    return layer_fn
-
-
-def _every(block: Block, every: int) -> Block:
-    """Checkpoints every Nth call of one forward: `layer_fn` is called anew in each, and layers run in order."""
-    calls: Counter[str] = Counter()
-
-    def run(*args: Any, **more: Any) -> Any:
-        calls["made"] += 1
-        return block(*args, **more) if calls["made"] % every else checkpoint(block, *args, use_reentrant=False, **more)
-
-    return run
-
-
-def _selective(block: Block) -> Block:
-    """Keeps what is dear to compute, the results of matmuls and attention; recomputes norms, rotary and activations."""
-    aten = torch.ops.aten
-    names = (
-        "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-        "_scaled_dot_product_cudnn_attention"
-    )
-    saved = [getattr(aten, name).default for name in names.split() if hasattr(aten, name)]
-    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
-    return lambda *args, **more: checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **more)
-
-
-def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:
-    """torch.compile of a block, made once for equal blocks.
-
-    Every forward binds its blocks anew (functools.partial of the family's block with config, kind, kernel and layout),
-    and each torch.compile of such an object would start over; what is bound is hashable, so equal ones can share.
-    """
-    made: dict[Any, Block] = {}
-
-    def compiled(block: Block) -> Block:
-        key: Any = block
-        if isinstance(block, functools.partial):
-            key = (block.func, block.args, tuple(sorted(block.keywords.items(), key=lambda item: item[0])))
-        if key not in made:
-            made[key] = torch.compile(wrap(block), fullgraph=True)
-        return made[key]
-
-    return compiled

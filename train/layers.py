@@ -1,0 +1,84 @@
+"""Wrappers around the model's layers: what is recomputed in the backward pass, and what is compiled.
+
+    wrap = layer_fn("selective", "block")
+    logits = fnmodels.forward(params, *inputs, config=config, layer_fn=wrap)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+LayerFn = Callable[[Block], Block]
+
+
+def layer_fn(remat: str, compile: str) -> LayerFn | None:
+    """The wrapper around each kind's block, arguments as in `make_step`; None where there is nothing to wrap."""
+    kind, _, number = remat.partition(":")
+    if (remat not in ("none", "full", "selective") and kind != "every") or (kind == "every" and not number.isdigit()):
+        raise ValueError(f'remat is {remat!r}; it must be "none", "full", "selective" or "every:N" with a number N.')
+    every = int(number) if number else 1
+    if every < 1:
+        raise ValueError(f"remat is {remat!r}; N must be at least 1.")
+    if remat == "none" and compile != "block":
+        return None
+    compiled = _compile_once(_selective if remat == "selective" else lambda block: block)
+
+    def wrap(block: Block) -> Block:
+        if compile == "block":
+            block = compiled(block)
+        elif remat == "selective":
+            block = _selective(block)
+        return _every(block, every) if remat == "full" or kind == "every" else block
+
+    return wrap
+
+
+def _every(block: Block, every: int) -> Block:
+    """Checkpoints every Nth call of one forward: `layer_fn` is called anew in each, and layers run in order."""
+    calls: Counter[str] = Counter()
+
+    def run(*args: Any, **more: Any) -> Any:
+        calls["made"] += 1
+        return block(*args, **more) if calls["made"] % every else checkpoint(block, *args, use_reentrant=False, **more)
+
+    return run
+
+
+def _selective(block: Block) -> Block:
+    """Keeps what is dear to compute, the results of matmuls and attention; recomputes norms, rotary and activations."""
+    aten = torch.ops.aten
+    names = (
+        "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention"
+    )
+    saved = [getattr(aten, name).default for name in names.split() if hasattr(aten, name)]
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+    return lambda *args, **more: checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **more)
+
+
+def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:
+    """torch.compile of a block, made once for equal blocks.
+
+    Every forward binds its blocks anew (functools.partial of the family's block with config, kind, kernel and layout),
+    and each torch.compile of such an object would start over; what is bound is hashable, so equal ones can share.
+    """
+    made: dict[Any, Block] = {}
+
+    def compiled(block: Block) -> Block:
+        key: Any = block
+        if isinstance(block, functools.partial):
+            key = (block.func, block.args, tuple(sorted(block.keywords.items(), key=lambda item: item[0])))
+        if key not in made:
+            made[key] = torch.compile(wrap(block), fullgraph=True)
+        return made[key]
+
+    return compiled
