@@ -222,13 +222,13 @@ def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: 
     one_row = packed_rows(lengths, 1, config.vocab_size)
     exact = gradients_of(one_row, config, weights, "math", torch.float32)
 
-    def errors(kernel: str) -> list[float]:
+    def errors(kernel: str, exact: Sequence[Tensor]) -> list[float]:
         pairs = zip(gradients_of(one_row, config, weights, kernel, torch.bfloat16), exact, strict=True)
         return [((got.float() - want).norm() / want.norm()).item() for got, want in pairs]
 
-    noise, worst = errors("math"), {}
+    noise, worst = errors("math", exact), {}
     for kernel in CUDA_KERNELS:
-        found = errors(kernel)
+        found = errors(kernel, exact)
         for path, off, bound in zip(weights, found, noise, strict=True):
             assert off < 2 * bound + 1e-3, (
                 f"{kernel}: the gradient of {path} is off by {off:.1e}; math's by {bound:.1e}."

@@ -9,6 +9,7 @@ from . import checkpoint, sharded
 from .adafactor import adafactor
 from .balance import Balance, balance_loss, router_z_loss, update_bias
 from .combine import partition, with_ema, with_master
+from .forward import make_eval_step, make_forward_only
 from .lion import lion
 from .logprobs import document_sums, head_logprobs, logprobs, token_logprobs
 from .loss import cross_entropy, head_loss, next_token_loss
@@ -53,6 +54,8 @@ __all__ = [
     "lion",
     "logprobs",
     "look_ahead",
+    "make_eval_step",
+    "make_forward_only",
     "make_step",
     "mtp_loss",
     "muon",

@@ -12,19 +12,18 @@ It holds a `State` and the sums of the gradients, and nothing global: several li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels.tree import Tree
 
+from .calls import Batch
+from .forward import make_forward_only
 from .optim import Optimizer
 from .state import State, init_state
 from .step import LossFn, Sums, gradient_sums, update
-
-Batch = Mapping[str, Tensor]
 
 
 class Engine:
@@ -45,6 +44,7 @@ class Engine:
         self.state: State = init_state(params, optimizer)
         self._how: dict[str, Any] = {"remat": remat, "compile": compile, "counts": balance_rate is not None}
         self._runs: dict[LossFn, Callable[..., Sums]] = {}
+        self._infers: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._sums: Sums | None = None
 
     @property
@@ -79,10 +79,13 @@ class Engine:
         """Forget the gradients that were added since the last update."""
         self._sums = None
 
-    @torch.no_grad()
-    def infer(self, batches: Sequence[Batch], function: Callable[[Tree, Batch], Any]) -> list[Any]:
-        """[function(params, batch)] without gradients: log-probabilities, a loss, logits."""
-        return [function(self.state.params, batch) for batch in batches]
+    def infer(self, batches: Sequence[Batch], function: Callable[..., Any]) -> list[Any]:
+        """[function(params, batch)] without gradients: log-probabilities, a loss, logits; see `make_forward_only`."""
+        compile = self._how["compile"]
+        run = self._infers.get(function) or make_forward_only(function, compile=compile)
+        if compile != "none":  # what is compiled is worth keeping; a function is not, nor what it holds
+            self._infers[function] = run
+        return run(self.state.params, list(batches)) if batches else []
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(name on disk, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""

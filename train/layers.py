@@ -2,6 +2,8 @@
 
     wrap = layer_fn("selective", "block")
     logits = fnmodels.forward(params, *inputs, config=config, layer_fn=wrap)
+
+Nothing is patched: a wrapper is an argument of the forward pass.
 """
 
 from __future__ import annotations

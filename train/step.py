@@ -11,24 +11,21 @@ is built on `torch.autograd.grad` over detached leaves, nothing is left behind i
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fnmodels import document_layout, tree
-from fnmodels.mask import Layout
+from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .balance import update_bias
-from .layers import layer_fn
+from .calls import Batch, caller, microbatches
 from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from .state import State, consume
 
-Batch = Mapping[str, Tensor]
 LossFn = Callable[..., tuple[Tensor, ...]]
 
 
@@ -43,14 +40,17 @@ def make_step(
     inplace: bool = True,
     balance_rate: float | None = None,
     mesh: None = None,
-) -> Callable[[State, Batch], tuple[State, dict[str, Any]]]:
+) -> Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]:
     """A function step(state, batch) -> (state, metrics).
 
     loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Where it has a keyword `layer_fn`
         the step passes remat and compile="block" there, and where it has `layout`, the batch's
         `fnmodels.document_layout`, made on the host. What a functools.partial has bound already stays.
+    batch: a dict of [B, S], or of [1, T] with packed documents; or a list of such, of any lengths: microbatches that
+        the caller has cut, which make one step together.
     accumulate: the rows of the batch are taken in this many parts, as equal as can be; gradients are summed in fp32 at
         least and divided once by the number of valid tokens of the whole batch, so that any split gives the same step.
+        Memory is that of the largest part and one copy of the gradients, however many parts there are.
     clip: the largest global norm of the gradient; None: none.
     remat: "none"; "full": a layer keeps its input only; "every:N": every Nth layer of each kind does; "selective":
         layers keep the results of matmuls and attention and recompute what lies between.
@@ -78,12 +78,12 @@ def make_step(
     sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     checked = False
 
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
+    def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
         nonlocal checked
         if not checked:  # once: what a step returns has the structure of what it was given
             _check_opt_state(optimizer, state)
             checked = True
-        sums = sums_of(state.params, _parts(batch, accumulate))
+        sums = sums_of(state.params, microbatches(batch, accumulate))
         return update(optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
 
     return step
@@ -111,35 +111,13 @@ def gradient_sums(
     Arguments as in `make_step`. counts: ask the loss function for its aux. Gradients are summed in fp32 at least. One
     part alone is divided on the way.
     """
-    if compile not in ("none", "block", "whole"):
-        raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
-    wrap = layer_fn(remat, compile)
-    takes = _open_keywords(loss_fn)
-    if wrap is not None and "layer_fn" not in takes:
-        raise ValueError(
-            f"remat={remat!r} and compile={compile!r} wrap the model's layers, so the loss function needs a free "
-            "keyword `layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
-        )
-    if counts and "aux" not in takes:
-        raise ValueError(
-            "balance_rate needs to know how many tokens each expert gets, so the loss function needs a free keyword "
-            "`aux`, False by default, with which it returns (sum, count, aux) as train.next_token_loss does."
-        )
-    run = torch.compile(loss_fn, fullgraph=True) if compile == "whole" else loss_fn
-
-    def keywords(part: Batch) -> dict[str, Any]:
-        chosen: dict[str, Any] = {} if wrap is None else {"layer_fn": wrap}
-        chosen |= {"aux": True} if counts else {}
-        if "layout" in takes:
-            layout = _layout(part)
-            chosen["layout"] = layout if compile == "none" or (layout and _one_per_shape(layout)) else None
-        return chosen
+    call = caller(loss_fn, remat=remat, compile=compile, counts=counts)
 
     def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = True) -> Sums:
         train = trainable_mask(params, optimizer.trainable)
         lone = divide and into is None and len(parts) == 1
         for part in parts:
-            total, count, aux, grads = _gradients(run, params, train, part, keywords(part), divide=lone)
+            total, count, aux, grads = _gradients(call, params, train, part, divide=lone)
             if into is None:
                 wide = grads if lone else [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
                 into = Sums(total, count, aux, wide, lone)
@@ -166,8 +144,8 @@ def update(
     balance_rate: float | None = None,
 ) -> tuple[State, dict[str, Any]]:
     """(the State after one update with the gradients of `sums`, which are used up; the metrics of `make_step`)."""
-    loss, norm = sums.total / _valid(sums.total, sums.count), global_norm(sums.grads)
-    scale = torch.ones_like(norm) if sums.divided else 1 / _valid(sums.total, sums.count)
+    loss, norm = sums.total / valid_count(sums.total, sums.count), global_norm(sums.grads)
+    scale = torch.ones_like(norm) if sums.divided else 1 / valid_count(sums.total, sums.count)
     norm = norm * scale
     finite = loss.isfinite() & norm.isfinite()
     if clip is not None:
@@ -208,7 +186,7 @@ def _balanced(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
 
 
 def _gradients(
-    loss_fn: LossFn, params: Tree, train: Tree, batch: Batch, extras: dict[str, Any], *, divide: bool
+    call: Callable[[Tree, Batch], Any], params: Tree, train: Tree, batch: Batch, *, divide: bool
 ) -> tuple[Tensor, Tensor, Tree, list[Tensor]]:
     """(sum, count, aux, gradients for the leaves that train, which nothing else refers to).
 
@@ -225,8 +203,8 @@ def _gradients(
     given = tree.map(leaf, params, train)
     if not leaves:
         raise ValueError("No leaf trains: params need a floating leaf that the optimizer's spec does not freeze.")
-    total, count, *aux = _checked(loss_fn(given, batch, **extras))
-    slope = 1 / _valid(total, count).to(total.dtype) if divide else None
+    total, count, *aux = checked_loss(call(given, batch))
+    slope = 1 / valid_count(total, count).to(total.dtype) if divide else None
     found = torch.autograd.grad(total, leaves, slope, allow_unused=True) if total.requires_grad else ()
     if all(grad is None for grad in found):
         raise ValueError(
@@ -238,7 +216,7 @@ def _gradients(
     return total.detach(), count.detach(), tree.map(Tensor.detach, aux[0]) if aux else None, _own(grads, taken)
 
 
-def _checked(result: Any) -> tuple[Any, ...]:
+def checked_loss(result: Any) -> tuple[Any, ...]:
     """What a loss function returned, if it is (sum, count) or (sum, count, aux)."""
     parts = result if isinstance(result, (tuple, list)) else (result,)
     if len(parts) in (2, 3) and all(isinstance(part, Tensor) and not part.ndim for part in parts[:2]):
@@ -267,7 +245,7 @@ def _check_opt_state(optimizer: Optimizer, state: State) -> None:
         )
 
 
-def _valid(total: Tensor, count: Tensor) -> Tensor:
+def valid_count(total: Tensor, count: Tensor) -> Tensor:
     """The count as a divisor: at least 1, so that nothing over nothing is 0."""
     return count.clamp(min=1).to(torch.promote_types(total.dtype, torch.float32))
 
@@ -310,37 +288,3 @@ def _scatter(train: Tree, grads: list[Tensor]) -> Tree:
 def _rate(optimizer: Optimizer, state: State) -> Tensor:
     rate = float("nan") if optimizer.lr is None else optimizer.lr(state.opt_state)
     return torch.as_tensor(rate, dtype=torch.float32).detach()
-
-
-def _parts(batch: Batch, accumulate: int) -> list[Batch]:
-    """The rows of the batch in `accumulate` parts, the first ones one row longer where it does not divide."""
-    if accumulate == 1:
-        return [batch]
-    for name, tensor in tree.flatten(batch).items():
-        if not tensor.ndim or tensor.shape[0] < accumulate:
-            shape = tuple(tensor.shape)
-            raise ValueError(f"accumulate={accumulate} cannot split {name!r}, whose shape is {shape}, by rows.")
-    return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], batch) for i in range(accumulate)]
-
-
-def _layout(batch: Batch) -> Layout | None:
-    if "positions" not in batch or "segment_ids" not in batch:
-        return None
-    return document_layout(batch["positions"], batch["segment_ids"])
-
-
-def _one_per_shape(layout: Layout) -> bool:
-    """Whether all batches of this shape for which this is True have equal layouts."""
-    return layout.plain and all(first == (0,) for first in layout.firsts)
-
-
-def _open_keywords(loss_fn: LossFn) -> set[str]:
-    """Which of `layer_fn`, `layout` and `aux` the step may pass: keywords that are there and that no partial has bound.
-
-    `aux` changes what is returned, so it is never passed to keywords that a function does not name.
-    """
-    parameters = inspect.signature(loss_fn).parameters.values()
-    aux = {p.name for p in parameters if p.name == "aux" and isinstance(p.default, bool)}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return aux | ({"layer_fn", "layout"} - {p.name for p in parameters if p.default not in (None, p.empty)})
-    return aux | {p.name for p in parameters if p.name in ("layer_fn", "layout") and p.default in (None, p.empty)}

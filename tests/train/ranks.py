@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import params as P
 from fnmodels import llama, tree
 from fnmodels.errors import MismatchError
-from train import checkpoint, sharded
+from train import adamw, checkpoint, init_state, make_step, sharded
 
 PROGRESS = {"tokens": 7}
 
@@ -121,6 +121,19 @@ def initialize(folder: Path) -> None:
         shared = P.flatten(made)[path]
         assert isinstance(shared, DTensor) and shared.to_local().numel() < leaf.numel(), path
         assert torch.equal(shared.full_tensor(), leaf), path
+
+
+def guest(folder: Path) -> None:
+    """Without a mesh each process trains alone, as often as it likes: a collective would hang or mix them."""
+    params, optimizer = {"w": torch.ones(3)}, adamw(0.1)
+    step = make_step(lambda p, b: ((p["w"] * b["x"]).sum(), torch.tensor(1)), optimizer, clip=1.0)
+    state, batch = init_state(params, optimizer), {"x": torch.full((3,), float(dist.get_rank() + 1))}
+    for _ in range(1 + 2 * dist.get_rank()):
+        state, metrics = step(state, batch)
+        assert metrics["count"] == 1 and metrics["grad_norm"] > dist.get_rank()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, int(state.step))  # the group works as before
+    assert found == [1 + 2 * rank for rank in range(dist.get_world_size())]
 
 
 def member(rank: int, world: int, name: str, folder: Path, store: str) -> None:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 def test_saved_on_4_and_loaded_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "steps"
     jobs = [(4, "save"), (1, "load"), (2, "load"), (8, "load"), (4, "refuse"), (2, "fail"), (4, "initialize")]
+    jobs += [(2, "guest")]  # of train.make_step, which here costs no process of its own
     done = subprocess.run(
         [sys.executable, "-m", "tests.train.ranks", str(folder)],
         input="".join(json.dumps(job) + "\n" for job in jobs),

@@ -1,0 +1,98 @@
+"""How a function of (params, batch) is called: once per microbatch, with what the step wraps, compiles or knows.
+
+Losses and per-token outputs share it, so that what a function computes in training and outside of it is the same call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels import document_layout, tree
+from fnmodels.mask import Layout
+from fnmodels.tree import Tree
+
+from .layers import layer_fn
+
+Batch = Mapping[str, Tensor]
+
+
+def caller(
+    function: Callable[..., Any], *, remat: str = "none", compile: str = "none", counts: bool = False
+) -> Callable[[Tree, Batch], Any]:
+    """call(params, batch) -> function(params, batch, ...), with its keywords `layer_fn`, `layout` and `aux` filled in.
+
+    remat, compile: as in `train.make_step`. counts: ask for `aux`. What a functools.partial has bound already stays.
+    """
+    if compile not in ("none", "block", "whole"):
+        raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
+    wrap = layer_fn(remat, compile)
+    takes = _open_keywords(function)
+    if wrap is not None and "layer_fn" not in takes:
+        raise ValueError(
+            f"remat={remat!r} and compile={compile!r} wrap the model's layers, so the function needs a free keyword "
+            "`layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
+        )
+    if counts and "aux" not in takes:
+        raise ValueError(
+            "balance_rate needs to know how many tokens each expert gets, so the loss function needs a free keyword "
+            "`aux`, False by default, with which it returns (sum, count, aux) as train.next_token_loss does."
+        )
+    run = torch.compile(function, fullgraph=True) if compile == "whole" else function
+
+    def call(params: Tree, batch: Batch) -> Any:
+        chosen: dict[str, Any] = {} if wrap is None else {"layer_fn": wrap}
+        chosen |= {"aux": True} if counts else {}
+        if "layout" in takes:
+            layout = _layout(batch)
+            chosen["layout"] = layout if compile == "none" or (layout and _one_per_shape(layout)) else None
+        return run(params, batch, **chosen)
+
+    return call
+
+
+def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Batch]:
+    """A list as it was cut by the caller; else the batch's rows in `accumulate` parts, the first ones one row longer
+    where it does not divide."""
+    if isinstance(batch, (list, tuple)):
+        if not batch:
+            raise ValueError("The list of microbatches is empty; it needs at least one.")
+        if accumulate != 1:
+            raise ValueError(f"The batch is a list of {len(batch)} microbatches, so accumulate is 1, not {accumulate}.")
+        return list(batch)
+    if accumulate == 1:
+        return [batch]  # type: ignore[list-item]  # mypy does not see that a Mapping is no list
+    for name, tensor in tree.flatten(batch).items():
+        if not tensor.ndim or tensor.shape[0] < accumulate:
+            raise ValueError(
+                f"accumulate={accumulate} cannot split {name!r}, whose shape is {tuple(tensor.shape)}, by rows: give "
+                "fewer parts, or a list of microbatches."
+            )
+    return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], batch) for i in range(accumulate)]
+
+
+def _layout(batch: Batch) -> Layout | None:
+    if "positions" not in batch or "segment_ids" not in batch:
+        return None
+    return document_layout(batch["positions"], batch["segment_ids"])
+
+
+def _one_per_shape(layout: Layout) -> bool:
+    """Whether all batches of this shape for which this is True have equal layouts."""
+    return layout.plain and all(first == (0,) for first in layout.firsts)
+
+
+def _open_keywords(function: Callable[..., Any]) -> set[str]:
+    """Which of `layer_fn`, `layout` and `aux` may be passed: keywords that are there and that no partial has bound.
+
+    `aux` changes what is returned, so it is never passed to keywords that a function does not name.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    aux = {p.name for p in parameters if p.name == "aux" and isinstance(p.default, bool)}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return aux | ({"layer_fn", "layout"} - {p.name for p in parameters if p.default not in (None, p.empty)})
+    return aux | {p.name for p in parameters if p.name in ("layer_fn", "layout") and p.default in (None, p.empty)}

@@ -1,0 +1,64 @@
+"""Steps that learn nothing: a loss, or a function of each token, by the same calls as in training.
+
+    eval_step = make_eval_step(functools.partial(next_token_loss, config=config))
+    loss = eval_step(state.params, batch)["loss"]
+    run = make_forward_only(functools.partial(token_logprobs, config=config))
+    logp, entropy, valid = run(state.params, batch)
+
+They take parameters and no State, so that other weights than the newest, such as their average, can be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+from .calls import Batch, caller, microbatches
+from .step import LossFn, checked_loss, valid_count
+
+
+def make_eval_step(
+    loss_fn: LossFn, *, compile: str = "none"
+) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
+    """A function eval_step(params, batch) -> {loss, total, count} and aux where the loss has one.
+
+    loss_fn, compile, batch: as in `make_step`; a list is of any lengths. `loss` is the mean over the valid tokens of
+    all of it, `total` their sum, so that totals and counts of several calls add up. No gradient, no graph.
+    """
+    call = caller(loss_fn, compile=compile)
+
+    @torch.no_grad()
+    def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
+        sums: tuple[Any, ...] | None = None
+        for part in microbatches(batch):
+            found = checked_loss(call(params, part))
+            sums = found if sums is None else tree.map(torch.add, sums, found)
+        assert sums is not None
+        total, count, *aux = sums
+        metrics = {"loss": total / valid_count(total, count), "total": total, "count": count}
+        return metrics | ({"aux": aux[0]} if aux else {})
+
+    return eval_step
+
+
+def make_forward_only(
+    function: Callable[..., Any], *, compile: str = "none"
+) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
+    """A function run(params, batch) -> function(params, batch) without gradients; of a list, the list of results.
+
+    function: `token_logprobs`, a loss, anything of (params, batch). Its keywords `layer_fn` and `layout` are filled in
+    as `make_step` does, and what it returns is passed on as it is. compile: as in `make_step`.
+    """
+    call = caller(function, compile=compile)
+
+    @torch.no_grad()
+    def run(params: Tree, batch: Batch | Sequence[Batch]) -> Any:
+        found = [call(params, part) for part in microbatches(batch)]
+        return found if isinstance(batch, (list, tuple)) else found[0]
+
+    return run
