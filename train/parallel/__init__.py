@@ -1,0 +1,12 @@
+"""The same pure functions on many processes, equal to one of them in every gradient. One idea per file:
+
+    mesh          how many processes share what: `Mesh(fsdp=2, tp=2)`
+    collectives   the one place that talks to other processes, as linear maps with gradients
+
+Nothing here starts a process group, and importing it costs no more than `import torch`: what needs DTensor imports it
+inside of the function that does.
+"""
+
+from .mesh import NAMES, Mesh
+
+__all__ = ["NAMES", "Mesh"]

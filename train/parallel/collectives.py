@@ -1,0 +1,236 @@
+"""The one place that talks to other processes: linear maps between them, with their transposes as gradients.
+
+    full = all_gather(part, 0, group)                     # backward: the sum over processes, each its part
+    part = reduce_scatter(partial, 1, group)              # backward: all_gather
+    x = enter(x, group); ...; y = leave(y, group)         # copy / sum, and sum / copy (Megatron's f and g)
+    heads = all_to_all(x, group, split=2, join=1)         # Ulysses: from columns to heads, and back with 1 and 2
+    rows = exchange(rows, sent, received, group)          # experts: uneven numbers of rows
+
+Each is an autograd.Function over plain tensors, with rules for jvp and vmap, and its backward is again one of them: so
+everything in torch.func goes through, forward over reverse among it. torch's functional collectives have neither.
+Which of two gradients is meant has to be said: `leave` is for partial sums of one value whose consumers are the same
+in all processes (its gradient is there in full everywhere), `all_gather` for parts whose consumers differ (partial
+gradients, which are summed).
+
+All processes of the group must call it alike, in the same order: check what may differ before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# Newer torch warns of the older names.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(x: Tensor, dim: int, group: ProcessGroup, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Everyone's x, equal in shape, joined along `dim`. Backward: summed over the processes, each gets its part.
+
+    dtype: what is sent and returned; the gradients are summed in the wider of it and x's.
+    """
+    return _linear(x, _AllGather(dim % x.ndim, group, x.dtype, dtype or x.dtype))
+
+
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """The sum of everyone's x, of which each process gets its equal part along `dim`. Backward: `all_gather`."""
+    size = dist.get_world_size(group)
+    if x.shape[dim] % size:
+        raise ValueError(f"Dimension {dim} of {list(x.shape)} is not a multiple of the {size} processes that share it.")
+    return _linear(x, _ReduceScatter(dim % x.ndim, group, x.dtype, x.dtype))
+
+
+def enter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x, the same in all processes, each of which does something else with it. Backward: the sum of the gradients."""
+    return _linear(x, _Copy(group))
+
+
+def leave(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of everyone's x, with which all do the same. Backward: the gradient, the same in all, as it is."""
+    return _linear(x, _Sum(group))
+
+
+def all_to_all(x: Tensor, group: ProcessGroup, *, split: int, join: int) -> Tensor:
+    """The r-th equal part of x along `split` goes to process r; what comes is joined along `join` in their order."""
+    size = dist.get_world_size(group)
+    if x.shape[split] % size:
+        raise ValueError(f"Dimension {split} of {list(x.shape)} is not a multiple of the {size} processes it goes to.")
+    return _linear(x, _AllToAll(split % x.ndim, join % x.ndim, group))
+
+
+def exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """The first sent[0] rows of x go to process 0, the next sent[1] to 1, ...: received[r] rows come from process r.
+
+    The numbers are the host's, and sent[r] here must be received[here] there; either may be 0.
+    """
+    if sum(sent) != len(x):
+        raise ValueError(f"{sum(sent)} rows are to be sent, but there are {len(x)}.")
+    return _linear(x, _Exchange(tuple(sent), tuple(received), group))
+
+
+@torch.no_grad()
+def summed(x: Tensor, *groups: ProcessGroup) -> Tensor:
+    """The sum of everyone's x over one group after the other, in x's dtype, without a gradient: counts, norms."""
+    total = x.detach().clone()
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+@torch.no_grad()
+def maximum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The largest of everyone's x, element by element, without a gradient."""
+    largest = x.detach().clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+class Linear(Protocol):
+    """A linear map over the processes. `batched`: the same with a new dimension in front, or behind the first."""
+
+    def run(self, x: Tensor) -> Tensor: ...
+    def transposed(self) -> Linear: ...
+    def batched(self) -> tuple[Linear, int]: ...
+
+
+def _linear(x: Tensor, how: Linear) -> Tensor:
+    return _Apply.apply(x, how)
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, how: Linear) -> Tensor:
+        return how.run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear], output: Tensor) -> None:
+        ctx.how = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _linear(grad, ctx.how.transposed()), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return _linear(tangent, ctx.how)
+
+    @staticmethod
+    def vmap(_: Any, in_dims: tuple[int, None], x: Tensor, how: Linear) -> tuple[Tensor, int]:
+        batched, place = how.batched()
+        return _linear(x.movedim(in_dims[0], place), batched), place
+
+
+@dataclass(frozen=True)
+class _AllGather:
+    dim: int
+    group: ProcessGroup
+    source: torch.dtype
+    target: torch.dtype
+
+    def run(self, x: Tensor) -> Tensor:
+        size = dist.get_world_size(self.group)
+        x = x.to(self.target).contiguous()
+        out = x.new_empty(size, *x.shape)
+        _GATHER(out.view(-1), x.view(-1), group=self.group)
+        return out.flatten(0, 1) if not self.dim else torch.cat(out.unbind(), self.dim)
+
+    def transposed(self) -> Linear:
+        return _ReduceScatter(self.dim, self.group, self.target, self.source)
+
+    def batched(self) -> tuple[Linear, int]:
+        return replace(self, dim=self.dim + 1), 0
+
+
+@dataclass(frozen=True)
+class _ReduceScatter:
+    dim: int
+    group: ProcessGroup
+    source: torch.dtype
+    target: torch.dtype
+
+    def run(self, x: Tensor) -> Tensor:
+        size = dist.get_world_size(self.group)
+        x = x.to(torch.promote_types(self.source, self.target))
+        parts = x.unflatten(self.dim, (size, -1)).movedim(self.dim, 0).contiguous()
+        out = torch.empty_like(parts[0])
+        _SCATTER(out.view(-1), parts.view(-1), group=self.group)
+        return out.to(self.target)
+
+    def transposed(self) -> Linear:
+        return _AllGather(self.dim, self.group, self.target, self.source)
+
+    def batched(self) -> tuple[Linear, int]:
+        return replace(self, dim=self.dim + 1), 0
+
+
+@dataclass(frozen=True)
+class _Copy:
+    group: ProcessGroup
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    def transposed(self) -> Linear:
+        return _Sum(self.group)
+
+    def batched(self) -> tuple[Linear, int]:
+        return self, 0
+
+
+@dataclass(frozen=True)
+class _Sum:
+    group: ProcessGroup
+
+    def run(self, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def transposed(self) -> Linear:
+        return _Copy(self.group)
+
+    def batched(self) -> tuple[Linear, int]:
+        return self, 0
+
+
+@dataclass(frozen=True)
+class _AllToAll:
+    split: int
+    join: int
+    group: ProcessGroup
+
+    def run(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(self.split, (dist.get_world_size(self.group), -1)).movedim(self.split, 0).contiguous()
+        out = torch.empty_like(parts)
+        dist.all_to_all_single(out.view(-1), parts.view(-1), group=self.group)
+        return torch.cat(out.unbind(), self.join)
+
+    def transposed(self) -> Linear:
+        return replace(self, split=self.join, join=self.split)
+
+    def batched(self) -> tuple[Linear, int]:
+        return replace(self, split=self.split + 1, join=self.join + 1), 0
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    group: ProcessGroup
+
+    def run(self, x: Tensor) -> Tensor:
+        out = x.new_empty(sum(self.received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), list(self.received), list(self.sent), group=self.group)
+        return out
+
+    def transposed(self) -> Linear:
+        return replace(self, sent=self.received, received=self.sent)
+
+    def batched(self) -> tuple[Linear, int]:
+        return self, 1  # rows stay first

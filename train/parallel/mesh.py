@@ -1,0 +1,115 @@
+"""How many processes share what.
+
+    mesh = Mesh.parse("fsdp=2,tp=2")            # or Mesh(fsdp=2, tp=2)
+    devices = mesh.device_mesh()                # once, by all processes: it makes the process groups
+    placements = params.plan(family.spec(config), Rules(spread="fsdp"), devices)
+    weights = params.init(config, 0, plan=placements)
+
+    name   the processes of one such group have
+    pp     different layers
+    dp     different rows, and the same parameters
+    fsdp   different rows, and different parts of each parameter
+    ep     different rows, and different experts
+    cp     different columns of the same rows
+    tp     the same tokens, and different parts of each layer
+
+`DATA` are those whose members see different tokens: what is summed over tokens, gradients among them, is summed over
+them all, and divided once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+NAMES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # from the slowest links to the fastest
+ROWS = ("dp", "fsdp", "ep")
+DATA = (*ROWS, "cp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The number of processes along each dimension; their product is the number of processes.
+
+    ValueError for a size that is no whole number of at least 1.
+    """
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} is {size!r}; the size of a mesh dimension is a whole number of at least 1.")
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """From "fsdp=2,tp=2". What is not named is 1, and so is everything in an empty text."""
+        sizes: dict[str, int] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, size = part.partition("=")
+            if name not in NAMES:
+                raise ValueError(f"{name!r} is no dimension of a mesh; there are {', '.join(NAMES)}, as in fsdp=2.")
+            if name in sizes:
+                raise ValueError(f"The mesh {text!r} names {name} twice.")
+            if not (size.isascii() and size.isdigit()):
+                raise ValueError(f"{name} is {size!r}; the size of a mesh dimension is a whole number, as in {name}=2.")
+            sizes[name] = int(size)
+        return Mesh(**sizes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """{name: size} in the order of NAMES, which is that of the device mesh."""
+        return {name: getattr(self, name) for name in NAMES}
+
+    @property
+    def world(self) -> int:
+        """The number of processes."""
+        return self.pp * self.rows * self.cp * self.tp
+
+    @property
+    def rows(self) -> int:
+        """In how many parts the rows of a batch are taken."""
+        return self.dp * self.fsdp * self.ep
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "dp=1"
+
+    def device_mesh(self, device: str | None = None) -> DeviceMesh:
+        """All six dimensions, those of size 1 too, over the process group that there is. By all processes alike.
+
+        It makes process groups: call it once and keep what it returns. device: "cpu" or "cuda"; None: "cuda" where the
+        group has NCCL. ValueError where there is no group, or one of another size.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not dist.is_initialized():
+            raise ValueError(
+                f"The mesh {self} needs a process group: start the program with torchrun and call "
+                "torch.distributed.init_process_group first."
+            )
+        world = dist.get_world_size()
+        if world != self.world:
+            raise ValueError(f"The mesh {self} is of {self.world} processes, but the process group has {world}.")
+        if device is None:
+            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        return init_device_mesh(device, tuple(self.sizes.values()), mesh_dim_names=NAMES)
+
+
+def mesh_of(devices: DeviceMesh) -> Mesh:
+    """The sizes of a device mesh with names of NAMES. ValueError for others."""
+    names = devices.mesh_dim_names or ()
+    if not names or set(names) - set(NAMES):
+        unknown = sorted(set(names) - set(NAMES))
+        what = f"has the dimension {unknown[0]!r}" if unknown else "has no names"
+        raise ValueError(f"The device mesh {what}; its dimensions must be named {', '.join(NAMES)}, or some of these.")
+    return Mesh(**dict(zip(names, devices.shape, strict=True)))
