@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnmodels import document_layout
 from fnmodels.tree import Tree
-from train.data import Batch, take
+from train.rows import Batch, take
 
 ROWS_AT_ONCE = 8
 

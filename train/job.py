@@ -26,8 +26,10 @@ from train.cache import cached
 from train.errors import UserError
 from train.files import write_text
 from train.loss import next_token_loss
+from train.mixture import Mixture, alone
 from train.optim import Optimizer, adamw
 from train.preset import Preset, hf_config
+from train.rows import Batch, everything, stream
 from train.schedule import warmup_stable_decay
 from train.tokenizer import special_ids, tokenizer_config, train
 
@@ -57,8 +59,8 @@ class Job:
     ends: tuple[int, ...]
     texts: corpus.Corpus
     dataset: data.Dataset
-    rows: data.Batch
-    heldout: data.Batch
+    mixture: Mixture
+    heldout: Batch
     loss: Callable[..., tuple[Tensor, Tensor]]
     optimizer: Optimizer
 
@@ -119,8 +121,8 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
         ends=ends,
         texts=texts,
         dataset=dataset,
-        rows=data.rows(dataset.train, length),
-        heldout=data.rows(dataset.heldout, length),
+        mixture=alone(stream(dataset.train.tokens, length)),
+        heldout=everything(stream(dataset.heldout.tokens, length)),
         loss=loss_function(config, getattr(torch, dtype)),
         optimizer=optimizer_for(config, choices, preset),
     )
@@ -186,7 +188,7 @@ def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
 
 def check_length(dataset: data.Dataset, length: int, source: str | None) -> None:
     """UserError where the held-out text does not fill one row: its bits per byte would say nothing."""
-    tokens, size = len(dataset.heldout.ids), dataset.train.bytes + dataset.heldout.bytes
+    tokens, size = dataset.heldout.tokens.total, dataset.train.bytes + dataset.heldout.bytes
     if tokens < length:
         kilobytes = -(-size * length // (tokens * 1000))
         raise UserError(
@@ -199,7 +201,7 @@ def check_length(dataset: data.Dataset, length: int, source: str | None) -> None
 def loss_function(config: Any, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
     """Computes in `dtype`; the parameters, their gradients and the loss stay fp32."""
 
-    def loss(params: Tree, batch: data.Batch, *, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
+    def loss(params: Tree, batch: Batch, *, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
         return next_token_loss(tree.map(lambda p: p.to(dtype), params), batch, config=config, layout=layout)
 
     return loss

@@ -45,7 +45,8 @@ def prepared(job: Job, seconds: float) -> None:
     print(f"text: {what}, {sizes[0]:.2f} MB to learn from and {sizes[1]:.2f} MB held out, ready in {seconds:.0f} s")
     print(
         f"model: {job.config.model_type} with {P.count(job.config) / 1e6:.1f} million parameters; "
-        f"{job.choices.steps} steps of {job.preset.batch_rows} rows of {job.rows['tokens'].shape[1]} tokens",
+        f"{job.choices.steps} steps of {job.preset.batch_rows} rows of {job.mixture.length} tokens, "
+        f"{job.mixture.fill:.1%} of them text",
         flush=True,
     )
 

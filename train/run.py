@@ -11,10 +11,11 @@ from pathlib import Path
 
 import params as P
 from fnmodels.tree import Tree
-from train import checkpoint, data, evaluate, folder, metrics, report
+from train import checkpoint, evaluate, folder, metrics, report
 from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.job import Choices, Job, Json, prepare
+from train.mixture import batch
 from train.preset import Preset
 from train.progress import progress
 from train.sample import complete
@@ -153,8 +154,7 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reache
         for index in range(first, total):
             saver.check()
             began = time.perf_counter()
-            chosen = data.order(len(job.rows["tokens"]), job.choices.seed, index, job.preset.batch_rows)
-            state, measured = step(state, data.take(job.rows, chosen))
+            state, measured = step(state, batch(job.mixture, job.choices.seed, index, job.preset.batch_rows))
             count = int(measured["count"])
             tokens += count
             row: metrics.Row = {"step": index + 1, "tokens": tokens, "finite": bool(measured["finite"])}

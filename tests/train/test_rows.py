@@ -1,0 +1,83 @@
+"""Rows of documents, read when asked for: against fnmodels.pack, which makes all of them at once."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fnmodels import pack
+from train.rows import Tokens, documents, everything, gather, in_line, stream, whole
+
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
+
+
+def _tokens(lengths: list[int], dtype: type = np.int32) -> Tokens:
+    return in_line(np.arange(1, sum(lengths) + 1, dtype=dtype), np.array(lengths))
+
+
+def _documents(lengths: list[int]) -> list[torch.Tensor]:
+    return list(torch.arange(1, sum(lengths) + 1).split(lengths))
+
+
+@given(LENGTHS, st.integers(1, 7))
+def test_a_stream_is_what_the_packer_makes(lengths: list[int], length: int) -> None:
+    rows, packed = stream(_tokens(lengths), length), pack(_documents(lengths), length)
+    found = everything(rows)
+    assert rows.count == packed.report.rows
+    assert rows.fill == pytest.approx(packed.report.overall_fill)
+    for name in ("tokens", "labels", "segment_ids"):
+        assert torch.equal(found[name], getattr(packed, name)), name
+    for row in range(rows.count):
+        pieces = packed.pieces[packed.pieces[:, 2] == row]
+        assert documents(rows, row) == pieces[:, 0].tolist()
+        assert torch.equal(gather(rows, [row])["tokens"], packed.tokens[row : row + 1])
+
+
+@given(LENGTHS, st.integers(5, 9))
+def test_whole_documents_are_packed_as_the_packer_does(lengths: list[int], length: int) -> None:
+    packed = pack(_documents(lengths), length, method="first_fit", split=False, overlong="drop")
+    rows = whole(_tokens(lengths), length, overlong="drop")
+    found = everything(rows)
+    assert (rows.count, rows.dropped) == (packed.report.rows, packed.report.documents_dropped)
+    assert rows.fill == pytest.approx(packed.report.overall_fill)
+    for name in ("tokens", "labels", "segment_ids", "positions"):
+        assert torch.equal(found[name], getattr(packed, name)), name
+
+
+@given(LENGTHS, st.integers(1, 7))
+def test_positions_count_from_the_start_of_each_piece(lengths: list[int], length: int) -> None:
+    batch = everything(stream(_tokens(lengths), length))
+    segments, positions = batch["segment_ids"], batch["positions"]
+    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    expected = torch.where(follows, positions[:, :-1] + 1, 0)
+    assert torch.equal(positions[:, 1:], expected) and not positions[:, 0].any()
+
+
+def test_rows_predict_every_token_of_every_document_once() -> None:
+    lengths = [5, 1, 0, 9, 3]
+    labels = everything(stream(_tokens(lengths), 4))["labels"]
+    firsts = {1, 6, 7, 16}
+    assert sorted(labels[labels >= 0].tolist()) == sorted(set(range(1, 19)) - firsts)
+
+
+def test_documents_lie_in_several_parts_of_any_type() -> None:
+    parts = (np.array([1, 2, 3], np.uint16), np.zeros(0, np.uint32), np.array([70_000, 70_001], np.uint32))
+    tokens = Tokens(parts, np.array([0, 2, 3, 5]), np.array([2, 1, 2, 0]))
+    batch = gather(stream(tokens, 3), [0, 1])
+    assert batch["tokens"].tolist() == [[1, 2, 3], [70_000, 70_001, 0]]
+    assert batch["labels"].tolist() == [[2, -100, -100], [70_001, -100, -100]]
+
+
+def test_what_is_not_learnt_is_no_label() -> None:
+    tokens = in_line(np.arange(1, 7), np.array([4, 2]), np.array([False, True, False, True, True, False]))
+    assert everything(stream(tokens, 6))["labels"].tolist() == [[2, -100, 4, -100, -100, -100]]
+    with pytest.raises(ValueError, match=r"learnt is \(2,\)"):
+        in_line(np.arange(3), np.array([3]), np.array([True, False]))
+
+
+def test_a_document_longer_than_a_row_is_refused_or_counted() -> None:
+    with pytest.raises(ValueError, match="document 1 has 6 tokens and a row has 4"):
+        whole(_tokens([2, 6]), 4)
+    rows = whole(_tokens([2, 6]), 4, overlong="drop")
+    assert (rows.dropped, rows.kept, rows.fill) == (1, 2, 0.5)
