@@ -234,7 +234,6 @@ def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: 
                 f"{kernel}: the gradient of {path} is off by {off:.1e}; math's by {bound:.1e}."
             )
         worst[kernel] = max(found)
-    del exact
     for batch in (
         packed_rows(lengths, 4, config.vocab_size),
         packed_rows([8 * n for n in lengths], 1, config.vocab_size),
