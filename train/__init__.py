@@ -26,6 +26,7 @@ from .optim import (
 )
 from .policy import distillation_loss, dpo_loss, group_advantages, policy_loss, token_divergence
 from .randomness import random_state, set_random_state
+from .rounding import stochastic_round, with_stochastic_rounding
 from .saver import Saver
 from .schedule import warmup_stable_decay
 from .state import State, init_state
@@ -67,6 +68,7 @@ __all__ = [
     "set_random_state",
     "sgd",
     "sharded",
+    "stochastic_round",
     "token_divergence",
     "token_logprobs",
     "trainable_mask",
@@ -74,4 +76,5 @@ __all__ = [
     "warmup_stable_decay",
     "with_ema",
     "with_master",
+    "with_stochastic_rounding",
 ]

@@ -18,8 +18,8 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     """{pattern: optimizer}: each leaf goes to the first pattern that its dotted path matches; None freezes it.
 
     Patterns are those of the shell (`fnmatch`), over the whole path: "layers.*.attention.*", "*norm*", "*". A leaf that
-    none matches raises, and so does a pattern without a leaf. Groups have rates of their own; the metrics show the
-    first one's. State: a list, one per optimizer in the given order.
+    none matches raises, and so does a pattern without a leaf. Groups have rates of their own: in the metrics of a step
+    `lr` is the first one's, and `lr_of` has one for each pattern. State: a list, one per optimizer in the given order.
     """
     trained = {pattern: optimizer for pattern, optimizer in groups.items() if optimizer is not None}
     if not trained:
@@ -73,7 +73,12 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     in_place = all(optimizer.apply_ is not None for optimizer in trained.values())
     rate = next(iter(trained.values())).lr
     lr = None if rate is None else lambda opt_state: rate(opt_state[0])
-    return Optimizer(init, update, apply_ if in_place else None, lr, trainable)
+
+    def rates(opt_state: Tree) -> dict[str, float | Tensor]:
+        pairs = zip(trained.items(), opt_state, strict=True)
+        return {pattern: optimizer.lr(state) for (pattern, optimizer), state in pairs if optimizer.lr is not None}
+
+    return Optimizer(init, update, apply_ if in_place else None, lr, trainable, rates)
 
 
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
@@ -90,7 +95,9 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates, inner = optimizer.update(grads, opt_state["inner"], params)
         new = apply_updates(params, updates)
-        ema = tree.map(lambda e, p: e.lerp(p.to(e.dtype), 1 - decay), opt_state["ema"], new)
+        ema = tree.map(
+            lambda e, p: e.lerp(p.to(e.dtype), 1 - decay) if e.is_floating_point() else p, opt_state["ema"], new
+        )
         return updates, {"inner": inner, "ema": ema}
 
     @torch.no_grad()
@@ -99,9 +106,11 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
         optimizer.apply_(grads, opt_state["inner"], params, skip=skip)
         share = 1 - decay if skip is None else (1 - decay) * ~skip
         for average, param in zip(tree.leaves(opt_state["ema"]), tree.leaves(params), strict=True):
+            if not average.is_floating_point():  # a table, which no update moves
+                continue
             average.lerp_(param.to(average.dtype), torch.as_tensor(share, dtype=average.dtype, device=average.device))
 
-    return _around(optimizer, init, update, apply_)
+    return around(optimizer, init, update, apply_)
 
 
 def with_master(optimizer: Optimizer) -> Optimizer:
@@ -117,7 +126,7 @@ def with_master(optimizer: Optimizer) -> Optimizer:
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         master = opt_state["master"]
-        changes, inner = optimizer.update(tree.map(_widened, grads), opt_state["inner"], master)
+        changes, inner = optimizer.update(tree.map(widened, grads), opt_state["inner"], master)
         new = apply_updates(master, changes)
         flat, old = tree.flatten(new), tree.flatten(params)
         updates = with_paths(lambda path, _: flat[path] - old[path].to(flat[path].dtype), changes)
@@ -126,30 +135,32 @@ def with_master(optimizer: Optimizer) -> Optimizer:
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         assert optimizer.apply_ is not None
-        optimizer.apply_(tree.map(_widened, grads), opt_state["inner"], opt_state["master"], skip=skip)
+        optimizer.apply_(tree.map(widened, grads), opt_state["inner"], opt_state["master"], skip=skip)
         for wide, param in zip(tree.leaves(opt_state["master"]), tree.leaves(params), strict=True):
             param.copy_(wide)
 
-    return _around(optimizer, init, update, apply_)
+    return around(optimizer, init, update, apply_)
 
 
-def _around(
+def around(
     optimizer: Optimizer,
     init: Callable[[Tree], Tree],
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
     apply_: Callable[..., None],
 ) -> Optimizer:
-    inner = optimizer.lr
+    """An optimizer around another, whose state stands under "inner"; rates and what trains are the other's."""
+    inner, inner_rates = optimizer.lr, optimizer.rates
     lr = None if inner is None else lambda opt_state: inner(opt_state["inner"])
-    return Optimizer(init, update, apply_ if optimizer.apply_ is not None else None, lr, optimizer.trainable)
+    rates = None if inner_rates is None else lambda opt_state: inner_rates(opt_state["inner"])
+    return Optimizer(init, update, apply_ if optimizer.apply_ is not None else None, lr, optimizer.trainable, rates)
 
 
 def _wide_copy(param: Tensor) -> Tensor:
     return param.detach().to(_wide(param), copy=True)
 
 
-def _widened(grad: Tensor) -> Tensor:
-    return grad.to(_wide(grad))
+def widened(tensor: Tensor) -> Tensor:
+    return tensor.to(_wide(tensor))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

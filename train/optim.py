@@ -38,6 +38,7 @@ class Optimizer:
     lr(opt_state) -> the rate of the update that comes next, for the metrics.
     trainable: a tree of bools over the parameters, or a function that makes it from them; None: every floating leaf
         trains.
+    rates(opt_state) -> {name: rate} of its groups, where it has several.
     """
 
     init: Callable[[Tree], Tree]
@@ -45,6 +46,7 @@ class Optimizer:
     apply_: Callable[..., None] | None = None
     lr: Callable[[Tree], float | Tensor] | None = None
     trainable: Tree | Callable[[Tree], Tree] | None = None
+    rates: Callable[[Tree], dict[str, float | Tensor]] | None = None
 
 
 def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None = None) -> Tree:

@@ -32,6 +32,7 @@ def warmup_stable_decay(
     decay_ratio: the decay's share of `total`; None decays from the end of the warmup on; 0 never decays. A decay that
         would begin inside the warmup begins where the warmup ends.
     shape: "linear", "sqrt" (1 - sqrt(progress)) or "cosine", between 1 and floor.
+        So a constant rate is decay_ratio=0, and a cosine from the warmup to the end is shape="cosine".
 
     With base=1 the multiplier of step s is that of s whole steps of warmup, and the last decay step is one short of the
     floor (total 10, warmup 2: .5 1 1 .875 ... .125); base=0 begins 0, .5, 1. Warmup-stable-decay: arXiv 2404.06395.

@@ -64,9 +64,9 @@ def make_step(
     mesh: not there yet; one process.
 
     metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
-    finite; and aux, summed, where there is one. Where the loss or the norm is not finite, the parameters and the
-    optimizer's state keep their bits, `finite` is False, and the step counts as made. A batch without valid tokens has
-    loss 0 and gradient 0.
+    finite; aux, summed, where there is one; and lr_of, the rate of each group of `partition`. Where the loss or the
+    norm is not finite, the parameters and the optimizer's state keep their bits, `finite` is False, and the step counts
+    as made. A batch without valid tokens has loss 0 and gradient 0.
     With an optimizer that has `apply_`, nothing waits for the device but the making of a layout.
     """
     if mesh is not None:
@@ -153,7 +153,10 @@ def update(
     if not sums.divided or clip is not None:
         for grad in sums.grads:
             grad.mul_(scale)
-    metrics = {"loss": loss, "count": sums.count, "grad_norm": norm, "lr": _rate(optimizer, state), "finite": finite}
+    metrics: dict[str, Any] = {"loss": loss, "count": sums.count, "grad_norm": norm, "finite": finite}
+    metrics["lr"] = _rate(optimizer, state)
+    if optimizer.rates is not None:
+        metrics["lr_of"] = {name: _as_rate(rate) for name, rate in optimizer.rates(state.opt_state).items()}
     if sums.aux is not None:
         metrics["aux"] = sums.aux
     train = trainable_mask(state.params, optimizer.trainable)
@@ -286,5 +289,8 @@ def _scatter(train: Tree, grads: list[Tensor]) -> Tree:
 
 
 def _rate(optimizer: Optimizer, state: State) -> Tensor:
-    rate = float("nan") if optimizer.lr is None else optimizer.lr(state.opt_state)
+    return _as_rate(float("nan") if optimizer.lr is None else optimizer.lr(state.opt_state))
+
+
+def _as_rate(rate: float | Tensor) -> Tensor:
     return torch.as_tensor(rate, dtype=torch.float32).detach()

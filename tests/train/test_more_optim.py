@@ -208,3 +208,29 @@ def test_a_step_that_is_not_finite_keeps_every_bit(name: str) -> None:
     assert not metrics["finite"]
     for a, b in zip(tree.leaves(before), tree.leaves((state.params, state.opt_state)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_every_group_has_its_rate_in_the_metrics() -> None:
+    made = batch_of(CONFIG, segments((7, 5), (12,)))
+    batch = {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+    groups = {"layers.*": adamw(lambda n: 0.1 / n), "*norm*": None, "*": sgd(0.5)}
+    before = generic_params(CONFIG)
+    for wrap in (lambda o: o, with_master, lambda o: with_ema(o, 0.9)):
+        optimizer = wrap(partition(groups))
+        step, state = make_step(lambda p, b: next_token_loss(p, b, config=CONFIG), optimizer), None
+        for made_steps in (1, 2):
+            state, metrics = step(state or init_state(before, optimizer), batch)
+            assert {n: float(rate) for n, rate in metrics["lr_of"].items()} == pytest.approx(
+                {"layers.*": 0.1 / made_steps, "*": 0.5}
+            )
+            assert float(metrics["lr"]) == pytest.approx(0.1 / made_steps)
+    assert all(rate.shape == () for rate in metrics["lr_of"].values())
+
+
+def test_rates_by_path_are_each_leafs_own_rate() -> None:
+    """A rate of its own per group is the update times the ratio of the rates, whatever the optimizer."""
+    params = _params()
+    plain, _ = _ours(sgd(0.1), params, 1)
+    ours, _ = _ours(partition({"t*": sgd(0.02), "*": sgd(0.1)}), params, 1)
+    _assert_close({n: ours[n] for n in ("wide", "square")}, {n: plain[n] for n in ("wide", "square")}, rtol=0, atol=0)
+    torch.testing.assert_close(ours["tall"] - params["tall"], (plain["tall"] - params["tall"]) / 5)

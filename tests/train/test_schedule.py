@@ -41,6 +41,18 @@ def test_an_empty_decay_stays_at_1(decay_ratio):
     assert warmup_stable_decay(100, total=4, warmup=warmup, decay_ratio=decay_ratio) == 1
 
 
+def test_constant_and_cosine_are_settings_of_it():
+    constant = [warmup_stable_decay(s, total=10, warmup=2, decay_ratio=0.0) for s in range(1, 30)]
+    assert constant == [0.5] + [1.0] * 28
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.1)
+    for s in range(21):
+        ours = warmup_stable_decay(s, total=20, warmup=0, shape="cosine", floor=0.1, base=0)
+        assert ours == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+
+
 def test_shapes_halfway_through_the_decay():
     at = {s: warmup_stable_decay(9, total=16, warmup=0, shape=s, floor=0.2) for s in ("linear", "sqrt", "cosine")}
     assert at == pytest.approx({"linear": 0.6, "sqrt": 0.2 + 0.8 * (1 - math.sqrt(0.5)), "cosine": 0.6})

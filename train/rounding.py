@@ -1,0 +1,94 @@
+"""Stochastic rounding: bf16 parameters that learn from updates smaller than their last bit, without a second copy."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+from .combine import around, widened
+from .optim import Optimizer, apply_updates, first_step, with_paths
+
+_LOW = 16  # bits that fp32 has below bf16's last one
+_WORD = 0xFFFFFFFF
+_FACTOR = 0x846CA68B - (1 << 32)  # lowbias32's second factor as an int32
+
+
+def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
+    """Updates bf16 parameters in fp32 and rounds the result up or down by chance, so that its mean is exact.
+
+    An update of 1/100 of the distance between two neighbors in bf16 moves one parameter in a hundred by the whole
+    distance, where rounding to the nearest would move none (arXiv 2010.06192). Beside `with_master` it saves the fp32
+    copy, 4 of 14 bytes per parameter with AdamW, at the price of noise; moments are fp32 here too, since bf16 would
+    lose their small changes. Parameters of other dtypes are updated as they are: what is kept in fp32 stays exact.
+
+    The draw is a function of (seed, number of the update, path, index), so a resumed run repeats it, and no global
+    generator is touched. State: {inner, step}. The pure update is rounded - parameter in fp32, which added gives the
+    rounded bits unless a parameter becomes 2^16 times smaller at once. In place, fp32 parameters exist while it runs.
+    """
+
+    def init(params: Tree) -> Tree:
+        return {"inner": optimizer.init(tree.map(widened, params)), "step": first_step(params)}
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        wide, step = tree.map(widened, params), opt_state["step"] + 1
+        changes, inner = optimizer.update(tree.map(widened, grads), opt_state["inner"], wide)
+        old, new = tree.flatten(params), tree.flatten(apply_updates(wide, changes))
+
+        def rounded(path: str, change: Tensor) -> Tensor:
+            if old[path].dtype != torch.bfloat16:
+                return change
+            return stochastic_round(new[path], draw(seed, step, path, new[path])).float() - old[path].float()
+
+        return with_paths(rounded, changes), {"inner": inner, "step": step}
+
+    @torch.no_grad()
+    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        assert optimizer.apply_ is not None
+        step, trained = opt_state["step"], tree.flatten(grads)
+        wide = with_paths(lambda path, leaf: widened(leaf) if path in trained else leaf, params)
+        optimizer.apply_(tree.map(widened, grads), opt_state["inner"], wide, skip=skip)
+        new, old = tree.flatten(wide), tree.flatten(params)
+        for path in trained:
+            if old[path].dtype == torch.bfloat16:  # a skipped one is representable, so it stays; others are new itself
+                old[path].copy_(stochastic_round(new[path], draw(seed, step + 1, path, new[path])))
+        step.add_(1 if skip is None else (~skip).to(step))
+
+    return around(optimizer, init, update, apply_)
+
+
+def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
+    """fp32 `wide` as one of its two neighbors in bf16; with even `bits` in 0..2^16-1 its mean is `wide`.
+
+    A representable value stays as it is, and so do infinities and NaN.
+    """
+    if wide.dtype != torch.float32:
+        raise ValueError(f"Stochastic rounding is from float32 to bfloat16; the tensor is {wide.dtype}.")
+    # The fp32 bits below bf16's are how far the value lies between its neighbors, counted away from 0.
+    moved = (wide.view(torch.int32) + bits.to(torch.int32)) & ~((1 << _LOW) - 1)
+    return torch.where(wide.isnan(), wide, moved.view(torch.float32)).to(torch.bfloat16)
+
+
+def draw(seed: int, step: Tensor, path: str, like: Tensor) -> Tensor:
+    """Even integers in 0..2^16-1, int32, of the shape of `like`: a hash of (seed, step, path, index).
+
+    A hash and no generator, so that it is pure, waits for no device and gives the same on all of them.
+    """
+    key = _mix(_mix(step.to(torch.int64) + 1 + (seed & _WORD)) ^ zlib.crc32(path.encode())) & 0x7FFFFFFF
+    index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape)
+    # Half a mix is enough here, in place and in int32, whose products wrap: 2 ns per parameter where _mix takes 35.
+    x = (index ^ key.to(index)).mul_(0x7FEB352D)
+    x ^= (x >> 15) & 0x1FFFF  # int32 shifts copy the sign
+    return x.mul_(_FACTOR).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A mixing hash of 32 bits held in int64, where products with a factor of 31 bits do not overflow (lowbias32)."""
+    x = x & _WORD
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * _FACTOR) & _WORD
+    return x ^ (x >> 16)
