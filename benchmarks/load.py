@@ -44,8 +44,8 @@ Flat = dict[str, Tensor]
 def with_fnmodels(folder: Path, mode: str) -> Flat:
     import params as P
 
-    config, params = P.load_pretrained(folder, copy=mode == "owned", dtype=torch.float32 if mode == "fp32" else None)
-    return dict(P.export(config, params))
+    _, params = P.load_pretrained(folder, copy=mode == "owned", dtype=torch.float32 if mode == "fp32" else None)
+    return P.flatten(params)
 
 
 def with_safetensors(folder: Path, mode: str) -> Flat:

@@ -97,10 +97,13 @@ def check(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> Checked
     """What `load_pretrained` does before it reads a tensor; `stack` closes the files. Errors as there."""
     config, values = read_config(folder)
     found = pair(folder, open_folder(folder, stack), quantization_of(values))
-    prefix = lacking(config, found)
-    config, dropped = without(config, drop, found, prefix)
+    parameters = slots(config)
+    prefix = lacking(parameters, found)
+    smaller, dropped = without(config, drop, found, prefix)
+    if prefix or smaller != config:
+        config, parameters = smaller, slots(smaller, prefix)
     found = {name: value for name, value in found.items() if name not in dropped}
-    parameters, tied = slots(config, prefix), ties(config, prefix)
+    tied = ties(config, prefix)
     leftovers = tuple(name for name in found if is_leftover(config, prefix + name))
     known = {name: value for name, value in found.items() if name not in leftovers}
     _compare(folder, by_name(parameters), tied, known)

@@ -71,13 +71,12 @@ def by_name(parameters: Iterable[Slot]) -> dict[str, list[Piece]]:
     return grouped
 
 
-def lacking(config: Any, found: Container[str]) -> str:
-    """The first part of the names of `config`, with its dot, if the files `found` go without it; else "".
+def lacking(parameters: Iterable[Slot], found: Container[str]) -> str:
+    """The first part of the names of all `parameters`, with its dot, if the files `found` go without it; else "".
 
     OpenAI's GPT-2 and models that were saved without a head begin at `wte` or `layers`, not `transformer` or `model`.
     """
-    stored = {path: one for path, one in family_of(config).hf_names(config).items() if path != "lm_head"}
-    names = [name for one in stored.values() for name in disk_names(one)]
+    names = [name for slot in parameters if slot.path != "lm_head" for name in disk_names(slot.stored)]
     prefix = names[0].partition(".")[0] + "."
     common = all(name.startswith(prefix) for name in names)
     bare = not any(name in found for name in names) and any(name.removeprefix(prefix) in found for name in names)
@@ -127,7 +126,7 @@ def without(config: Any, drop: Collection[str], found: Container[str], prefix: s
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "
             f"{', '.join(map(repr, optional)) or 'nothing'}."
         )
-    whole = slots(config, prefix)
+    whole = slots(config, prefix) if optional else ()  # which takes as long as all the rest
     dropped: set[str] = set()
     for part, count in optional.items():
         names = {name for slot in whole if slot.path.startswith(f"{part}.") for name in disk_names(slot.stored)}
