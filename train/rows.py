@@ -5,6 +5,7 @@ B rows of a batch, S tokens of a row, R rows in all, N documents, P pieces (what
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -50,11 +51,15 @@ class Tokens:
 
     def _slice(self, parts: tuple[np.ndarray, ...], document: int, start: int, stop: int) -> np.ndarray:
         begin, stop = int(self.begins[document]), min(stop, int(self.lengths[document]))
-        for part in parts:
-            if begin < len(part):
-                return part[begin + start : begin + stop]
-            begin -= len(part)
-        return np.zeros(0, np.int64)  # an empty document at the very end
+        number = min(
+            int(np.searchsorted(self._ends, begin, "right")), len(parts) - 1
+        )  # empty documents may begin at the end
+        begin -= int(self._ends[number]) - len(parts[number])
+        return parts[number][begin + start : begin + stop]
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([len(part) for part in self.parts])
 
 
 def in_line(ids: np.ndarray, lengths: np.ndarray, learnt: np.ndarray | None = None) -> Tokens:

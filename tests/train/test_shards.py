@@ -1,0 +1,138 @@
+"""Shards of token ids: read as they were written, and every way of being broken is told with the file's name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train import shards
+from train.errors import UserError
+from train.rows import Tokens, everything, stream
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def _documents(tokens: Tokens) -> list[list[int]]:
+    return [tokens.read(n, 0, int(length)).tolist() for n, length in enumerate(tokens.lengths)]
+
+
+def _load(path: Path, vocab_size: int = 100, end: int | None = 0) -> Tokens:
+    return shards.load(path, vocab_size=vocab_size, end=end).tokens
+
+
+@pytest.mark.parametrize("dtype", shards.DTYPES)
+def test_documents_end_with_the_end_of_text_or_the_shard(tmp_path: Path, dtype: str) -> None:
+    np.save(tmp_path / "b.npy", np.array([7, 8], dtype))
+    np.save(tmp_path / "a.npy", np.array([1, 2, 0, 0, 3, 0], dtype))
+    assert _documents(_load(tmp_path)) == [[1, 2, 0], [0], [3, 0], [7, 8]]
+    assert _documents(_load(tmp_path, end=None)) == [[1, 2, 0, 0, 3, 0], [7, 8]]
+    assert _documents(_load(tmp_path / "b.npy")) == [[7, 8]]
+    assert all(isinstance(part, np.memmap) for part in _load(tmp_path).parts)
+
+
+def test_lengths_beside_a_shard_say_where_documents_end(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([1, 0, 2, 3], np.uint16))
+    np.save(tmp_path / "a.lengths.npy", np.array([3, 0, 1]))
+    np.save(tmp_path / "b.npy", np.array([4, 0, 5], np.uint16))
+    assert _documents(_load(tmp_path)) == [[1, 0, 2], [], [3], [4, 0], [5]]
+    assert everything(stream(_load(tmp_path), 4))["labels"].tolist() == [[0, 2, -100, -100], [0, -100, -100, -100]]
+
+
+def test_ids_are_looked_through_once_and_again_when_the_file_has_changed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(shards, "AT_ONCE", 3)  # several looks at one file
+    file, ids = tmp_path / "a.npy", np.arange(1, 11, dtype=np.uint16)
+    np.save(file, ids)
+    first = shards.load(file, vocab_size=100, end=4)
+    assert _documents(first.tokens) == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_documents", lambda *_: pytest.fail("looked through again"))
+        assert shards.load(file, vocab_size=100, end=4).fingerprint == first.fingerprint
+    ids[9] = 11
+    np.save(file, ids)
+    other = shards.load(file, vocab_size=100, end=4)
+    assert other.tokens.read(1, 5, 6) == 11 and other.fingerprint != first.fingerprint
+    assert shards.load(file, vocab_size=100, end=5).fingerprint != other.fingerprint
+
+
+def test_a_part_is_held_out(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.tile(np.array([1, 2, 3, 0], np.uint16), 200))
+    train, heldout = shards.hold_out(_load(tmp_path))
+    assert (len(train.lengths), len(heldout.lengths)) == (190, 10)
+    assert sorted([*train.begins, *heldout.begins]) == list(range(0, 800, 4))
+    few_train, few_heldout = shards.hold_out(_load(tmp_path, end=None))
+    assert few_train.lengths.tolist() == [720] and few_heldout.lengths.tolist() == [80]
+    assert few_heldout.read(0, 0, 4).tolist() == [1, 2, 3, 0]
+
+
+def test_not_more_is_held_out_than_can_be_evaluated(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(shards, "HELD_OUT_MOST", 9)
+    np.save(tmp_path / "a.npy", np.tile(np.array([1, 2, 3, 0], np.uint16), 200))
+    assert len(shards.hold_out(_load(tmp_path))[1].lengths) == 2
+
+
+def _save(name: str, array: np.ndarray) -> Callable[[Path], object]:
+    return lambda path: np.save(path / name, array)
+
+
+def _cut(path: Path) -> None:
+    np.save(path / "a.npy", np.arange(50, dtype=np.uint16))
+    (path / "a.npy").write_bytes((path / "a.npy").read_bytes()[:-10])
+
+
+def _longer(path: Path) -> None:
+    np.save(path / "a.npy", np.arange(50, dtype=np.uint16))
+    (path / "a.npy").write_bytes((path / "a.npy").read_bytes() + b"\0")
+
+
+def _pickled(path: Path) -> None:
+    np.save(path / "a.npy", np.array([{"a": 1}], object), allow_pickle=True)
+
+
+def _lengths(*lengths: float) -> Callable[[Path], object]:
+    def make(path: Path) -> None:
+        np.save(path / "a.npy", np.arange(5, dtype=np.uint16))
+        np.save(path / "a.lengths.npy", np.array(lengths))
+
+    return make
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (_cut, r"a\.npy is cut short: 50 ids of uint16 make it 228 bytes long, and it has 218"),
+    "longer": (_longer, r"a\.npy has more bytes than it says"),
+    "beginning": (lambda path: (path / "a.npy").write_bytes(b"\x93NUMPY"), r"a\.npy is not an \.npy file, or its"),
+    "empty file": (lambda path: (path / "a.npy").write_bytes(b""), r"a\.npy is not an \.npy file, or its"),
+    "float": (_save("a.npy", np.zeros(3)), r"a\.npy holds float64 of shape \(3,\): a shard is one line of uint16"),
+    "wide": (_save("a.npy", np.zeros(3, np.int64)), r"a\.npy holds int64"),
+    "big endian": (_save("a.npy", np.zeros(3, ">u2")), r"a\.npy holds >u2"),
+    "pickled": (_pickled, r"a\.npy holds object"),
+    "table": (_save("a.npy", np.zeros((3, 2), np.uint16)), r"a\.npy holds uint16 of shape \(3, 2\)"),
+    "no ids": (_save("a.npy", np.zeros(0, np.uint16)), r"a\.npy holds no ids"),
+    "beyond": (_save("a.npy", np.array([1, 99, 100], np.uint16)), r"a\.npy: id number 2 is 100, .* has 100 entries"),
+    "negative": (_save("a.npy", np.array([1, -1], np.int32)), r"a\.npy: id number 1 is -1"),
+    "lengths alone": (_save("a.lengths.npy", np.ones(1)), r"a\.lengths\.npy has no shard: there is no a\.npy"),
+    "lengths wrong": (_lengths(3, 1), r"a\.lengths\.npy: the lengths add up to 4, and the shard has 5 ids"),
+    "lengths negative": (_lengths(6, -1), r"a\.lengths\.npy holds int64"),
+    "lengths broken": (_lengths(2.5, 2.5), r"a\.lengths\.npy holds float64"),
+    "nothing": (lambda path: None, "there is no shard"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_named(tmp_path: Path, name: str) -> None:
+    make, message = BROKEN[name]
+    make(tmp_path)
+    with pytest.raises(UserError, match=message):
+        _load(tmp_path)
+
+
+def test_shards_are_known_by_their_names(tmp_path: Path) -> None:
+    assert not shards.is_shards(tmp_path) and not shards.is_shards(tmp_path / "a.txt")
+    np.save(tmp_path / "a.npy", np.zeros(3, np.uint16))
+    (tmp_path / "meta.json").write_text("{}")
+    assert shards.is_shards(tmp_path) and shards.is_shards(tmp_path / "a.npy")
+    (tmp_path / "a.txt").write_text("text")
+    assert not shards.is_shards(tmp_path)

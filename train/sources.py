@@ -1,0 +1,104 @@
+"""What --data names: one source of text or several with weights, each read by what its name ends with.
+
+notes/                     the text files, .jsonl and .parquet files below a folder
+talks.jsonl:3,books/:1     of every four rows, three from the first
+tokenized/                 a folder of .npy shards (train.shards), made by the tokenizer of --init
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from pathlib import Path
+
+from train import corpus, shards
+from train.corpus import Corpus
+from train.errors import UserError
+
+LIBRARY = "the Python standard library"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file or folder, None being the standard library's source files; `text` is None where it holds token ids."""
+
+    path: Path | None
+    weight: Fraction
+    text: Corpus | None
+
+    @property
+    def name(self) -> str:
+        return str(self.path) if self.path else LIBRARY
+
+
+@dataclass(frozen=True)
+class Texts:
+    sources: tuple[Source, ...]
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """As in a Corpus; of several sources, with the name of each."""
+        several = len(self.sources) > 1
+        return tuple(
+            f"{source.name}: {what}" if several else what for source, text in self._texts() for what in text.skipped
+        )
+
+    @property
+    def train(self) -> tuple[corpus.Document, ...]:
+        """What a tokenizer can be made of."""
+        return tuple(document for _, text in self._texts() for document in text.train)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the texts; that of token ids is known when a tokenizer is."""
+        return "-".join(corpus.fingerprint(text) for _, text in self._texts())
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The smallest whole numbers in the proportions of the weights."""
+        scale = lcm(*(source.weight.denominator for source in self.sources))
+        return tuple(int(source.weight * scale) for source in self.sources)
+
+    def _texts(self) -> Iterator[tuple[Source, Corpus]]:
+        return ((source, source.text) for source in self.sources if source.text is not None)
+
+
+def load(data: str | None, *, without: Path | None = None, strict: bool = False) -> Texts:
+    """Read what `data` names, token ids only later; see train.corpus.load. UserError names what is wrong."""
+    found = [(None, Fraction(1))] if data is None else parse(data)
+    return Texts(
+        tuple(
+            Source(
+                path,
+                weight,
+                None if path and shards.is_shards(path) else corpus.load(path, without=without, strict=strict),
+            )
+            for path, weight in found
+        )
+    )
+
+
+def parse(data: str) -> list[tuple[Path | None, Fraction]]:
+    """[(path, weight)] of "a.jsonl:3,b/:0.5"; without a number the weight is 1. A name that exists is no list."""
+    if Path(data).exists():
+        return [(Path(data), Fraction(1))]
+    found: list[tuple[Path | None, Fraction]] = []
+    for item in data.split(","):
+        name, _, number = item.rpartition(":")
+        try:
+            weight = Fraction(number) if name else None
+        except (ValueError, ZeroDivisionError):
+            weight = None
+        path = Path(item if weight is None else name)
+        if not item or (weight is not None and weight <= 0):
+            raise UserError(f"--data {data}: {item!r} is not PATH or PATH:WEIGHT with a weight above 0")
+        found.append((path, Fraction(1) if weight is None else weight))
+    return found
+
+
+def absolute(data: str, base: Path = Path()) -> str:
+    """The same with paths that do not depend on the working folder; relative ones are relative to `base`."""
+    if (base / data).exists():
+        return str((base / data).resolve())
+    found = [(str((base / path).resolve()), weight) for path, weight in parse(data) if path]
+    return ",".join(path if weight == 1 else f"{path}:{weight}" for path, weight in found)
