@@ -21,15 +21,15 @@ from fnmodels.mask import Layout
 from fnmodels.tree import Tree
 from params.manifest import MANIFEST
 from params.save import config_text
-from train import checkpoint, corpus, data, evaluate, folder, pretrained
+from train import checkpoint, data, evaluate, folder, pretrained, sources
 from train.cache import cached
 from train.errors import UserError
 from train.files import write_text
 from train.loss import next_token_loss
-from train.mixture import Mixture, alone
+from train.mixture import Mixture
 from train.optim import Optimizer, adamw
 from train.preset import Preset, hf_config
-from train.rows import Batch, everything, stream
+from train.rows import Batch
 from train.schedule import warmup_stable_decay
 from train.tokenizer import special_ids, tokenizer_config, train
 
@@ -57,7 +57,7 @@ class Job:
     config: Any
     tokenizer: Tokenizer
     ends: tuple[int, ...]
-    texts: corpus.Corpus
+    texts: sources.Texts
     dataset: data.Dataset
     mixture: Mixture
     heldout: Batch
@@ -74,7 +74,7 @@ class Job:
 
 def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None) -> tuple[Tree, Job]:
     """Text, tokenizer and model: new ones, those of --init, or on resume (`recorded`) those in the run folder."""
-    texts = corpus.load(Path(choices.data) if choices.data else None, without=path)
+    texts = sources.load(choices.data, without=path)
     source = path if recorded else Path(choices.init) if choices.init else None
     if source is None:
         tokenizer = new_tokenizer(texts, preset.vocab_size)
@@ -91,6 +91,7 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
             check_unchanged(source)
             config, params = P.load_pretrained(source, dtype=torch.float32, copy=True)
     pretrained.check_vocabulary(tokenizer, config.vocab_size, source or path)
+    dataset = data.tokenized(texts, tokenizer, ends[0] if ends else None, config.vocab_size)
     dtype = recorded["compute_dtype"] if recorded else fast_dtype()
     identity = json.loads(
         json.dumps(
@@ -98,7 +99,7 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
                 "choices": asdict(choices),
                 "preset": asdict(preset),
                 "compute_dtype": dtype,
-                "corpus": corpus.fingerprint(texts),
+                "corpus": dataset.fingerprint,
                 "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
                 "config": config.to_hf(),
             }
@@ -106,7 +107,6 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
     )
     if recorded:
         check_agreement(recorded, identity, path)
-    dataset = data.tokenized(texts, tokenizer, ends[0] if ends else None)
     length = min(preset.row_length, config.max_position_embeddings)
     check_length(dataset, length, choices.data)
     if not recorded:
@@ -121,8 +121,8 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
         ends=ends,
         texts=texts,
         dataset=dataset,
-        mixture=alone(stream(dataset.train.tokens, length)),
-        heldout=everything(stream(dataset.heldout.tokens, length)),
+        mixture=data.mixture(dataset, length),
+        heldout=data.heldout(dataset, length),
         loss=loss_function(config, getattr(torch, dtype)),
         optimizer=optimizer_for(config, choices, preset),
     )
@@ -138,10 +138,15 @@ def check_unchanged(source: Path) -> None:
         raise UserError(f"--init {source}: {str(error).rstrip('.')}; where that is meant, remove {MANIFEST}") from error
 
 
-def new_tokenizer(texts: corpus.Corpus, vocab_size: int) -> Tokenizer:
+def new_tokenizer(texts: sources.Texts, vocab_size: int) -> Tokenizer:
     """A tokenizer made of the train documents, from the cache where an equal corpus had one before."""
+    for source in texts.sources:
+        if source.text is None:
+            raise UserError(
+                f"--data {source.name} holds token ids: name with --init the checkpoint whose tokenizer made them"
+            )
     return cached(
-        f"tokenizer-{corpus.fingerprint(texts)[:32]}-{vocab_size}.json",
+        f"tokenizer-{texts.fingerprint[:32]}-{vocab_size}.json",
         lambda path: train((document.text for document in texts.train), vocab_size).save(str(path)),
         lambda path: Tokenizer.from_file(str(path)),
     )
@@ -188,7 +193,7 @@ def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
 
 def check_length(dataset: data.Dataset, length: int, source: str | None) -> None:
     """UserError where the held-out text does not fill one row: its bits per byte would say nothing."""
-    tokens, size = dataset.heldout.tokens.total, dataset.train.bytes + dataset.heldout.bytes
+    tokens, size = dataset.heldout.total, dataset.train.bytes + dataset.heldout.bytes
     if tokens < length:
         kilobytes = -(-size * length // (tokens * 1000))
         raise UserError(

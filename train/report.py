@@ -7,10 +7,10 @@ from pathlib import Path
 import params as P
 from train import folder
 from train.commands import sentence
-from train.corpus import Corpus
 from train.job import Job, Json
 from train.metrics import Row
 from train.plot import loss_picture
+from train.sources import Texts
 
 
 def how_to_resume(path: Path) -> str:
@@ -33,10 +33,10 @@ def damaged(problems: list[str]) -> None:
         print(sentence(problem), file=sys.stderr)
 
 
-def skipped(texts: Corpus) -> None:
+def skipped(texts: Texts) -> None:
     if texts.skipped:
         shown = ", ".join(texts.skipped[:5]) + (", ..." if len(texts.skipped) > 5 else "")
-        print(f"skipped {len(texts.skipped)} files: {shown}")
+        print(f"skipped {len(texts.skipped)} files or records: {shown}")
 
 
 def prepared(job: Job, seconds: float) -> None:
@@ -61,7 +61,7 @@ def is_result(summary: Json | None) -> bool:
 def result(summary: Json, path: Path) -> None:
     print(
         f"held out: {summary['heldout_bits_per_byte']:.3f} bits per byte over {summary['heldout_bytes']:,} bytes "
-        f"(zlib -9, all of them as one stream: {summary['zlib_bits_per_byte']:.3f})"
+        f"(zlib -9, each source as one stream: {summary['zlib_bits_per_byte']:.3f})"
     )
     print(f"a sample:\n{summary['sample']}\n")
     print(f"curves: {path / folder.PICTURE}\ncheckpoint: {path}")

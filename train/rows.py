@@ -51,9 +51,8 @@ class Tokens:
 
     def _slice(self, parts: tuple[np.ndarray, ...], document: int, start: int, stop: int) -> np.ndarray:
         begin, stop = int(self.begins[document]), min(stop, int(self.lengths[document]))
-        number = min(
-            int(np.searchsorted(self._ends, begin, "right")), len(parts) - 1
-        )  # empty documents may begin at the end
+        # an empty document may begin where the last part ends
+        number = min(int(np.searchsorted(self._ends, begin, "right")), len(parts) - 1)
         begin -= int(self._ends[number]) - len(parts[number])
         return parts[number][begin + start : begin + stop]
 

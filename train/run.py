@@ -11,7 +11,7 @@ from pathlib import Path
 
 import params as P
 from fnmodels.tree import Tree
-from train import checkpoint, evaluate, folder, metrics, report
+from train import checkpoint, evaluate, folder, metrics, report, sources
 from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.job import Choices, Job, Json, prepare
@@ -99,7 +99,7 @@ def choose(options: Options, recorded: Json | None, preset: Preset, *, must_agre
     given = {
         "steps": options.steps,
         "seed": options.seed,
-        "data": options.data and str(options.data.resolve()),
+        "data": options.data and sources.absolute(str(options.data)),
         "init": options.init and str(options.init.resolve()),
     }
     before = choices_in(recorded)

@@ -8,7 +8,7 @@ tokenized/                 a folder of .npy shards (train.shards), made by the t
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
+from math import gcd, lcm
 from pathlib import Path
 
 from train import corpus, shards
@@ -56,8 +56,9 @@ class Texts:
     @property
     def weights(self) -> tuple[int, ...]:
         """The smallest whole numbers in the proportions of the weights."""
-        scale = lcm(*(source.weight.denominator for source in self.sources))
-        return tuple(int(source.weight * scale) for source in self.sources)
+        weights = [source.weight for source in self.sources]
+        unit = Fraction(gcd(*(w.numerator for w in weights)), lcm(*(w.denominator for w in weights)))
+        return tuple(int(weight / unit) for weight in weights)
 
     def _texts(self) -> Iterator[tuple[Source, Corpus]]:
         return ((source, source.text) for source in self.sources if source.text is not None)

@@ -1,5 +1,6 @@
 import json
 import zlib
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from tokenizers import Tokenizer
 
 from train import cache, data, tokenizer
 from train.corpus import Corpus, Document
+from train.sources import Source, Texts
 
 TEXTS = ["def one():\n    return 1\n" * 9, "class Two:\n\tpass\r\n\r\n" * 7, "<|endoftext|> é 漢字 \U0001f600\n" * 5]
 
@@ -16,14 +18,14 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def small_corpus():
+def small_texts():
     documents = tuple(Document(str(i), text) for i, text in enumerate(TEXTS))
-    return Corpus(documents, documents[1:])
+    return Texts((Source(None, Fraction(1), Corpus(documents, documents[1:])),))
 
 
 def equal(one, other):
     """Whether the documents to learn from are the same tokens."""
-    parts = (one.train.tokens, other.train.tokens)
+    parts = one.train.sources + other.train.sources
     return np.array_equal(*(p.parts[0] for p in parts)) and np.array_equal(*(p.lengths for p in parts))
 
 
@@ -47,7 +49,7 @@ def test_documents_begin_and_end_with_the_end_token_and_cannot_spell_it():
 
 
 def test_sizes_are_those_of_the_text():
-    dataset = data.tokenized(small_corpus(), tokenizer.train(TEXTS, 300), 0)
+    dataset = data.tokenized(small_texts(), tokenizer.train(TEXTS, 300), 0, 300)
     heldout = "".join(TEXTS[1:]).encode()
     assert dataset.heldout.bytes == len(heldout)
     assert dataset.zlib_bytes == len(zlib.compress(heldout, 9))
@@ -55,14 +57,14 @@ def test_sizes_are_those_of_the_text():
 
 def test_the_tokenized_corpus_is_cached_and_a_damaged_file_is_made_again(monkeypatch):
     made = tokenizer.train(TEXTS, 300)
-    first = data.tokenized(small_corpus(), made, 0)
+    first = data.tokenized(small_texts(), made, 0, 300)
     (path,) = cache.folder().glob("tokens-*")
     with monkeypatch.context() as patch:
         patch.setattr(data, "encode", lambda *_: pytest.fail("tokenized again"))
-        assert equal(data.tokenized(small_corpus(), made, 0), first)
+        assert equal(data.tokenized(small_texts(), made, 0, 300), first)
     path.write_bytes(path.read_bytes()[:100])
-    assert equal(data.tokenized(small_corpus(), made, 0), first)
-    other = data.tokenized(small_corpus(), tokenizer.train(TEXTS, 280), 0)
+    assert equal(data.tokenized(small_texts(), made, 0, 300), first)
+    other = data.tokenized(small_texts(), tokenizer.train(TEXTS, 280), 0, 280)
     assert not equal(other, first)
 
 

@@ -1,0 +1,155 @@
+"""What --data may name: text, records, shards, and mixtures of them, up to whole runs."""
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.train.test_run import rows, same, stop_after, train
+from train import data, sources, tokenizer
+from train.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def _words(path: Path, word: str, number: int = 150) -> Path:
+    path.write_text("".join(f"{word} {i} is {i * i}\n" for i in range(number)))
+    return path
+
+
+def _jsonl(path: Path, number: int = 150) -> Path:
+    path.write_text("".join(json.dumps({"text": f"record {i}, {i % 7}\n" * 3}) + "\n" for i in range(number)))
+    return path
+
+
+def _shards(folder: Path, made: Tokenizer, text: str) -> Path:
+    folder.mkdir()
+    for n, piece in enumerate((text[: len(text) // 2], text[len(text) // 2 :])):
+        np.save(folder / f"{n:03}.npy", np.array(made.encode(piece).ids, np.uint16))
+    return folder
+
+
+PARSED: dict[str, list[tuple[str, str]]] = {
+    "a": [("a", "1")],
+    "a:3": [("a", "3")],
+    "a.jsonl:3,b/:1": [("a.jsonl", "3"), ("b", "1")],
+    "a:0.5,b,c:1e-2": [("a", "1/2"), ("b", "1"), ("c", "1/100")],
+    "a:b:2,c:d": [("a:b", "2"), ("c:d", "1")],
+}
+
+
+@pytest.mark.parametrize("text", PARSED)
+def test_sources_and_weights_are_read(text: str) -> None:
+    assert sources.parse(text) == [(Path(path), Fraction(weight)) for path, weight in PARSED[text]]
+
+
+def test_a_name_that_exists_is_no_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _words(tmp_path / "a:3,b", "word")
+    assert sources.parse("a:3,b") == [(Path("a:3,b"), Fraction(1))]
+    assert sources.absolute("a:3,b") == str(tmp_path / "a:3,b")
+
+
+def test_what_is_recorded_does_not_depend_on_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    there = sources.absolute("a.jsonl:3,../b:1/3,c", tmp_path / "sub")
+    assert there == f"{tmp_path}/sub/a.jsonl:3,{tmp_path}/b:1/3,{tmp_path}/sub/c"
+    assert sources.absolute(there) == there
+
+
+@pytest.mark.parametrize("text", ["a:0", "a:-1,b", "a,,b", ",", "a:1,:2"])
+def test_what_is_no_list_of_sources_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"is not PATH or PATH:WEIGHT|no such file"):
+        sources.load(text)
+
+
+def test_weights_become_the_smallest_whole_numbers(tmp_path: Path) -> None:
+    one, two = _words(tmp_path / "a", "one"), _words(tmp_path / "b", "two")
+    assert sources.load(f"{one}:0.5,{two}:1/3").weights == (3, 2)
+    assert sources.load(f"{one}:4,{two}:2").weights == (2, 1)
+    assert sources.load(str(one)).weights == (1,)
+
+
+def test_what_was_skipped_is_told_with_its_source(tmp_path: Path) -> None:
+    one, two = _words(tmp_path / "a", "one"), _jsonl(tmp_path / "b.jsonl")
+    with open(two, "a") as file:
+        file.write("broken\n")
+    (skipped,) = sources.load(f"{one},{two}").skipped
+    assert skipped.startswith(f"{two}: b.jsonl, line 151 (not JSON")
+    with pytest.raises(UserError, match="line 151"):
+        sources.load(f"{one},{two}", strict=True)
+
+
+def test_all_kinds_of_sources_become_one_mixture(tmp_path: Path) -> None:
+    made = tokenizer.train(["some words 0123456789 of text\n"] * 9, 300)
+    text = "".join(f"{i} words\n" for i in range(300))
+    mix = f"{_words(tmp_path / 'a.txt', 'one')}:2,{_jsonl(tmp_path / 'b.jsonl')},{_shards(tmp_path / 'c', made, text)}"
+    dataset = data.tokenized(sources.load(mix), made, 0, 300)
+    mixture = data.mixture(dataset, 16)
+    assert mixture.weights == (2, 1, 1) and [Path(name).name for name in mixture.names] == ["a.txt", "b.jsonl", "c"]
+    assert dataset.heldout.bytes < dataset.train.bytes
+    labels = data.heldout(dataset, 16)["labels"]
+    assert int((labels >= 0).sum()) <= dataset.heldout.total
+    of_ids = dataset.train.sources[2], dataset.heldout.sources[2]
+    texts = [[part.read(n, 0, int(size)) for n, size in enumerate(part.lengths)] for part in of_ids]
+    assert "".join(made.decode(ids) for pair in zip(*texts, strict=True) for ids in pair) == text
+
+
+def test_the_hash_is_of_the_contents(tmp_path: Path) -> None:
+    made = tokenizer.train(["words 0123456789\n"] * 9, 300)
+    found = set()
+    for name, text in (("here", "0 words\n" * 90), ("there", "0 words\n" * 90), ("other", "1 words\n" * 90)):
+        (tmp_path / name).mkdir()
+        mix = f"{_words(tmp_path / name / 'a', 'one')},{_shards(tmp_path / name / 'c', made, text)}"
+        found.add(data.tokenized(sources.load(mix), made, 0, 300).fingerprint)
+    assert len(found) == 2
+
+
+def test_a_run_learns_from_a_mixture_and_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = f"{_words(tmp_path / 'a.txt', 'one')}:3,{_jsonl(tmp_path / 'b.jsonl')}:1"
+    assert train(tmp_path / "whole", mix) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert train(tmp_path / "parts", mix) == 130
+    monkeypatch.chdir("/")
+    assert train(tmp_path / "parts", None, "--resume") == 0
+    assert same(tmp_path / "whole", tmp_path / "parts") == []
+    assert train(tmp_path / "other", mix.replace(":3", ":1")) == 0
+    assert rows(tmp_path / "other") != rows(tmp_path / "whole")
+
+
+def test_a_run_learns_from_shards_of_its_checkpoints_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    text = _words(tmp_path / "a.txt", "one")
+    assert train(tmp_path / "first", text) == 0
+    made = Tokenizer.from_file(str(tmp_path / "first" / "tokenizer.json"))
+    folder = _shards(tmp_path / "shards", made, text.read_text())
+    assert train(tmp_path / "second", folder, "--init", tmp_path / "first") == 0
+    assert train(tmp_path / "second", None, "--resume") == 0
+    capsys.readouterr()
+    assert train(tmp_path / "third", folder) == 2
+    assert "holds token ids: name with --init the checkpoint whose tokenizer made them" in capsys.readouterr().err
+    np.save(folder / "000.npy", np.array([1, 2, 60_000], np.uint16))
+    assert train(tmp_path / "third", folder, "--init", tmp_path / "first") == 2
+    assert "000.npy: id number 2 is 60000" in capsys.readouterr().err
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "absent": (lambda path: f"{_words(path / 'a', 'one')}:3,{path / 'no'}", "there is no such file or folder"),
+    "weight": (lambda path: f"{_words(path / 'a', 'one')}:0,{path / 'a'}", "a weight above 0"),
+    "empty": (lambda path: f"{_words(path / 'a', 'one')},{_words(path / 'b', '', 0)}", "no text in"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_mixture_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture, name: str) -> None:
+    make, message = MISTAKES[name]
+    assert train(tmp_path / "run", make(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
