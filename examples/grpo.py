@@ -28,9 +28,9 @@ import train
 from train.pretrained import load_tokenizer
 from train.cli import main as main_job
 from train.engine import Engine
-from train.preset import Preset
+from train.settings import Settings
 
-SMALL = Preset(
+SMALL = Settings(
     vocab_size=300,
     hidden_size=64,
     intermediate_size=128,
@@ -66,7 +66,7 @@ def base_policy(folder: Path) -> Path:
         documents = (json.dumps({"text": sums(draw, 12)}) + "\n" for _ in range(1500))
         (folder / "sums.jsonl").write_text("".join(documents))
         given = ["--run", str(run), "--data", str(folder / "sums.jsonl")]
-        if code := main_job([*given, *(["--resume"] if run.exists() else [])], preset=SMALL):
+        if code := main_job([*given, *(["--resume"] if run.exists() else [])], defaults=SMALL):
             raise SystemExit(code)
     return run
 

@@ -1,13 +1,15 @@
 """The command line of the main job."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from train.commands import Parser, at_least, run_command
+from train.commands import Parser, run_command
 from train.errors import UserError
-from train.preset import DEFAULT, Preset
+from train.settings import DEFAULT, GROUPS, Kind, Settings, flag
 
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")
 
@@ -21,6 +23,7 @@ examples:
   python -m train --run runs/first --resume           go on where it was stopped, by Ctrl-C or otherwise
   python -m train --run runs/own --data ~/notes       learn from the text files of a folder
   python -m train --run runs/more --init runs/first --data ~/notes --steps 200
+  python -m train --run runs/again --config runs/more/settings.toml --seed 1
   python -m train.sample runs/first --prompt "def "   let it speak
 """
 
@@ -36,60 +39,58 @@ def parser() -> Parser:
         "--run", type=Path, required=True, metavar="DIR", help="the run folder: new, empty, or with --resume"
     )
     made.add_argument(
-        "--steps",
-        type=at_least(1),
-        metavar="N",
-        help=f"optimizer steps of the whole run, resumed parts included (default {DEFAULT.steps})",
-    )
-    made.add_argument(
-        "--seed", type=at_least(0), metavar="N", help="of the initial weights and the order of the text (default 0)"
-    )
-    made.add_argument(
-        "--data",
+        "--config",
         type=Path,
-        metavar="PATH",
-        help="a UTF-8 text file, or a folder: its text files, also in folders below, without hidden ones",
-    )
-    made.add_argument(
-        "--init",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="start from the weights and tokenizer of a checkpoint folder, at a smaller learning rate",
+        metavar="TOML",
+        help="a file of settings, named as the flags below with _ for -; flags win over it; each run writes one",
     )
     made.add_argument(
         "--resume",
         action="store_true",
         help="go on at the last saved step of the run in DIR; flags left out are the run's, others must agree with it",
     )
-    made.add_argument(
-        "--save-every",
-        type=at_least(1),
-        default=DEFAULT.save_every,
-        metavar="N",
-        help="steps between saves (default %(default)s); the last step is always saved",
-    )
-    made.add_argument(
-        "--keep",
-        type=at_least(1),
-        default=2,
-        metavar="N",
-        help="saved steps that stay, the newest (default %(default)s); a damaged one falls back to the one before",
-    )
     made.add_argument("--mesh", metavar="AXES", help=argparse.SUPPRESS)
+    groups = {name: made.add_argument_group(name) for name in GROUPS}
+    for entry in fields(Settings):
+        kind, default = entry.metadata["kind"], getattr(DEFAULT, entry.name)
+        shown = "" if default is None else f" (default {as_flag(default)})"
+        groups[entry.metadata["group"]].add_argument(
+            flag(entry.name),
+            type=value_of(kind),
+            default=argparse.SUPPRESS,
+            metavar=kind.metavar,
+            help=entry.metadata["help"] + shown,
+        )
     return made
 
 
-def run(arguments: argparse.Namespace, preset: Preset) -> int:
-    if arguments.mesh is not None:
-        raise UserError(
-            f"--mesh {arguments.mesh}: one process on one device is all there is so far: leave the flag out"
-        )
+def as_flag(value: Any) -> str:
+    """A value as it is written behind its flag."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def value_of(kind: Kind) -> Callable[[str], Any]:
+    """The type of a flag."""
+
+    def convert(text: str) -> Any:
+        try:
+            return kind.check(kind.read(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind.what}") from error
+
+    return convert
+
+
+def run(arguments: argparse.Namespace, defaults: Settings) -> int:
+    flags = vars(arguments)
+    path, config, resume, mesh = (flags.pop(name) for name in ("run", "config", "resume", "mesh"))
+    if mesh is not None:
+        raise UserError(f"--mesh {mesh}: one process on one device is all there is so far: leave the flag out")
     from train.run import Options, train_run
 
-    given = {name: value for name, value in vars(arguments).items() if name != "mesh"}
-    return train_run(Options(**given), preset)
+    return train_run(Options(run=path, flags=flags, config=config, resume=resume), defaults)
 
 
-def main(argv: Sequence[str] | None = None, *, preset: Preset = DEFAULT) -> int:
+def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:
     """The main job. Returns the exit code: 0, 2 for a mistake that the user can put right, 130 when stopped."""
-    return run_command("fnmodels-train", parser, partial(run, preset=preset), argv, NEEDS)
+    return run_command("fnmodels-train", parser, partial(run, defaults=defaults), argv, NEEDS)

@@ -1,10 +1,11 @@
 """What the commands have in common: flags with checked values, and mistakes told in one sentence with exit code 2."""
 
 import argparse
+import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from fnmodels.errors import CheckpointError
 from train.errors import UserError
@@ -22,8 +23,27 @@ EXTRA_OF = {
 
 
 class Parser(argparse.ArgumentParser):
+    """A mistake is a UserError, where argparse would print the usage and end the process; names are not guessed."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)  # argparse would print the usage before it
+        raise UserError(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            what = "flag" if name.startswith("-") else "argument"
+            raise UserError(f"there is no {what} {name}{nearest(name, self._option_string_actions)}")
+        return found
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence about a name that is none of `names`."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; the nearest is {close[0]}" if close else ""
 
 
 def at_least(low: T) -> Callable[[str], T]:

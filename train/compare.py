@@ -1,6 +1,6 @@
 """python -m train.compare RUN_A RUN_B: whether two runs learnt the same, step by step, and where they part.
 
-With --ref the second run is made here: the choices of RUN_A, trained again by another revision of this repository in a
+With --ref the second run is made here: the settings of RUN_A, trained again by another revision of this repository in a
 worktree of its own. So a refactoring shows that it changed nothing, or what it changed.
 """
 
@@ -10,12 +10,15 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from train.commands import Parser, at_least, run_command
+from train.cli import NEEDS, as_flag
+from train.commands import Parser, at_least, check_installed, run_command
 from train.errors import UserError
+from train.settings import DEFAULT, flag, from_json
 
 SHOWN = 20  # rows of the table
 
@@ -58,13 +61,18 @@ def table(found: list[Difference]) -> str:
 
 
 def run_at(revision: str, like: Path, into: Path) -> Path:
-    """The run `like`, made anew at a revision of the repository in the working folder; returns its folder."""
-    from train import folder
+    """The run `like`, made anew at a revision of the repository in the working folder; returns its folder.
 
-    recorded = folder.read_json(like / folder.RUN)
-    if recorded is None:
-        raise UserError(f"{like} has no {folder.RUN}, so its choices are not known")
-    flags = [(f"--{name}", str(value)) for name, value in recorded["choices"].items() if value is not None]
+    What is at its default here is left to the default there, so that a setting which the revision does not have is no
+    obstacle; `settings_apart` tells where the two took different ones.
+    """
+    check_installed(NEEDS)
+    from train.job import resolved
+
+    settings = replace(DEFAULT, **settings_of(like))
+    plain = resolved(replace(DEFAULT, init=settings.init))
+    given = {name: value for name, value in asdict(settings).items() if value != getattr(plain, name)}
+    flags = [(flag(name), as_flag(value)) for name, value in given.items() if value is not None]
     tree, run = into / "tree", into / "run"
     git("worktree", "add", "--detach", str(tree), revision)
     try:
@@ -74,6 +82,26 @@ def run_at(revision: str, like: Path, into: Path) -> Path:
     finally:
         git("worktree", "remove", "--force", str(tree))
     return run
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """What decided the run's numbers. UserError where it does not say."""
+    from train import folder
+
+    recorded = (folder.read_json(run / folder.RUN) or {}).get("settings")
+    found = from_json(recorded) if isinstance(recorded, dict) else {}
+    if not found:
+        raise UserError(f"{run} has no {folder.RUN} with its settings")
+    return found
+
+
+def settings_apart(first: Path, second: Path) -> list[str]:
+    """A line for each setting in which the runs differ, as far as both say."""
+    try:
+        one, two = settings_of(first), settings_of(second)
+    except UserError:
+        return []
+    return [f"{name}: {one[name]} and {two[name]}" for name in one.keys() & two.keys() if one[name] != two[name]]
 
 
 def git(*arguments: str) -> None:
@@ -101,6 +129,8 @@ def compare(arguments: argparse.Namespace) -> int:
         second = arguments.second or run_at(arguments.ref, arguments.first, Path(temporary))
         found = differences(arguments.first, second)
         print(table(found))
+        for line in sorted(settings_apart(arguments.first, second)):
+            print(f"the settings differ in {line}")
         if arguments.out is not None:
             from train.plot import curves
 

@@ -2,7 +2,8 @@
 
     config.json, model.safetensors, tokenizer.json, ...   a Hugging Face checkpoint of the last saved step
     steps/step-00000100/, ...                             everything that a resumed run needs, see train/checkpoint.py
-    run.json                                              the choices that decide its numbers
+    run.json                                              what decides its numbers
+    settings.toml                                         all that it was told, for --config
     metrics.jsonl, tensorboard/, loss.png, summary.json   what became of it
 
 A saved step holds the parameters too, although the checkpoint beside it has them already: it is one rename that saves
@@ -22,6 +23,7 @@ from train.files import WRITING, write_text
 
 LOCK = ".lock"
 RUN = "run.json"
+SETTINGS = "settings.toml"
 STEPS = "steps"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""What a run is before its first step: its choices, text, tokenizer and model, and what resuming must find unchanged.
+"""What a run is before its first step: its settings, text, tokenizer and model, and what resuming must find unchanged.
 
 The latter, its identity, is in run.json for whoever wants to know, and in each saved step, where damage is noticed.
 """
@@ -6,7 +6,7 @@ The latter, its identity, is in run.json for whoever wants to know, and in each 
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,13 @@ from train.files import write_text
 from train.loss import next_token_loss
 from train.mixture import Mixture
 from train.optim import Optimizer, adamw
-from train.preset import Preset, hf_config
 from train.rows import Batch
 from train.schedule import warmup_stable_decay
+from train.settings import Settings, deciding, to_toml
 from train.tokenizer import special_ids, tokenizer_config, train
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What decides the run's numbers."""
-
-    steps: int
-    seed: int
-    data: str | None
-    init: str | None
+FROM_SCRATCH, FROM_CHECKPOINT = 3e-3, 3e-4  # peaks of the learning rate
 
 
 @dataclass(frozen=True)
@@ -52,8 +43,7 @@ class Job:
 
     path: Path
     identity: Json
-    choices: Choices
-    preset: Preset
+    settings: Settings
     config: Any
     tokenizer: Tokenizer
     ends: tuple[int, ...]
@@ -72,15 +62,23 @@ class Job:
         return evaluate.bits_per_byte(loss, self.heldout_targets, self.dataset.heldout.bytes)
 
 
-def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None) -> tuple[Tree, Job]:
+def resolved(settings: Settings) -> Settings:
+    """With a value where it depends on the others or on the machine; a run keeps it wherever it is resumed."""
+    rate = settings.learning_rate
+    if rate is None:
+        rate = FROM_CHECKPOINT if settings.init else FROM_SCRATCH
+    return replace(settings, learning_rate=rate, dtype=settings.dtype or fast_dtype())
+
+
+def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree, Job]:
     """Text, tokenizer and model: new ones, those of --init, or on resume (`recorded`) those in the run folder."""
-    texts = sources.load(choices.data, without=path)
-    source = path if recorded else Path(choices.init) if choices.init else None
+    texts = sources.load(settings.data, without=path)
+    source = path if recorded else Path(settings.init) if settings.init else None
     if source is None:
-        tokenizer = new_tokenizer(texts, preset.vocab_size)
+        tokenizer = new_tokenizer(texts, settings.vocab_size)
         ids = special_ids(tokenizer)
-        config: Any = llama.Config.from_hf(hf_config(preset, tokenizer.get_vocab_size(), ids))
-        params = P.init(config, choices.seed, dtype=torch.float32)
+        config: Any = llama.Config.from_hf(hf_config(settings, tokenizer.get_vocab_size(), ids))
+        params = P.init(config, settings.seed, dtype=torch.float32)
         ends: tuple[int, ...] = (ids["eos_token_id"],)
     else:
         tokenizer, ends = pretrained.load_tokenizer(source), pretrained.end_ids(source)
@@ -92,30 +90,23 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
             config, params = P.load_pretrained(source, dtype=torch.float32, copy=True)
     pretrained.check_vocabulary(tokenizer, config.vocab_size, source or path)
     dataset = data.tokenized(texts, tokenizer, ends[0] if ends else None, config.vocab_size)
-    dtype = recorded["compute_dtype"] if recorded else fast_dtype()
-    identity = json.loads(
-        json.dumps(
-            {
-                "choices": asdict(choices),
-                "preset": asdict(preset),
-                "compute_dtype": dtype,
-                "corpus": dataset.fingerprint,
-                "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
-                "config": config.to_hf(),
-            }
-        )
-    )
+    identity = {
+        "settings": deciding(settings),
+        "corpus": dataset.fingerprint,
+        "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+        "config": json.loads(json.dumps(config.to_hf())),
+    }
     if recorded:
         check_agreement(recorded, identity, path)
-    length = min(preset.row_length, config.max_position_embeddings)
-    check_length(dataset, length, choices.data)
+    length = min(settings.row_length, config.max_position_embeddings)
+    check_length(dataset, length, settings.data)
     if not recorded:
-        begin_folder(path, identity, config, tokenizer, source, preset)
+        begin_folder(path, identity, config, tokenizer, source, length)
+    write_text(path / folder.SETTINGS, to_toml(settings))
     return params, Job(
         path=path,
         identity=identity,
-        choices=choices,
-        preset=preset,
+        settings=settings,
         config=config,
         tokenizer=tokenizer,
         ends=ends,
@@ -123,8 +114,8 @@ def prepare(path: Path, choices: Choices, preset: Preset, recorded: Json | None)
         dataset=dataset,
         mixture=data.mixture(dataset, length),
         heldout=data.heldout(dataset, length),
-        loss=loss_function(config, getattr(torch, dtype)),
-        optimizer=optimizer_for(config, choices, preset),
+        loss=loss_function(config, getattr(torch, str(settings.dtype))),
+        optimizer=optimizer_for(config, settings),
     )
 
 
@@ -161,8 +152,25 @@ def fast_dtype() -> str:
     return "bfloat16" if able.get("avx512_bf16") or able.get("amx_bf16") else "float32"
 
 
+def hf_config(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> Json:
+    """The new model's config.json for a tokenizer of `vocab_size` tokens."""
+    return {
+        "model_type": "llama",
+        "vocab_size": -(-vocab_size // 64) * 64,  # divides by any mesh, whatever the text was
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.num_hidden_layers,
+        "num_attention_heads": settings.num_attention_heads,
+        "num_key_value_heads": settings.num_key_value_heads,
+        "max_position_embeddings": settings.row_length,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        **special_ids,
+    }
+
+
 def begin_folder(
-    path: Path, identity: Json, config: Any, tokenizer: Tokenizer, source: Path | None, preset: Preset
+    path: Path, identity: Json, config: Any, tokenizer: Tokenizer, source: Path | None, length: int
 ) -> None:
     """What never changes during a run. run.json makes the folder known as a run's, which may be resumed."""
     (path / folder.SUMMARY).unlink(missing_ok=True)
@@ -171,7 +179,7 @@ def begin_folder(
     write_text(path / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_text(path / "config.json", config_text(config, torch.float32))  # as saving will, which then leaves it alone
     if source is None:
-        folder.write_json(path / "tokenizer_config.json", tokenizer_config(context=preset.row_length))
+        folder.write_json(path / "tokenizer_config.json", tokenizer_config(context=length))
     else:
         pretrained.copy_companions(source, path)
 
@@ -182,7 +190,6 @@ def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
         "corpus": "the text has changed since the run began",
         "tokenizer": "tokenizer.json is not the one that the run began with",
         "config": "config.json is not the one that the run began with",
-        "preset": "this version trains with other settings than the run began with",
     }
     for name, change in what.items():
         if recorded.get(name) != identity[name]:
@@ -212,15 +219,15 @@ def loss_function(config: Any, dtype: torch.dtype) -> Callable[..., tuple[Tensor
     return loss
 
 
-def optimizer_for(config: Any, choices: Choices, preset: Preset) -> Optimizer:
-    peak = preset.init_learning_rate if choices.init else preset.learning_rate
-    warmup = min(preset.warmup, choices.steps // 10)
+def optimizer_for(config: Any, settings: Settings) -> Optimizer:
+    peak, warmup = settings.learning_rate, min(settings.warmup, settings.steps // 10)
+    assert peak is not None  # as in `resolved`
 
     def rate(step: Tensor) -> float:
         return peak * float(
-            warmup_stable_decay(int(step), total=choices.steps, warmup=warmup, decay_ratio=preset.decay_ratio)
+            warmup_stable_decay(int(step), total=settings.steps, warmup=warmup, decay_ratio=settings.decay_ratio)
         )
 
     return adamw(
-        rate, betas=preset.betas, weight_decay=preset.weight_decay, spec=fnmodels.family_of(config).spec(config)
+        rate, betas=settings.betas, weight_decay=settings.weight_decay, spec=fnmodels.family_of(config).spec(config)
     )

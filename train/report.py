@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import params as P
@@ -10,6 +11,7 @@ from train.commands import sentence
 from train.job import Job, Json
 from train.metrics import Row
 from train.plot import loss_picture
+from train.settings import Settings, to_toml
 from train.sources import Texts
 
 
@@ -39,13 +41,17 @@ def skipped(texts: Texts) -> None:
         print(f"skipped {len(texts.skipped)} files or records: {shown}")
 
 
+def settings(chosen: Settings) -> None:
+    print("settings:\n" + textwrap.indent(to_toml(chosen), "  "), end="")
+
+
 def prepared(job: Job, seconds: float) -> None:
-    what = job.choices.data or "the Python standard library"
+    what = job.settings.data or "the Python standard library"
     sizes = job.dataset.train.bytes / 1e6, job.dataset.heldout.bytes / 1e6
     print(f"text: {what}, {sizes[0]:.2f} MB to learn from and {sizes[1]:.2f} MB held out, ready in {seconds:.0f} s")
     print(
         f"model: {job.config.model_type} with {P.count(job.config) / 1e6:.1f} million parameters; "
-        f"{job.choices.steps} steps of {job.preset.batch_rows} rows of {job.mixture.length} tokens, "
+        f"{job.settings.steps} steps of {job.settings.batch_rows} rows of {job.mixture.length} tokens, "
         f"{job.mixture.fill:.1%} of them text",
         flush=True,
     )

@@ -1,25 +1,27 @@
 """The main job: from a folder's name to a trained checkpoint in it, by way of however many stops and resumes.
 
-Everything is a function of the choices, which are recorded, and of the step: a resumed run computes the same bits and
+Everything is a function of the settings, which are recorded, and of the step: a resumed run computes the same bits and
 writes the same metrics as one that was never stopped.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import params as P
 from fnmodels.tree import Tree
-from train import checkpoint, evaluate, folder, metrics, report, sources
+from train import checkpoint, evaluate, folder, metrics, report
 from train.checkpoint import Checkpoint
 from train.errors import UserError
-from train.job import Choices, Job, Json, prepare
+from train.job import Job, Json, prepare, resolved
 from train.mixture import batch
-from train.preset import Preset
 from train.progress import progress
 from train.sample import complete
 from train.saver import Saver
+from train.settings import FREE, KINDS, SIZES, Settings, absolute, flag, from_json, read_toml
 from train.state import State, init_state
 from train.step import make_step
 from train.stop import stop_requests
@@ -35,20 +37,17 @@ class Reached:
 
 @dataclass(frozen=True)
 class Options:
-    """The flags; None where one was not given."""
+    """What was given: the folder, flags by the settings' names, a file of settings."""
 
     run: Path
-    steps: int | None = None
-    seed: int | None = None
-    data: Path | None = None
-    init: Path | None = None
+    flags: Mapping[str, Any]
+    config: Path | None = None
     resume: bool = False
-    save_every: int = 100
-    keep: int = 2
 
 
-def train_run(options: Options, preset: Preset) -> int:
+def train_run(options: Options, defaults: Settings) -> int:
     """Start or resume the run; returns the exit code."""
+    given = told(options)
     with folder.locked(options.run):
         folder.refuse_to_mix(options.run, resume=options.resume)
         saved, problems = checkpoint.newest(options.run / folder.STEPS) if options.resume else (None, [])
@@ -56,66 +55,67 @@ def train_run(options: Options, preset: Preset) -> int:
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
         recorded = recorded_in(saved) if saved else folder.read_json(options.run / folder.RUN)
-        choices = choose(options, recorded, preset, must_agree=saved is not None)
+        settings = choose(options.run, given, recorded, defaults, must_agree=saved is not None)
         summary = folder.read_json(options.run / folder.SUMMARY) if saved else None
-        if summary is not None and report.is_result(summary) and saved is not None and saved.step == choices.steps:
-            print(f"the run is finished: {choices.steps} steps")
+        if summary is not None and report.is_result(summary) and saved is not None and saved.step == settings.steps:
+            print(f"the run is finished: {settings.steps} steps")
             report.result(summary, options.run)
             return 0
+        report.settings(settings)
         print("reading the text", flush=True)
         began = time.monotonic()
-        params, job = prepare(options.run, choices, preset, recorded if saved else None)
+        params, job = prepare(options.run, settings, recorded if saved else None)
         report.skipped(job.texts)
         report.prepared(job, time.monotonic() - began)
-        return work(job, params, saved, options)
+        return work(job, params, saved)
 
 
 def recorded_in(saved: Checkpoint) -> Json:
     """The identity of the run that saved the step. UserError where no run did."""
     recorded, tokens = saved.progress.get("run"), saved.progress.get("tokens")
-    if (
-        not isinstance(recorded, dict)
-        or not {"steps", "seed"} <= choices_in(recorded).keys()
-        or recorded.get("compute_dtype") not in ("bfloat16", "float32")
-        or type(tokens) is not int
-    ):
+    path = saved.path / checkpoint.PROGRESS
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("settings"), dict) or type(tokens) is not int:
+        raise UserError(f"{path} does not say which run saved the step, so none can go on from it: name another --run")
+    wrong = sorted(from_json(recorded["settings"]).keys() ^ (recorded["settings"].keys() | KINDS.keys() - FREE))
+    if wrong:
         raise UserError(
-            f"{saved.path / checkpoint.PROGRESS} does not say which run saved the step, so none can go on from it: "
-            "name another --run"
+            f"{path} is of a version with other settings ({', '.join(wrong)}), so this one cannot go on from it: name "
+            "another --run"
         )
     return recorded
 
 
-def choices_in(recorded: Json | None) -> Json:
-    """The recorded choices, by name; what cannot be one, in a run.json that somebody changed, is as if not there."""
-    kinds = {"steps": int, "seed": int, "data": str, "init": str}
-    found = (recorded or {}).get("choices")
-    found = found if isinstance(found, dict) else {}
-    return {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
+def told(options: Options) -> dict[str, tuple[Any, str]]:
+    """{name of a setting: (what it was given as, where)}; flags win over the file."""
+    file = read_toml(options.config) if options.config else {}
+    places = {name: (value, f"{name} = {value} in {options.config}") for name, value in file.items()}
+    for name, value in options.flags.items():
+        value = absolute(name, value, Path())
+        places[name] = value, f"{flag(name)} {value}"
+    return places
 
 
-def choose(options: Options, recorded: Json | None, preset: Preset, *, must_agree: bool) -> Choices:
-    """The flags where given, else the recorded run's, else the defaults. UserError where a flag contradicts it."""
-    given = {
-        "steps": options.steps,
-        "seed": options.seed,
-        "data": options.data and sources.absolute(str(options.data)),
-        "init": options.init and str(options.init.resolve()),
-    }
-    before = choices_in(recorded)
-    for name, value in given.items():
-        if must_agree and value is not None and value != before.get(name):
-            was = "it was not given" if before.get(name) is None else f"it was {before[name]}"
-            raise UserError(
-                f"--{name} {value} differs from the run in {options.run}: {was}; leave it out, or name another --run"
-            )
-    defaults: Json = {"steps": preset.steps, "seed": 0, "data": None, "init": None}
-    for earlier in (before, given):
-        defaults |= {name: value for name, value in earlier.items() if value is not None}
-    return Choices(**defaults)
+def choose(
+    path: Path, given: Mapping[str, tuple[Any, str]], recorded: Json | None, defaults: Settings, *, must_agree: bool
+) -> Settings:
+    """What was given, else the recorded run's, else the defaults. UserError where what was given contradicts it."""
+    before = (recorded or {}).get("settings")
+    before = from_json(before) if isinstance(before, dict) else {}
+    if recorded and (path / folder.SETTINGS).exists():
+        before |= {name: value for name, value in read_toml(path / folder.SETTINGS).items() if name in FREE}
+    for name, (value, place) in given.items():
+        if must_agree and name not in FREE and value != before[name]:
+            was = "it was not given" if before[name] is None else f"it was {before[name]}"
+            raise UserError(f"{place} differs from the run in {path}: {was}; leave it out, or name another --run")
+    values = {name: value for name, value in before.items() if value is not None}
+    settings = replace(defaults, **values | {name: value for name, (value, _) in given.items()})
+    for name in SIZES:
+        if settings.init and name in given:
+            raise UserError(f"{given[name][1]} is of a model that is made anew, and --init {settings.init} names one")
+    return resolved(settings)
 
 
-def work(job: Job, params: Tree, saved: Checkpoint | None, options: Options) -> int:
+def work(job: Job, params: Tree, saved: Checkpoint | None) -> int:
     """Train from the saved step to the end, then evaluate; or save and stop where a signal asks for it."""
     state, reached = init_state(params, job.optimizer), Reached(step=0, tokens=0)
     if saved:
@@ -123,13 +123,13 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, options: Options) -> 
         state = checkpoint.load(saved, like=state)
         checkpoint.set_aside(job.path / folder.STEPS, after=saved.step)
         P.save_pretrained(job.path, job.config, state.params)  # a kill may have come between the step and this
-        print(f"resuming at step {reached.step} of {job.choices.steps}")
+        print(f"resuming at step {reached.step} of {job.settings.steps}")
     rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
-    state = train_steps(job, state, rows, reached, options)
+    state = train_steps(job, state, rows, reached)
     stopped = int(state.step)
-    if stopped < job.choices.steps:
+    if stopped < job.settings.steps:
         report.draw(job, rows, None)
-        print(f"stopped at step {stopped} of {job.choices.steps}, saved; {report.how_to_resume(job.path)}")
+        print(f"stopped at step {stopped} of {job.settings.steps}, saved; {report.how_to_resume(job.path)}")
         return 130
     summary = summarize(job, state.params)
     report.draw(job, rows, summary["heldout_loss"])
@@ -138,23 +138,23 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, options: Options) -> 
     return 0
 
 
-def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reached, options: Options) -> State:
+def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reached) -> State:
     """The loop. Appends to `rows` what it writes to metrics.jsonl; returns at the end or, saved, at a stop."""
-    total, first, tokens = job.choices.steps, reached.step, reached.tokens
-    step = make_step(job.loss, job.optimizer, clip=job.preset.clip)
-    sample = evaluate.spread(job.heldout, job.preset.evaluation_rows)
-    evaluate_every = max(1, total // job.preset.evaluations)
+    total, first, tokens = job.settings.steps, reached.step, reached.tokens
+    step = make_step(job.loss, job.optimizer, clip=job.settings.clip)
+    sample = evaluate.spread(job.heldout, job.settings.evaluation_rows)
+    evaluate_every = max(1, total // job.settings.evaluations)
     path, board, speed = job.path / folder.METRICS, job.path / "tensorboard", 0.0
     with (
         metrics.log(path, board, after=first) as log,
         progress(total, first) as show,
         stop_requests() as asked,
-        Saver(partial(save, job, options.keep)) as saver,
+        Saver(partial(save, job, job.settings.keep)) as saver,
     ):
         for index in range(first, total):
             saver.check()
             began = time.perf_counter()
-            state, measured = step(state, batch(job.mixture, job.choices.seed, index, job.preset.batch_rows))
+            state, measured = step(state, batch(job.mixture, job.settings.seed, index, job.settings.batch_rows))
             count = int(measured["count"])
             tokens += count
             row: metrics.Row = {"step": index + 1, "tokens": tokens, "finite": bool(measured["finite"])}
@@ -168,7 +168,7 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reache
             rows.append(row)
             show(index + 1, row["loss"], row["lr"], speed)
             stopping = asked()
-            if (index + 1) % options.save_every == 0 or index + 1 == total or stopping:
+            if (index + 1) % job.settings.save_every == 0 or index + 1 == total or stopping:
                 log.sync()
                 saver.save(state, Reached(index + 1, tokens))
             if stopping:
@@ -188,12 +188,12 @@ def summarize(job: Job, params: Tree) -> Json:
     loss = evaluate.heldout_loss(job.loss, params, job.heldout)
     size = job.dataset.heldout.bytes
     return {
-        "steps": job.choices.steps,
+        "steps": job.settings.steps,
         "heldout_loss": loss,
         "heldout_bytes": size,
         "heldout_bits_per_byte": job.bits_per_byte(loss),
         "zlib_bits_per_byte": 8 * job.dataset.zlib_bytes / size,
         "sample": complete(
-            params, job.config, job.tokenizer, job.preset.prompt, job.ends, tokens=job.preset.sample_tokens
+            params, job.config, job.tokenizer, job.settings.prompt, job.ends, tokens=job.settings.sample_tokens
         ),
     }

@@ -23,7 +23,7 @@ from fnmodels import llama, tree
 from fnmodels.tree import Tree
 from train import Saver, checkpoint, run  # noqa: F401 - run: what `main` imports late is loaded once, before the forks
 from train.cli import main
-from train.preset import Preset
+from train.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 CONFIG = llama.Config(
@@ -34,7 +34,7 @@ CONFIG = llama.Config(
     num_attention_heads=2,
     num_key_value_heads=1,
 )
-TINY = Preset(
+TINY = Settings(
     vocab_size=300,
     hidden_size=32,
     intermediate_size=64,
@@ -92,7 +92,7 @@ def save_model_limited(folder: str, step: int, limit: int) -> None:
 
 
 def run_job(flags: list[str]) -> None:
-    os._exit(main(flags, preset=TINY))
+    os._exit(main(flags, defaults=TINY))
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

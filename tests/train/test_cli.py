@@ -8,6 +8,7 @@ import train
 from train import commands
 from train.cli import main
 from train.sample import main as sample
+from train.settings import KINDS, flag
 
 ROOT = Path(train.__file__).parents[1]
 
@@ -17,11 +18,16 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def errors(path):
-    """(flags, what the sentence names): mistakes that are seen before anything is computed."""
+def files(path):
     (path / "file").write_text("text")
+    (path / "long").write_text("a text of some length\n" * 999)
+    (path / "a.toml").write_text("stepz = 3")
     (path / "nothing").mkdir()
     (path / "binary").write_bytes(bytes(range(256)))
+
+
+def errors(path):
+    """(flags, what the sentence names): mistakes that are seen before anything is computed."""
     run = ["--run", str(path / "run")]
     return {
         "no run": ([], "--run"),
@@ -30,7 +36,22 @@ def errors(path):
         "negative seed": ([*run, "--seed", "-1"], "'-1' is not a whole number from 0"),
         "never saved": ([*run, "--save-every", "0"], "--save-every"),
         "nothing kept": ([*run, "--keep", "0"], "--keep: '0' is not a whole number from 1"),
-        "typing error": ([*run, "--stepz", "3"], "--stepz"),
+        "typing error": ([*run, "--stepz", "3"], "there is no flag --stepz; the nearest is --steps"),
+        "half a flag": ([*run, "--step", "3"], "there is no flag --step; the nearest is --steps"),
+        "a word too many": ([*run, "fast"], "there is no argument fast"),
+        "betas": ([*run, "--betas", "0.9"], "--betas: '0.9' is not two numbers from 0 to below 1"),
+        "dtype": ([*run, "--dtype", "fp8"], "'fp8' is not one of bfloat16, float32"),
+        "no file of settings": ([*run, "--config", str(path / "absent")], "settings cannot be read (No such file"),
+        "no TOML": ([*run, "--config", str(path / "file")], "file is not TOML"),
+        "unknown setting": (
+            [*run, "--config", str(path / "a.toml")],
+            "no setting 'stepz'; the nearest is steps",
+        ),
+        "sizes beside init": (
+            [*run, "--init", str(path), "--hidden-size", "8"],
+            f"--hidden-size 8 is of a model that is made anew, and --init {path} names one",
+        ),
+        "heads": ([*run, "--data", str(path / "long"), "--num-attention-heads", "3"], "num_attention_heads"),
         "mesh": ([*run, "--mesh", "fsdp=2"], "--mesh fsdp=2"),
         "run is a file": (["--run", str(path / "file")], "cannot be made"),
         "run below a file": (["--run", str(path / "file" / "run")], "cannot be made"),
@@ -41,24 +62,9 @@ def errors(path):
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "no run",
-            "no steps",
-            "words",
-            "negative seed",
-            "never saved",
-            "nothing kept",
-            "typing error",
-            "mesh",
-            "run is a file",
-        ),
-        *("run below a file", "no data", "empty data", "binary data", "no checkpoint"),
-    ],
-)
+@pytest.mark.parametrize("name", errors(Path()))
 def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, name):
+    files(tmp_path)
     flags, named = errors(tmp_path)[name]
     assert main(flags) == 2
     error = capsys.readouterr().err
@@ -107,6 +113,7 @@ def test_help_names_every_flag(module):
     flags = {
         "train": (
             "--run DIR",
+            "--config TOML",
             "--steps N",
             "--seed N",
             "--data PATH",
@@ -124,7 +131,9 @@ def test_help_names_every_flag(module):
             "--seed N",
         ),
     }[module]
-    assert [flag for flag in flags if flag not in shown.stdout] == []
+    assert [name for name in flags if name not in shown.stdout] == []
+    if module == "train":
+        assert [name for name in KINDS if flag(name) not in shown.stdout] == []
 
 
 def test_the_module_exits_with_the_code_of_main(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from train import compare, plot
+from train.job import fast_dtype
 
 
 def _run(folder: Path, losses: list[float]) -> Path:
@@ -67,14 +68,22 @@ def test_mistakes_are_one_sentence(runs, arguments, words: str, capsys: pytest.C
     assert words in err and len(err.splitlines()) == 1
 
 
+def test_settings_that_differ_are_told(runs, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, rate in zip(runs, (1e-3, 2e-3), strict=True):
+        (run / "run.json").write_text(json.dumps({"settings": {"learning_rate": rate, "seed": 0}}))
+    assert compare.main([str(run) for run in runs]) == 0
+    assert "the settings differ in learning_rate: 0.001 and 0.002" in capsys.readouterr().out
+
+
 def test_another_revision_makes_the_run_again(runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository whose `train` writes what its revision says."""
     repository = tmp_path / "repository"
     (repository / "train").mkdir(parents=True)
     (repository / "train" / "__init__.py").touch()
     body = (
-        "import json, sys\nfrom pathlib import Path\nassert sys.argv[1::2] == ['--run', '--steps', '--seed']\n"
+        "import json, sys\nfrom pathlib import Path\nassert sys.argv[1::2] == ['--run', '--steps', '--betas']\n"
         "run = Path(sys.argv[2]); run.mkdir()\n"
+        "(run / 'betas').write_text(sys.argv[6])\n"
         "rows = [json.dumps({'step': s, 'loss': LOSS}) + chr(10) for s in range(1, int(sys.argv[4]) + 1)]\n"
         "(run / 'metrics.jsonl').write_text(''.join(rows))\n"
     )
@@ -90,8 +99,10 @@ def test_another_revision_makes_the_run_again(runs, tmp_path: Path, monkeypatch:
         git("commit", "-m", tag)
         git("tag", tag)
     monkeypatch.chdir(repository)
-    (runs[0] / "run.json").write_text(json.dumps({"choices": {"steps": 3, "seed": 1, "data": None}}))
+    chosen = {"steps": 3, "seed": 0, "data": None, "learning_rate": 3e-3, "betas": [0.5, 0.9]}
+    (runs[0] / "run.json").write_text(json.dumps({"settings": chosen | {"dtype": fast_dtype()}}))
     made = compare.run_at("old", runs[0], tmp_path / "made")
     assert [loss for _, loss in plot.losses(made)] == [4.0, 4.0, 4.0]
+    assert (made / "betas").read_text() == "0.5,0.9"
     assert compare.main([str(runs[0]), "--ref", "nonsense"]) == 2
     assert not list((repository / ".git").glob("worktrees/*"))

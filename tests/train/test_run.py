@@ -16,9 +16,9 @@ import torch
 import params as P
 from train import checkpoint, job, run
 from train.cli import main
-from train.preset import Preset
+from train.settings import Settings
 
-TINY = Preset(
+TINY = Settings(
     vocab_size=300,
     hidden_size=32,
     intermediate_size=64,
@@ -47,8 +47,8 @@ def text(tmp_path):
     return path
 
 
-def train(path, text, *flags, preset=TINY):
-    return main(["--run", str(path), *(["--data", str(text)] if text else []), *map(str, flags)], preset=preset)
+def train(path, text, *flags, defaults=TINY):
+    return main(["--run", str(path), *(["--data", str(text)] if text else []), *map(str, flags)], defaults=defaults)
 
 
 def rows(path):
@@ -218,9 +218,9 @@ def test_the_newest_steps_stay(tmp_path, text, flags, left):
     assert saved(tmp_path / "run") == left
 
 
-@pytest.mark.parametrize("left", [b"", b'{"choices": {"seed": 7}}', None])
+@pytest.mark.parametrize("left", [b"", b'{"settings": {"seed": 7}}', None])
 def test_resuming_needs_no_file_that_is_not_verified(tmp_path, text, monkeypatch, left):
-    """The choices are in the saved step; tokenizer.json and config.json are held against what it says of them."""
+    """The settings are in the saved step; tokenizer.json and config.json are held against what it says of them."""
     assert train(tmp_path / "whole", text) == 0
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
@@ -286,18 +286,53 @@ def test_resume_without_a_complete_checkpoint_says_so_and_starts_at_0(tmp_path, 
         (("--seed", 1), "--seed 1 differs from the run"),
         (("--data", "elsewhere"), "differs from the run"),
         (("--init", "elsewhere"), "it was not given"),
+        (("--learning-rate", 1), "--learning-rate 1.0 differs from the run in {path}: it was 0.003"),
     ],
 )
 def test_resume_refuses_flags_that_contradict_the_run(tmp_path, text, monkeypatch, capsys, flags, message):
     stop_after(monkeypatch, 2)
     train(tmp_path / "run", text)
     assert train(tmp_path / "run", None, "--resume", *flags) == 2
-    assert message in one_sentence(capsys)
+    assert message.format(path=tmp_path / "run") in one_sentence(capsys)
 
 
-@pytest.mark.parametrize("change", ["text", "tokenizer", "config", "settings"])
+def test_settings_of_a_file_give_the_run_of_the_same_flags_and_flags_win(tmp_path, text, capsys):
+    assert train(tmp_path / "flags", text, "--learning-rate", 0.01, "--betas", "0.8,0.9", "--steps", 3) == 0
+    out = capsys.readouterr().out
+    written = (tmp_path / "flags" / "settings.toml").read_text()
+    for line in ("steps = 3", "learning_rate = 0.01", "betas = [0.8, 0.9]", "# init =", f'data = "{text}"'):
+        assert f"\n{line}\n" in f"\n{written}" and f"\n  {line}\n" in out
+    file = tmp_path / "own.toml"
+    file.write_text(f'data = "{text.name}"\nlearning_rate = 0.01\nbetas = [0.8, 0.9]\nsteps = 5\n')
+    assert train(tmp_path / "file", None, "--config", file, "--steps", 3) == 0
+    again = tmp_path / "flags" / "settings.toml"
+    assert train(tmp_path / "again", None, "--config", again, defaults=Settings()) == 0
+    for other in ("file", "again"):
+        assert same(tmp_path / "flags", tmp_path / other) == []
+
+
+def test_a_resumed_run_has_its_own_settings_whatever_the_defaults_are(tmp_path, text, monkeypatch, capsys):
+    assert train(tmp_path / "whole", text) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert train(tmp_path / "parts", text, "--save-every", 1, "--keep", 3) == 130
+    other = replace(TINY, weight_decay=0.5, steps=3, keep=1)
+    file = tmp_path / "own.toml"
+    file.write_text("steps = 7\n")
+    capsys.readouterr()
+    assert train(tmp_path / "parts", None, "--resume", "--config", file, defaults=other) == 2
+    assert f"steps = 7 in {file} differs from the run in {tmp_path / 'parts'}: it was 6" in one_sentence(capsys)
+    assert train(tmp_path / "parts", None, "--resume", defaults=other) == 0
+    assert same(tmp_path / "whole", tmp_path / "parts") == []
+    assert saved(tmp_path / "parts") == [4, 5, 6]  # --save-every and --keep are the run's as well
+    (tmp_path / "parts" / "settings.toml").write_text("keep = 0\n")
+    assert train(tmp_path / "parts", None, "--resume") == 2
+    assert "settings.toml: keep is 0, which is not a whole number from 1" in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("change", ["text", "tokenizer", "config"])
 def test_resume_refuses_when_what_the_run_began_with_has_changed(tmp_path, text, monkeypatch, capsys, change):
-    path, preset = tmp_path / "run", TINY
+    path = tmp_path / "run"
     stop_after(monkeypatch, 2)
     train(path, text)
     if change == "text":
@@ -305,12 +340,10 @@ def test_resume_refuses_when_what_the_run_began_with_has_changed(tmp_path, text,
     elif change == "tokenizer":
         file = path / "tokenizer.json"
         file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
-    elif change == "config":
+    else:
         file = path / "config.json"
         file.write_text(file.read_text().replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'))
-    else:
-        preset = replace(TINY, learning_rate=1.0)
-    assert train(path, None, "--resume", preset=preset) == 2
+    assert train(path, None, "--resume") == 2
     assert "name another --run" in one_sentence(capsys)
 
 
@@ -357,7 +390,7 @@ def test_resume_refuses_to_lose_metrics_that_are_damaged(tmp_path, text, monkeyp
 
 @pytest.mark.parametrize(
     "progress",
-    [{}, {"run": 1}, {"run": {}}, {"run": {"choices": {"steps": 6}}}, {"run": {"choices": {"steps": 6, "seed": 0}}}],
+    [{}, {"run": 1}, {"run": {}}, {"run": {"settings": 3}}, {"run": {"settings": {"steps": 6}}}],
 )
 def test_resume_refuses_a_step_that_no_run_saved(tmp_path, text, capsys, progress):
     path = tmp_path / "run"
@@ -365,16 +398,18 @@ def test_resume_refuses_a_step_that_no_run_saved(tmp_path, text, capsys, progres
     checkpoint.save(path / "steps", 3, {"w": torch.ones(2)}, progress | {"tokens": 1})
     capsys.readouterr()
     assert train(path, None, "--resume") == 2
-    assert "progress.json does not say which run saved the step" in one_sentence(capsys)
+    settings = isinstance(progress.get("run"), dict) and isinstance(progress["run"].get("settings"), dict)
+    said = "is of a version with other settings (batch_rows," if settings else "does not say which run saved the step"
+    assert f"progress.json {said}" in one_sentence(capsys)
 
 
 @pytest.mark.parametrize("choices", [5, {"steps": "x", "seed": [1]}, {"unknown": 1}])
-def test_choices_of_a_run_json_that_cannot_be_are_none(tmp_path, text, choices):
+def test_settings_of_a_run_json_that_cannot_be_are_none(tmp_path, text, choices):
     path = tmp_path / "run"
     path.mkdir()
-    (path / "run.json").write_text(json.dumps({"choices": choices}))
+    (path / "run.json").write_text(json.dumps({"settings": choices}))
     assert train(path, text, "--resume", "--steps", 1) == 0
-    assert json.loads((path / "run.json").read_text())["choices"]["seed"] == 0
+    assert json.loads((path / "run.json").read_text())["settings"]["seed"] == 0
 
 
 def test_a_model_that_has_changed_since_it_was_saved_is_no_beginning(tmp_path, text, capsys):
@@ -463,11 +498,11 @@ def test_the_default_text_needs_no_flag(tmp_path, monkeypatch):
     for i in range(30):
         (library / f"m{i}.py").write_text(f"import os\n\n\ndef f{i}():\n    return os.name * {i}\n" * 4)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library)})
-    assert main(["--run", str(tmp_path / "run"), "--steps", "1"], preset=TINY) == 0
+    assert main(["--run", str(tmp_path / "run"), "--steps", "1"], defaults=TINY) == 0
 
 
 def test_the_default_model_divides_over_every_mesh():
-    from train.preset import DEFAULT
+    from train.settings import DEFAULT
 
     for size in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         assert getattr(DEFAULT, size) % 2 == 0

@@ -1,0 +1,216 @@
+"""What a run can be told, as one frozen dataclass: flags, the keys of a TOML file and their checks all follow from it.
+
+A value given as a flag wins over one in the file, and that over the default. Where a run is resumed its own values are
+the defaults, and those that decide its numbers must not be given otherwise.
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from train import sources
+from train.commands import nearest
+from train.errors import UserError
+
+TEXT, MODEL, LEARNING, WATCHING, KEEPING = (
+    "text and length",
+    "the model that is made where --init names none",
+    "how it learns",
+    "what is told on the way",
+    "what is kept",
+)
+GROUPS = (TEXT, MODEL, LEARNING, WATCHING, KEEPING)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value may be. what: the end of "... is not"; read: a flag's text as a value; fits: whether it is one."""
+
+    what: str
+    metavar: str
+    read: Callable[[str], Any]
+    fits: Callable[[Any], bool]
+
+    def check(self, value: Any) -> Any:
+        """The value of a file, a number as float where it must be one. ValueError where it is none."""
+        if type(value) is list:
+            value = tuple(map(_as_float, value))
+        for candidate in (value, _as_float(value)):
+            if self.fits(candidate):
+                return candidate
+        raise ValueError(self.what)
+
+
+def _as_float(value: Any) -> Any:
+    try:
+        return float(value) if type(value) is int else value
+    except OverflowError:  # no number that anybody means
+        return value
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return type(value) is float and low <= value <= high and math.isfinite(value)
+
+
+def whole(low: int) -> Kind:
+    return Kind(f"a whole number from {low}", "N", int, lambda value: type(value) is int and value >= low)
+
+
+def choice(*names: str) -> Kind:
+    return Kind(f"one of {', '.join(names)}", "|".join(names), str, lambda value: value in names)
+
+
+def _pair(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
+NUMBER = Kind("a number from 0", "X", float, lambda value: _is_number(value, 0.0, math.inf))
+ABOVE_0 = Kind("a number above 0", "X", float, lambda value: _is_number(value, 0.0, math.inf) and value > 0)
+SHARE = Kind("a number from 0 to 1", "X", float, lambda value: _is_number(value, 0.0, 1.0))
+BETAS = Kind(
+    "two numbers from 0 to below 1",
+    "X,X",
+    _pair,
+    lambda pair: type(pair) is tuple and len(pair) == 2 and all(_is_number(x, 0.0, 1.0) and x < 1 for x in pair),
+)
+WORDS = Kind("a text", "TEXT", str, lambda value: type(value) is str and value != "")
+DATA = Kind("a path", "PATH[:WEIGHT],...", str, WORDS.fits)
+CHECKPOINT = Kind("a path", "CHECKPOINT", str, WORDS.fits)
+
+
+def setting(default: Any, kind: Kind, group: str, help: str, *, free: bool = False) -> Any:
+    """free: it decides no number of the run, so that a resumed one may have another."""
+    return field(default=default, metadata={"kind": kind, "group": group, "help": help, "free": free})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults: what learns most in four minutes of two CPU cores.
+
+    Every size divides by 2 (tensor, context and pipeline parallel), the rows of a batch by 4 (data parallel).
+    """
+
+    data: str | None = setting(
+        None,
+        DATA,
+        TEXT,
+        "a text file, a folder of them (without hidden ones), .jsonl, .parquet, a folder of .npy shards of ids; or "
+        "several, each with a weight",
+    )
+    init: str | None = setting(None, CHECKPOINT, TEXT, "start from the weights and tokenizer of a checkpoint folder")
+    steps: int = setting(1000, whole(1), TEXT, "optimizer steps of the whole run, resumed parts included")
+    seed: int = setting(0, whole(0), TEXT, "of the initial weights and the order of the text")
+    row_length: int = setting(512, whole(2), TEXT, "tokens of a row, or as many as the model has positions")
+    batch_rows: int = setting(4, whole(1), TEXT, "rows of a batch")
+
+    vocab_size: int = setting(4096, whole(257), MODEL, "tokens that the tokenizer may learn")
+    hidden_size: int = setting(192, whole(1), MODEL, "width of the residual stream")
+    intermediate_size: int = setting(512, whole(1), MODEL, "width of the MLP")
+    num_hidden_layers: int = setting(4, whole(1), MODEL, "layers")
+    num_attention_heads: int = setting(4, whole(1), MODEL, "query heads")
+    num_key_value_heads: int = setting(2, whole(1), MODEL, "heads of keys and values")
+
+    learning_rate: float | None = setting(
+        None,
+        NUMBER,
+        LEARNING,
+        "at its peak; without it 0.003, and 0.0003 from a checkpoint, whose knowledge should last",
+    )
+    warmup: int = setting(60, whole(0), LEARNING, "steps up to the peak, at most a tenth of all")
+    decay_ratio: float = setting(0.6, SHARE, LEARNING, "share of the steps in which the rate falls to 0, the last ones")
+    betas: tuple[float, float] = setting((0.9, 0.95), BETAS, LEARNING, "of AdamW's means")
+    weight_decay: float = setting(0.1, NUMBER, LEARNING, "of matrices; norms and biases have none")
+    clip: float = setting(1.0, ABOVE_0, LEARNING, "the largest norm of the gradient")
+    dtype: str | None = setting(
+        None,
+        choice("bfloat16", "float32"),
+        LEARNING,
+        "of the computation, weights and gradients being float32; without it what is fast on this machine",
+    )
+
+    evaluations: int = setting(10, whole(1), WATCHING, "how often a sample of the held-out text is evaluated")
+    evaluation_rows: int = setting(16, whole(1), WATCHING, "rows of that sample")
+    prompt: str = setting("def ", WORDS, WATCHING, "what the model continues at the end")
+    sample_tokens: int = setting(120, whole(1), WATCHING, "tokens of that continuation")
+
+    save_every: int = setting(100, whole(1), KEEPING, "steps between saves; the last step is always saved", free=True)
+    keep: int = setting(
+        2,
+        whole(1),
+        KEEPING,
+        "saved steps that stay, the newest; a damaged one falls back to the one before",
+        free=True,
+    )
+
+
+DEFAULT = Settings()
+KINDS: dict[str, Kind] = {entry.name: entry.metadata["kind"] for entry in fields(Settings)}
+FREE = frozenset(entry.name for entry in fields(Settings) if entry.metadata["free"])
+SIZES = tuple(entry.name for entry in fields(Settings) if entry.metadata["group"] == MODEL)
+
+
+def deciding(settings: Settings) -> dict[str, Any]:
+    """What decides the run's numbers, as JSON."""
+    values = json.loads(json.dumps(asdict(settings)))
+    return {name: value for name, value in values.items() if name not in FREE}
+
+
+def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is a setting of `values`, as `deciding` gave it; a value that cannot be one is as if it were not there."""
+    found = {}
+    for name in values.keys() & KINDS.keys():
+        value = values[name]
+        try:
+            found[name] = None if value is None and getattr(DEFAULT, name) is None else KINDS[name].check(value)
+        except ValueError:
+            continue
+    return found
+
+
+def absolute(name: str, value: Any, base: Path) -> Any:
+    """The same value; where it names files, relative ones are relative to `base`."""
+    if KINDS[name] is DATA:
+        return sources.absolute(value, base)
+    return str((base / value).resolve()) if KINDS[name] is CHECKPOINT else value
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a file, paths being relative to its folder. UserError names the key that is unknown or wrong."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: the file of settings cannot be read ({error.strerror})") from error
+    except ValueError as error:  # of TOML and of UTF-8
+        raise UserError(f"{path} is not TOML: {error}") from error
+    for name, value in values.items():
+        if name not in KINDS:
+            table = ", for settings stand outside of tables" if isinstance(value, dict) else ""
+            raise UserError(f"{path}: there is no setting {name!r}{table}{nearest(name, KINDS)}")
+        try:
+            values[name] = KINDS[name].check(value)
+        except ValueError as error:
+            raise UserError(f"{path}: {name} is {value!r}, which is not {error}") from error
+        values[name] = absolute(name, values[name], path.parent)
+    return values
+
+
+def to_toml(settings: Settings) -> str:
+    """All settings, as `read_toml` reads them; one without a value, or without a use, stands in a comment."""
+    lines = []
+    for name, value in asdict(settings).items():
+        idle = value is None or (settings.init and name in SIZES)
+        lines.append(f"# {name} =\n" if idle else f"{name} = {_value(value)}\n")
+    return "".join(lines)
+
+
+def _value(value: Any) -> str:
+    # What JSON writes of these is TOML, but for a character that only TOML escapes.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
