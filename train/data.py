@@ -12,12 +12,12 @@ from tokenizers import Tokenizer
 
 from train import shards
 from train.cache import cached
-from train.corpus import Corpus, Document, fingerprint, text_of
+from train.corpus import Corpus, fingerprint, text_of
 from train.errors import UserError
 from train.mixture import Mixture
 from train.rows import Batch, Tokens, everything, in_line, stream
 from train.sources import Texts
-from train.tokenizer import encode_documents
+from train.workers import Show, encode
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +54,23 @@ class Halves:
     fingerprint: str
 
 
-def tokenized(texts: Texts, tokenizer: Tokenizer, end: int | None, vocab_size: int) -> Dataset:
-    """All sources as token ids. UserError where those of a source are none of `vocab_size` entries."""
+def tokenized(
+    texts: Texts,
+    tokenizer: Tokenizer,
+    end: int | None,
+    vocab_size: int,
+    *,
+    workers: int | None = None,
+    show: Show | None = None,
+) -> Dataset:
+    """All sources as token ids, made by `workers` processes (see train.workers) where no cache has them.
+
+    UserError where the ids of a source are none of `vocab_size` entries.
+    """
     halves = [
-        of_text(source.text, tokenizer, end) if source.text else of_shards(source.path, tokenizer, end, vocab_size)
+        of_text(source.text, tokenizer, end, workers, show)
+        if source.text
+        else of_shards(source.path, tokenizer, end, vocab_size)
         for source in texts.sources
     ]
     train_bytes, heldout_bytes, zlib_bytes = map(sum, zip(*(half.sizes for half in halves), strict=True))
@@ -86,16 +99,19 @@ def heldout(dataset: Dataset, length: int) -> Batch:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def of_text(corpus: Corpus, tokenizer: Tokenizer, end: int | None) -> Halves:
+def of_text(
+    corpus: Corpus, tokenizer: Tokenizer, end: int | None, workers: int | None = None, show: Show | None = None
+) -> Halves:
     """From the cache where an equal corpus met an equal tokenizer before."""
     known_as = fingerprint(corpus)
     settings = f"1 {known_as} {end} {tokenizer.to_str()}"
 
     def write(path: Path) -> None:
-        arrays: dict[str, np.ndarray] = {}
-        for name, part in (("train", corpus.train), ("heldout", corpus.heldout)):
-            ids, lengths = encode(part, tokenizer, end)
-            arrays |= {f"{name}.ids": ids, f"{name}.lengths": lengths}
+        documents, count = corpus.train + corpus.heldout, len(corpus.train)
+        ids, lengths = encode(tokenizer, [document.text for document in documents], end, workers=workers, show=show)
+        at = int(lengths[:count].sum())
+        arrays = {"train.ids": ids[:at], "train.lengths": lengths[:count]}
+        arrays |= {"heldout.ids": ids[at:], "heldout.lengths": lengths[count:]}
         heldout = text_of(corpus.heldout)
         sizes = [len(text_of(corpus.train)), len(heldout), len(zlib.compress(heldout, 9))]
         save_file(arrays | {"sizes": np.array(sizes)}, path)
@@ -118,12 +134,3 @@ def of_shards(path: Path | None, tokenizer: Tokenizer, end: int | None, vocab_si
     text = "".join(tokenizer.decode_batch(list(ids))).encode("utf-8")
     size = train.total * len(text) // max(1, heldout.total)
     return Halves(train, heldout, (size, len(text), len(zlib.compress(text, 9))), found.fingerprint)
-
-
-def encode(documents: tuple[Document, ...], tokenizer: Tokenizer, end: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int32 [T] of all documents in one line, and the length of each int64 [N]."""
-    encoded = encode_documents(tokenizer, [document.text for document in documents], end)
-    return (
-        np.concatenate([np.array(ids, np.int32) for ids in encoded]),
-        np.array([len(ids) for ids in encoded]),
-    )

@@ -28,6 +28,7 @@ from train.files import write_text
 from train.loss import next_token_loss
 from train.mixture import Mixture
 from train.optim import Optimizer, adamw
+from train.progress import tokenizing
 from train.rows import Batch
 from train.schedule import warmup_stable_decay
 from train.settings import Settings, deciding, to_toml
@@ -89,7 +90,8 @@ def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree
             check_unchanged(source)
             config, params = P.load_pretrained(source, dtype=torch.float32, copy=True)
     pretrained.check_vocabulary(tokenizer, config.vocab_size, source or path)
-    dataset = data.tokenized(texts, tokenizer, ends[0] if ends else None, config.vocab_size)
+    with tokenizing() as show:
+        dataset = data.tokenized(texts, tokenizer, ends[0] if ends else None, config.vocab_size, show=show)
     identity = {
         "settings": deciding(settings),
         "corpus": dataset.fingerprint,

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 Report = Callable[[int, float, float, float], None]
 PLAIN_LINES = 20
+PLAIN_SECONDS = 10
 
 
 @contextmanager
@@ -40,3 +41,32 @@ def progress(total: int, start: int) -> Iterator[Report]:
             bar.update(task, completed=step, words=words(step, loss, lr, speed))
 
         yield live
+
+
+@contextmanager
+def tokenizing() -> Iterator[Callable[[int, int], None]]:
+    """Yields report(characters done, of how many); nothing is shown before it is called, nor where it is soon over."""
+    if not sys.stdout.isatty():
+        told = time.monotonic()
+
+        def plain(done: int, total: int) -> None:
+            nonlocal told
+            if time.monotonic() - told > PLAIN_SECONDS:
+                told = time.monotonic()
+                print(f"tokenized {done / total:.0%} of {total / 1e6:.0f} million characters", flush=True)
+
+        yield plain
+        return
+
+    columns = TextColumn("tokenizing"), BarColumn(bar_width=None), TaskProgressColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=Console(file=sys.stdout), expand=True, refresh_per_second=2)
+    task = bar.add_task("")
+
+    def live(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield live
+    finally:
+        bar.stop()

@@ -35,14 +35,6 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def encode_documents(tokenizer: Tokenizer, texts: list[str], end: int | None) -> list[list[int]]:
-    """Token ids of each text, with what the tokenizer puts before it, and with the token `end` after it."""
-    tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a text is text, not the end of a document
-    tail = [] if end is None else [end]
-    encoded = (encoding.ids for encoding in tokenizer.encode_batch(texts))
-    return [ids if ids[-1:] == tail else ids + tail for ids in encoded]
-
-
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """The entries of config.json which say where a text begins and ends."""
     end = tokenizer.get_vocab()[END]

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from train import cache, data, tokenizer
 from train.corpus import Corpus, Document
+from train.encoder import encode
 from train.sources import Source, Texts
 
 TEXTS = ["def one():\n    return 1\n" * 9, "class Two:\n\tpass\r\n\r\n" * 7, "<|endoftext|> é 漢字 \U0001f600\n" * 5]
@@ -43,7 +44,8 @@ def test_training_a_tokenizer_is_deterministic():
 def test_documents_begin_and_end_with_the_end_token_and_cannot_spell_it():
     made = tokenizer.train(TEXTS, 300)
     end = made.token_to_id(tokenizer.END)
-    for ids in tokenizer.encode_documents(made, TEXTS, end):
+    line, lengths = encode(made, TEXTS, end)
+    for ids in np.split(line, lengths.cumsum())[:-1]:
         assert ids[0] == ids[-1] == end
         assert end not in ids[1:-1]
 
