@@ -140,7 +140,7 @@ def spec(config: Config) -> Tree:
         mlp = plain_mlp_leaves(D, inner, std=std)
         return {
             **layer_norm_leaves("input_layernorm", D, "embed"),
-            "attention": attention | {"o_proj": weight((D, D), ("embed", "heads"), ends)},
+            "attention": attention | {"o_proj": weight((D, D), ("embed", "heads"), ends, unit=config.head_dim)},
             **layer_norm_leaves("post_attention_layernorm", D, "embed"),
             "mlp": mlp | {"down_proj": weight((D, inner), ("embed", "mlp"), ends)},
         }

@@ -34,6 +34,7 @@ class Leaf:
     trainable: False for state of the checkpoint that no gradient teaches (a router's selection bias).
     decay: whether weight decay applies (not to norms and biases).
     keep_dtype: stays in `dtype` when the model is cast.
+    unit: how many neighbors along an axis of heads belong to one head; a plan divides between heads only.
     """
 
     shape: tuple[int, ...]
@@ -43,25 +44,26 @@ class Leaf:
     trainable: bool = True
     decay: bool = True
     keep_dtype: bool = False
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"A Leaf of shape {self.shape} needs {len(self.shape)} axes, not {self.axes}.")
 
 
-def weight(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.02) -> Leaf:
+def weight(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.02, *, unit: int = 1) -> Leaf:
     """A matrix or table: normal init, decays."""
-    return Leaf(shape, torch.float32, axes, Normal(std))
+    return Leaf(shape, torch.float32, axes, Normal(std), unit=unit)
 
 
-def norm(size: int, axis: str, value: float = 1.0) -> Leaf:
+def norm(size: int, axis: str, value: float = 1.0, *, unit: int = 1) -> Leaf:
     """A norm's weight: no decay."""
-    return Leaf((size,), torch.float32, (axis,), Constant(value), decay=False)
+    return Leaf((size,), torch.float32, (axis,), Constant(value), decay=False, unit=unit)
 
 
-def bias(size: int, axis: str) -> Leaf:
+def bias(size: int, axis: str, *, unit: int = 1) -> Leaf:
     """A bias: zero, no decay."""
-    return Leaf((size,), torch.float32, (axis,), Constant(0.0), decay=False)
+    return Leaf((size,), torch.float32, (axis,), Constant(0.0), decay=False, unit=unit)
 
 
 def layer_norm_leaves(name: str, size: int, axis: str) -> dict[str, Leaf]:
@@ -73,15 +75,16 @@ def attention_leaves(
     width: int, heads: int, kv_heads: int, head_dim: int, *, std: float, qkv_bias: bool = False, o_bias: bool = False
 ) -> dict[str, Leaf]:
     """q, k, v and o projections for grouped queries, with their biases."""
-    q, kv = heads * head_dim, kv_heads * head_dim
+    q, kv, unit = heads * head_dim, kv_heads * head_dim, head_dim
     leaves = {
-        "q_proj": weight((q, width), ("heads", "embed"), std),
-        "k_proj": weight((kv, width), ("kv_heads", "embed"), std),
-        "v_proj": weight((kv, width), ("kv_heads", "embed"), std),
-        "o_proj": weight((width, q), ("embed", "heads"), std),
+        "q_proj": weight((q, width), ("heads", "embed"), std, unit=unit),
+        "k_proj": weight((kv, width), ("kv_heads", "embed"), std, unit=unit),
+        "v_proj": weight((kv, width), ("kv_heads", "embed"), std, unit=unit),
+        "o_proj": weight((width, q), ("embed", "heads"), std, unit=unit),
     }
     if qkv_bias:
-        leaves |= {"q_bias": bias(q, "heads"), "k_bias": bias(kv, "kv_heads"), "v_bias": bias(kv, "kv_heads")}
+        leaves["q_bias"] = bias(q, "heads", unit=unit)
+        leaves |= {name: bias(kv, "kv_heads", unit=unit) for name in ("k_bias", "v_bias")}
     if o_bias:
         leaves["o_bias"] = bias(width, "embed")
     return leaves
@@ -103,24 +106,24 @@ def latent_attention_leaves(
 
     "latent" is the axis of both latents; the rows of the shared rotating key lie behind those of the kv latent.
     """
-    q = heads * (nope_dim + rope_dim)
+    of_q, of_kv = nope_dim + rope_dim, nope_dim + value_dim
     if q_rank is None:
-        leaves = {"q_proj": weight((q, width), ("heads", "embed"), std)}
+        leaves = {"q_proj": weight((heads * of_q, width), ("heads", "embed"), std, unit=of_q)}
     else:
         leaves = {
             "q_a_proj": weight((q_rank, width), ("latent", "embed"), std),
             "q_a_layernorm": norm(q_rank, "latent"),
-            "q_b_proj": weight((q, q_rank), ("heads", "latent"), std),
+            "q_b_proj": weight((heads * of_q, q_rank), ("heads", "latent"), std, unit=of_q),
         }
     leaves |= {
         "kv_a_proj": weight((kv_rank + rope_dim, width), ("latent", "embed"), std),
         "kv_a_layernorm": norm(kv_rank, "latent"),
-        "kv_b_proj": weight((heads * (nope_dim + value_dim), kv_rank), ("heads", "latent"), std),
-        "o_proj": weight((width, heads * value_dim), ("embed", "heads"), std),
+        "kv_b_proj": weight((heads * of_kv, kv_rank), ("heads", "latent"), std, unit=of_kv),
+        "o_proj": weight((width, heads * value_dim), ("embed", "heads"), std, unit=value_dim),
     }
     if biases:
-        of_q = {} if q_rank is None else {"q_a_bias": bias(q_rank, "latent")}
-        leaves |= of_q | {"kv_a_bias": bias(kv_rank + rope_dim, "latent"), "o_bias": bias(width, "embed")}
+        latent = {} if q_rank is None else {"q_a_bias": bias(q_rank, "latent")}
+        leaves |= latent | {"kv_a_bias": bias(kv_rank + rope_dim, "latent"), "o_bias": bias(width, "embed")}
     return leaves
 
 

@@ -106,8 +106,9 @@ def spec(config: Config) -> Tree:
 
     def layer() -> Tree:
         attention = attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=bias, o_bias=bias)
+        norms = {"q_norm": norm(heads * H, "heads", unit=H), "k_norm": norm(kv_heads * H, "kv_heads", unit=H)}
         return {
-            "attention": attention | {"q_norm": norm(heads * H, "heads"), "k_norm": norm(kv_heads * H, "kv_heads")},
+            "attention": attention | norms,
             "post_attention_layernorm": norm(D, "embed"),
             "mlp": gated_mlp_leaves(D, config.intermediate_size, std=std),
             "post_feedforward_layernorm": norm(D, "embed"),

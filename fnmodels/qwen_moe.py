@@ -157,7 +157,7 @@ def spec(config: Config) -> Tree:
     shared, each = config.shared_expert_intermediate_size, norm(H, "head_dim")
     norms = {"q_norm": each, "k_norm": each} if config.qk_norm else {}
     if config.qk_norm_full:
-        norms = {"q_norm": norm(heads * H, "heads"), "k_norm": norm(kv_heads * H, "kv_heads")}
+        norms = {"q_norm": norm(heads * H, "heads", unit=H), "k_norm": norm(kv_heads * H, "kv_heads", unit=H)}
 
     def layer(kind: str) -> Tree:
         qkv, o, inner = config.qkv_bias, config.o_bias, config.moe_intermediate_size

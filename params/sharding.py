@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # hundreds of modules, which a plan does not need
     from torch.distributed.device_mesh import DeviceMesh
 
 Sizes = Mapping[str, int]
+HEADS = ("heads", "kv_heads")  # the axes that are divided between heads only, of `Leaf.unit` numbers each
 
 
 @dataclass(frozen=True, init=False)
@@ -122,6 +123,8 @@ class Sharding:
 def plan(spec: Tree, rules: Rules, mesh: DeviceMesh | Sizes) -> Tree:
     """A `Sharding` for each Leaf of `spec`. mesh: a DeviceMesh with names, or {name: size} to plan without processes.
 
+    Heads stay whole. Where there are fewer KV heads than parts, each of which needs one of them, k and v are not
+    divided: every rank holds them all (`describe` shows it), and who runs on parts of heads reads its own there.
     ValueError in a sentence: a mesh dimension that is not there, one that two dimensions of a leaf ask for, and a
     dimension that does not divide (naming the leaf).
     """
@@ -147,14 +150,18 @@ def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | Non
     where: dict[str, int] = {}
     table = dict(rules.axes)
     for dim, axis in enumerate(leaf.axes):
-        for name in table.get(axis, ()):
+        names = table.get(axis, ())
+        parts, whole = math.prod(sizes[name] for name in names), leaf.shape[dim]
+        units = whole // leaf.unit if axis in HEADS else whole
+        if axis == "kv_heads" and parts > units and parts % units == 0:
+            continue
+        if units % parts:
+            kind = "" if units == whole else f" heads of {leaf.unit}"
+            raise ValueError(f"{path}: {axis} is {units}{kind}, not a multiple of {parts} ({', '.join(names)}).")
+        for name in names:
             if name in where:
                 raise ValueError(f"{path}: both {leaf.axes[where[name]]!r} and {axis!r} go to {name!r}; only one can.")
             where[name] = dim
-        parts = math.prod(sizes[name] for name in table.get(axis, ()))
-        if leaf.shape[dim] % parts:
-            divisor = f"{parts} ({', '.join(table[axis])})"
-            raise ValueError(f"{path}: {axis} is {leaf.shape[dim]}, not a multiple of {divisor}.")
     for name in rules.spread:
         free = [d for d, n in enumerate(leaf.shape) if d not in where.values() and n % sizes[name] == 0]
         if free:

@@ -25,6 +25,7 @@ from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
 from .balance import Balance, balance_terms
+from .parallel.vocab import Part, Vocab, opened
 
 IGNORE = -100
 CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
@@ -119,10 +120,11 @@ def replayed(inputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Mappi
 
 @dataclass(frozen=True)
 class Terms:
-    """What a token's loss has beside -log p(label); see `cross_entropy`."""
+    """What a token's loss has beside -log p(label); see `cross_entropy`. part: logits are of that part alone."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -150,6 +152,8 @@ def cross_entropy(
 
 def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None, terms: Terms) -> Tensor:
     wide, targets = logits.flatten(0, -2).to(_wide(logits)), labels.flatten()
+    if terms.part is not None:
+        return _partial_cross_entropy(wide, targets, weights, terms, terms.part)
     plain = weights is None and not terms.z_loss
     losses = F.cross_entropy(
         wide,
@@ -162,6 +166,15 @@ def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None, terms
         return losses
     if terms.z_loss:
         losses = losses + terms.z_loss * torch.where(targets != IGNORE, wide.logsumexp(-1).square(), 0.0)
+    return (losses if weights is None else losses * weights.flatten()).sum()
+
+
+def _partial_cross_entropy(wide: Tensor, targets: Tensor, weights: Tensor | None, terms: Terms, part: Part) -> Tensor:
+    """As `_cross_entropy`, of the vocabulary's part; the same in all processes."""
+    valid = targets != IGNORE
+    total, at, mean = part.totals(wide, torch.where(valid, targets, 0))
+    losses = total - (1 - terms.label_smoothing) * at - terms.label_smoothing * mean
+    losses = torch.where(valid, losses + terms.z_loss * total.square(), 0.0)
     return (losses if weights is None else losses * weights.flatten()).sum()
 
 
@@ -199,14 +212,20 @@ def head_loss(
 
     chunk=None holds all of [B, S, V] and consists of plain operations. With a number every transform of torch.func
     works too, but only plain reverse mode is chunked: vmap, jvp and second derivatives take the memory of chunk=None.
-    Inside torch.compile the chunks are checkpointed instead.
+    Inside torch.compile the chunks are checkpointed instead. Where the head is a `Vocab` (tensor parallelism) each
+    process makes its part of the logits.
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
+    name = "embed_tokens" if getattr(config, "tie_word_embeddings", False) else "lm_head"
+    table, rows = params.get(name), None
+    if isinstance(table, Vocab):
+        rows = table.part
+        params, x = opened(params, name, x)
     check_labels(labels, x.shape[:-1], "hidden states")
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights must be {list(labels.shape)} like the labels, not {list(weights.shape)}.")
-    terms, count = Terms(label_smoothing, z_loss), count_labels(labels, weights)
+    terms, count = Terms(label_smoothing, z_loss, rows), count_labels(labels, weights)
     family = fnmodels.family_of(config)
     # The head never reads the layers, and what is not handed in gets no gradient buffer.
     rest = {name: value for name, value in params.items() if name != "layers"}
@@ -353,7 +372,7 @@ def _dense(
 
 def _loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """(sum of the losses, its gradient in the logits' dtype); logits [1, T, V], not part of any graph."""
-    if logits.dtype == _wide(logits) or logits.device.type != "cpu":
+    if logits.dtype == _wide(logits) or logits.device.type != "cpu" or terms.part is not None:
         loss, slope = _rows_loss_and_slope(logits, labels, weights, terms)
         return loss, slope.to(logits.dtype)
     # On a CPU the fp32 copy of bf16 logits must stay in the cache, or it costs four times as much as the rest.
@@ -371,20 +390,27 @@ def _rows_loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms:
     One softmax gives both: log(sum(exp)) is the largest logit less the log of the largest probability. That costs two
     cheap maxima where a log-softmax would cost a second pass of exponentials.
     """
-    valid = labels != IGNORE
-    z, target = logits.to(_wide(logits)), torch.where(valid, labels, 0)[..., None]
-    p = torch.softmax(z, -1)
-    total = z.amax(-1) - p.amax(-1).log()  # log(sum(exp(z)))
-    spread = terms.label_smoothing
-    losses = total - (1 - spread) * z.gather(-1, target)[..., 0]
-    if spread:
-        losses = losses - spread * z.mean(-1)
+    valid, spread = labels != IGNORE, terms.label_smoothing
+    z, target = logits.to(_wide(logits)), torch.where(valid, labels, 0)
+    slope = torch.full_like(target, spread - 1, dtype=z.dtype)
+    if terms.part is None:
+        p, vocabulary = torch.softmax(z, -1), z.shape[-1]
+        total = z.amax(-1) - p.amax(-1).log()  # log(sum(exp(z)))
+        losses = total - (1 - spread) * z.gather(-1, target[..., None])[..., 0]
+        if spread:
+            losses = losses - spread * z.mean(-1)
+    else:
+        total, at, mean = terms.part.totals(z, target)
+        p, vocabulary = (z - total[..., None]).exp(), terms.part.vocabulary
+        losses = total - (1 - spread) * at - spread * mean
+        target, own = terms.part.local(target)
+        slope = slope * own
     if terms.z_loss:
         losses = losses + terms.z_loss * total.square()
         p.mul_((1 + 2 * terms.z_loss * total)[..., None])
-    p.scatter_add_(-1, target, torch.full_like(target, spread - 1, dtype=p.dtype))
+    p.scatter_add_(-1, target[..., None], slope[..., None])
     if spread:
-        p.sub_(spread / z.shape[-1])
+        p.sub_(spread / vocabulary)
     factors = torch.where(valid, weights, 0.0)
     p.mul_(factors[..., None])
     return (torch.where(valid, losses, 0.0) * factors).sum(), p

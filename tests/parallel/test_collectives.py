@@ -80,7 +80,7 @@ def linear_maps() -> None:
 
 
 def mirrors() -> None:
-    """enter and leave around what the processes share: every gradient is that of the whole sum, once."""
+    """enter and leave, take and join, around what the processes share: every gradient is that of the whole, once."""
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     x, (w, *_) = _values(2)[0], _values(3)
@@ -88,7 +88,7 @@ def mirrors() -> None:
 
     def loss(x: Tensor) -> Tensor:
         y = C.leave((C.enter(x, group) * weights[rank]).tanh(), group)
-        return y.square().sum()
+        return C.join(C.take(y, 1, group).square(), 1, group).sum()
 
     def whole(x: Tensor) -> Tensor:
         y: Tensor = torch.stack([(x * w).tanh() for w in weights]).sum(0)
@@ -120,6 +120,8 @@ def refusals() -> None:
     assert group is not None
     with pytest.raises(ValueError, match=r"Dimension 0 of \[7, 2\] is not a multiple of the 2 processes"):
         C.reduce_scatter(torch.zeros(7, 2), 0, group)
+    with pytest.raises(ValueError, match=r"Dimension 1 of \[2, 7\] is not a multiple of the 2 processes that share"):
+        C.take(torch.zeros(2, 7), 1, group)
     with pytest.raises(ValueError, match=r"Dimension 1 of \[2, 7\] is not a multiple of the 2 processes"):
         C.all_to_all(torch.zeros(2, 7), group, split=1, join=0)
     with pytest.raises(ValueError, match="3 rows are to be sent, but there are 4"):

@@ -11,7 +11,7 @@ import torch
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.leaf import weight
+from fnmodels.leaf import attention_leaves, weight
 from params import Rules, describe, plan
 from params.sharding import Sharding
 from tests.support import richest
@@ -79,6 +79,30 @@ def test_the_division_is_that_of_dtensor(shape: tuple[int, int], dims: tuple[int
 def test_rules_that_do_not_fit_are_told(rules: Rules, sizes: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         plan(SPEC, rules, sizes)
+
+
+def test_heads_stay_whole() -> None:
+    """Rows that would divide do not where they belong to one head; fewer KV heads than parts are held by all."""
+    leaves = attention_leaves(32, 6, 2, 8, std=0.02, qkv_bias=True)
+    rules = Rules({"heads": "tp", "kv_heads": "tp"})
+    with pytest.raises(ValueError, match=re.escape("q_proj: heads is 6 heads of 8, not a multiple of 4 (tp).")):
+        plan(leaves, rules, {"tp": 4})
+    with pytest.raises(ValueError, match=re.escape("k_proj: kv_heads is 2 heads of 8, not a multiple of 3 (tp).")):
+        plan(leaves, rules, {"tp": 3})
+    whole = {"k_proj": (None,), "v_proj": (None,), "k_bias": (None,), "v_bias": (None,)}
+    assert _dims(plan(leaves, rules, {"tp": 6})) == {"q_proj": (0,), "o_proj": (1,), "q_bias": (0,), **whole}
+    divided = _dims(plan(leaves, rules, {"tp": 2}))
+    assert all(divided[name] == (0,) for name in whole)
+
+
+@pytest.mark.parametrize("case", richest(), ids=str)
+def test_every_leaf_with_heads_says_how_large_they_are(case: Any) -> None:
+    config = case.config
+    heads = config.num_attention_heads
+    counts = {"heads": heads, "kv_heads": getattr(config, "num_key_value_heads", heads)}
+    for path, leaf in tree.flatten(fnmodels.family_of(config).spec(config)).items():
+        for axis, size in zip(leaf.axes, leaf.shape, strict=True):
+            assert size == counts[axis] * leaf.unit if axis in counts else True, path
 
 
 def test_a_mesh_dimension_has_one_use() -> None:

@@ -3,6 +3,7 @@
     full = all_gather(part, 0, group)                     # backward: the sum over processes, each its part
     part = reduce_scatter(partial, 1, group)              # backward: all_gather
     x = enter(x, group); ...; y = leave(y, group)         # copy / sum, and sum / copy (Megatron's f and g)
+    part = take(x, 1, group); x = join(part, 1, group)    # own part / gather, and gather / own part
     heads = all_to_all(x, group, split=2, join=1)         # Ulysses: from columns to heads, and back with 1 and 2
     rows = exchange(rows, sent, received, group)          # experts: uneven numbers of rows
 
@@ -10,7 +11,7 @@ Each is an autograd.Function over plain tensors, with rules for jvp and vmap, an
 everything in torch.func goes through, forward over reverse among it. torch's functional collectives have neither.
 Which of two gradients is meant has to be said: `leave` is for partial sums of one value whose consumers are the same
 in all processes (its gradient is there in full everywhere), `all_gather` for parts whose consumers differ (partial
-gradients, which are summed).
+gradients, which are summed). `take` and `join` belong to the first kind: what is whole has its gradient in full.
 
 All processes of the group must call it alike, in the same order: check what may differ before.
 """
@@ -54,6 +55,19 @@ def enter(x: Tensor, group: ProcessGroup) -> Tensor:
 def leave(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of everyone's x, with which all do the same. Backward: the gradient, the same in all, as it is."""
     return _linear(x, _Sum(group))
+
+
+def take(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Of x, the same in all processes, each takes its equal part along `dim`. Backward: the gradients, joined."""
+    size = dist.get_world_size(group)
+    if x.shape[dim] % size:
+        raise ValueError(f"Dimension {dim} of {list(x.shape)} is not a multiple of the {size} processes that share it.")
+    return _linear(x, _Take(dim % x.ndim, group))
+
+
+def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Everyone's x joined along `dim`, with which all do the same. Backward: each takes its part of the gradient."""
+    return _linear(x, _Join(dim % x.ndim, group))
 
 
 def all_to_all(x: Tensor, group: ProcessGroup, *, split: int, join: int) -> Tensor:
@@ -197,6 +211,36 @@ class _Sum:
 
     def batched(self) -> tuple[Linear, int]:
         return self, 0
+
+
+@dataclass(frozen=True)
+class _Take:
+    dim: int
+    group: ProcessGroup
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.chunk(dist.get_world_size(self.group), self.dim)[dist.get_rank(self.group)].contiguous()
+
+    def transposed(self) -> Linear:
+        return _Join(self.dim, self.group)
+
+    def batched(self) -> tuple[Linear, int]:
+        return replace(self, dim=self.dim + 1), 0
+
+
+@dataclass(frozen=True)
+class _Join:
+    dim: int
+    group: ProcessGroup
+
+    def run(self, x: Tensor) -> Tensor:
+        return _AllGather(self.dim, self.group, x.dtype, x.dtype).run(x)
+
+    def transposed(self) -> Linear:
+        return _Take(self.dim, self.group)
+
+    def batched(self) -> tuple[Linear, int]:
+        return replace(self, dim=self.dim + 1), 0
 
 
 @dataclass(frozen=True)

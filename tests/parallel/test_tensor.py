@@ -1,0 +1,337 @@
+"""Tensor and sequence parallelism: every leaf's gradient is that of one process, and broken reductions show."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.ops.attention import attention
+from params import Rules, plan
+from tests.parallel.pool import Ranks, devices
+from tests.support import cases, generic_params, positions_of, richest, segments, tokens_of
+from train import next_token_loss
+from train.balance import Balance
+from train.layers import layer_fn
+from train.parallel import Mesh, collectives
+from train.parallel import tensor as tensor_module
+from train.parallel.region import Region
+from train.parallel.tensor import TensorParallel, tensor_axes, tensor_parallel
+
+# Tied embedding, biases and normed heads; latents, a shared expert, a selection bias; sinks and biases everywhere.
+LLAMA, DEEPSEEK, GPT_OSS = NAMES = ("qwen3_bias_sliding", "deepseek_v3", "gpt_oss")
+LIMIT = 1e-5
+MODES = pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp_sp"])
+
+
+def variant(name: str) -> Any:
+    """The tiny config of that name, with a vocabulary and heads that 4 divides; each of `NAMES` shows what it can."""
+    config = next(case.config for case in cases() if case.name == name)
+    changes: dict[str, Any] = {"vocab_size": 64}
+    if config.num_attention_heads % 4:
+        names = {field.name for field in dataclasses.fields(config)}
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": config.hidden_size // 4}
+        changes |= {key: value for key, value in sizes.items() if key in names}
+    changes |= {LLAMA: {"tie_word_embeddings": True}, DEEPSEEK: {"attention_bias": True}}.get(name, {})
+    return dataclasses.replace(config, **changes)
+
+
+def batch_of(config: Any) -> dict[str, Tensor]:
+    """Packed rows with padding on both sides, and labels that do not count here and there."""
+    segment_ids = segments((5, 4, -3), (12,), (-2, 7, 3))
+    labels = tokens_of(config, *segment_ids.shape, seed=1)
+    labels[(segment_ids == 0) | (torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) < 0.3)] = -100
+    tokens = tokens_of(config, *segment_ids.shape)
+    return {"tokens": tokens, "positions": positions_of(segment_ids), "segment_ids": segment_ids, "labels": labels}
+
+
+def distributed(config: Any, *, sequence: bool) -> tuple[TensorParallel, Any, Any]:
+    """(what wraps the model, the plan, the params as DTensors that need gradients), over all ranks."""
+    mesh = devices(Mesh(tp=dist.get_world_size()))
+    placements = plan(fnmodels.family_of(config).spec(config), Rules(tensor_axes(config)), mesh)
+
+    def shared(leaf: Tensor, sharding: Any) -> Tensor:
+        made: Tensor = sharding.distribute(leaf[sharding.here()].clone()).requires_grad_()
+        return made
+
+    params = tree.map(shared, generic_params(config), placements)
+    return tensor_parallel(config, placements, sequence=sequence), placements, params
+
+
+def loss_of(config: Any, params: Any, **options: Any) -> Tensor:
+    """With all that a loss can have beside the cross entropy."""
+    terms: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "kernel": "math", "length": 24}
+    if getattr(fnmodels.family_of(config), "ROUTED", False):
+        terms["balance"] = Balance(sequence=0.1, batch=0.2, z=0.05)
+    total: Tensor = next_token_loss(params, batch_of(config), config=config, **terms | options)[0]
+    return total
+
+
+def gradients(loss: Tensor, params: Any) -> dict[str, Any]:
+    flat = {path: leaf for path, leaf in tree.flatten(params).items() if not path.endswith("selection_bias")}
+    return dict(zip(flat, torch.autograd.grad(loss, list(flat.values())), strict=True))
+
+
+@functools.cache
+def expected(config: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    params = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
+    loss = loss_of(config, params, chunk=None)
+    return loss.detach(), gradients(loss, params)
+
+
+def differences(config: Any, sequence: bool, remat: str = "none", **options: Any) -> dict[str, float]:
+    """{leaf: difference of its gradient, relative to its largest number}, and that of the loss.
+
+    What is nothing but rounding (of keys' biases where nothing rotates) is relative to the largest of all gradients.
+    """
+    tensor, placements, params = distributed(config, sequence=sequence)
+    again = layer_fn(remat, "none") or (lambda block: block)
+    loss = loss_of(config, tensor.outside(params), layer_fn=lambda block: again(tensor.layer_fn(block)), **options)
+    whole_loss, whole = expected(config)
+    sizes = {path: float(grad.abs().max()) for path, grad in whole.items()}
+    largest = max(sizes.values())
+    off = {"loss": float((loss - whole_loss).abs() / whole_loss)}
+    for path, grad in gradients(loss, params).items():
+        sharding = tree.flatten(placements)[path]
+        assert grad.placements == sharding.placements, path
+        difference = (grad.to_local() - whole[path][sharding.here()]).abs().max()
+        off[path] = float(difference) / (sizes[path] if sizes[path] > 1e-5 * largest else largest)
+    return off
+
+
+def compare(name: str, sequence: bool, remat: str = "none", options: Any = None) -> dict[str, float]:
+    return differences(variant(name), sequence, remat, **options or {})
+
+
+def assert_equal(found: list[dict[str, float]]) -> None:
+    for off in found:
+        assert max(off.values()) < LIMIT, max(off.items(), key=lambda item: item[1])
+
+
+@MODES
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_gradient_is_that_of_one_process(ranks: Ranks, name: str, world: int, sequence: bool) -> None:
+    assert_equal(ranks(world)(compare, name, sequence, "none", {"chunk": 7}))
+
+
+@MODES
+@pytest.mark.parametrize("name", NAMES)
+def test_with_fused_kernels_recomputation_and_all_logits_at_once(ranks: Ranks, name: str, sequence: bool) -> None:
+    assert_equal(ranks(2)(compare, name, sequence, "full", {"chunk": None, "kernel": "auto"}))
+
+
+def families(sequence: bool) -> dict[str, Any]:
+    """{variant: its worst leaf} of the richest variant of each family."""
+    found = {}
+    for case in richest():
+        off = differences(variant(case.name), sequence)
+        found[case.name] = max(off.values()), max(off, key=lambda path: off[path])
+    return found
+
+
+@MODES
+def test_every_family_runs_so(ranks: Ranks, sequence: bool) -> None:
+    for found in ranks(2)(families, sequence):
+        assert len(found) == len(richest())
+        assert not {name: off for name, off in found.items() if off[0] >= LIMIT}
+
+
+def logits_and_taps(name: str, sequence: bool) -> list[float]:
+    config = variant(name)
+    tensor, _, params = distributed(config, sequence=sequence)
+    batch = batch_of(config)
+    rows = {key: batch[key] for key in ("positions", "segment_ids")}
+    given = fnmodels.prepare(config, batch["tokens"], **rows, length=24)
+    taps = ("layers.*.attention", "layers.*.middle", "layers.*.mlp")
+    if getattr(fnmodels.family_of(config), "ROUTED", False):
+        taps += ("layers.*.counts", "layers.*.router_logits", "layers.*.expert_indices")
+    run = functools.partial(fnmodels.forward, config=config, kernel="math", taps=taps)
+    logits, tapped = run(tensor.outside(params), *given, layer_fn=tensor.layer_fn)
+    whole_logits, whole = run(generic_params(config), *given)
+    assert tapped.keys() == whole.keys()
+    pairs = [(logits, whole_logits), *((tapped[key], whole[key]) for key in whole)]
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+    return [float((a - b).abs().max()) for a, b in pairs]
+
+
+@MODES
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_taps_come_out_whole(ranks: Ranks, name: str, sequence: bool) -> None:
+    for found in ranks(2)(logits_and_taps, name, sequence):
+        assert max(found) < 1e-4, found
+
+
+def own_loss(name: str) -> float:
+    """A loss that somebody makes of whole logits and hidden states: the largest difference of a gradient."""
+    config = variant(name)
+    tensor, placements, params = distributed(config, sequence=False)
+    batch = batch_of(config)
+    given = fnmodels.prepare(
+        config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=24
+    )
+
+    def loss(params: Any, **more: Any) -> Tensor:
+        run = functools.partial(fnmodels.forward, config=config, kernel="math", taps=("hidden",), **more)
+        logits, tapped = run(params, *given)
+        total: Tensor = logits.cos().sum() + tapped["hidden"].sin().sum()
+        return total
+
+    found = gradients(loss(tensor.outside(params), layer_fn=tensor.layer_fn), params)
+    leaves = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
+    whole, where = gradients(loss(leaves), leaves), tree.flatten(placements)
+    return max(
+        float((grad.to_local() - whole[path][where[path].here()]).abs().max() / whole[path].abs().max())
+        for path, grad in found.items()
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_of_ones_own_has_the_same_gradients(ranks: Ranks, name: str) -> None:
+    assert max(ranks(2)(own_loss, name)) < LIMIT
+
+
+def traffic(name: str, sequence: bool, rows: int) -> dict[str, list[int]]:
+    """How many numbers each collective of one loss with gradients sends from here, and what attention sees."""
+    config = variant(name)
+    tensor, _, params = distributed(config, sequence=sequence)
+    seen: dict[str, list[int]] = {"gather": [], "scatter": [], "sum": [], "heads": [], "columns": []}
+
+    def watched(kind: str, function: Callable[..., Any], place: int) -> Callable[..., Any]:
+        return lambda *args, **more: (seen[kind].append(args[place].numel()), function(*args, **more))[1]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Tensor:
+        seen["heads"] += [*q.shape[1:3], k.shape[2]]
+        return attention(q, k, v, mask, kernel="math", **more)
+
+    def wrapped(block: Any) -> Any:
+        inner = tensor.layer_fn(block)
+
+        def run(layer: Any, x: Tensor, *args: Any, **more: Any) -> Any:
+            x, aux = inner(layer, x, *args, **more)
+            seen["columns"].append(x.shape[1])
+            return x, aux
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_GATHER", watched("gather", collectives._GATHER, 1))
+        patch.setattr(collectives, "_SCATTER", watched("scatter", collectives._SCATTER, 1))
+        patch.setattr(dist, "all_reduce", watched("sum", dist.all_reduce, 0))
+        loss = loss_of(config, tensor.outside(params), layer_fn=wrapped, kernel=kernel, chunk=rows, z_loss=0.0)
+        gradients(loss, params)
+    return seen
+
+
+def test_what_is_sent_and_what_each_rank_computes(ranks: Ranks) -> None:
+    config, size = variant(LLAMA), 36 * variant(LLAMA).hidden_size
+    layers, chunk = config.num_hidden_layers, 12
+    for seen in ranks(4)(traffic, LLAMA, False, chunk):
+        # the embedding, two sums for each layer and direction, and of the head's input; then vectors: norms
+        large = [n for n in seen["sum"] if n >= size]
+        assert large == [size] * (4 * layers + 2)
+        # of each token three numbers, and never the logits
+        assert seen["gather"] == [3 * chunk] * (36 // chunk) and not seen["scatter"]
+        assert seen["heads"] == [12, 1, 1] * layers  # the KV heads are fewer than the ranks
+        assert seen["columns"] == [12] * layers
+    for seen in ranks(4)(traffic, LLAMA, True, chunk):
+        assert seen["columns"] == [3] * layers
+        assert [n for n in seen["sum"] if n >= size] == [size]  # the embedding, which is cut after it
+        assert seen["scatter"] == [size] * (4 * layers + 1)
+        assert seen["heads"] == [12, 1, 1] * layers
+
+
+def wrong(name: str, sequence: bool, what: str) -> dict[str, float]:
+    """`compare` with one mistake."""
+    leave, gather = collectives.leave, collectives.join
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "shared leaves are not summed":
+            patch.setattr(Region, "shared", lambda self, value: value)
+        elif what == "what enters is not summed":
+            patch.setattr(collectives, "enter", lambda x, group: x)
+        elif what == "what leaves is summed again":
+            patch.setattr(collectives, "leave", lambda x, group: collectives.enter(leave(x, group), group))
+        elif what == "gathered columns have one rank's gradient":
+            patch.setattr(collectives, "all_gather", lambda x, dim, group: gather(x, dim, group))
+        elif what == "a bias is added by each":
+            patch.setattr(
+                tensor_module._Write,
+                "linear",
+                lambda self, x, bias=None: self.entry.region.leave(torch.nn.functional.linear(x, self.weight, bias)),
+            )
+        elif what == "another rank's KV head":
+            patch.setattr(tensor_module, "_use", functools.partial(_shifted, tensor_module._use))
+        return compare(name, sequence)
+
+
+def _shifted(use: Any, path: str, leaf: Any, is_part: bool, divided: Any, region: Region) -> Any:
+    other = dataclasses.replace(region, rank=(region.rank + 2) % region.size)
+    return use(path, leaf, is_part, divided, other)
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "sequence", "leaf"),
+    [
+        ("shared leaves are not summed", LLAMA, False, "layers.0.attention.q_norm"),
+        ("shared leaves are not summed", DEEPSEEK, False, "layers.1.attention.kv_a_proj"),
+        ("shared leaves are not summed", GPT_OSS, True, "layers.0.mlp.router"),
+        ("what enters is not summed", DEEPSEEK, False, "layers.0.input_layernorm"),
+        ("what enters is not summed", GPT_OSS, False, "layers.1.mlp.router_bias"),
+        ("what leaves is summed again", LLAMA, False, "layers.1.mlp.up_proj"),
+        ("gathered columns have one rank's gradient", LLAMA, True, "layers.0.input_layernorm"),
+        ("gathered columns have one rank's gradient", DEEPSEEK, True, "layers.1.mlp.router"),
+        ("a bias is added by each", GPT_OSS, False, "loss"),
+        ("another rank's KV head", LLAMA, False, "loss"),
+    ],
+)
+def test_a_mistake_shows(ranks: Ranks, what: str, name: str, sequence: bool, leaf: str) -> None:
+    for off in ranks(4)(wrong, name, sequence, what):
+        assert off[leaf] > 100 * LIMIT or math.isnan(off[leaf])
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "sequence", "words"),
+    [
+        (LLAMA, {"embed": "tp"}, False, r"embed_tokens: tensor parallelism divides heads, .* the plan has embed"),
+        (LLAMA, {"kv_heads": "tp"}, False, "The rules divide kv_heads over 'tp' and not heads"),
+        (LLAMA, {"heads": "tp", "kv_heads": "tp", "mlp": "tp"}, True, "sequence=True needs 'vocab' divided"),
+        (GPT_OSS, {"expert": "tp"}, False, "divides heads, .* but the plan has expert"),
+        ("stablelm_norms", {"heads": "tp"}, False, "q_norms.0: lists with a leaf for each head are not divided"),
+        (LLAMA, {"mlp": "fsdp"}, False, "has no dimension 'tp'; it has fsdp"),
+        (LLAMA, {"mlp": "tp"}, False, "made from sizes alone"),
+    ],
+)
+def test_what_cannot_run_is_told(name: str, axes: dict[str, str], sequence: bool, words: str) -> None:
+    config = variant(name)
+    sizes = {"fsdp": 2} if "fsdp" in axes.values() else {"tp": 2}
+    placements = plan(fnmodels.family_of(config).spec(config), Rules(axes), sizes)
+    with pytest.raises(ValueError, match=words):
+        tensor_parallel(config, placements, sequence=sequence)
+
+
+def refusals() -> None:
+    config = variant(LLAMA)
+    tensor, _, params = distributed(config, sequence=True)
+    batch = {key: value[:, :9] for key, value in batch_of(config).items()}
+    with pytest.raises(ValueError, match="sequence=True divides rows of 9 tokens among 2 processes"):
+        next_token_loss(tensor.outside(params), batch, config=config, layer_fn=tensor.layer_fn)
+    with pytest.raises(TypeError, match="apply other wrappers after it"):
+        tensor.layer_fn(lambda *args: args)
+    plain, _, params = distributed(config, sequence=False)
+    batch = batch_of(config) | {"tokens": torch.full((3, 12), 64)}
+    with pytest.raises(ValueError, match="token ids go from 64 to 64, but the model knows those from 0 to 63"):
+        next_token_loss(plain.outside(params), batch, config=config, layer_fn=plain.layer_fn)
+    params["layers"][0]["attention"]["gate"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"the leaf 'attention\.gate', which is not in the plan"):
+        next_token_loss(plain.outside(params), batch_of(config), config=config, layer_fn=plain.layer_fn)
+
+
+def test_batches_and_params_that_do_not_fit_are_told(ranks: Ranks) -> None:
+    ranks(2)(refusals)
