@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +106,29 @@ def merge(params: Tree) -> Tree:
     return _rewrite(lambda _, leaf: leaf.merged() if isinstance(leaf, Lora) else leaf, params)
 
 
+def adapters(params: Tree) -> Tree:
+    """What of `params` is adapters: the same tree with None for every weight. For keeping what was trained alone."""
+    return _rewrite(lambda _, leaf: replace(leaf, weight=None) if isinstance(leaf, Lora) else None, params)
+
+
+def attach(params: Tree, trained: Tree) -> Tree:
+    """`params` with the adapters of `trained`, as `adapters` gives them; those that `params` has give way."""
+    nodes = _adapters(trained)
+
+    def attached(path: str, leaf: Any) -> Any:
+        weight = leaf.weight if isinstance(leaf, Lora) else leaf
+        return replace(nodes[path], weight=weight) if path in nodes else weight
+
+    return _rewrite(attached, params)
+
+
 def spec(config: Any, params: Tree) -> Tree:
     """The family's spec for `params` with adapters: a and b train, decay included, and nothing else does."""
     leaves = tree.flatten(family_of(config).spec(config))
 
     def frozen(path: str, value: Any) -> Any:
         leaf = leaves[path]
-        base = Leaf(leaf.shape, leaf.dtype, leaf.axes, leaf.init, trainable=False, decay=False)
+        base = replace(leaf, trainable=False, decay=False)
         return Lora(base, *_adapter_leaves(leaf, len(value.a)), value.scale) if isinstance(value, Lora) else base
 
     return _rewrite(frozen, params)

@@ -7,6 +7,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+import params as P
+from fnmodels.tree import Tree
+from params.files import read_json
 from train.errors import UserError
 
 
@@ -22,8 +25,31 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{path} is not a tokenizer that the tokenizers library can read ({error})") from error
 
 
+def weights_folder(folder: Path) -> Path:
+    """Where config.json and the weights are: the folder itself, or of adapters the one that they say they belong to."""
+    if not (folder / P.lora.CONFIG).is_file() or (folder / "config.json").is_file():
+        return folder
+    values = read_json(folder / P.lora.CONFIG)
+    base = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+    if not isinstance(base, str) or not Path(base).is_dir():
+        raise UserError(f"{folder} holds adapters, and the folder of their base model, {base!r}, is not there")
+    return Path(base)
+
+
+def load_model(folder: Path, *, merge: bool = False, **how: Any) -> tuple[Any, Tree]:
+    """(config, params) of a checkpoint folder, or of a folder of adapters and what they belong to. `how` as in
+    `params.load_pretrained`. merge: adapters are added into the weights.
+    """
+    base = weights_folder(folder)
+    config, params = P.load_pretrained(base, **how)
+    if base != folder:
+        params = P.lora.load_adapters(folder, config, params)
+    return config, P.lora.merge(params) if merge else params
+
+
 def end_ids(folder: Path) -> tuple[int, ...]:
     """The tokens that end a text: by generation_config.json (chat models add theirs there), else by config.json."""
+    folder = weights_folder(folder)
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         try:

@@ -49,8 +49,11 @@ def prepared(job: Job, seconds: float) -> None:
     what = job.settings.data or "the Python standard library"
     sizes = job.dataset.train.bytes / 1e6, job.dataset.heldout.bytes / 1e6
     print(f"text: {what}, {sizes[0]:.2f} MB to learn from and {sizes[1]:.2f} MB held out, ready in {seconds:.0f} s")
+    for part in job.left_out:
+        print(f"left out: {part}, a part of the checkpoint that next tokens do not need")
+    adapters = f", and adapters with {job.trained:,} which alone train" if job.settings.lora else ""
     print(
-        f"model: {job.config.model_type} with {P.count(job.config) / 1e6:.1f} million parameters; "
+        f"model: {job.config.model_type} with {P.count(job.config) / 1e6:.1f} million parameters{adapters}; "
         f"{job.settings.steps} steps of {job.settings.batch_rows} rows of {job.mixture.length} tokens, "
         f"{job.mixture.fill:.1%} of them text",
         flush=True,

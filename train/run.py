@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import params as P
 from fnmodels.tree import Tree
-from train import checkpoint, evaluate, folder, metrics, report
+from train import checkpoint, evaluate, folder, metrics, model, report
 from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.job import Job, Json, prepare, resolved
@@ -120,9 +119,9 @@ def work(job: Job, params: Tree, saved: Checkpoint | None) -> int:
     state, reached = init_state(params, job.optimizer), Reached(step=0, tokens=0)
     if saved:
         reached = Reached(step=saved.step, tokens=saved.progress["tokens"])
-        state = checkpoint.load(saved, like=state)
+        state = model.restored(state, checkpoint.load(saved, like=model.kept(state)))
         checkpoint.set_aside(job.path / folder.STEPS, after=saved.step)
-        P.save_pretrained(job.path, job.config, state.params)  # a kill may have come between the step and this
+        write_out(job, state)  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
     rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
     state = train_steps(job, state, rows, reached)
@@ -170,7 +169,7 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reache
             stopping = asked()
             if (index + 1) % job.settings.save_every == 0 or index + 1 == total or stopping:
                 log.sync()
-                saver.save(state, Reached(index + 1, tokens))
+                saver.save(model.kept(state), Reached(index + 1, tokens))
             if stopping:
                 break
     return state
@@ -180,7 +179,11 @@ def save(job: Job, keep: int, state: State, reached: Reached) -> None:
     """The step first, in one rename; the checkpoint for others to read is made from the same step after it."""
     progress = {"tokens": reached.tokens, "run": job.identity}
     checkpoint.save(job.path / folder.STEPS, reached.step, state, progress, keep=keep)
-    P.save_pretrained(job.path, job.config, state.params)
+    write_out(job, state)
+
+
+def write_out(job: Job, state: State) -> None:
+    model.write(job.path, job.config, state.params, job.settings.init)
 
 
 def summarize(job: Job, params: Tree) -> Json:

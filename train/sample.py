@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import fnmodels
-import params as P
 from fnmodels.tree import Tree
 from train.commands import Parser, at_least, run_command
 
@@ -82,7 +81,7 @@ def parser() -> Parser:
         description="Continue a prompt with the model of a folder: config.json, *.safetensors, tokenizer.json.",
     )
     made.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, or one from Hugging Face"
+        "checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face, or adapters"
     )
     made.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     made.add_argument(
@@ -103,11 +102,11 @@ def parser() -> Parser:
 
 
 def sample(arguments: argparse.Namespace) -> int:
-    from train.pretrained import check_vocabulary, end_ids, load_tokenizer
+    from train.pretrained import check_vocabulary, end_ids, load_model, load_tokenizer
 
     folder = arguments.checkpoint
     tokenizer = load_tokenizer(folder)
-    config, params = P.load_pretrained(folder)
+    config, params = load_model(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
     how = {name: getattr(arguments, name) for name in ("tokens", "temperature", "top_k", "seed")}
     print(complete(params, config, tokenizer, arguments.prompt, end_ids(folder), **how))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from train import sources
+from train.adapters import FORM, are_adapters
 from train.commands import nearest
 from train.errors import UserError
 
@@ -80,6 +81,7 @@ BETAS = Kind(
 WORDS = Kind("a text", "TEXT", str, lambda value: type(value) is str and value != "")
 DATA = Kind("a path", "PATH[:WEIGHT],...", str, WORDS.fits)
 CHECKPOINT = Kind("a path", "CHECKPOINT", str, WORDS.fits)
+LORA = Kind(FORM, "r=R,...", str, are_adapters)
 
 
 def setting(default: Any, kind: Kind, group: str, help: str, *, free: bool = False) -> Any:
@@ -102,6 +104,13 @@ class Settings:
         "several, each with a weight",
     )
     init: str | None = setting(None, CHECKPOINT, TEXT, "start from the weights and tokenizer of a checkpoint folder")
+    lora: str | None = setting(
+        None,
+        LORA,
+        TEXT,
+        "train adapters of rank R beside the weights of --init, which stay: r=8,alpha=16,targets=q_proj+v_proj, where "
+        "targets are last names of weights, or patterns of whole ones",
+    )
     steps: int = setting(1000, whole(1), TEXT, "optimizer steps of the whole run, resumed parts included")
     seed: int = setting(0, whole(0), TEXT, "of the initial weights and the order of the text")
     row_length: int = setting(512, whole(2), TEXT, "tokens of a row, or as many as the model has positions")

@@ -55,6 +55,15 @@ def test_merged_weights_are_the_adapted_model_in_every_family() -> None:
         assert off(ours, plain) > 1e-2, name
 
 
+def test_adapters_come_off_their_weights_and_on_again() -> None:
+    adapted, plain = _adapted(targets=("q_proj", "down_proj")), generic_params(CONFIG)
+    alone = lora.adapters(adapted)
+    assert {path.rpartition(".")[2] for path in tree.flatten(alone)} == {"a", "b"}
+    for params in (plain, lora.add(CONFIG, plain, rank=2, targets=("q_proj", "k_proj"))):  # what was there gives way
+        assert torch.equal(_logits(lora.attach(params, alone)), _logits(adapted))
+    assert tree.leaves(lora.adapters(plain)) == []
+
+
 def test_merged_to_a_millionth() -> None:
     adapted = tree.map(lambda t: t * 0.3, _adapted())
     assert float((_logits(adapted) - _logits(lora.merge(adapted))).abs().max()) <= 1e-6

@@ -1,0 +1,182 @@
+"""The model that a run trains: a new one, a checkpoint's, or adapters beside the weights of one; and how it is kept.
+
+Of adapters only they are kept, in the saved steps and in the run folder: the weights they belong to stay where they
+are, and a resumed run holds them against the digests that it began with.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+import fnmodels
+import params as P
+from fnmodels import llama, tree
+from fnmodels.tree import Tree
+from params.manifest import MANIFEST, digest
+from train import adapters, pretrained, sources
+from train.cache import cached
+from train.errors import UserError
+from train.settings import Settings
+from train.state import State
+from train.tokenizer import special_ids, train
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """params: on the meta device where a saved step has their values. spec: what trains, and what decays.
+
+    source: the folder it is from. left_out: parts that the checkpoint has and a run does not train. weights: {file:
+    digest} of what adapters belong to.
+    """
+
+    config: Any
+    params: Tree
+    spec: Tree
+    tokenizer: Tokenizer
+    ends: tuple[int, ...]
+    source: Path | None = None
+    left_out: tuple[str, ...] = ()
+    weights: Json | None = None
+
+
+def begun(settings: Settings, texts: sources.Texts) -> Model:
+    """The model of a run that begins. UserError where the settings name one that cannot be."""
+    if settings.init is not None:
+        source = Path(settings.init)
+        made = adapted(source, settings) if settings.lora else whole(source)
+    elif settings.lora is not None:
+        raise UserError(f"--lora {settings.lora}: adapters belong to the weights of a checkpoint: name one with --init")
+    else:
+        made = new(settings, texts)
+    pretrained.check_vocabulary(made.tokenizer, made.config.vocab_size, made.source or Path("the new model"))
+    return made
+
+
+def resumed(path: Path, settings: Settings) -> Model:
+    """The model of the run in the folder `path`, whose values are in its saved steps."""
+    if settings.lora:
+        made = adapted(Path(str(settings.init)), settings)
+        tokenizer = pretrained.load_tokenizer(path)  # held against the one that the run began with
+        return replace(made, tokenizer=tokenizer)
+    config, tokenizer = P.load_config(path), pretrained.load_tokenizer(path)
+    pretrained.check_vocabulary(tokenizer, config.vocab_size, path)
+    params = P.abstract(config, dtype=torch.float32)
+    return Model(config, params, spec_of(config), tokenizer, pretrained.end_ids(path), path)
+
+
+def new(settings: Settings, texts: sources.Texts) -> Model:
+    """A Llama of the settings' sizes, with a tokenizer made of the text."""
+    tokenizer = new_tokenizer(texts, settings.vocab_size)
+    ids = special_ids(tokenizer)
+    config = llama.Config.from_hf(hf_config(settings, tokenizer.get_vocab_size(), ids))
+    params = P.init(config, settings.seed, dtype=torch.float32)
+    return Model(config, params, spec_of(config), tokenizer, (ids["eos_token_id"],))
+
+
+def whole(source: Path) -> Model:
+    """All weights of a checkpoint, in fp32; adapters, where it is a folder of them, merged into what they belong to."""
+    tokenizer = pretrained.load_tokenizer(source)
+    check_unchanged(source)
+    left_out = optional(source)
+    config, params = pretrained.load_model(source, merge=True, dtype=torch.float32, copy=True, drop=left_out)
+    return Model(config, params, spec_of(config), tokenizer, pretrained.end_ids(source), source, left_out)
+
+
+def adapted(source: Path, settings: Settings) -> Model:
+    """A checkpoint's weights in the dtype of the computation, for they stay, and new adapters in fp32."""
+    tokenizer = pretrained.load_tokenizer(source)
+    if pretrained.weights_folder(source) != source:
+        raise UserError(f"--init {source} holds adapters; --lora needs the checkpoint of whole weights they are of")
+    check_unchanged(source)
+    wanted, left_out = adapters.parse(str(settings.lora)), optional(source)
+    config, params = P.load_pretrained(source, dtype=getattr(torch, str(settings.dtype)), copy=True, drop=left_out)
+    how: Json = {"rank": wanted.rank, "alpha": wanted.alpha, "targets": wanted.targets, "seed": settings.seed}
+    try:
+        params = P.lora.add(config, params, **how)
+    except ValueError as error:
+        raise UserError(f"--lora {settings.lora}: {error}") from error
+    spec = P.lora.spec(config, params)
+    params = tree.map(lambda leaf, param: param.float() if leaf.trainable else param, spec, params)
+    weights = {path.name: digest(path) for path in sorted(source.glob("*.safetensors"))}
+    return Model(config, params, spec, tokenizer, pretrained.end_ids(source), source, left_out, weights)
+
+
+def kept(state: State) -> State:
+    """What of the state is saved: of adapters they alone, and their optimizer's state."""
+    return State(state.step, P.lora.adapters(state.params), state.opt_state) if has_adapters(state.params) else state
+
+
+def restored(state: State, saved: State) -> State:
+    """The inverse of `kept`, given the state of a run that begins."""
+    if not has_adapters(state.params):
+        return saved
+    return State(saved.step, P.lora.attach(state.params, saved.params), saved.opt_state)
+
+
+def write(path: Path, config: Any, params: Tree, base: str | None) -> None:
+    """The run folder's checkpoint: whole weights, or adapters as PEFT reads them, of what is in the folder `base`."""
+    if has_adapters(params):
+        P.lora.save_adapters(path, config, params, base=base or "")
+    else:
+        P.save_pretrained(path, config, params)
+
+
+def has_adapters(params: Tree) -> bool:
+    return bool(tree.leaves(P.lora.adapters(params)))
+
+
+def spec_of(config: Any) -> Tree:
+    return fnmodels.family_of(config).spec(config)
+
+
+def optional(source: Path) -> tuple[str, ...]:
+    """Parts of the checkpoint that the loss of a run does not reach: heads that predict further tokens."""
+    config = P.load_config(pretrained.weights_folder(source))
+    found: dict[str, str] = getattr(fnmodels.family_of(config), "OPTIONAL", {})
+    return tuple(part for part, count in found.items() if getattr(config, count))
+
+
+def check_unchanged(source: Path) -> None:
+    """UserError where a manifest lies beside the model and a byte has changed since: it would train all the same."""
+    if not (source / MANIFEST).exists():
+        return
+    try:
+        P.verify(source)
+    except P.CheckpointError as error:
+        raise UserError(f"--init {source}: {str(error).rstrip('.')}; where that is meant, remove {MANIFEST}") from error
+
+
+def new_tokenizer(texts: sources.Texts, vocab_size: int) -> Tokenizer:
+    """A tokenizer made of the train documents, from the cache where an equal corpus had one before."""
+    for source in texts.sources:
+        if source.text is None:
+            raise UserError(
+                f"--data {source.name} holds token ids: name with --init the checkpoint whose tokenizer made them"
+            )
+    return cached(
+        f"tokenizer-{texts.fingerprint[:32]}-{vocab_size}.json",
+        lambda path: train((document.text for document in texts.train), vocab_size).save(str(path)),
+        lambda path: Tokenizer.from_file(str(path)),
+    )
+
+
+def hf_config(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> Json:
+    """The new model's config.json for a tokenizer of `vocab_size` tokens."""
+    return {
+        "model_type": "llama",
+        "vocab_size": -(-vocab_size // 64) * 64,  # divides by any mesh, whatever the text was
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.num_hidden_layers,
+        "num_attention_heads": settings.num_attention_heads,
+        "num_key_value_heads": settings.num_key_value_heads,
+        "max_position_embeddings": settings.row_length,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        **special_ids,
+    }
