@@ -48,6 +48,29 @@ def test_moe() -> None:
 
 
 @pytest.mark.slow
+def test_logprobs() -> None:
+    out = _output("logprobs.py", "--quick")
+    assert "\nforward, 256 tokens; largest difference" in out and "\nforward + backward, 128 tokens" in out, out
+    assert out.count("(target 0.125), time ") == 2, out
+
+
+@pytest.mark.slow
+def test_optimizers() -> None:
+    out = _output("optimizers.py", "--quick")
+    for name in ("torch fused", "in place", "pure", "master", "stochastic"):
+        assert out.count(f"\n  {name} ") == 2, out
+    assert out.count("(target 1.1)") == 2, out
+
+
+@pytest.mark.slow
+def test_curves(tmp_path: Path) -> None:
+    out = _output("curves.py", "--quick", "--out", str(tmp_path))
+    assert "largest difference of the loss over 10 steps" in out and "\n| 10 | " in out, out
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 10 | " in (tmp_path / "curves.md").read_text() and (tmp_path / "curves.json").exists()
+
+
+@pytest.mark.slow
 def test_save() -> None:
     out = _output("save.py", "--size", "1", "--rounds", "1")
     for name in ("plain copy", "held up by a save in a thread", "save", "latest, which verifies", "load", "sha256"):

@@ -1,0 +1,40 @@
+"""Contenders in one process take turns, A B C, A B C, ..., so that a slow minute of the machine hits all of them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from contenders import memory, reset_peak
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Medians: seconds by the clock, seconds of CPU (which a busy machine disturbs less), bytes above the start."""
+
+    wall: float
+    cpu: float
+    peak: float
+
+
+def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Taken]:
+    """Each contender's medians over the rounds, after one that is not counted."""
+    taken: dict[str, list[Taken]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, run in contenders.items():
+            gc.collect()
+            reset_peak()
+            resident, wall, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+            result = run()
+            one = Taken(time.perf_counter() - wall, time.process_time() - cpu, memory("VmHWM") - resident)
+            del result
+            if turn:
+                taken[name].append(one)
+    return {
+        name: Taken(*(statistics.median(getattr(one, field) for one in many) for field in ("wall", "cpu", "peak")))
+        for name, many in taken.items()
+    }
