@@ -17,7 +17,7 @@ from fnmodels.ops.attention import attention
 from params import Rules, plan
 from tests.parallel.pool import Ranks, devices
 from tests.support import cases, generic_params, positions_of, richest, segments, tokens_of
-from train import next_token_loss
+from train import look_ahead, mtp_loss, next_token_loss
 from train.balance import Balance
 from train.layers import layer_fn
 from train.parallel import Mesh, collectives
@@ -52,10 +52,11 @@ def batch_of(config: Any) -> dict[str, Tensor]:
     return {"tokens": tokens, "positions": positions_of(segment_ids), "segment_ids": segment_ids, "labels": labels}
 
 
-def distributed(config: Any, *, sequence: bool) -> tuple[TensorParallel, Any, Any]:
+def distributed(config: Any, *, sequence: bool, axes: dict[str, str] | None = None) -> tuple[TensorParallel, Any, Any]:
     """(what wraps the model, the plan, the params as DTensors that need gradients), over all ranks."""
     mesh = devices(Mesh(tp=dist.get_world_size()))
-    placements = plan(fnmodels.family_of(config).spec(config), Rules(tensor_axes(config)), mesh)
+    rules = Rules(tensor_axes(config) if axes is None else axes)
+    placements = plan(fnmodels.family_of(config).spec(config), rules, mesh)
 
     def shared(leaf: Tensor, sharding: Any) -> Tensor:
         made: Tensor = sharding.distribute(leaf[sharding.here()].clone()).requires_grad_()
@@ -86,14 +87,15 @@ def expected(config: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), gradients(loss, params)
 
 
-def differences(config: Any, sequence: bool, remat: str = "none", **options: Any) -> dict[str, float]:
+def differences(
+    config: Any, sequence: bool, remat: str = "none", axes: dict[str, str] | None = None, **options: Any
+) -> dict[str, float]:
     """{leaf: difference of its gradient, relative to its largest number}, and that of the loss.
 
     What is nothing but rounding (of keys' biases where nothing rotates) is relative to the largest of all gradients.
     """
-    tensor, placements, params = distributed(config, sequence=sequence)
-    again = layer_fn(remat, "none") or (lambda block: block)
-    loss = loss_of(config, tensor.outside(params), layer_fn=lambda block: again(tensor.layer_fn(block)), **options)
+    tensor, placements, params = distributed(config, sequence=sequence, axes=axes)
+    loss = tensor.run(functools.partial(loss_of, config))(params, layer_fn=layer_fn(remat, "none"), **options)
     whole_loss, whole = expected(config)
     sizes = {path: float(grad.abs().max()) for path, grad in whole.items()}
     largest = max(sizes.values())
@@ -126,6 +128,24 @@ def test_every_gradient_is_that_of_one_process(ranks: Ranks, name: str, world: i
 @pytest.mark.parametrize("name", NAMES)
 def test_with_fused_kernels_recomputation_and_all_logits_at_once(ranks: Ranks, name: str, sequence: bool) -> None:
     assert_equal(ranks(2)(compare, name, sequence, "full", {"chunk": None, "kernel": "auto"}))
+
+
+def compare_axes(name: str, axes: dict[str, str]) -> dict[str, float]:
+    """Of the variant as it is."""
+    return differences(next(case.config for case in cases() if case.name == name), False, axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("llama_head_dim", ("mlp",)),  # 3 heads, 61 words
+        ("gpt_oss", ("heads", "kv_heads")),
+        ("deepseek_v3", ("mlp",)),
+        ("gpt_oss", ("expert_mlp",)),
+    ],
+)
+def test_what_the_rules_leave_out_is_computed_by_all(ranks: Ranks, name: str, axes: tuple[str, ...]) -> None:
+    assert_equal(ranks(2)(compare_axes, name, dict.fromkeys(axes, "tp")))
 
 
 def families(sequence: bool) -> dict[str, Any]:
@@ -196,6 +216,57 @@ def own_loss(name: str) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_of_ones_own_has_the_same_gradients(ranks: Ranks, name: str) -> None:
     assert max(ranks(2)(own_loss, name)) < LIMIT
+
+
+def further_tokens() -> float:
+    """The same of a loss with a head that predicts further tokens, whose block is wrapped as the others."""
+    config = dataclasses.replace(variant(DEEPSEEK), num_nextn_predict_layers=1)
+    tensor, placements, params = distributed(config, sequence=False)
+    batch, whole = (
+        look_ahead(batch_of(config), 1),
+        tree.map(lambda p: p.clone().requires_grad_(), generic_params(config)),
+    )
+    loss = functools.partial(mtp_loss, batch=batch, config=config, length=24, kernel="math")
+    found, where = gradients(tensor.run(loss)(params)[0], params), tree.flatten(placements)
+    return max(
+        float((found[path].to_local() - grad[where[path].here()]).abs().max() / grad.abs().max())
+        for path, grad in gradients(loss(whole)[0], whole).items()
+    )
+
+
+def test_heads_for_further_tokens(ranks: Ranks) -> None:
+    assert max(ranks(2)(further_tokens)) < LIMIT
+
+
+def curvature(name: str, sequence: bool, chunk: int | None) -> dict[str, float]:
+    """Of torch.func's jvp of the gradient, forward over reverse: {leaf: relative difference}."""
+    config = variant(name)
+    tensor, placements, _ = distributed(config, sequence=sequence)
+    point = tree.flatten(generic_params(config))
+    seeds = {path: torch.Generator().manual_seed(n) for n, path in enumerate(point)}
+    moves = {path: torch.randn(p.shape, generator=seeds[path]) for path, p in point.items()}
+    where = tree.flatten(placements)
+
+    def part(flat: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {path: value[where[path].here()].clone() for path, value in flat.items()}
+
+    def product(loss: Callable[[Any], Tensor], point: dict[str, Tensor], moves: dict[str, Tensor]) -> Any:
+        return torch.func.jvp(torch.func.grad(lambda flat: loss(tree.unflatten(flat))), (point,), (moves,))[1]
+
+    loss = functools.partial(loss_of, config, chunk=chunk)
+    found, whole = product(tensor.run(loss), part(point), part(moves)), product(loss, point, moves)
+    return {
+        path: float((found[path] - part(whole)[path]).abs().max() / whole[path].abs().max().clamp(min=1e-3))
+        for path in point
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence", "chunk"), [(LLAMA, True, 7), (DEEPSEEK, False, None), (GPT_OSS, True, 40)]
+)
+def test_products_with_the_hessian(ranks: Ranks, name: str, sequence: bool, chunk: int | None) -> None:
+    for off in ranks(2)(curvature, name, sequence, chunk):
+        assert max(off.values()) < 10 * LIMIT, max(off.items(), key=lambda item: item[1])
 
 
 def traffic(name: str, sequence: bool, rows: int) -> dict[str, list[int]]:

@@ -2,6 +2,9 @@
 
     mesh          how many processes share what: `Mesh(fsdp=2, tp=2)`
     collectives   the one place that talks to other processes, as linear maps with gradients
+    tensor        heads and columns of each layer divided, and the stream's columns too: `tensor_parallel`
+    vocab         the same of embedding, logits and cross entropy
+    region        what these two have between the stream and a process' own part
 
 Nothing here starts a process group, and importing it costs no more than `import torch`: what needs DTensor imports it
 inside of the function that does.

@@ -3,7 +3,9 @@
     devices = Mesh(tp=4).device_mesh()
     placements = params.plan(family.spec(config), Rules(tensor_axes(config)), devices)
     tensor = tensor_parallel(config, placements)
-    total, count = next_token_loss(tensor.outside(params), batch, config=config, layer_fn=tensor.layer_fn)
+    total, count = tensor.run(next_token_loss)(params, batch, config=config)
+
+which is `next_token_loss(tensor.outside(params), batch, config=config, layer_fn=tensor.layer_fn)`.
 
 The family's own block runs unchanged on this process' part of the leaves, as plain tensors: it reads the number of
 heads from their shapes. What it must not know stands in the leaves, as an adapter does (`params.lora`): in F.linear,
@@ -31,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels import family_of, tree
-from fnmodels.front import Block
+from fnmodels.front import Block, LayerFn
 from fnmodels.leaf import Leaf
 from fnmodels.ops.experts import Experts, choose_experts
 from fnmodels.tree import Tree
@@ -66,12 +68,27 @@ class Use:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a loss function needs: `layer_fn`, and `outside` for the params. Made by `tensor_parallel`."""
+    """What a loss function needs: `layer_fn`, and `outside` for the params, or `run`. Made by `tensor_parallel`."""
 
     region: Region
     uses: Mapping[str, Use]  # by path within a layer
     divided: frozenset[str]  # the axes
     dim: str  # of the mesh
+
+    def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """function(params, ..., layer_fn=) on this process' part: of a loss function another, with the same keywords.
+
+        A `layer_fn` that the result is given goes around this one's: remat, or `gather.gathering`, for FSDP besides.
+        """
+
+        @functools.wraps(function)
+        def run(params: Tree, *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
+            def wrap(block: Block) -> Block:
+                return self.layer_fn(block) if layer_fn is None else layer_fn(self.layer_fn(block))
+
+            return function(self.outside(params), *args, layer_fn=wrap, **more)
+
+        return run
 
     def layer_fn(self, block: Block) -> Block:
         """For `fnmodels.forward`: the block on this process' part. Other wrappers (remat, compilation) go around it."""
