@@ -5,6 +5,7 @@
     tensor        heads and columns of each layer divided, and the stream's columns too: `tensor_parallel`
     vocab         the same of embedding, logits and cross entropy
     region        what these two have between the stream and a process' own part
+    context       tokens of a row in different processes: attention that fetches keys, or passes them on
 
 Nothing here starts a process group, and importing it costs no more than `import torch`: what needs DTensor imports it
 inside of the function that does.

@@ -18,6 +18,7 @@ All processes of the group must call it alike, in the same order: check what may
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -103,6 +104,26 @@ def maximum(x: Tensor, group: ProcessGroup) -> Tensor:
     largest = x.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest
+
+
+@torch.no_grad()
+def shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """x is on its way to the next process; the function returned waits for that of the one before. No gradient."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1:
+        return lambda: x
+    sent = x.contiguous()
+    came = torch.empty_like(sent)
+    after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+    ways = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, came, before, group)]
+    under_way = dist.batch_isend_irecv(ways)
+
+    def wait(kept: Tensor = sent) -> Tensor:  # what is sent must live until it has gone
+        for work in under_way:
+            work.wait()
+        return came
+
+    return wait
 
 
 class Linear(Protocol):

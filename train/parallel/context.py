@@ -1,0 +1,393 @@
+"""Context parallelism: each rank holds some tokens of every row, and attention fetches what they look at.
+
+    kernel = context_kernel("ring", mesh["cp"].get_group())               # once
+    part = shard_batch(batch, rank, ranks, config=config, order="mask")   # of each batch, the same on every rank
+    total, count = next_token_loss(params, part, config=config, kernel=kernel)
+
+Everything but attention is per token, so that a part of the batch is a batch: its positions, segment ids, labels and
+rotary tables are those of its tokens, in whatever order these are. What is left is a `kernel=` of `fnmodels.forward`:
+
+    gather    every rank gets all keys and values (of their few heads) for its own queries
+    ulysses   two exchanges, between which a rank has all tokens of some heads (arXiv 2309.14509)
+    ring      keys and values pass from rank to rank, and what each gives is merged (arXiv 2310.01889)
+
+Losses are sums: totals, counts and gradients are to be summed over the ranks, and divided once. A rope scaling that
+needs a length (dynamic, longrope) must be told that of the whole, `length=int(batch["positions"].max()) + 1`: a rank
+does not see it. Kernels run in eager mode; those of "gather" and "ulysses" have every derivative that `inner` has.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.balance import balanced_order, head_tail_order, visible_keys
+from fnmodels.mask import Layout, Mask
+from fnmodels.ops.attention import Kernel, attention, materialize
+from fnmodels.ops.norm import upcast
+
+from . import collectives
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+Method = Literal["gather", "ulysses", "ring"]
+BLOCK = 128  # tokens that stay together in the order "mask", if a share is many of these
+
+
+def shard_batch(
+    batch: Mapping[str, Tensor],
+    rank: int,
+    ranks: int,
+    *,
+    order: Literal["mask", "head_tail"] | Tensor | None = None,
+    config: Any = None,
+) -> dict[str, Tensor]:
+    """The columns of the whole batch that `rank` of `ranks` computes, after one permutation of them all.
+
+    batch: tokens, positions, segment_ids and labels [B, S], and whatever else has these two dimensions first. order:
+    "mask" deals out blocks by what the masks of `config`'s layers let them see, of which the fullest counts;
+    "head_tail" pairs the ends of each row; a tensor [S] or [B, S] is such an order; None leaves the tokens where they
+    are (best for "ulysses", where every rank has all of them anyhow). Raises ValueError for shares that are not equal.
+    """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank} of {ranks}: ranks count from 0.")
+    length = batch["tokens"].shape[1]
+    for name, tensor in batch.items():
+        if tensor.ndim < 2 or tensor.shape[1] != length:
+            raise ValueError(f"{name} is {list(tensor.shape)}; a batch of rows of {length} tokens holds [B, {length}].")
+    if length % ranks:
+        raise ValueError(
+            f"Rows of {length} tokens do not divide by cp = {ranks}: pad them to a multiple (segment 0, labels -100)."
+        )
+    if isinstance(order, str):
+        order = head_tail_order(length, ranks) if order == "head_tail" else _mask_order(batch, ranks, order, config)
+    whole = dict(batch) if order is None else fnmodels.permute(dict(batch), order)
+    share = length // ranks
+    return {name: tensor[:, rank * share : (rank + 1) * share] for name, tensor in whole.items()}
+
+
+def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: Any) -> Tensor:
+    if order != "mask":
+        raise ValueError(f'order is {order!r}: it is "mask", "head_tail", a tensor or None.')
+    if config is None:
+        raise ValueError('order="mask" asks what layers let tokens see: pass config= too.')
+    masks = fnmodels.family_of(config).attention_masks(config, batch["positions"], batch["segment_ids"])
+    fullest = max({id(m): m for m in masks.values()}.values(), key=lambda mask: int(visible_keys(mask).sum()))
+    share = batch["tokens"].shape[1] // ranks
+    block = math.gcd(BLOCK, share)
+    while block > 1 and share < 8 * block:
+        block //= 2
+    return balanced_order(fullest, ranks, block=block)
+
+
+def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:
+    """A kernel for `fnmodels.forward` on a part of the batch, whose other parts the ranks of `group` hold, in order.
+
+    inner: which of `fnmodels.ops.attention.KERNELS` computes what a rank has got; for "gather" one that needs no
+    layout, and "ring" has maths of its own. All ranks must call it equally often and in the same order, as they do
+    without thinking of it, also under remat. Raises ValueError for what a method cannot do.
+    """
+    if method not in _METHODS:
+        raise ValueError(f"method is {method!r}; it is one of {', '.join(_METHODS)}.")
+    if method == "gather" and inner in ("blocks", "varlen"):
+        raise ValueError(
+            f'inner="{inner}" must know where documents lie, and a rank that gathers keys has only its own queries: '
+            '"sdpa", "flex" and "math" can do with that, and with method="ulysses" all can.'
+        )
+    if method == "ring" and inner not in ("auto", "math"):
+        raise ValueError(f'inner is "{inner}", but method="ring" merges partial sums, which only its own maths gives.')
+    look, run = _METHODS[method]
+    known = _remembered(look)
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        layout: Layout | None = None,  # of this rank's tokens: of no use
+    ) -> Tensor:
+        _check(method, q, k, mask, group.size())
+        seen = known(mask, group, inner, q, softcap, sinks)
+        return run(q, k, v, seen, group, inner, scale=scale, softcap=softcap, sinks=sinks)
+
+    return kernel
+
+
+def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
+    """Before any message, and of what is the same on all ranks."""
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"Context parallelism cuts masks that are data, fnmodels.Mask, and this one is a {type(mask).__name__}."
+        )
+    if mask.q_positions.shape[1] != q.shape[1] or mask.kv_positions.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"The mask is of {mask.q_positions.shape[1]} queries and {mask.kv_positions.shape[1]} keys, and this rank "
+            f"has {q.shape[1]} and {k.shape[1]}: make it of the rank's part of the batch."
+        )
+    heads, groups = q.shape[2], k.shape[2]
+    if method == "ulysses" and (heads % ranks or groups % ranks):
+        raise ValueError(
+            f'method="ulysses" deals out heads, and {heads} of queries and {groups} of keys do not divide by '
+            f'cp = {ranks}: method="gather" and method="ring" take any number.'
+        )
+
+
+def _remembered(make: Callable[..., T]) -> Callable[..., T]:
+    """`make(key, ...)`, once for each object `key`, and forgotten with it.
+
+    A mask is one object in all layers of a kind, and again where they are recomputed, on every rank alike: what is made
+    of it costs its message once per batch.
+    """
+    known: dict[int, T] = {}
+
+    def find(key: Any, *more: Any) -> T:
+        if id(key) not in known:
+            known[id(key)] = make(key, *more)
+            weakref.finalize(key, known.pop, id(key), None)
+        return known[id(key)]
+
+    return find
+
+
+def _whole(mask: Mask, group: ProcessGroup) -> Mask:
+    """The mask of all ranks' queries and keys, from each one's own. One message, of integers."""
+    flat = tree.flatten(mask)
+    stacked = torch.stack(torch.broadcast_tensors(*flat.values()), -1)
+    gathered = iter(collectives.all_gather(stacked, 1, group).unbind(-1))
+    return tree.map(lambda _: next(gathered), mask)
+
+
+def _look_gather(
+    mask: Mask, group: ProcessGroup, inner: str, q: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Any:
+    """What own queries see of all keys, in the form that `inner` reads."""
+    whole = _whole(mask, group)
+    own = (mask.q_positions, mask.q_segments, whole.kv_positions, whole.kv_segments, mask.q_spans, whole.kv_spans)
+    how: dict[str, Any] = {"softcap": softcap, "sinks": sinks is not None}
+    return materialize(Mask(*own, mask.rule), inner, None, device=q.device, dtype=q.dtype, **how)
+
+
+def _run_gather(q: Tensor, k: Tensor, v: Tensor, seen: Any, group: ProcessGroup, inner: str, **how: Any) -> Tensor:
+    both = collectives.all_gather(torch.cat((k, v), -1), 1, group)
+    k, v = both.split((k.shape[-1], v.shape[-1]), -1)
+    return attention(q, k, v, seen, kernel=inner, **how)
+
+
+def _look_ulysses(
+    mask: Mask, group: ProcessGroup, inner: str, q: Tensor, softcap: float | None, sinks: Tensor | None
+) -> tuple[Any, Layout | None]:
+    """What all queries see of all keys, and where documents lie if they are still in order."""
+    whole = _whole(mask, group)
+    layout = fnmodels.layout({"": whole}) if inner in ("auto", "blocks", "varlen") else None
+    how: dict[str, Any] = {"softcap": softcap, "sinks": sinks is not None}
+    return materialize(whole, inner, layout, device=q.device, dtype=q.dtype, **how), layout
+
+
+def _run_ulysses(
+    q: Tensor, k: Tensor, v: Tensor, seen: Any, group: ProcessGroup, inner: str, *, sinks: Tensor | None, **how: Any
+) -> Tensor:
+    # One message: of each token a rank gets its heads of the query, of the key and of the value, one after another.
+    parts = [t.unflatten(2, (group.size(), -1)).flatten(3) for t in (q, k, v)]
+    mixed = collectives.all_to_all(torch.cat(parts, -1), group, split=2, join=1).squeeze(2)
+    mine = mixed.split([part.shape[-1] for part in parts], -1)
+    q, k, v = (t.unflatten(-1, (-1, given.shape[-1])) for t, given in zip(mine, (q, k, v), strict=True))
+    sinks = None if sinks is None else sinks.chunk(group.size())[group.rank()]
+    mask, layout = seen
+    out = attention(q, k, v, mask, kernel=inner, layout=layout, sinks=sinks, **how)
+    return collectives.all_to_all(out, group, split=1, join=2)
+
+
+def _look_ring(mask: Mask, group: ProcessGroup, *_: Any) -> tuple[Tensor | None, ...]:
+    """What own queries see of own keys, of those of the rank before, and so on: bool [B, 1, Q, K], None for nothing."""
+    whole, share, rank, ranks = _whole(mask, group), mask.kv_positions.shape[1], group.rank(), group.size()
+    mine = slice(rank * share, (rank + 1) * share)
+    starts = [(rank - turn) % ranks * share for turn in range(ranks)]
+    seen = [whole.part(mine, slice(start, start + share)).dense() for start in starts]
+    return tuple(allowed if allowed.any() else None for allowed in seen)
+
+
+def _run_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: tuple[Tensor | None, ...],
+    group: ProcessGroup,
+    inner: str,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    groups, queries = k.shape[2], q.shape[1]
+    rows = rearrange(q, "b q (g r) h -> b g (r q) h", g=groups)
+    k, v = (rearrange(t, "b k g h -> b g k h") for t in (k, v))
+    if sinks is not None:
+        sinks = upcast(sinks).view(groups, -1, 1).expand(len(q), -1, -1, queries).flatten(2)[..., None]
+    out, *_ = _Ring.apply(group, seen, scale, softcap, rows, k, v, sinks)
+    return rearrange(out, "b g (r q) h -> b q (g r) h", q=queries)
+
+
+_METHODS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
+    "gather": (_look_gather, _run_gather),
+    "ulysses": (_look_ulysses, _run_ulysses),
+    "ring": (_look_ring, _run_ring),
+}
+
+
+def _passing(tensor: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
+    """The tensor, that of the rank before, and so on; the next one is under way while one is used."""
+    for left in reversed(range(group.size())):
+        coming = collectives.shift(tensor, group) if left else None
+        yield tensor
+        if coming is not None:
+            tensor = coming()
+
+
+def _scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """(scores [B, G, R Q, K], -inf where masked; the softcap's slope there)."""
+    scores, slope = upcast(q @ k.mT) * scale, None
+    if softcap is not None:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1 - bent.square()
+    split = scores.unflatten(2, (-1, allowed.shape[2]))
+    return split.masked_fill(~allowed[:, :, None], -torch.inf).flatten(2, 3), slope
+
+
+def _finite(top: Tensor) -> Tensor:
+    """What to subtract from scores: where nothing is visible 0, so that weights are exp(-inf) and not NaN."""
+    return top.masked_fill(top == -torch.inf, 0)
+
+
+class _Ring(torch.autograd.Function):
+    """(result [B, G, R Q, Hv], largest score and sum of weights [B, G, R Q, 1]) of rows [B, G, R Q, H] on all keys.
+
+    Kept are t = max(s) and z = sum(e^(s - t)), that is lse = t + log z in two numbers: rounded in one, large scores
+    would cost a digit of every gradient. A turn with the scores s' merges t* = max(t, s') and z* = z e^(t - t*) +
+    sum(e^(s' - t*)). A row that sees nothing has lse = -inf and result 0. A sink is where t and z = 1 begin.
+    """
+
+    @staticmethod
+    def forward(
+        group: ProcessGroup,
+        seen: tuple[Tensor | None, ...],
+        scale: float,
+        softcap: float | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        wide = upcast(q.new_zeros(()))
+        top = wide.new_full((*q.shape[:-1], 1), -torch.inf) if sinks is None else sinks
+        total = wide.new_full(top.shape, float(sinks is not None))
+        out = wide.new_zeros(*q.shape[:-1], v.shape[-1])
+        widths = (k.shape[-1], v.shape[-1])
+        for allowed, both in zip(seen, _passing(torch.cat((k, v), -1), group), strict=True):
+            if allowed is None:
+                continue
+            keys, values = both.split(widths, -1)
+            scores, _ = _scores(q, keys, allowed, scale, softcap)
+            before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights, shrink = (scores - _finite(top)).exp(), (before - _finite(top)).exp()
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            out = out * shrink + upcast(weights.to(v.dtype) @ values)
+        total = total.masked_fill(total == 0, 1)
+        return (out / total).to(v.dtype), _finite(top).clone(), total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.group, ctx.seen, ctx.scale, ctx.softcap, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        how = (None, None, None, None)
+        if slope is None:
+            return *how, None, None, None, None
+        *grads, d_sinks = _RingBackward.apply(ctx.group, ctx.seen, ctx.scale, ctx.softcap, slope, *ctx.saved_tensors)
+        return *how, *grads, d_sinks if ctx.needs_input_grad[-1] else None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        _refuse()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
+        _refuse()
+
+
+class _RingBackward(torch.autograd.Function):
+    """A function of its own, so that a second derivative is refused where it would miss the messages."""
+
+    @staticmethod
+    def forward(
+        group: ProcessGroup,
+        seen: tuple[Tensor | None, ...],
+        scale: float,
+        softcap: float | None,
+        slope: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+        top: Tensor,
+        total: Tensor,
+    ) -> tuple[Tensor, ...]:
+        widths = (k.shape[-1], v.shape[-1])
+        delta = (upcast(slope) * upcast(out)).sum(-1, keepdim=True)
+        d_q = torch.zeros_like(upcast(q))
+        both = torch.cat((k, v), -1)
+        d_both = torch.zeros_like(upcast(both))
+        for allowed, part in zip(seen, _passing(both, group), strict=True):
+            if allowed is not None:
+                keys, values = part.split(widths, -1)
+                scores, bend = _scores(q, keys, allowed, scale, softcap)
+                weights = (scores - top).exp() / total
+                d_scores = weights * (upcast(slope @ values.mT) - delta) * scale
+                d_scores = (d_scores if bend is None else d_scores * bend).to(q.dtype)
+                d_q += d_scores @ keys
+                d_both += torch.cat((d_scores.mT @ q, weights.to(v.dtype).mT @ slope), -1)
+            # The sums travel with the keys that they belong to, and after as many turns as ranks they are at home.
+            d_both = collectives.shift(d_both, group)()
+        d_k, d_v = d_both.split(widths, -1)
+        d_sinks = delta.new_zeros(()) if sinks is None else -(sinks - top).exp() / total * delta
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> NoReturn:
+        _refuse()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        _refuse()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise NotImplementedError(
+        'Attention with method="ring" has first derivatives only: no forward mode, no second derivative, no vmap.'
+    )
