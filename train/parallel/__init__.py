@@ -6,6 +6,7 @@
     vocab         the same of embedding, logits and cross entropy
     region        what these two have between the stream and a process' own part
     context       tokens of a row in different processes: attention that fetches keys, or passes them on
+    pipeline      layers on different processes: parts of the tree, and torch's schedules over them
 
 Nothing here starts a process group, and importing it costs no more than `import torch`: what needs DTensor imports it
 inside of the function that does.
