@@ -10,13 +10,15 @@ it: a conversation tokenized turn by turn has other tokens at the seams.
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jinja2
 import torch
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
@@ -46,6 +48,9 @@ class Example:
     tokens: Tensor
     learnt: Tensor
 
+    def first(self, length: int) -> Example:
+        return Example(self.tokens[:length], self.learnt[:length])
+
     @property
     def labels(self) -> Tensor:
         """[S], already shifted: the next token if it is learnt, else -100."""
@@ -71,14 +76,19 @@ def read_template(folder: str | Path) -> Template:
 
 def render(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
     """The text of a conversation; prompt: up to where the assistant begins. UserError where the template refuses."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.datetime.now().strftime}
     try:
-        compiled = environment.from_string(template.source)
+        compiled = _compiled(template.source)
         return compiled.render(messages=messages, add_generation_prompt=prompt, **template.special, **extra)
     except (TemplateError, SecurityError, TypeError) as error:
         raise UserError(f"the chat template cannot render the conversation: {error}") from error
+
+
+@lru_cache(maxsize=1)  # compiling takes longer than rendering, and one template renders a whole data set
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment.from_string(source)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -96,6 +106,11 @@ def spans(template: Template, messages: Sequence[Message], **extra: Any) -> tupl
         if message.get("role") != "assistant":
             continue
         before = render(template, messages[:index], prompt=True, **extra)
+        if index == 0 and before == render(template, [], **extra):
+            raise UserError(
+                "the conversation begins with the assistant, and the chat template has no cue for it there: what it "
+                "says cannot be told from what announces it"
+            )
         until = render(template, messages[: index + 1], **extra)
         if not (whole.startswith(until) and until.startswith(before)):
             raise UserError(
@@ -106,9 +121,12 @@ def spans(template: Template, messages: Sequence[Message], **extra: Any) -> tupl
     return whole, found
 
 
-def encode_chat(tokenizer: Tokenizer, template: Template, messages: Sequence[Message], **extra: Any) -> Example:
-    """A conversation as tokens, of which the assistant's turns are learnt. UserError where there is none.
+def encode_chat(
+    tokenizer: Tokenizer, template: Template, messages: Sequence[Message], *, length: int | None = None, **extra: Any
+) -> Example:
+    """A conversation as tokens, of which the assistant's turns are learnt; with `length` the first so many of them.
 
+    UserError where the assistant says nothing, or nothing of what it says is left.
     A token that begins before a turn and reaches into it is not learnt: the assistant never chooses it.
     """
     text, turns = spans(template, messages, **extra)
@@ -118,4 +136,7 @@ def encode_chat(tokenizer: Tokenizer, template: Template, messages: Sequence[Mes
     tokenizer.encode_special_tokens = False  # the template writes them as text
     encoding = tokenizer.encode(text, add_special_tokens=False)
     learnt = [any(start <= begin < stop for start, stop in turns) for begin, _ in encoding.offsets]
-    return Example(torch.tensor(encoding.ids), torch.tensor(learnt))
+    example = Example(torch.tensor(encoding.ids), torch.tensor(learnt)).first(length or len(learnt))
+    if not example.learnt[1:].any():
+        raise UserError(f"the first {len(example.learnt)} of {len(learnt)} tokens hold nothing that the assistant says")
+    return example

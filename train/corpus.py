@@ -6,12 +6,14 @@ The default needs no download: the Python standard library's own source files.
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from train import records
 from train.errors import UserError
-from train.records import is_records, records
+from train.records import Messages, Record, canonical
 
 # Not the library's own prose and code: installed packages, test suites (longer than the library itself, and absent from
 # some distributions), and modules that are generated tables.
@@ -22,8 +24,11 @@ FEW_DOCUMENTS = 100  # fewer are too few to judge by some of them
 
 @dataclass(frozen=True)
 class Document:
+    """`messages`, where it is a conversation; its text stands for them where documents are compared and counted."""
+
     name: str
     text: str
+    messages: Messages | None = None
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,17 @@ class Corpus:
     heldout: tuple[Document, ...]
     skipped: tuple[str, ...] = ()
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether these are conversations. Texts and conversations do not come together."""
+        return self.train[0].messages is not None
+
 
 def load(data: Path | None = None, *, without: Path | None = None, strict: bool = False) -> Corpus:
     """Read the standard library (None), one text file, or a folder's text files except those below `without`.
 
-    Each record of a .jsonl or .parquet file is a document, its text in the field `text`. UserError when nothing is
-    left; with `strict` also for a file or record that would be skipped.
+    Each record of a .jsonl or .parquet file is a document (train.records). UserError when nothing is left; with
+    `strict` also for a file or record that would be skipped.
     """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -54,12 +64,28 @@ def load(data: Path | None = None, *, without: Path | None = None, strict: bool 
         raise UserError(f"--data {data}: it is neither a regular file nor a folder")
     else:
         raise UserError(f"--data {data}: there is no such file or folder")
-    documents, skipped = read_all(files, root)
+    return parted(contents(files, root), source, strict=strict)
+
+
+def of_dataset(dataset: Any, name: str = "dataset", *, strict: bool = False) -> Corpus:
+    """The same of a Hugging Face dataset, or whatever has a length and dicts with `text` or `messages` as items."""
+    return parted(((name, record) for record in records.of_dataset(dataset)), f"the {name}", strict=strict)
+
+
+def parted(found: Iterable[tuple[str, Record]], source: str, *, strict: bool) -> Corpus:
+    """Documents to learn from and documents held out, of the records found in a source."""
+    documents, skipped = distinct(found)
     if strict and skipped:
-        raise UserError(f"{len(skipped)} files or records of {source} are not readable as text: {skipped[0]}")
+        raise UserError(f"{len(skipped)} files or records of {source} cannot be read: {skipped[0]}")
     if not documents:
         why = f" (skipped: {', '.join(skipped[:3])})" if skipped else ""
         raise UserError(f"no text in {source}{why}: give UTF-8 text with --data FILE_OR_FOLDER")
+    chats = [document.messages is not None for document in documents]
+    if any(chats) and not all(chats):
+        text, chat = documents[chats.index(False)], documents[chats.index(True)]
+        raise UserError(
+            f"{source} holds texts ({text.name}) and conversations ({chat.name}): give each as its own source"
+        )
     train, heldout = split(documents)
     if not train or not heldout:
         raise UserError(f"too little text in {source} to hold a part of it out")
@@ -83,34 +109,39 @@ def is_library_source(path: Path) -> bool:
     return path.suffix == ".py" and LEFT_OUT.isdisjoint(path.parts)
 
 
-def read_all(files: list[Path], root: Path) -> tuple[list[Document], tuple[str, ...]]:
-    """Distinct non-empty documents, and what was skipped. Of copies one stays: two could end up on both sides."""
-    documents: dict[str, Document] = {}
-    skipped: list[str] = []
+def contents(files: list[Path], root: Path) -> Iterator[tuple[str, Record]]:
+    """(name of the file, record) of all files; a plain text is one record without a place."""
     for path in files:
         name = path.relative_to(root).as_posix()
         try:
-            for where, text, fault in texts_of(path):
-                if text is None:
-                    skipped.append(f"{name}{where} ({fault})")
-                elif text.strip():
-                    documents.setdefault(digest(text), Document(name + where, text))
+            for record in records.records(path) if records.is_records(path) else (plain(path),):
+                yield name, record
         except OSError as error:
-            skipped.append(f"{name} ({error.strerror})")
-    return list(documents.values()), tuple(skipped)
+            yield name, Record("", fault=error.strerror or str(error))
 
 
-def texts_of(path: Path) -> Iterator[tuple[str, str | None, str]]:
-    """(place in the file, text or None, why there is none) of a file's one text, or of its records."""
-    if is_records(path):
-        yield from ((f", {record.place}", record.text, record.fault) for record in records(path))
-        return
+def plain(path: Path) -> Record:
+    data = path.read_bytes()  # read_text would rewrite line ends, which count as bytes
     try:
-        text = path.read_bytes().decode("utf-8")  # read_text would rewrite line ends, which count as bytes
-    except UnicodeDecodeError:
-        yield "", None, "not UTF-8 text"
-    else:
-        yield ("", None, "binary") if "\0" in text else ("", text, "")
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        return Record("", fault=f"not UTF-8 text: byte 0x{data[error.start]:02x} in line {line}")
+    return Record("", fault="binary") if "\0" in text else Record("", text=text)
+
+
+def distinct(found: Iterable[tuple[str, Record]]) -> tuple[list[Document], tuple[str, ...]]:
+    """Distinct documents, and what was skipped. Of copies one stays: two could end up on both sides."""
+    documents: dict[str, Document] = {}
+    skipped: list[str] = []
+    for file, record in found:
+        name = f"{file}, {record.place}" if record.place else file
+        text = canonical(record.messages) if record.messages is not None else record.text
+        if text is None:
+            skipped.append(f"{name} ({record.fault})")
+        elif text.strip():  # an empty file is nobody's mistake
+            documents.setdefault(digest(text), Document(name, text, record.messages))
+    return list(documents.values()), tuple(skipped)
 
 
 def digest(text: str) -> str:
@@ -118,15 +149,19 @@ def digest(text: str) -> str:
 
 
 def split(documents: list[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
-    """Hold out the documents with the smallest hashes, so that no order or name decides; of few, the tail of each."""
-    if len(documents) < FEW_DOCUMENTS:
+    """Hold out the documents with the smallest hashes, so that no order or name decides; of few, the tail of each.
+
+    A conversation has no tail to cut: of few there is one held out.
+    """
+    whole = documents[0].messages is not None
+    if len(documents) < FEW_DOCUMENTS and not whole:
         parts = [cut(document) for document in documents]
         return (
             tuple(head for head, _ in parts if head.text.strip()),
             tuple(tail for _, tail in parts if tail.text.strip()),
         )
     ranked = sorted(documents, key=lambda document: digest(document.text))
-    heldout = {document.name for document in ranked[: round(len(ranked) * HELD_OUT_SHARE)]}
+    heldout = {document.name for document in ranked[: max(1, round(len(ranked) * HELD_OUT_SHARE))]}
     return (
         tuple(document for document in documents if document.name not in heldout),
         tuple(document for document in documents if document.name in heldout),

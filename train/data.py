@@ -1,9 +1,13 @@
 """What a run learns from and is held against, as token ids: texts tokenized, or read as they were before."""
 
+from __future__ import annotations
+
 import hashlib
+import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,12 +16,16 @@ from tokenizers import Tokenizer
 
 from train import shards
 from train.cache import cached
+from train.commands import check_installed
 from train.corpus import Corpus, fingerprint, text_of
 from train.errors import UserError
 from train.mixture import Mixture
-from train.rows import Batch, Tokens, everything, in_line, stream
-from train.sources import Texts
+from train.rows import Batch, Rows, Tokens, everything, in_line, stream, whole
+from train.sources import Source, Texts
 from train.workers import Show, encode
+
+if TYPE_CHECKING:
+    from train.chat import Template
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +50,7 @@ class Dataset:
     heldout: Part
     zlib_bytes: int
     fingerprint: str  # of all texts and token ids and their split, the same wherever the files lie
+    skipped: tuple[str, ...] = ()  # conversations that the template or the length of a row leaves nothing of
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +61,7 @@ class Halves:
     heldout: Tokens
     sizes: tuple[int, int, int]  # bytes of text in train, in heldout, in the zlib stream of heldout
     fingerprint: str
+    skipped: tuple[str, ...] = ()
 
 
 def tokenized(
@@ -60,19 +70,31 @@ def tokenized(
     end: int | None,
     vocab_size: int,
     *,
+    length: int | None = None,
+    template: Template | None = None,
+    strict: bool = False,
     workers: int | None = None,
     show: Show | None = None,
 ) -> Dataset:
     """All sources as token ids, made by `workers` processes (see train.workers) where no cache has them.
 
-    UserError where the ids of a source are none of `vocab_size` entries.
+    Conversations need a `template`, and the `length` of a row, at which they are cut. UserError where the ids of a
+    source are none of `vocab_size` entries; with `strict` also for a conversation that would be skipped.
     """
-    halves = [
-        of_text(source.text, tokenizer, end, workers, show)
-        if source.text
-        else of_shards(source.path, tokenizer, end, vocab_size)
-        for source in texts.sources
-    ]
+
+    def halves_of(source: Source) -> Halves:
+        if source.text is None:
+            return of_shards(source, tokenizer, end, vocab_size)
+        if not source.text.is_chat:
+            return of_text(source.text, tokenizer, end, workers, show)
+        if template is None or length is None:
+            raise UserError(f"{source.name} holds conversations, which need a chat template and the length of a row")
+        return of_chats(source.text, tokenizer, template, length, show)
+
+    halves = [halves_of(source) for source in texts.sources]
+    skipped = tuple(what for half in halves for what in half.skipped)
+    if strict and skipped:
+        raise UserError(f"{len(skipped)} conversations cannot be learnt from: {skipped[0]}")
     train_bytes, heldout_bytes, zlib_bytes = map(sum, zip(*(half.sizes for half in halves), strict=True))
     return Dataset(
         names=tuple(source.name for source in texts.sources),
@@ -81,22 +103,37 @@ def tokenized(
         heldout=Part(tuple(half.heldout for half in halves), heldout_bytes),
         zlib_bytes=zlib_bytes,
         fingerprint="-".join(half.fingerprint for half in halves),
+        skipped=skipped,
     )
 
 
+def template_for(texts: Texts, folder: Path) -> Template | None:
+    """The chat template of a checkpoint folder, where there are conversations. UserError where it has none."""
+    if not texts.conversations:
+        return None
+    check_installed(("jinja2",))
+    from train.chat import read_template
+
+    return read_template(folder)
+
+
 def mixture(dataset: Dataset, length: int) -> Mixture:
-    """Rows of `length` tokens to learn from. UserError where a source has not one token."""
+    """Rows of `length` tokens to learn from, conversations whole. UserError where a source has not one token."""
     for name, tokens in zip(dataset.names, dataset.train.sources, strict=True):
         if not tokens.total:
             raise UserError(f"{name} has nothing to learn from")
-    rows = tuple(stream(tokens, length) for tokens in dataset.train.sources)
+    rows = tuple(rows_of(tokens, length) for tokens in dataset.train.sources)
     return Mixture(dataset.names, rows, dataset.weights)
 
 
 def heldout(dataset: Dataset, length: int) -> Batch:
     """All held-out rows of all sources, [R,S]."""
-    batches = [everything(stream(tokens, length)) for tokens in dataset.heldout.sources]
+    batches = [everything(rows_of(tokens, length)) for tokens in dataset.heldout.sources]
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def rows_of(tokens: Tokens, length: int) -> Rows:
+    return stream(tokens, length) if tokens.learnt is None else whole(tokens, length)
 
 
 def of_text(
@@ -125,12 +162,58 @@ def of_text(
     return cached(f"tokens-{hashlib.sha256(settings.encode()).hexdigest()[:32]}.safetensors", write, read)
 
 
-def of_shards(path: Path | None, tokenizer: Tokenizer, end: int | None, vocab_size: int) -> Halves:
+def of_shards(source: Source, tokenizer: Tokenizer, end: int | None, vocab_size: int) -> Halves:
     """The bytes to learn from are estimated by those held out: all the text there may be is never made."""
-    assert path is not None
-    found = shards.load(path, vocab_size=vocab_size, end=end)
+    assert source.path is not None
+    found = shards.load(source.path, vocab_size=vocab_size, end=end)
     train, heldout = shards.hold_out(found.tokens)
     ids = (heldout.read(number, 0, int(length)).tolist() for number, length in enumerate(heldout.lengths))
     text = "".join(tokenizer.decode_batch(list(ids))).encode("utf-8")
     size = train.total * len(text) // max(1, heldout.total)
     return Halves(train, heldout, (size, len(text), len(zlib.compress(text, 9))), found.fingerprint)
+
+
+def of_chats(corpus: Corpus, tokenizer: Tokenizer, template: Template, length: int, show: Show | None = None) -> Halves:
+    """From the cache, as texts are. The bytes are those of what the assistant says, which is all that is learnt."""
+    known_as = hashlib.sha256(f"{fingerprint(corpus)} {template}".encode()).hexdigest()
+    settings = f"1 {known_as} {length} {tokenizer.to_str()}"
+
+    def write(path: Path) -> None:
+        from train.chat import Example, encode_chat
+
+        arrays: dict[str, np.ndarray] = {}
+        said: list[bytes] = []
+        skipped: list[str] = []
+        done, total = 0, len(corpus.train) + len(corpus.heldout)
+        for name, part in (("train", corpus.train), ("heldout", corpus.heldout)):
+            examples: list[Example] = []
+            for document in part:
+                try:
+                    examples.append(encode_chat(tokenizer, template, document.messages or (), length=length))
+                except UserError as error:
+                    skipped.append(f"{document.name} ({error})")
+                done += 1
+                if show:
+                    show(done, total)
+            if not examples:
+                raise UserError(f"too few conversations to learn from and to hold some out (skipped: {skipped[0]})")
+            ids = np.concatenate([example.tokens.numpy() for example in examples]).astype(np.int32)
+            learnt = np.concatenate([example.learnt.numpy() for example in examples])
+            lengths = np.array([len(example.tokens) for example in examples])
+            arrays |= {f"{name}.ids": ids, f"{name}.lengths": lengths, f"{name}.learnt": learnt}
+            said.append(tokenizer.decode(ids[learnt].tolist(), skip_special_tokens=False).encode("utf-8"))
+        sizes = [*map(len, said), len(zlib.compress(said[-1], 9))]
+        told = np.frombuffer(json.dumps(skipped).encode(), np.uint8)
+        save_file(arrays | {"sizes": np.array(sizes), "skipped": told}, path)
+
+    def read(path: Path) -> Halves:
+        arrays = load_file(path)
+        train, heldout = (
+            in_line(*(arrays[f"{name}.{what}"] for what in ("ids", "lengths", "learnt")))
+            for name in ("train", "heldout")
+        )
+        train_bytes, heldout_bytes, zlib_bytes = arrays["sizes"].tolist()
+        skipped = tuple(json.loads(arrays["skipped"].tobytes()))
+        return Halves(train, heldout, (train_bytes, heldout_bytes, zlib_bytes), known_as, skipped)
+
+    return cached(f"chats-{hashlib.sha256(settings.encode()).hexdigest()[:32]}.safetensors", write, read)

@@ -76,8 +76,17 @@ def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree
     texts = sources.load(settings.data, without=path)
     made = model.resumed(path, settings) if recorded else model.begun(settings, texts)
     config, tokenizer, ends = made.config, made.tokenizer, made.ends
+    length = min(settings.row_length, config.max_position_embeddings)
     with tokenizing() as show:
-        dataset = data.tokenized(texts, tokenizer, ends[0] if ends else None, config.vocab_size, show=show)
+        dataset = data.tokenized(
+            texts,
+            tokenizer,
+            ends[0] if ends else None,
+            config.vocab_size,
+            length=length,
+            template=data.template_for(texts, made.source or path),
+            show=show,
+        )
     identity = {
         "settings": deciding(settings),
         "corpus": dataset.fingerprint,
@@ -87,7 +96,6 @@ def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree
     }
     if recorded:
         check_agreement(recorded, identity, path)
-    length = min(settings.row_length, config.max_position_embeddings)
     check_length(dataset, length, settings.data)
     if not recorded:
         begin_folder(path, identity, made, length)

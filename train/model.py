@@ -153,11 +153,10 @@ def check_unchanged(source: Path) -> None:
 
 def new_tokenizer(texts: sources.Texts, vocab_size: int) -> Tokenizer:
     """A tokenizer made of the train documents, from the cache where an equal corpus had one before."""
-    for source in texts.sources:
-        if source.text is None:
-            raise UserError(
-                f"--data {source.name} holds token ids: name with --init the checkpoint whose tokenizer made them"
-            )
+    for name in texts.ids:
+        raise UserError(f"--data {name} holds token ids: name with --init the checkpoint whose tokenizer made them")
+    for name in texts.conversations:
+        raise UserError(f"--data {name} holds conversations: name with --init a checkpoint with a chat template")
     return cached(
         f"tokenizer-{texts.fingerprint[:32]}-{vocab_size}.json",
         lambda path: train((document.text for document in texts.train), vocab_size).save(str(path)),

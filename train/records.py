@@ -1,25 +1,33 @@
-"""Files of many documents: JSON lines and Parquet, one document per record, in its field `text`."""
+"""Many documents in one place: JSON lines, Parquet, a Hugging Face dataset. Each record is a text or a conversation.
+
+A record's document is its field `text`, or where it has none `messages`: a list of {"role": ..., "content": ...}.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from train.commands import check_installed
+from train.errors import UserError
 
-FIELD = "text"
+TEXT, MESSAGES = "text", "messages"
+HALF = "holds half a character, a lone surrogate"
 BATCH = 1024  # records of a Parquet file held at a time
+
+Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record's place in its file ("line 3"), and its text or, where it has none, why."""
+    """A record's place ("line 3"), and its text or its messages or, where it has neither, why."""
 
     place: str
-    text: str | None
+    text: str | None = None
+    messages: Messages | None = None
     fault: str = ""
 
 
@@ -43,11 +51,11 @@ def _of_json(place: str, line: bytes) -> Record:
     try:
         value = json.loads(line)
     except UnicodeDecodeError:
-        return Record(place, None, "not UTF-8")
-    except ValueError as error:
-        return Record(place, None, f"not JSON: {error}")
+        return Record(place, fault="not UTF-8")
+    except (ValueError, RecursionError) as error:
+        return Record(place, fault=f"not JSON: {error}")
     if not isinstance(value, dict):
-        return Record(place, None, "not a JSON object")
+        return Record(place, fault="not a JSON object")
     return _of_value(place, value)
 
 
@@ -56,22 +64,67 @@ def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
 
-    try:
-        file = parquet.ParquetFile(path)
-        if FIELD not in file.schema_arrow.names:
-            yield Record("its schema", None, f"no column {FIELD!r} among {', '.join(file.schema_arrow.names)}")
-            return
+    with open(path, "rb") as opened:
         number = 0
-        for batch in file.iter_batches(BATCH, columns=[FIELD]):
-            for value in batch.to_pylist():
-                number += 1
-                yield _of_value(f"row {number}", value)
-    except pyarrow.ArrowInvalid as error:
-        yield Record("the file", None, f"not Parquet: {error}")
+        try:
+            file = parquet.ParquetFile(opened)
+            names = file.schema_arrow.names
+            columns = [name for name in (TEXT, MESSAGES) if name in names][:1]
+            if not columns:
+                yield Record("its schema", fault=f"no column {TEXT!r} or {MESSAGES!r} among {', '.join(names)}")
+                return
+            for batch in file.iter_batches(BATCH, columns=columns):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield _of_value(f"row {number}", value)
+        except (pyarrow.ArrowException, OSError) as error:  # what is damaged may show late, as either
+            where = f"after row {number}" if number else "the file"
+            yield Record(where, fault=f"not Parquet: {error}")
 
 
-def _of_value(place: str, value: dict[str, Any]) -> Record:
-    if FIELD not in value:
-        return Record(place, None, f"no field {FIELD!r} among {', '.join(value)}")
-    text = value[FIELD]
-    return Record(place, text) if isinstance(text, str) else Record(place, None, f"{FIELD!r} is {text!r:.40}, no text")
+def of_dataset(dataset: Any) -> Iterator[Record]:
+    """The records of anything with a length whose items are dicts, such as a `datasets.Dataset`; places as in [i]."""
+    try:
+        count = len(dataset)
+    except TypeError as error:
+        raise UserError(f"the dataset is a {type(dataset).__name__} without a length: a stream has no order") from error
+    for number in range(count):
+        value = dataset[number]
+        place = f"item {number}"
+        if isinstance(value, Mapping):
+            yield _of_value(place, value)
+        else:
+            yield Record(place, fault=f"{value!r:.40} is no dict of columns")
+
+
+def _of_value(place: str, value: Mapping[str, Any]) -> Record:
+    if TEXT in value:
+        text = value[TEXT]
+        if not isinstance(text, str):
+            return Record(place, fault=f"{TEXT!r} is {text!r:.40}, no text")
+        if not text.strip():
+            return Record(place, fault=f"{TEXT!r} is empty")
+        return Record(place, text=text) if is_unicode(text) else Record(place, fault=f"{TEXT!r} {HALF}")
+    if MESSAGES not in value:
+        return Record(place, fault=f"no field {TEXT!r} or {MESSAGES!r} among {', '.join(map(str, value))}")
+    messages = value[MESSAGES]
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        return Record(place, fault=f"{MESSAGES!r} is {messages!r:.40}, no list of objects with a role")
+    if not messages:
+        return Record(place, fault=f"{MESSAGES!r} is empty")
+    whole = is_unicode(canonical(tuple(messages)))
+    return Record(place, messages=tuple(messages)) if whole else Record(place, fault=f"{MESSAGES!r} {HALF}")
+
+
+def canonical(messages: Messages) -> str:
+    """A conversation as one text that equal ones share."""
+    return json.dumps(messages, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def is_unicode(text: str) -> bool:
+    """JSON can spell half of a surrogate pair, which no encoding can."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -12,7 +12,6 @@ from train.job import Job, Json
 from train.metrics import Row
 from train.plot import loss_picture
 from train.settings import Settings, to_toml
-from train.sources import Texts
 
 
 def how_to_resume(path: Path) -> str:
@@ -35,10 +34,11 @@ def damaged(problems: list[str]) -> None:
         print(sentence(problem), file=sys.stderr)
 
 
-def skipped(texts: Texts) -> None:
-    if texts.skipped:
-        shown = ", ".join(texts.skipped[:5]) + (", ..." if len(texts.skipped) > 5 else "")
-        print(f"skipped {len(texts.skipped)} files or records: {shown}")
+def skipped(job: Job) -> None:
+    found = job.texts.skipped + job.dataset.skipped
+    if found:
+        shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+        print(f"skipped {len(found)} files or records: {shown}")
 
 
 def settings(chosen: Settings) -> None:

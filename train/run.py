@@ -64,7 +64,7 @@ def train_run(options: Options, defaults: Settings) -> int:
         print("reading the text", flush=True)
         began = time.monotonic()
         params, job = prepare(options.run, settings, recorded if saved else None)
-        report.skipped(job.texts)
+        report.skipped(job)
         report.prepared(job, time.monotonic() - began)
         return work(job, params, saved)
 

@@ -1,6 +1,6 @@
 """What --data names: one source of text or several with weights, each read by what its name ends with.
 
-notes/                     the text files, .jsonl and .parquet files below a folder
+notes/                     the text files, .jsonl and .parquet files below a folder; or conversations, see train.records
 talks.jsonl:3,books/:1     of every four rows, three from the first
 tokenized/                 a folder of .npy shards (train.shards), made by the tokenizer of --init
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
 from pathlib import Path
+from typing import Any
 
 from train import corpus, shards
 from train.corpus import Corpus
@@ -20,15 +21,12 @@ LIBRARY = "the Python standard library"
 
 @dataclass(frozen=True)
 class Source:
-    """A file or folder, None being the standard library's source files; `text` is None where it holds token ids."""
+    """Texts or conversations, or where `text` is None the shards of token ids at `path`."""
 
-    path: Path | None
+    name: str
     weight: Fraction
     text: Corpus | None
-
-    @property
-    def name(self) -> str:
-        return str(self.path) if self.path else LIBRARY
+    path: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Texts:
 
     @property
     def train(self) -> tuple[corpus.Document, ...]:
-        """What a tokenizer can be made of."""
+        """What a tokenizer can be made of, where no source is of another kind than texts."""
         return tuple(document for _, text in self._texts() for document in text.train)
 
     @property
@@ -60,6 +58,16 @@ class Texts:
         unit = Fraction(gcd(*(w.numerator for w in weights)), lcm(*(w.denominator for w in weights)))
         return tuple(int(weight / unit) for weight in weights)
 
+    @property
+    def conversations(self) -> tuple[str, ...]:
+        """The names of the sources that hold some."""
+        return tuple(source.name for source, text in self._texts() if text.is_chat)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The names of the sources that hold token ids."""
+        return tuple(source.name for source in self.sources if source.text is None)
+
     def _texts(self) -> Iterator[tuple[Source, Corpus]]:
         return ((source, source.text) for source in self.sources if source.text is not None)
 
@@ -70,13 +78,19 @@ def load(data: str | None, *, without: Path | None = None, strict: bool = False)
     return Texts(
         tuple(
             Source(
-                path,
+                str(path or LIBRARY),
                 weight,
                 None if path and shards.is_shards(path) else corpus.load(path, without=without, strict=strict),
+                path,
             )
             for path, weight in found
         )
     )
+
+
+def of_dataset(dataset: Any, name: str = "dataset", *, weight: Fraction | int = 1, strict: bool = False) -> Source:
+    """A Hugging Face dataset as a source, see train.corpus.of_dataset; `Texts((source, ...))` is what a run learns."""
+    return Source(name, Fraction(weight), corpus.of_dataset(dataset, name, strict=strict))
 
 
 def parse(data: str) -> list[tuple[Path | None, Fraction]]:

@@ -36,38 +36,116 @@ MISTRAL = (
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+ZEPHYR = (
+    "{% for message in messages %}\n"
+    "{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n' + message['content'] + eos_token }}\n"
+    "{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-# (template, each piece of the text with whether it is learnt)
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "zephyr": ZEPHYR}
+TALKS = {
+    "turns": CHAT,
+    "system": [{"role": "system", "content": "Be brief."}, *CHAT[:2]],
+    "silent": [CHAT[0], {"role": "assistant", "content": ""}, *CHAT[2:]],
+    "unanswered": CHAT[:3],
+    "spaces": [{"role": "user", "content": " Hi "}, {"role": "assistant", "content": " Hello!\n"}],
+}
+# (template, conversation): each piece of the text with whether it is learnt
+CHATML_HI, LLAMA3_HI = "<|im_start|>user\nHi<|im_end|>\n", "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+CHATML_CUE, LLAMA3_CUE = "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"
+CHATML_SUM = "<|im_start|>user\n2+2?<|im_end|>\n"
+LLAMA3_SUM = "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
 PUBLISHED = {
-    "chatml": (
-        CHATML,
-        [
-            ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False),
-            ("Hello!<|im_end|>\n", True),
-            ("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n", False),
-            ("4<|im_end|>\n", True),
-        ],
-    ),
-    "llama3": (
-        LLAMA3,
-        [
-            ("<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>", False),
-            ("<|start_header_id|>assistant<|end_header_id|>\n\n", False),
-            ("Hello!<|eot_id|>", True),
-            ("<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>", False),
-            ("<|start_header_id|>assistant<|end_header_id|>\n\n", False),
-            ("4<|eot_id|>", True),
-        ],
-    ),
-    "mistral": (
-        MISTRAL,
-        [
-            ("<s>[INST] Hi [/INST]", False),
-            ("Hello!</s>", True),
-            ("[INST] 2+2? [/INST]", False),
-            ("4</s>", True),
-        ],
-    ),
+    ("chatml", "turns"): [
+        (CHATML_HI + CHATML_CUE, False),
+        ("Hello!<|im_end|>\n", True),
+        (CHATML_SUM + CHATML_CUE, False),
+        ("4<|im_end|>\n", True),
+    ],
+    ("chatml", "system"): [
+        ("<|im_start|>system\nBe brief.<|im_end|>\n" + CHATML_HI + CHATML_CUE, False),
+        ("Hello!<|im_end|>\n", True),
+    ],
+    ("chatml", "silent"): [
+        (CHATML_HI + CHATML_CUE, False),
+        ("<|im_end|>\n", True),
+        (CHATML_SUM + CHATML_CUE, False),
+        ("4<|im_end|>\n", True),
+    ],
+    ("chatml", "unanswered"): [
+        (CHATML_HI + CHATML_CUE, False),
+        ("Hello!<|im_end|>\n", True),
+        (CHATML_SUM, False),
+    ],
+    ("chatml", "spaces"): [
+        ("<|im_start|>user\n Hi <|im_end|>\n" + CHATML_CUE, False),
+        (" Hello!\n<|im_end|>\n", True),
+    ],
+    ("llama3", "turns"): [
+        ("<s>" + LLAMA3_HI + LLAMA3_CUE, False),
+        ("Hello!<|eot_id|>", True),
+        (LLAMA3_SUM + LLAMA3_CUE, False),
+        ("4<|eot_id|>", True),
+    ],
+    ("llama3", "system"): [
+        ("<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>" + LLAMA3_HI + LLAMA3_CUE, False),
+        ("Hello!<|eot_id|>", True),
+    ],
+    ("llama3", "silent"): [
+        ("<s>" + LLAMA3_HI + LLAMA3_CUE, False),
+        ("<|eot_id|>", True),
+        (LLAMA3_SUM + LLAMA3_CUE, False),
+        ("4<|eot_id|>", True),
+    ],
+    ("llama3", "unanswered"): [
+        ("<s>" + LLAMA3_HI + LLAMA3_CUE, False),
+        ("Hello!<|eot_id|>", True),
+        (LLAMA3_SUM, False),
+    ],
+    ("llama3", "spaces"): [("<s>" + LLAMA3_HI + LLAMA3_CUE, False), ("Hello!<|eot_id|>", True)],  # it trims
+    ("mistral", "turns"): [
+        ("<s>[INST] Hi [/INST]", False),
+        ("Hello!</s>", True),
+        ("[INST] 2+2? [/INST]", False),
+        ("4</s>", True),
+    ],
+    ("mistral", "silent"): [
+        ("<s>[INST] Hi [/INST]", False),
+        ("</s>", True),
+        ("[INST] 2+2? [/INST]", False),
+        ("4</s>", True),
+    ],
+    ("mistral", "unanswered"): [
+        ("<s>[INST] Hi [/INST]", False),
+        ("Hello!</s>", True),
+        ("[INST] 2+2? [/INST]", False),
+    ],
+    ("mistral", "spaces"): [("<s>[INST]  Hi  [/INST]", False), (" Hello!\n</s>", True)],
+    ("zephyr", "turns"): [
+        ("<|user|>\nHi</s>\n<|assistant|>\n", False),
+        ("Hello!</s>\n", True),
+        ("<|user|>\n2+2?</s>\n<|assistant|>\n", False),
+        ("4</s>\n", True),
+    ],
+    ("zephyr", "system"): [
+        ("<|system|>\nBe brief.</s>\n<|user|>\nHi</s>\n<|assistant|>\n", False),
+        ("Hello!</s>\n", True),
+    ],
+    ("zephyr", "silent"): [
+        ("<|user|>\nHi</s>\n<|assistant|>\n", False),
+        ("</s>\n", True),
+        ("<|user|>\n2+2?</s>\n<|assistant|>\n", False),
+        ("4</s>\n", True),
+    ],
+    ("zephyr", "unanswered"): [
+        ("<|user|>\nHi</s>\n<|assistant|>\n", False),
+        ("Hello!</s>\n", True),
+        ("<|user|>\n2+2?</s>\n", False),
+    ],
+    ("zephyr", "spaces"): [("<|user|>\n Hi </s>\n<|assistant|>\n", False), (" Hello!\n</s>\n", True)],
 }
 MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
@@ -82,24 +160,48 @@ def _tokenizer() -> Tokenizer:
     return made
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_every_token_is_learnt_or_not_as_written_out(name: str) -> None:
-    source, pieces = PUBLISHED[name]
+@pytest.mark.parametrize(("name", "talk"), PUBLISHED)
+def test_every_token_is_learnt_or_not_as_written_out(name: str, talk: str) -> None:
     tokenizer = _tokenizer()
-    example = encode_chat(tokenizer, Template(source, SPECIAL), CHAT)
-    expected = [(token, learnt) for text, learnt in pieces for token in tokenizer.encode(text).ids]
+    example = encode_chat(tokenizer, Template(TEMPLATES[name], SPECIAL), TALKS[talk])
+    expected = [(token, learnt) for text, learnt in PUBLISHED[name, talk] for token in tokenizer.encode(text).ids]
     assert example.tokens.tolist() == [token for token, _ in expected]
     assert example.learnt.tolist() == [learnt for _, learnt in expected]
     assert example.labels.tolist() == [token if learnt else -100 for token, learnt in expected[1:]] + [-100]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(("name", "talk"), PUBLISHED)
+def test_a_conversation_that_is_cut_is_the_beginning_of_the_whole(name: str, talk: str) -> None:
+    tokenizer, template = _tokenizer(), Template(TEMPLATES[name], SPECIAL)
+    whole = encode_chat(tokenizer, template, TALKS[talk])
+    for length in range(1, len(whole.tokens) + 2):
+        if not whole.learnt[:length].any():
+            with pytest.raises(UserError, match=f"the first {length} of {len(whole.tokens)} tokens hold nothing that"):
+                encode_chat(tokenizer, template, TALKS[talk], length=length)
+            continue
+        part = encode_chat(tokenizer, template, TALKS[talk], length=length)
+        assert part.tokens.tolist() == whole.tokens[:length].tolist()
+        assert part.labels[:-1].tolist() == whole.labels[: min(length, len(whole.tokens)) - 1].tolist()
+        assert part.labels[-1] == -100
+
+
+def test_templates_without_a_place_for_what_is_said_refuse() -> None:
+    with pytest.raises(UserError, match="Roles must alternate"):
+        encode_chat(_tokenizer(), Template(MISTRAL, SPECIAL), TALKS["system"])
+    with pytest.raises(UserError, match="begins with the assistant, and the chat template has no cue for it"):
+        encode_chat(_tokenizer(), Template(ZEPHYR, SPECIAL), CHAT[1:])
+    example = encode_chat(_tokenizer(), Template(CHATML, {}), CHAT[1:2])
+    said = [token for token in example.labels.tolist() if token != -100]
+    assert _tokenizer().decode(said, skip_special_tokens=False) == "Hello!<|im_end|>\n"
+
+
+@pytest.mark.parametrize(("name", "talk"), PUBLISHED)
 @pytest.mark.parametrize("prompt", [True, False])
-def test_the_text_is_that_of_transformers(name: str, prompt: bool) -> None:
-    source = PUBLISHED[name][0]
+def test_the_text_is_that_of_transformers(name: str, talk: str, prompt: bool) -> None:
+    source, messages = TEMPLATES[name], TALKS[talk]
     reference = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), **SPECIAL)
-    theirs = reference.apply_chat_template(CHAT, chat_template=source, tokenize=False, add_generation_prompt=prompt)
-    assert render(Template(source, SPECIAL), CHAT, prompt=prompt) == theirs
+    theirs = reference.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=prompt)
+    assert render(Template(source, SPECIAL), messages, prompt=prompt) == theirs
 
 
 def test_packed_conversations_keep_what_is_learnt() -> None:

@@ -21,7 +21,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def small_texts():
     documents = tuple(Document(str(i), text) for i, text in enumerate(TEXTS))
-    return Texts((Source(None, Fraction(1), Corpus(documents, documents[1:])),))
+    return Texts((Source("small", Fraction(1), Corpus(documents, documents[1:])),))
 
 
 def equal(one, other):

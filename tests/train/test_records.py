@@ -45,8 +45,14 @@ BROKEN = {
     "cut": (b'{"text": "abc', "not JSON"),
     "latin": (b'{"text": "\xe9"}', "not UTF-8"),
     "list": (b"[1]", "not a JSON object"),
-    "field": (b'{"body": "x"}', "no field 'text' among body"),
+    "field": (b'{"body": "x"}', "no field 'text' or 'messages' among body"),
     "number": (b'{"text": 3}', "'text' is 3, no text"),
+    "empty": (b'{"text": " "}', "'text' is empty"),
+    "deep": (b"[" * 100_000, "not JSON"),
+    "half a character": (b'{"text": "a\\ud800b"}', "'text' holds half a character"),
+    "roles": (b'{"messages": [{"content": "x"}]}', "no list of objects with a role"),
+    "no turns": (b'{"messages": []}', "'messages' is empty"),
+    "half in a turn": (b'{"messages": [{"role": "user", "content": "\\udc00"}]}', "'messages' holds half"),
 }
 
 
@@ -60,11 +66,100 @@ def test_a_broken_line_is_named_and_only_it_is_lost(tmp_path: Path, name: str) -
         corpus.load(tmp_path / "b.jsonl", strict=True)
 
 
+def test_a_text_that_is_none_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain text\n" * 9)
+    (tmp_path / "b.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
+    assert corpus.load(tmp_path).skipped == ("b.txt (not UTF-8 text: byte 0xe9 in line 3)",)
+    with pytest.raises(UserError, match=r"b\.txt \(not UTF-8 text"):
+        corpus.load(tmp_path, strict=True)
+
+
+def test_parquet_that_is_cut_or_damaged_is_named(tmp_path: Path) -> None:
+    whole = _parquet(tmp_path / "a.parquet", text=[f"text {i} " * 50 for i in range(3000)]).read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
+    assert "not Parquet" in [*records(tmp_path / "a.parquet")][-1].fault
+    (tmp_path / "a.parquet").write_bytes(whole[:40] + bytes(byte ^ 255 for byte in whole[40:600]) + whole[600:])
+    found = [*records(tmp_path / "a.parquet")]
+    assert next(record for record in found if record.fault).fault.startswith("not Parquet")
+
+
 def test_broken_parquet_is_named(tmp_path: Path) -> None:
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not really")
     _parquet(tmp_path / "other.parquet", body=["x"])
     _parquet(tmp_path / "null.parquet", text=[GOOD[0], None])
     found = {path.name: [r for r in records(path) if r.text is None] for path in tmp_path.iterdir()}
     assert "not Parquet" in found["no.parquet"][0].fault
-    assert "no column 'text' among body" in found["other.parquet"][0].fault
+    assert "no column 'text' or 'messages' among body" in found["other.parquet"][0].fault
     assert found["null.parquet"][0].place == "row 2"
+
+
+TALKS = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in range(150)]
+
+
+def test_conversations_are_read_from_lines_and_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS[:100]))
+    _parquet(tmp_path / "b.parquet", messages=TALKS[50:])
+    found = corpus.load(tmp_path)
+    assert found.is_chat and found.skipped == ()
+    both = [list(document.messages or ()) for document in found.train + found.heldout]
+    assert len(found.heldout) == 8 and sorted(both, key=str) == sorted(TALKS, key=str)
+
+
+def test_of_few_conversations_a_whole_one_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS[:3]))
+    found = corpus.load(tmp_path / "a.jsonl")
+    assert (len(found.train), len(found.heldout)) == (2, 1)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALKS[0]}))
+    with pytest.raises(UserError, match="too little text"):
+        corpus.load(tmp_path / "a.jsonl")
+
+
+def test_texts_and_conversations_do_not_mix(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "a.jsonl", json.dumps({"messages": TALKS[0]}).encode())
+    with pytest.raises(UserError, match=r"texts \(a\.jsonl, line 1\) and conversations \(a\.jsonl, line 2\)"):
+        corpus.load(tmp_path / "a.jsonl")
+
+
+class Columns:
+    """What is used of a `datasets.Dataset`."""
+
+    def __init__(self, rows: list) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> object:
+        if not 0 <= number < len(self.rows):
+            raise IndexError(number)
+        return self.rows[number]
+
+
+def _datasets(rows: list[dict]) -> list:
+    """The stand-in, and where it is installed the real thing."""
+    try:
+        import datasets
+    except ImportError:
+        return [Columns(rows)]
+    return [Columns(rows), datasets.Dataset.from_list(rows)]
+
+
+def test_a_dataset_is_read_by_what_it_can_do() -> None:
+    for dataset in _datasets([{"text": text, "id": i} for i, text in enumerate([*GOOD, " "])]):
+        found = corpus.of_dataset(dataset, "notes")
+        assert _texts(found) == GOOD
+        assert found.skipped == ("notes, item 3 ('text' is empty)",)
+        assert found.train[0].name == "notes, item 0 (head)"
+        with pytest.raises(UserError, match="1 files or records of the notes"):
+            corpus.of_dataset(dataset, "notes", strict=True)
+    for dataset in _datasets([{"messages": talk} for talk in TALKS]):
+        found = corpus.of_dataset(dataset)
+        assert found.is_chat and len(found.train) + len(found.heldout) == 150
+
+
+def test_what_is_no_dataset_is_told() -> None:
+    with pytest.raises(UserError, match="the dataset is a generator without a length"):
+        corpus.of_dataset(value for value in [{"text": "a"}])
+    assert corpus.of_dataset(Columns([*({"text": text} for text in GOOD), 7])).skipped == (
+        "dataset, item 3 (7 is no dict of columns)",
+    )

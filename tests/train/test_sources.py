@@ -11,7 +11,9 @@ from tokenizers import Tokenizer
 
 from tests.train.test_run import rows, same, stop_after, train
 from train import data, sources, tokenizer
+from train.chat import Template
 from train.errors import UserError
+from train.rows import everything
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +140,71 @@ def test_a_run_learns_from_shards_of_its_checkpoints_tokenizer(tmp_path: Path, c
     np.save(folder / "000.npy", np.array([1, 2, 60_000], np.uint16))
     assert train(tmp_path / "third", folder, "--init", tmp_path / "first") == 2
     assert "000.npy: id number 2 is 60000" in capsys.readouterr().err
+
+
+def _talks(path: Path, number: int = 120) -> Path:
+    talks = [
+        [{"role": "user", "content": f"{i} + {i}?"}, {"role": "assistant", "content": f"{2 * i}."}]
+        for i in range(number)
+    ]
+    talks.append([{"role": "user", "content": "nobody answers"}])
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return path
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tmp_path: Path) -> None:
+    made = tokenizer.train(["<user><assistant> 0123456789?+.\n"] * 9, 300)
+    texts, template = sources.load(str(_talks(tmp_path / "a.jsonl"))), Template(TEMPLATE, {})
+    dataset = data.tokenized(texts, made, 0, 300, template=template, length=64)
+    again = data.tokenized(texts, made, 0, 300, template=template, length=64)  # from the cache
+    assert dataset.skipped == again.skipped and "line 121 (the conversation has no turn of the" in dataset.skipped[0]
+    mixture = data.mixture(again, 64)
+    batch = everything(mixture.rows[0])
+    said = made.decode(batch["labels"][batch["labels"] >= 0].tolist())
+    train_documents = texts.train
+    answers = [document.messages[1]["content"] for document in train_documents if len(document.messages or ()) == 2]
+    assert sorted(said.split("\n")[:-1]) == sorted(answers)
+    assert 0.5 < mixture.fill <= 1
+    starts = batch["segment_ids"].unique(dim=1).amax(1).sum()
+    assert int(starts) == len(answers)  # none is cut in two
+    assert dataset.train.bytes == len(said)
+    with pytest.raises(UserError, match="1 conversations cannot be learnt from"):
+        data.tokenized(texts, made, 0, 300, template=template, length=64, strict=True)
+    with pytest.raises(UserError, match="need a chat template and the length of a row"):
+        data.tokenized(texts, made, 0, 300)
+
+
+def test_a_run_learns_from_conversations(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    assert train(tmp_path / "first", _words(tmp_path / "a.txt", "one")) == 0
+    talks = _talks(tmp_path / "talks.jsonl")
+    capsys.readouterr()
+    assert train(tmp_path / "run", talks) == 2
+    assert "holds conversations: name with --init a checkpoint with a chat template" in capsys.readouterr().err
+    assert train(tmp_path / "run", talks, "--init", tmp_path / "first") == 2
+    assert "has no chat template" in capsys.readouterr().err
+    (tmp_path / "first" / "chat_template.jinja").write_text(TEMPLATE)
+    assert train(tmp_path / "whole", talks, "--init", tmp_path / "first") == 0
+    out = capsys.readouterr().out
+    assert "skipped 1 files or records: talks.jsonl, line 121" in out and "% of them text" in out
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert train(tmp_path / "parts", talks, "--init", tmp_path / "first") == 130
+    assert train(tmp_path / "parts", None, "--resume") == 0
+    assert same(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_a_dataset_is_a_source_among_others(tmp_path: Path) -> None:
+    records = [{"text": f"record {i}\n" * 9} for i in range(150)]
+    mixed = sources.load(str(_words(tmp_path / "a", "one"))).sources
+    texts = sources.Texts((*mixed, sources.of_dataset(records, "records", weight=Fraction(1, 2))))
+    mixture = data.mixture(data.tokenized(texts, tokenizer.train(["record 0123456789\n"] * 9, 300), 0, 300), 16)
+    assert mixture.names[1] == "records" and mixture.weights == (2, 1)
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
