@@ -31,7 +31,7 @@ def caller(
     if compile not in ("none", "block", "whole"):
         raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
     wrap = layer_fn(remat, compile)
-    takes = _open_keywords(function)
+    takes = open_keywords(function)
     if wrap is not None and "layer_fn" not in takes:
         raise ValueError(
             f"remat={remat!r} and compile={compile!r} wrap the model's layers, so the function needs a free keyword "
@@ -86,7 +86,7 @@ def _one_per_shape(layout: Layout) -> bool:
     return layout.plain and all(first == (0,) for first in layout.firsts)
 
 
-def _open_keywords(function: Callable[..., Any]) -> set[str]:
+def open_keywords(function: Callable[..., Any]) -> set[str]:
     """Which of `layer_fn`, `layout` and `aux` may be passed: keywords that are there and that no partial has bound.
 
     `aux` changes what is returned, so it is never passed to keywords that a function does not name.

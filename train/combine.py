@@ -78,7 +78,8 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
         pairs = zip(trained.items(), opt_state, strict=True)
         return {pattern: optimizer.lr(state) for (pattern, optimizer), state in pairs if optimizer.lr is not None}
 
-    return Optimizer(init, update, apply_ if in_place else None, lr, trainable, rates)
+    elementwise = all(optimizer.elementwise for optimizer in trained.values())
+    return Optimizer(init, update, apply_ if in_place else None, lr, trainable, rates, elementwise)
 
 
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
@@ -152,7 +153,8 @@ def around(
     inner, inner_rates = optimizer.lr, optimizer.rates
     lr = None if inner is None else lambda opt_state: inner(opt_state["inner"])
     rates = None if inner_rates is None else lambda opt_state: inner_rates(opt_state["inner"])
-    return Optimizer(init, update, apply_ if optimizer.apply_ is not None else None, lr, optimizer.trainable, rates)
+    own = apply_ if optimizer.apply_ is not None else None
+    return Optimizer(init, update, own, lr, optimizer.trainable, rates, optimizer.elementwise)
 
 
 def _wide_copy(param: Tensor) -> Tensor:

@@ -30,11 +30,18 @@ Rule = Callable[[Tensor, State, Tensor, Tensor, "float | Tensor"], tuple[Tensor,
 
 
 def leafwise(
-    init_leaf: Callable[[Tensor], State], rule: Rule, lr: Rate, *, weight_decay: float, spec: Tree | None
+    init_leaf: Callable[[Tensor], State],
+    rule: Rule,
+    lr: Rate,
+    *,
+    weight_decay: float,
+    spec: Tree | None,
+    elementwise: bool = False,
 ) -> Optimizer:
     """An Optimizer from what happens to one leaf; the arithmetic is fp32 at least, the state keeps its dtype.
 
     Decoupled weight decay, -rate x weight_decay x parameter, comes on top of the rule. lr, spec: as in `adamw`.
+    elementwise: see `Optimizer`.
     State: {step, and per name of the rule's state a tree like the parameters', None where a leaf has none}.
     """
     check_rate(lr)
@@ -62,7 +69,9 @@ def leafwise(
             leaves[path] = {name: new[name].to(s.dtype) for name, s in old.items()}
         return like(grads, updates), {"step": step, **_by_name(leaves, params)}
 
-    return Optimizer(init, update, None, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable)
+    return Optimizer(
+        init, update, None, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=elementwise
+    )
 
 
 def _by_name(leaves: dict[str, State], params: Tree) -> dict[str, Tree]:

@@ -23,4 +23,4 @@ def lion(
         momentum = state["momentum"]
         return -rate * momentum.lerp(grad, 1 - now).sign(), {"momentum": momentum.lerp(grad, 1 - kept)}
 
-    return leafwise(lambda p: {"momentum": zeros(p)}, rule, lr, weight_decay=weight_decay, spec=spec)
+    return leafwise(lambda p: {"momentum": zeros(p)}, rule, lr, weight_decay=weight_decay, spec=spec, elementwise=True)

@@ -39,6 +39,8 @@ class Optimizer:
     trainable: a tree of bools over the parameters, or a function that makes it from them; None: every floating leaf
         trains.
     rates(opt_state) -> {name: rate} of its groups, where it has several.
+    elementwise: whether a number's update depends on that number, its gradient and its state alone, so that a part of a
+        leaf is updated as it would be in the whole; what does not say so takes no divided parameters.
     """
 
     init: Callable[[Tree], Tree]
@@ -47,6 +49,7 @@ class Optimizer:
     lr: Callable[[Tree], float | Tensor] | None = None
     trainable: Tree | Callable[[Tree], Tree] | None = None
     rates: Callable[[Tree], dict[str, float | Tensor]] | None = None
+    elementwise: bool = False
 
 
 def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None = None) -> Tree:
@@ -168,7 +171,9 @@ def adamw(
             )
         step.add_(1 if skip is None else (~skip).to(step))
 
-    return Optimizer(init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable)
+    return Optimizer(
+        init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=True
+    )
 
 
 def sgd(
@@ -231,7 +236,9 @@ def sgd(
             )
         step.add_(1 if skip is None else (~skip).to(step))
 
-    return Optimizer(init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable)
+    return Optimizer(
+        init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=True
+    )
 
 
 def from_spec(spec: Tree | None) -> tuple[Tree | None, dict[str, bool] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
                 old[path].copy_(stochastic_round(new[path], draw(seed, step + 1, path, new[path])))
         step.add_(1 if skip is None else (~skip).to(step))
 
-    return around(optimizer, init, update, apply_)
+    # the draw counts numbers within a leaf, which its parts would do anew
+    return replace(around(optimizer, init, update, apply_), elementwise=False)
 
 
 def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from fnmodels.tree import Tree
 from params.index import listed
 from train import checkpoint
 from train.checkpoint import Checkpoint, Folder, Json
+from train.parallel.dtensors import map_local
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ def load(found: Checkpoint, like: Tree) -> Tree:
         reader = HuggingFaceStorageReader(str(found.path))
         there: dict[str, Any] = reader.read_metadata().state_dict_metadata  # of tensors alone, in these files
         _compare(found.path, {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}, like)
-        empty = tree.map(torch.empty_like, like)
+        empty = map_local(torch.empty_like, like)
         _told(lambda: read(tree.flatten(empty), storage_reader=reader, no_dist=not dist.is_initialized()))
     return empty
 

@@ -12,6 +12,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .optim import Optimizer
+from .parallel.dtensors import like_params, local_tree, map_local
 
 
 @tree.pytree
@@ -38,10 +39,13 @@ class State:
 
 
 def init_state(params: Tree, optimizer: Optimizer) -> State:
-    """A State at step 0. It copies the parameters, so that steps in place never write into the caller's tensors."""
+    """A State at step 0. It copies the parameters, so that steps in place never write into the caller's tensors.
+
+    Of DTensors the moments are DTensors too, placed alike.
+    """
     with torch.no_grad():
-        owned = tree.map(lambda p: p.detach().clone(memory_format=torch.contiguous_format), params)
-        opt_state = optimizer.init(owned)
+        owned = map_local(lambda p: p.detach().clone(memory_format=torch.contiguous_format), params)
+        opt_state = like_params(optimizer.init(local_tree(owned)), owned)
     device = next(iter(tree.leaves(owned))).device
     return State(torch.zeros((), dtype=torch.int64, device=device), owned, opt_state)
 

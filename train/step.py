@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,11 @@ from .calls import Batch, caller, microbatches
 from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from .state import State, consume
 
+if TYPE_CHECKING:
+    from .parallel.mesh import Mesh
+
 LossFn = Callable[..., tuple[Tensor, ...]]
+Step = Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]
 
 
 def make_step(
@@ -39,8 +43,9 @@ def make_step(
     compile: str = "none",
     inplace: bool = True,
     balance_rate: float | None = None,
-    mesh: None = None,
-) -> Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]:
+    mesh: Mesh | None = None,
+    gather_dtype: torch.dtype | None = None,
+) -> Step:
     """A function step(state, batch) -> (state, metrics).
 
     loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Where it has a keyword `layer_fn`
@@ -61,7 +66,8 @@ def make_step(
     balance_rate: after each update every layer's `selection_bias` goes up by this for experts that got fewer tokens of
         the batch than the mean, down for the others (`update_bias`). The loss function must then have a keyword `aux`
         and give counts [sparse layers, E] in its aux, as `next_token_loss` does. None: the biases stay.
-    mesh: not there yet; one process.
+    mesh: over many processes, see `train.parallel.step`: the State's leaves are DTensors, the batch is the whole one in
+        every process, and so are the metrics. gather_dtype: the dtype in which parameters are sent and used there.
 
     metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
     finite; aux, summed, where there is one; and lr_of, the rate of each group of `partition`. Where the loss or the
@@ -69,19 +75,34 @@ def make_step(
     as made. A batch without valid tokens has loss 0 and gradient 0.
     With an optimizer that has `apply_`, nothing waits for the device but the making of a layout.
     """
-    if mesh is not None:
-        raise NotImplementedError(f"mesh is {mesh!r}; steps over a mesh are not there yet, so it must be None.")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate is {accumulate!r}; it must be a whole number, at least 1.")
     if clip is not None and clip <= 0:
         raise ValueError(f"clip is {clip}; it must be above 0, or None.")
+    if mesh is not None:
+        from .parallel.step import make_step_over
+
+        return make_step_over(
+            mesh,
+            loss_fn,
+            optimizer,
+            accumulate=accumulate,
+            clip=clip,
+            remat=remat,
+            compile=compile,
+            inplace=inplace,
+            balance_rate=balance_rate,
+            gather_dtype=gather_dtype,
+        )
+    if gather_dtype is not None:
+        raise ValueError(f"gather_dtype is {gather_dtype}, but without a mesh nothing is gathered; leave it out.")
     sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     checked = False
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
         nonlocal checked
         if not checked:  # once: what a step returns has the structure of what it was given
-            _check_opt_state(optimizer, state)
+            check_opt_state(optimizer, state)
             checked = True
         sums = sums_of(state.params, microbatches(batch, accumulate))
         return update(optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
@@ -142,9 +163,13 @@ def update(
     clip: float | None = None,
     inplace: bool = True,
     balance_rate: float | None = None,
+    norm_of: Callable[[list[Tensor]], Tensor] = global_norm,
 ) -> tuple[State, dict[str, Any]]:
-    """(the State after one update with the gradients of `sums`, which are used up; the metrics of `make_step`)."""
-    loss, norm = sums.total / valid_count(sums.total, sums.count), global_norm(sums.grads)
+    """(the State after one update with the gradients of `sums`, which are used up; the metrics of `make_step`).
+
+    norm_of: the global norm of the gradients, of which this process may hold parts.
+    """
+    loss, norm = sums.total / valid_count(sums.total, sums.count), norm_of(sums.grads)
     scale = torch.ones_like(norm) if sums.divided else 1 / valid_count(sums.total, sums.count)
     norm = norm * scale
     finite = loss.isfinite() & norm.isfinite()
@@ -162,11 +187,11 @@ def update(
     train = trainable_mask(state.params, optimizer.trainable)
     after = _update(optimizer, state, _scatter(train, sums.grads), ~finite, inplace)
     if balance_rate is not None:
-        after = State(after.step, _balanced(after.params, sums.aux["counts"], balance_rate, ~finite), after.opt_state)
+        after = State(after.step, balanced(after.params, sums.aux["counts"], balance_rate, ~finite), after.opt_state)
     return after, metrics
 
 
-def _balanced(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
+def balanced(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
     """The parameters with the selection bias of each layer moved by its counts; other leaves as they are.
 
     Heads that predict further tokens come behind the layers, where the counts are of them too.
@@ -231,7 +256,7 @@ def checked_loss(result: Any) -> tuple[Any, ...]:
     )
 
 
-def _check_opt_state(optimizer: Optimizer, state: State) -> None:
+def check_opt_state(optimizer: Optimizer, state: State) -> None:
     """ValueError where the State's opt_state has other leaves than this optimizer makes for such params."""
     shapes = tree.map(lambda p: torch.empty_like(p, device="meta"), state.params)
     try:

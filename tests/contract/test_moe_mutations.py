@@ -278,7 +278,7 @@ def a_bias_moved_in_every_part(patch: pytest.MonkeyPatch) -> None:
         return result
 
     patch.setattr(test_balance, "toy_loss", moving)
-    patch.setattr(train.step, "_balanced", lambda params, *rest: params)
+    patch.setattr(train.step, "balanced", lambda params, *rest: params)
 
 
 @bug("M5", _step(accumulate=2))

@@ -47,6 +47,7 @@ import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import params  # noqa: F401
+import tests.support  # noqa: F401
 import train  # noqa: F401
 from train.parallel import Mesh
 

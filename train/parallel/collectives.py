@@ -18,7 +18,7 @@ All processes of the group must call it alike, in the same order: check what may
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -51,6 +51,11 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def enter(x: Tensor, group: ProcessGroup) -> Tensor:
     """x, the same in all processes, each of which does something else with it. Backward: the sum of the gradients."""
     return _linear(x, _Copy(group))
+
+
+def enter_all(xs: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """`enter` of each, of one dtype; backward in one message."""
+    return list(_EnterAll.apply(group, *xs)) if xs else []
 
 
 def leave(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -159,6 +164,30 @@ class _Apply(torch.autograd.Function):
     def vmap(_: Any, in_dims: tuple[int, None], x: Tensor, how: Linear) -> tuple[Tensor, int]:
         batched, place = how.batched()
         return _linear(x.movedim(in_dims[0], place), batched), place
+
+
+class _EnterAll(torch.autograd.Function):
+    @staticmethod
+    def forward(group: ProcessGroup, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        total = _linear(torch.cat([grad.flatten() for grad in grads]), _Sum(ctx.group))
+        parts = total.split([grad.numel() for grad in grads])
+        return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
+    def vmap(_: Any, in_dims: tuple[Any, ...], group: ProcessGroup, *xs: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        return _EnterAll.apply(group, *xs), in_dims[1:]
 
 
 @dataclass(frozen=True)

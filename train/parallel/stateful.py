@@ -1,0 +1,104 @@
+"""The same functions behind modules, for FSDP2 and whatever else expects an nn.Module with hooks and parameters.
+
+    model = Model(params, spec)                                   # a module per dict of the tree, and nothing else
+    shard(model, mesh.device_mesh(), dtype=torch.bfloat16)        # torch's fully_shard, of each layer and of the rest
+    total, count = model(functools.partial(next_token_loss, config=config), rows)
+    (total / global_count).backward()                             # gradients are sums over all processes
+    torch.optim.AdamW(model.parameters()).step()
+
+A module holds parameters and computes nothing: called, it hands the tree of them to the function that it is given. So
+hooks that gather parameters run around a layer as around any module, and inside of them the block sees plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+from train.layers import Block, LayerFn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Branch(nn.Module):
+    """A dict or list of parameters, their names those of the tree: "attention.q_proj". No copies are made.
+
+    trains: for each parameter whether it has a gradient.
+    """
+
+    def __init__(self, values: Tree, trains: Tree) -> None:
+        super().__init__()
+        self.kind = type(values)
+        for name, value in _items(values):
+            learns = trains[name] if isinstance(values, Mapping) else trains[int(name)]
+            if isinstance(value, Tensor):
+                self.register_parameter(name, nn.Parameter(value, requires_grad=learns))
+            else:
+                self.add_module(name, Branch(value, learns))
+
+    def tree(self) -> Tree:
+        """The parameters as they are now: parts, or inside of FSDP's hooks whole."""
+        branches = {name: child.tree() for name, child in self._modules.items() if isinstance(child, Branch)}
+        values: dict[str, Any] = {**self._parameters, **branches}
+        return values if self.kind is dict else [values[name] for name in sorted(values, key=int)]
+
+    def forward(self, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """function(tree, ...)."""
+        return function(self.tree(), *args, **more)
+
+
+class Model(Branch):
+    """A whole tree of parameters with its "layers". spec: the family's, which says what has a gradient."""
+
+    def __init__(self, params: Tree, spec: Tree) -> None:
+        super().__init__(params, tree.map(lambda leaf: leaf.trainable, spec))
+
+    def forward(self, function: Callable[..., Any], *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
+        """function(params, ..., layer_fn=...), in whose params each layer is its module, called around the block.
+
+        layer_fn: one more wrapper, which sees the layer's tensors: remat inside of FSDP's hooks, as FSDP2 wants it.
+        """
+
+        def through_modules(block: Block) -> Block:
+            inner = block if layer_fn is None else layer_fn(block)
+            return lambda layer, *args, **more: layer(inner, *args, **more)
+
+        branches = {n: c.tree() for n, c in self._modules.items() if isinstance(c, Branch) and n != "layers"}
+        given = {**self._parameters, **branches, "layers": layers_of(self)}
+        return function(given, *args, layer_fn=through_modules, **more)
+
+
+def layers_of(model: Model) -> list[nn.Module]:
+    """A module per layer."""
+    return list(model.get_submodule("layers").children())
+
+
+def shard(
+    model: Model, devices: DeviceMesh, *, dtype: torch.dtype | None = None, reshard: bool | int | None = None
+) -> None:
+    """torch's `fully_shard` of each layer and of the rest, over `fsdp`, and copied over `dp` (HSDP) where that is more.
+
+    Its policy: parameters are gathered in `dtype` (None: their own), gradients are reduced in fp32, and what goes into
+    a layer is left as it is, rotary tables in fp32 among it. Gradients are summed and not averaged, for losses are
+    sums. reshard: `fully_shard`'s reshard_after_forward.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    mesh = devices["dp", "fsdp"] if devices["dp"].size() > 1 else devices["fsdp"]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in (*layers_of(model), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # or a factor would need a reduction that gloo lacks
+            part.set_gradient_divide_factor(1.0)
+
+
+def _items(values: Tree) -> list[tuple[str, Any]]:
+    return list(values.items()) if isinstance(values, Mapping) else [(str(i), v) for i, v in enumerate(values)]

@@ -1,0 +1,181 @@
+"""The train step over a mesh: the same sums, taken by many processes.
+
+    mesh = Mesh(fsdp=4)
+    placements = params.plan(spec, params.Rules(spread="fsdp"), mesh.device_mesh())
+    state = init_state(params.init(config, 0, plan=placements), optimizer)
+    step = make_step(functools.partial(next_token_loss, config=config), optimizer, clip=1.0, mesh=mesh)
+    state, metrics = step(state, batch)                       # by all processes, with the same batch
+
+Every process takes its rows of the batch. What it gets is a sum over its tokens; total, count and gradients are summed
+over processes and divided once, by the number of valid tokens of the whole batch. Each updates the parts that it
+holds. What could differ between processes is checked before anything is sent: one that raised alone would leave the
+others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+from params.sharding import Sharding
+from train.calls import Batch, microbatches, open_keywords
+from train.optim import Optimizer, trainable_mask, wide_dtype, with_paths
+from train.state import State, consume
+from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_sums, update
+
+from .collectives import summed
+from .dtensors import like, local_tree
+from .gather import Part, gather, gathering, shardings
+from .mesh import DATA, ROWS, Mesh, mesh_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def make_step_over(
+    mesh: Mesh,
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    *,
+    accumulate: int,
+    clip: float | None,
+    remat: str,
+    compile: str,
+    inplace: bool,
+    balance_rate: float | None,
+    gather_dtype: torch.dtype | None,
+) -> Step:
+    """`train.make_step` over a mesh; the State's parameters and moments are DTensors on `mesh.device_mesh()`.
+
+    Batches whose rows the mesh does not divide are refused, and so are optimizers that need more than parts.
+    """
+    there = {"dp", "fsdp"}
+    missing = [name for name, size in mesh.sizes.items() if size > 1 and name not in there]
+    if missing:
+        raise NotImplementedError(f"The mesh {mesh} has {missing[0]}; steps are made over {', '.join(sorted(there))}.")
+    if compile != "none":
+        raise ValueError(f'compile is {compile!r}; over a mesh it must be "none": what gathers layers is not compiled.')
+    if "layer_fn" not in open_keywords(loss_fn):
+        raise ValueError(
+            f"Over the mesh {mesh} layers are gathered where they run, so the loss function needs a free keyword "
+            "`layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
+        )
+    counts = balance_rate is not None
+
+    def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
+        shards = shardings(state.params)
+        devices = _devices(shards, mesh)
+        held = local_tree(state)
+        check_opt_state(optimizer, held)
+        if not optimizer.elementwise:
+            _check_whole(shards)
+        parts = microbatches(own_rows(batch, devices), accumulate)
+        trains = trainable_mask(held.params, optimizer.trainable)
+        loss = gathering(loss_fn, shards, dtype=gather_dtype, trains=trains)
+        sums = gradient_sums(loss, optimizer, remat=remat, counts=counts)(held.params, parts, divide=False)
+        learning = [how for how, learns in zip(tree.leaves(shards), tree.leaves(trains), strict=True) if learns]
+        after, metrics = update(
+            optimizer, held, _global(sums, devices), clip=clip, inplace=inplace, norm_of=norm_over(learning)
+        )
+        if balance_rate is not None:
+            moved = _balanced(after.params, shards, metrics["aux"]["counts"], balance_rate, ~metrics["finite"])
+            after = State(after.step, moved, after.opt_state)
+        result = tree.map(like, after, state)
+        if inplace:
+            consume(state)
+        return result, metrics
+
+    return step
+
+
+def own_rows(batch: Any, devices: DeviceMesh) -> Any:
+    """This process' rows of the whole batch, or of each microbatch in a list. ValueError where they do not divide."""
+    if isinstance(batch, (list, tuple)):
+        return [own_rows(part, devices) for part in batch]
+    names = [name for name in ROWS if name in (devices.mesh_dim_names or ())]
+    index, number = 0, 1
+    for name in names:
+        size = devices.size(devices.mesh_dim_names.index(name))  # type: ignore[union-attr]
+        index, number = index * size + devices.get_local_rank(name), number * size
+    for path, tensor in tree.flatten(batch).items():
+        if not tensor.ndim or tensor.shape[0] % number:
+            rows = f"{tensor.shape[0]} rows" if tensor.ndim else "no rows"
+            raise ValueError(
+                f"The batch's {path!r} has {rows}, and the mesh {mesh_of(devices)} takes them in {number} equal parts: "
+                f"give a multiple of {number}."
+            )
+    return tree.map(lambda tensor: tensor.chunk(number)[index], batch)
+
+
+def norm_over(placed: Sequence[Sharding]) -> Callable[[list[Tensor]], Tensor]:
+    """`global_norm` of gradients of which each process holds parts, placed so: a copy counts once."""
+
+    def norm_of(grads: list[Tensor]) -> Tensor:
+        wide = wide_dtype(grads[0].dtype) if grads else torch.float32
+        square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+        for grad, how in zip(grads, placed, strict=True):
+            if _is_first_copy(how):
+                square += torch.linalg.vector_norm(grad, dtype=wide_dtype(grad.dtype)).double().square()
+        # one sum over all, so that no two processes can see another norm, and skip another step
+        world = dist.group.WORLD
+        assert world is not None
+        return summed(square, world).sqrt().to(wide)
+
+    return norm_of
+
+
+def _is_first_copy(how: Sharding) -> bool:
+    assert how.mesh is not None
+    coordinate = how.mesh.get_coordinate()
+    assert coordinate is not None
+    return not any(at for at, dim in zip(coordinate, how.dims, strict=True) if dim is None)
+
+
+def _global(sums: Sums, devices: DeviceMesh) -> Sums:
+    """The total, the count and the aux of all processes; the gradients are it already."""
+    groups = [devices.get_group(name) for name in DATA if devices[name].size() > 1]
+    both = summed(torch.stack((sums.total.double(), sums.count.double())), *groups)
+    total, count = both[0].to(sums.total.dtype), both[1].to(sums.count.dtype)
+    return Sums(total, count, tree.map(lambda aux: summed(aux, *groups), sums.aux), sums.grads, sums.divided)
+
+
+def _devices(shards: Tree, mesh: Mesh) -> DeviceMesh:
+    """The device mesh on which all leaves lie. ValueError where it is another than `mesh`, or there are two."""
+    found: DeviceMesh | None = None
+    for path, how in tree.flatten(shards).items():
+        if found is None:
+            found = how.mesh
+        if how.mesh != found:
+            raise ValueError(f"{path} lies on another device mesh than the leaves before it; all must lie on one.")
+    if found is None or mesh_of(found) != mesh:
+        where = "no mesh" if found is None else mesh_of(found)
+        raise ValueError(f"The step is made for the mesh {mesh}, and the State's parameters lie on {where}.")
+    return found
+
+
+def _check_whole(shards: Tree) -> None:
+    for path, how in tree.flatten(shards).items():
+        divided = [name for (name, size), dim in zip(how.sizes, how.dims, strict=True) if dim is not None and size > 1]
+        if divided:
+            raise ValueError(
+                f"The optimizer needs whole leaves, and {path} is divided over {divided[0]}: take one whose update is "
+                "elementwise (adamw, sgd, lion), or a mesh that only copies parameters (dp)."
+            )
+
+
+def _balanced(params: Tree, shards: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
+    """`train.step.balanced`, of biases that may be divided."""
+    placed = tree.flatten(shards)
+
+    def is_bias(path: str) -> bool:
+        return path.endswith(".selection_bias")
+
+    whole = with_paths(lambda p, x: gather([Part(x, placed[p], x.dtype)])[0] if is_bias(p) else x, params)
+    moved = balanced(whole, counts, rate, skip)
+    return with_paths(lambda p, x: x[placed[p].here()].contiguous() if is_bias(p) else x, moved)
