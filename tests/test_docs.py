@@ -36,6 +36,7 @@ def _without_sizes(printed: str) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_run_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     module = ModuleType("page")  # the compiler looks up the globals of a function in the module that it names
     monkeypatch.setitem(sys.modules, "page", module)
     blocks = blocks_of(page)

@@ -73,7 +73,7 @@ def resolved(settings: Settings) -> Settings:
 
 def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree, Job]:
     """Text, tokenizer and model: new ones, those of --init, or on resume (`recorded`) those in the run folder."""
-    texts = sources.load(settings.data, without=path)
+    texts = sources.load(settings.data, without=path, strict=settings.broken == "stop")
     made = model.resumed(path, settings) if recorded else model.begun(settings, texts)
     config, tokenizer, ends = made.config, made.tokenizer, made.ends
     length = min(settings.row_length, config.max_position_embeddings)
@@ -85,6 +85,7 @@ def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree
             config.vocab_size,
             length=length,
             template=data.template_for(texts, made.source or path),
+            strict=settings.broken == "stop",
             show=show,
         )
     identity = {

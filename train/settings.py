@@ -103,6 +103,7 @@ class Settings:
         "a text file, a folder of them (without hidden ones), .jsonl, .parquet, a folder of .npy shards of ids; or "
         "several, each with a weight",
     )
+    broken: str = setting("skip", choice("skip", "stop"), TEXT, "what to do about a file or record that cannot be read")
     init: str | None = setting(None, CHECKPOINT, TEXT, "start from the weights and tokenizer of a checkpoint folder")
     lora: str | None = setting(
         None,

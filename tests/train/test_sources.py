@@ -199,6 +199,22 @@ def test_a_run_learns_from_conversations(tmp_path: Path, monkeypatch, capsys: py
     assert same(tmp_path / "whole", tmp_path / "parts") == []
 
 
+def test_what_is_broken_may_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(tmp_path / "first", _words(tmp_path / "a.txt", "one"), "--broken", "stop") == 0
+    (tmp_path / "first" / "chat_template.jinja").write_text(TEMPLATE)
+    talks, broken = _talks(tmp_path / "talks.jsonl"), _jsonl(tmp_path / "b.jsonl")
+    with open(broken, "a") as file:
+        file.write("{")
+    for path, message in (
+        (broken, "b.jsonl, line 151 (not JSON"),
+        (talks, "talks.jsonl, line 121 (the conversation has"),
+    ):
+        capsys.readouterr()
+        assert train(tmp_path / "run", path, "--init", tmp_path / "first", "--broken", "stop") == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
 def test_a_dataset_is_a_source_among_others(tmp_path: Path) -> None:
     records = [{"text": f"record {i}\n" * 9} for i in range(150)]
     mixed = sources.load(str(_words(tmp_path / "a", "one"))).sources
