@@ -290,13 +290,13 @@ def main() -> None:
     rounds = 1 if given.quick else given.rounds
     parts = given.parts or ["long", "packed", "window", "cuda"]  # long first: its baseline is a fresh process
     if "long" in parts:
-        long(16384 if given.quick else 131072, 512)
+        long(2048 if given.quick else 131072, 512)
     if "packed" in parts:
-        packed(tuple(n // 4 for n in LENGTHS) if given.quick else LENGTHS, rounds)
+        packed(tuple(n // 16 for n in LENGTHS) if given.quick else LENGTHS, rounds)
     if "window" in parts:
-        window(2048 if given.quick else 8192, 512, rounds)
+        window(1024 if given.quick else 8192, 512, rounds)
     if "cuda" in parts:
-        cuda(tuple(n // 4 for n in LENGTHS) if given.quick else LENGTHS, rounds)
+        cuda(tuple(n // 16 for n in LENGTHS) if given.quick else LENGTHS, rounds)
 
 
 if __name__ == "__main__":
