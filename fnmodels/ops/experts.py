@@ -62,7 +62,7 @@ def loop_experts(
             'experts="loop" reads on the host how many tokens each expert has, which vmap and compiled graphs do not '
             'allow: experts="dense" has static shapes (and is what kernel="math" takes).'
         )
-    rows, sent, weights = _sent(experts, x, weights, indices, valid, input_weighted)
+    rows, sent, weights = sorted_rows(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
     sizes = sent.counts.tolist()  # under no transform and in no graph: refused above
     padding = len(rows) - sum(sizes)
     out = loop_mlps(dict(experts), rows[: len(rows) - padding], sizes, act)
@@ -97,7 +97,7 @@ def grouped_experts(
     names = list(experts)
     x, weights, *leaves = first_order("grouped", x, weights, *experts.values(), vmap=False)
     experts = dict(zip(names, leaves, strict=True))
-    rows, sent, weights = _sent(experts, x, weights, indices, valid, input_weighted)
+    rows, sent, weights = sorted_rows(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
     # On a CPU nobody waits for the number of rows that experts own: the others are left out.
     static = x.is_cuda or torch.compiler.is_compiling() or not readable(sent.counts)
     padding = 0 if static else len(rows) - int(sent.counts.sum())
@@ -158,13 +158,13 @@ def dense_experts(
 _PATHS: dict[str, Experts] = {"loop": loop_experts, "grouped": grouped_experts, "dense": dense_experts}
 
 
-def _sent(
-    experts: Mapping[str, Tensor], x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, input_weighted: bool
+def sorted_rows(
+    x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, experts: int, input_weighted: bool
 ) -> tuple[Tensor, Dispatched, Tensor]:
-    """(sorted rows, where they came from, the weights of what comes out)."""
+    """(what `experts` experts are given, sorted; where it came from; the weights [T, k] of what comes out)."""
     if input_weighted:  # the product's gradients are NaN where either factor is, with a slope of 0 too
         x, weights = x.where(valid[:, None], 0), weights.where(valid[:, None], 0)
-    rows, sent = dispatch(x, indices, valid, experts["gate_proj"].shape[0])
+    rows, sent = dispatch(x, indices, valid, experts)
     if input_weighted and len(rows):
         rows = rows * weights.flatten().index_select(0, sent.order)[:, None].to(rows.dtype)
         weights = torch.ones_like(weights)

@@ -7,6 +7,7 @@
     region        what these two have between the stream and a process' own part
     context       tokens of a row in different processes: attention that fetches keys, or passes them on
     pipeline      layers on different processes: parts of the tree, and torch's schedules over them
+    expert        experts in different processes: tokens travel to theirs and back
 
 Nothing here starts a process group, and importing it costs no more than `import torch`: what needs DTensor imports it
 inside of the function that does.

@@ -1,0 +1,86 @@
+"""Expert parallelism: each rank holds some experts of every layer, and tokens travel to theirs and back.
+
+    experts = expert_parallel(mesh["ep"].get_group())        # once
+    total, count = next_token_loss(params, rows_of_this_rank, config=config, experts=experts)
+
+Of an expert's leaves rank r of n has the r-th n-th along dimension 0, of all other parameters the whole. Ranks have
+tokens of their own, any number of them (GShard, arXiv 2006.16668). Losses are sums: an expert's gradient is whole where
+it lies, made of all ranks' tokens; those of other parameters, and counts of tokens, are to be summed over the ranks.
+Where ranks hold the same tokens, as under tensor parallelism, `shared_tokens` divides these first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.ops.dispatch import combine, virtual_padding
+from fnmodels.ops.experts import Experts, choose_experts, sorted_rows
+
+from . import collectives
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Experts:
+    """An `experts=` for `fnmodels.forward` whose experts the ranks of `group` hold, in order and equally many.
+
+    inner: how a rank computes its own, see `fnmodels.ops.experts`. Every rank must call it for every layer, with tokens
+    or without. How many rows come is read on the host, so that it runs in eager mode and not under vmap.
+    """
+    ranks = group.size()
+
+    def run(
+        experts: Mapping[str, Tensor],
+        x: Tensor,
+        weights: Tensor,
+        indices: Tensor,
+        valid: Tensor,
+        *,
+        act: Any,
+        input_weighted: bool = False,
+    ) -> Tensor:
+        here = experts["gate_proj"].shape[0]
+        rows, dispatched, weights = sorted_rows(x, weights, indices, valid, ranks * here, input_weighted)
+        counts = dispatched.counts.view(ranks, here)
+        coming = collectives.all_to_all(counts, group, split=0, join=0)  # [ranks, experts here]
+        sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
+        padding = len(rows) - sum(sent)  # whose rows stand last and stay here
+        got = collectives.exchange(rows[: len(rows) - padding], sent, received, group)
+        ids = torch.arange(here, device=x.device).repeat(ranks)
+        expert = ids.repeat_interleave(coming.flatten(), output_size=len(got))[:, None]
+        local = choose_experts(inner, got, *experts.values(), kernel="auto")
+        ones, real = got.new_ones(len(got), 1), torch.ones(len(got), dtype=torch.bool, device=x.device)
+        back = collectives.exchange(local(experts, got, ones, expert, real, act=act), received, sent, group)
+        if not len(x):
+            # Nothing to combine, but backwards send messages too, and this rank must not leave them out: its weights
+            # need a gradient as those of the others, and what is recomputed for remat ends with the last tensor that
+            # was kept, which must come after the message.
+            return (back * weights.sum()).to(x.dtype)
+        return combine(F.pad(back, (0, 0, 0, padding)) if padding else back, dispatched, weights)
+
+    return run
+
+
+def shared_tokens(experts: Experts, group: ProcessGroup) -> Experts:
+    """`experts` for ranks of `group` that hold the same tokens: each computes its part, and all get all results.
+
+    Parts are those of `virtual_padding`: any number of tokens will do, and the last ranks may have none. `experts`
+    is `expert_parallel` over the same ranks, or over these and others. Gradients of x and weights are whole on all.
+    """
+    rank, ranks = group.rank(), group.size()
+
+    def run(
+        leaves: Mapping[str, Tensor], x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any
+    ) -> Tensor:
+        lo, hi = virtual_padding(len(x), ranks)[1][rank]
+        x, weights = collectives.enter(x, group), collectives.enter(weights, group)
+        y = experts(leaves, x[lo:hi], weights[lo:hi], indices[lo:hi], valid[lo:hi], **how)
+        return collectives.leave(F.pad(y, (0, 0, lo, len(x) - hi)), group)
+
+    return run
