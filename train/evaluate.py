@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fnmodels import document_layout
 from fnmodels.tree import Tree
@@ -13,13 +13,15 @@ from train.rows import Batch, take
 ROWS_AT_ONCE = 8
 
 
-def heldout_loss(loss: Callable[..., tuple[Tensor, Tensor]], params: Tree, rows: Batch) -> float:
-    """Mean loss in nats per target over the rows. `loss(params, batch, layout=...)` returns a sum and a count."""
+def heldout_loss(loss: Callable[..., tuple[Any, ...]], params: Tree, rows: Batch) -> float:
+    """Mean loss in nats per target over the rows. `loss(params, batch, layout=...)` returns (sum, count, ...)."""
     total, count = 0.0, 0
     with torch.no_grad():
         for indices in torch.arange(len(rows["tokens"])).split(ROWS_AT_ONCE):
             batch = take(rows, indices)
-            part_sum, part_count = loss(params, batch, layout=document_layout(batch["positions"], batch["segment_ids"]))
+            part_sum, part_count, *_ = loss(
+                params, batch, layout=document_layout(batch["positions"], batch["segment_ids"])
+            )
             total, count = total + float(part_sum), count + int(part_count)
     return total / max(count, 1)
 

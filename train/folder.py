@@ -5,6 +5,7 @@
     run.json                                              what decides its numbers
     settings.toml                                         all that it was told, for --config
     metrics.jsonl, tensorboard/, loss.png, summary.json   what became of it
+    speed.jsonl                                           what each step cost: the clock's part, never the same twice
 
 A saved step holds the parameters too, although the checkpoint beside it has them already: it is one rename that saves
 it, so that no kill, whenever it comes, pairs the parameters of one step with the optimizer of another.
@@ -27,6 +28,7 @@ SETTINGS = "settings.toml"
 STEPS = "steps"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
+SPEED = "speed.jsonl"
 PICTURE = "loss.png"
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)
 

@@ -15,24 +15,30 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+import fnmodels
 from fnmodels import tree
 from fnmodels.mask import Layout
 from fnmodels.tree import Tree
 from params.save import config_text
 from train import checkpoint, data, evaluate, folder, model, pretrained, sources
+from train.combine import partition
 from train.errors import UserError
 from train.files import write_text
 from train.loss import next_token_loss
-from train.mixture import Mixture
+from train.metrics import short
+from train.mixture import Mixture, epochs
 from train.model import Model
+from train.muon import muon
 from train.optim import Optimizer, adamw
 from train.progress import tokenizing
 from train.rows import Batch
 from train.schedule import warmup_stable_decay
 from train.settings import Settings, deciding, to_toml
+from train.speed import flops_per_token
 from train.tokenizer import tokenizer_config
 
 Json = dict[str, Any]
+MATRICES = "layers.*_proj"
 FROM_SCRATCH, FROM_CHECKPOINT, OF_ADAPTERS = 3e-3, 3e-4, 1e-3  # peaks of the learning rate
 
 
@@ -50,9 +56,10 @@ class Job:
     dataset: data.Dataset
     mixture: Mixture
     heldout: Batch
-    loss: Callable[..., tuple[Tensor, Tensor]]
+    loss: Callable[..., tuple[Any, ...]]
     optimizer: Optimizer
     trained: int  # parameters
+    flops_per_token: float
     left_out: tuple[str, ...]
 
     @property
@@ -61,6 +68,15 @@ class Job:
 
     def bits_per_byte(self, loss: float) -> float:
         return evaluate.bits_per_byte(loss, self.heldout_targets, self.dataset.heldout.bytes)
+
+    def train_bits_per_byte(self, loss: float) -> float:
+        """With the mean bytes of a token of what is learned from, not of the batch."""
+        return evaluate.bits_per_byte(loss, self.dataset.train.total, self.dataset.train.bytes)
+
+    def epochs(self, steps: int) -> dict[str, float]:
+        """How often each source was gone through, by the number it has in --data."""
+        gone = epochs(self.mixture, steps, self.settings.batch_rows)
+        return {str(number): short(times) for number, times in enumerate(gone.values())}
 
 
 def resolved(settings: Settings) -> Settings:
@@ -115,6 +131,7 @@ def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree
         loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype))),
         optimizer=optimizer_for(made.spec, settings),
         trained=sum(math.prod(leaf.shape) for leaf in tree.leaves(made.spec) if leaf.trainable),
+        flops_per_token=flops_per_token(config, made.spec, length),
         left_out=made.left_out,
     )
 
@@ -173,24 +190,28 @@ def check_length(dataset: data.Dataset, length: int, source: str | None) -> None
         )
 
 
-def loss_function(config: Any, spec: Tree, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Computes in `dtype`; parameters that train, their gradients and the loss stay fp32."""
+def loss_function(config: Any, spec: Tree, dtype: torch.dtype) -> Callable[..., tuple[Any, ...]]:
+    """Computes in `dtype`; parameters that train, their gradients and the loss stay fp32. With counts of experts."""
+    routed = bool(getattr(fnmodels.family_of(config), "ROUTED", False))
     casts = tree.map(lambda leaf: leaf.dtype.is_floating_point and not leaf.keep_dtype, spec)
 
-    def loss(params: Tree, batch: Batch, *, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
+    def loss(params: Tree, batch: Batch, *, layout: Layout | None = None) -> tuple[Any, ...]:
         cast = tree.map(lambda param, casts: param.to(dtype) if casts else param, params, casts)
-        return next_token_loss(cast, batch, config=config, layout=layout)
+        return next_token_loss(cast, batch, config=config, layout=layout, aux=routed)
 
     return loss
 
 
 def optimizer_for(spec: Tree, settings: Settings) -> Optimizer:
-    peak, warmup = settings.learning_rate, min(settings.warmup, settings.steps // 10)
-    assert peak is not None  # as in `resolved`
+    warmup = min(settings.warmup, settings.steps // 10)
 
-    def rate(step: Tensor) -> float:
-        return peak * float(
-            warmup_stable_decay(int(step), total=settings.steps, warmup=warmup, decay_ratio=settings.decay_ratio)
-        )
+    def rate(peak: float | None) -> Callable[[Tensor], float]:
+        assert peak is not None  # as in `resolved`
+        shape: Json = {"total": settings.steps, "warmup": warmup, "decay_ratio": settings.decay_ratio}
+        return lambda step: peak * float(warmup_stable_decay(int(step), **shape))
 
-    return adamw(rate, betas=settings.betas, weight_decay=settings.weight_decay, spec=spec)
+    how: Json = {"weight_decay": settings.weight_decay, "spec": spec}
+    rest = adamw(rate(settings.learning_rate), betas=settings.betas, **how)
+    if settings.optimizer == "adamw":
+        return rest
+    return partition({MATRICES: muon(rate(settings.muon_learning_rate), **how), "*": rest})

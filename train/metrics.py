@@ -1,12 +1,12 @@
 """metrics.jsonl: one flushed row per optimizer step, the same bytes for a resumed run as for an uninterrupted one.
 
-Nothing in a row depends on the clock: speeds go to TensorBoard and to the progress bar.
+Nothing in a row depends on the clock: what a step cost goes into speed.jsonl. TensorBoard has both.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -71,18 +71,57 @@ def is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def of_step(measured: Mapping[str, Any], bits_per_byte: Callable[[float], float]) -> Row:
+    """What a step returned, as numbers for the row.
+
+    expert_load: in the layer where they differ most, the tokens of the busiest expert over the mean of all experts'.
+    """
+    row: Row = {"finite": bool(measured["finite"])}
+    row |= {name: shortest(measured[name]) for name in ("loss", "lr", "grad_norm")}
+    row["perplexity"] = short(math.exp(row["loss"]) if row["loss"] < 700 else math.inf)
+    row["bits_per_byte"] = short(bits_per_byte(row["loss"]))
+    if "lr_of" in measured:
+        row["lr_of"] = {name: shortest(rate) for name, rate in measured["lr_of"].items()}
+    if "aux" in measured:
+        counts = measured["aux"]["counts"].float()
+        row["expert_load"] = shortest((counts.amax(-1) / counts.mean(-1).clamp(min=1e-9)).max())
+    return row
+
+
+def short(value: float) -> float:
+    """Six digits: enough to read, and no more than what fp32 gives."""
+    return float(f"{value:.6g}")
+
+
+def cut_speed(path: Path, step: int) -> list[Row]:
+    """Drop the rows past `step`, and return those that stay; what is damaged is left out, for no run needs them."""
+    kept = [row for row in read_rows(path) if row["step"] <= step]
+    write_text(path, "".join(map(line, kept)))
+    return kept
+
+
+def scalars(row: Row, name: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a row by their names, a/b where one is of several."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from scalars(value, f"{name}{key}/")
+        elif key not in ("step", "finite"):
+            yield name + key, value
+
+
 class Log:
-    """The open metrics file and its TensorBoard twin."""
+    """The open files and their TensorBoard twin."""
 
-    def __init__(self, file: TextIO, board: SummaryWriter) -> None:
-        self.file, self.board = file, board
+    def __init__(self, file: TextIO, speed: TextIO, board: SummaryWriter) -> None:
+        self.file, self.speed, self.board = file, speed, board
 
-    def write(self, row: Row, **timed: float) -> None:
-        self.file.write(line(row))
-        self.file.flush()
-        for name, value in (row | timed).items():
-            if name not in ("step", "finite"):
-                self.board.add_scalar(name, value, row["step"])
+    def write(self, row: Row, cost: Row) -> None:
+        """Two rows of one step, the second being what it cost."""
+        for file, values in ((self.file, row), (self.speed, cost)):
+            file.write(line(values))
+            file.flush()
+        for name, value in scalars(row | cost):
+            self.board.add_scalar(name, value, row["step"])
 
     def sync(self) -> None:
         """To disk, so that a state saved after this call never knows more steps than the file has rows."""
@@ -91,11 +130,11 @@ class Log:
 
 
 @contextmanager
-def log(path: Path, board: Path, *, after: int) -> Iterator[Log]:
-    """Append to the file; TensorBoard hides what an earlier run wrote past the step `after`."""
-    with open(path, "a", encoding="utf-8") as file:
+def log(path: Path, speed: Path, board: Path, *, after: int) -> Iterator[Log]:
+    """Append to the files; TensorBoard hides what an earlier run wrote past the step `after`."""
+    with open(path, "a", encoding="utf-8") as file, open(speed, "a", encoding="utf-8") as costs:
         writer = SummaryWriter(str(board), purge_step=after + 1)
         try:
-            yield Log(file, writer)
+            yield Log(file, costs, writer)
         finally:
             writer.close()

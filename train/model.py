@@ -89,6 +89,8 @@ def whole(source: Path) -> Model:
 
 def adapted(source: Path, settings: Settings) -> Model:
     """A checkpoint's weights in the dtype of the computation, for they stay, and new adapters in fp32."""
+    if settings.optimizer != "adamw":
+        raise UserError(f"--optimizer {settings.optimizer} is for whole matrices: adapters (--lora) take adamw")
     tokenizer = pretrained.load_tokenizer(source)
     if pretrained.weights_folder(source) != source:
         raise UserError(f"--init {source} holds adapters; --lora needs the checkpoint of whole weights they are of")

@@ -10,7 +10,7 @@ from train import folder
 from train.commands import sentence
 from train.job import Job, Json
 from train.metrics import Row
-from train.plot import loss_picture
+from train.plot import Run, loss_picture
 from train.settings import Settings, to_toml
 
 
@@ -18,11 +18,11 @@ def how_to_resume(path: Path) -> str:
     return f"resume with: python -m train --run {shlex.quote(str(path))} --resume"
 
 
-def draw(job: Job, rows: list[Row], final_loss: float | None) -> None:
+def draw(job: Job, rows: list[Row], costs: list[Row], final_loss: float | None) -> None:
     heldout = job.dataset.heldout
     loss_picture(
         job.path / folder.PICTURE,
-        rows,
+        Run(rows, costs),
         bytes_per_token=heldout.bytes / job.heldout_targets,
         zlib_bits=8 * job.dataset.zlib_bytes / heldout.bytes,
         final_loss=final_loss,
@@ -58,6 +58,15 @@ def prepared(job: Job, seconds: float) -> None:
         f"{job.mixture.fill:.1%} of them text",
         flush=True,
     )
+
+
+def peak(job: Job) -> None:
+    """Whether the MFU will be told, and of what."""
+    flops = f"{job.flops_per_token / 1e6:,.1f} million FLOPs per token"
+    if job.settings.peak_flops is None:
+        print(f"MFU: unknown, for the machine's peak is: --peak-flops says it ({flops})")
+    else:
+        print(f"MFU: tokens per second x {flops} / {job.settings.peak_flops:.3g} FLOP/s, in {folder.SPEED}")
 
 
 def is_result(summary: Json | None) -> bool:

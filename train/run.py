@@ -21,6 +21,7 @@ from train.progress import progress
 from train.sample import complete
 from train.saver import Saver
 from train.settings import FREE, KINDS, SIZES, Settings, absolute, flag, from_json, read_toml
+from train.speed import peak_memory
 from train.state import State, init_state
 from train.step import make_step
 from train.stop import stop_requests
@@ -66,6 +67,7 @@ def train_run(options: Options, defaults: Settings) -> int:
         params, job = prepare(options.run, settings, recorded if saved else None)
         report.skipped(job)
         report.prepared(job, time.monotonic() - began)
+        report.peak(job)
         return work(job, params, saved)
 
 
@@ -124,28 +126,29 @@ def work(job: Job, params: Tree, saved: Checkpoint | None) -> int:
         write_out(job, state)  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
     rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
-    state = train_steps(job, state, rows, reached)
+    costs = metrics.cut_speed(job.path / folder.SPEED, reached.step)
+    state = train_steps(job, state, rows, costs, reached)
     stopped = int(state.step)
     if stopped < job.settings.steps:
-        report.draw(job, rows, None)
+        report.draw(job, rows, costs, None)
         print(f"stopped at step {stopped} of {job.settings.steps}, saved; {report.how_to_resume(job.path)}")
         return 130
     summary = summarize(job, state.params)
-    report.draw(job, rows, summary["heldout_loss"])
+    report.draw(job, rows, costs, summary["heldout_loss"])
     folder.write_json(job.path / folder.SUMMARY, summary)
     report.result(summary, job.path)
     return 0
 
 
-def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reached) -> State:
-    """The loop. Appends to `rows` what it writes to metrics.jsonl; returns at the end or, saved, at a stop."""
+def train_steps(job: Job, state: State, rows: list[metrics.Row], costs: list[metrics.Row], reached: Reached) -> State:
+    """The loop. Appends to `rows` and `costs` what it writes to files; returns at the end or, saved, at a stop."""
     total, first, tokens = job.settings.steps, reached.step, reached.tokens
     step = make_step(job.loss, job.optimizer, clip=job.settings.clip)
     sample = evaluate.spread(job.heldout, job.settings.evaluation_rows)
     evaluate_every = max(1, total // job.settings.evaluations)
-    path, board, speed = job.path / folder.METRICS, job.path / "tensorboard", 0.0
+    files, board, speed = (job.path / folder.METRICS, job.path / folder.SPEED), job.path / "tensorboard", 0.0
     with (
-        metrics.log(path, board, after=first) as log,
+        metrics.log(*files, board, after=first) as log,
         progress(total, first) as show,
         stop_requests() as asked,
         Saver(partial(save, job, job.settings.keep)) as saver,
@@ -156,15 +159,17 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reache
             state, measured = step(state, batch(job.mixture, job.settings.seed, index, job.settings.batch_rows))
             count = int(measured["count"])
             tokens += count
-            row: metrics.Row = {"step": index + 1, "tokens": tokens, "finite": bool(measured["finite"])}
-            row |= {name: metrics.shortest(measured[name]) for name in ("loss", "lr", "grad_norm")}
-            now = count / (time.perf_counter() - began)
+            row: metrics.Row = {"step": index + 1, "tokens": tokens, "epochs": job.epochs(index + 1)}
+            row |= metrics.of_step(measured, job.train_bits_per_byte)
+            cost = what_it_cost(job, index + 1, count, time.perf_counter() - began)
+            now = cost["tokens_per_second"]
             speed = 0.9 * speed + 0.1 * now if speed else now
             if (index + 1) % evaluate_every == 0 or index + 1 == total:
                 row["heldout_loss"] = evaluate.heldout_loss(job.loss, state.params, sample)
                 row["heldout_bits_per_byte"] = job.bits_per_byte(row["heldout_loss"])
-            log.write(row, tokens_per_second=now)
+            log.write(row, cost)
             rows.append(row)
+            costs.append(cost)
             show(index + 1, row["loss"], row["lr"], speed)
             stopping = asked()
             if (index + 1) % job.settings.save_every == 0 or index + 1 == total or stopping:
@@ -173,6 +178,15 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], reached: Reache
             if stopping:
                 break
     return state
+
+
+def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics.Row:
+    """The row of speed.jsonl: without `mfu` where nobody said what the machine's peak is."""
+    cost: metrics.Row = {"step": step, "seconds": metrics.short(seconds), "peak_memory": peak_memory()}
+    cost["tokens_per_second"] = metrics.short(tokens / seconds)
+    if job.settings.peak_flops is not None:
+        cost["mfu"] = metrics.short(tokens / seconds * job.flops_per_token / job.settings.peak_flops)
+    return cost
 
 
 def save(job: Job, keep: int, state: State, reached: Reached) -> None:

@@ -130,6 +130,10 @@ class Settings:
         LEARNING,
         "at its peak; without it 0.003, and 0.0003 from a checkpoint, whose knowledge should last",
     )
+    optimizer: str = setting(
+        "adamw", choice("adamw", "muon"), LEARNING, "of the matrices in the layers; AdamW has the rest in any case"
+    )
+    muon_learning_rate: float = setting(0.02, NUMBER, LEARNING, "of the matrices that Muon has, at its peak")
     warmup: int = setting(60, whole(0), LEARNING, "steps up to the peak, at most a tenth of all")
     decay_ratio: float = setting(0.6, SHARE, LEARNING, "share of the steps in which the rate falls to 0, the last ones")
     betas: tuple[float, float] = setting((0.9, 0.95), BETAS, LEARNING, "of AdamW's means")
@@ -144,6 +148,13 @@ class Settings:
 
     evaluations: int = setting(10, whole(1), WATCHING, "how often a sample of the held-out text is evaluated")
     evaluation_rows: int = setting(16, whole(1), WATCHING, "rows of that sample")
+    peak_flops: float | None = setting(
+        None,
+        ABOVE_0,
+        WATCHING,
+        "the machine's peak in FLOP/s; with it MFU, its use, is told (train/speed.py)",
+        free=True,
+    )
     prompt: str = setting("def ", WORDS, WATCHING, "what the model continues at the end")
     sample_tokens: int = setting(120, whole(1), WATCHING, "tokens of that continuation")
 

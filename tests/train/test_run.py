@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import re
 import signal
 import threading
@@ -87,7 +88,12 @@ def test_a_run_leaves_a_checkpoint_metrics_curves_and_a_summary(tmp_path, text, 
     assert {leaf.dtype for leaf in P.flatten(params).values()} == {torch.float32}
     assert config.tie_word_embeddings
     assert [row["step"] for row in rows(path)] == [1, 2, 3, 4, 5, 6]
-    assert {"loss", "lr", "grad_norm", "tokens", "finite"} <= rows(path)[0].keys()
+    told = {"loss", "lr", "grad_norm", "tokens", "finite", "perplexity", "bits_per_byte", "epochs"}
+    assert told <= rows(path)[0].keys()
+    assert rows(path)[0]["perplexity"] == pytest.approx(math.exp(rows(path)[0]["loss"]), rel=1e-5)
+    assert 3 < rows(path)[0]["bits_per_byte"] < 12
+    assert rows(path)[5]["epochs"]["0"] == pytest.approx(6 * rows(path)[0]["epochs"]["0"], rel=1e-4)
+    assert "MFU: unknown, for the machine's peak is: --peak-flops says it" in out
     assert [row["step"] for row in rows(path) if "heldout_loss" in row] == [3, 6]
     assert rows(path)[0]["lr"] > 0
     assert len({file.stat().st_mode for file in path.glob("*.safetensors")}) == 1
@@ -98,6 +104,42 @@ def test_a_run_leaves_a_checkpoint_metrics_curves_and_a_summary(tmp_path, text, 
     assert "zlib -9" in out
     assert str(path / "loss.png") in out
     assert summary["sample"].startswith("def ")
+
+
+def costs(path):
+    return [json.loads(line) for line in (path / "speed.jsonl").read_text().splitlines()]
+
+
+def test_what_a_step_costs_is_told_beside_and_cut_on_resume(tmp_path, text, monkeypatch, capsys):
+    path = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        assert train(path, text, "--peak-flops", "1e12") == 130
+    flops = re.search(
+        r"MFU: tokens per second x ([\d.]+) million FLOPs per token / 1e\+12 FLOP/s", capsys.readouterr().out
+    )
+    assert flops
+    for cost in costs(path):
+        assert cost["mfu"] == pytest.approx(cost["tokens_per_second"] * float(flops[1]) * 1e6 / 1e12, rel=0.1)
+        assert cost["seconds"] > 0 and 1e7 < cost["peak_memory"] < 1e11
+    with open(path / "speed.jsonl", "a") as file:  # a step after the last save, and one that was cut short
+        file.write('{"step": 5, "seconds": 1.0}\n{"st')
+    assert train(path, None, "--resume") == 0
+    assert [cost["step"] for cost in costs(path)] == [1, 2, 3, 4, 5, 6]
+    assert "mfu" in costs(path)[-1]  # the flag is the run's
+
+
+def test_muon_has_the_matrices_at_a_rate_of_its_own(tmp_path, text, monkeypatch, capsys):
+    assert train(tmp_path / "whole", text, "--optimizer", "muon") == 0
+    assert rows(tmp_path / "whole")[0]["lr_of"] == {"layers.*_proj": 0.02, "*": 0.003}
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert train(tmp_path / "parts", text, "--optimizer", "muon") == 130
+    assert train(tmp_path / "parts", None, "--resume") == 0
+    assert same(tmp_path / "whole", tmp_path / "parts") == []
+    capsys.readouterr()
+    assert train(tmp_path / "l", text, "--optimizer", "muon", "--init", tmp_path / "whole", "--lora", "r=2") == 2
+    assert "--optimizer muon is for whole matrices" in one_sentence(capsys)
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(tmp_path, text):
