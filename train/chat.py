@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 import jinja2
 import torch
-from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -31,6 +31,10 @@ from train.errors import UserError
 from train.loss import IGNORE
 
 Message = Mapping[str, Any]
+
+
+class RewrittenError(UserError):
+    """A template renders a turn of the assistant differently once others follow it."""
 
 
 @dataclass(frozen=True)
@@ -79,31 +83,45 @@ def render(template: Template, messages: Sequence[Message], *, prompt: bool = Fa
     try:
         compiled = _compiled(template.source)
         return compiled.render(messages=messages, add_generation_prompt=prompt, **template.special, **extra)
-    except (TemplateError, SecurityError, TypeError) as error:
+    except Exception as error:  # a template is a program of somebody else's, and may fail as any program can
         raise UserError(f"the chat template cannot render the conversation: {error}") from error
 
 
 @lru_cache(maxsize=1)  # compiling takes longer than rendering, and one template renders a whole data set
 def _compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment.from_string(source)
+
+
+class Generation(Extension):
+    """{% generation %} ... {% endgeneration %}, by which templates mark the assistant's part: its text as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def spans(template: Template, messages: Sequence[Message], **extra: Any) -> tuple[str, list[tuple[int, int]]]:
+def spans(
+    template: Template, messages: Sequence[Message], *, last: bool = False, **extra: Any
+) -> tuple[str, list[tuple[int, int]]]:
     """(the rendered text, where each of the assistant's turns stands in it, the end of the turn included).
 
-    A turn is what the text up to it gains over the text that ends with the assistant's cue. UserError where a template
-    renders a turn differently once others follow it (dropping earlier thoughts, say): then nothing says what to learn.
+    With `last` only the last message's. A turn is what the text up to it gains over the text that ends with the
+    assistant's cue. RewrittenError where a template renders a turn differently once others follow it (dropping earlier
+    thoughts, say): then nothing says what to learn.
     """
     whole, found = render(template, messages, **extra), []
     for index, message in enumerate(messages):
-        if message.get("role") != "assistant":
+        if message.get("role") != "assistant" or (last and index + 1 < len(messages)):
             continue
         before = render(template, messages[:index], prompt=True, **extra)
         if index == 0 and before == render(template, [], **extra):
@@ -113,7 +131,7 @@ def spans(template: Template, messages: Sequence[Message], **extra: Any) -> tupl
             )
         until = render(template, messages[: index + 1], **extra)
         if not (whole.startswith(until) and until.startswith(before)):
-            raise UserError(
+            raise RewrittenError(
                 f"the chat template renders turn {index + 1} of {len(messages)} differently when others follow it, so "
                 "its place in the text cannot be told: give each turn that is to be learnt as an example of its own"
             )
@@ -121,15 +139,43 @@ def spans(template: Template, messages: Sequence[Message], **extra: Any) -> tupl
     return whole, found
 
 
-def encode_chat(
+def encode_turns(
     tokenizer: Tokenizer, template: Template, messages: Sequence[Message], *, length: int | None = None, **extra: Any
-) -> Example:
-    """A conversation as tokens, of which the assistant's turns are learnt; with `length` the first so many of them.
+) -> list[Example]:
+    """A conversation as one example; or where the template renders a turn differently once others follow it, as one
+    for each of the assistant's turns, with what comes before it as the template shows it then. UserError as above.
+    """
+    try:
+        return [encode_chat(tokenizer, template, messages, length=length, **extra)]
+    except RewrittenError:
+        pass
+    ends = [index + 1 for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    found: list[Example] = []
+    for end in ends:
+        try:
+            found.append(encode_chat(tokenizer, template, messages[:end], length=length, last=True, **extra))
+        except UserError:
+            if not found:  # later turns are no shorter
+                raise
+    return found
 
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: Template,
+    messages: Sequence[Message],
+    *,
+    length: int | None = None,
+    last: bool = False,
+    **extra: Any,
+) -> Example:
+    """A conversation as tokens, of which the assistant's turns are learnt, or with `last` the last message alone.
+
+    With `length` the first so many tokens.
     UserError where the assistant says nothing, or nothing of what it says is left.
     A token that begins before a turn and reaches into it is not learnt: the assistant never chooses it.
     """
-    text, turns = spans(template, messages, **extra)
+    text, turns = spans(template, messages, last=last, **extra)
     if not turns:
         roles = ", ".join(str(message.get("role")) for message in messages) or "none"
         raise UserError(f"the conversation has no turn of the assistant; its roles are {roles}")

@@ -179,7 +179,7 @@ def of_chats(corpus: Corpus, tokenizer: Tokenizer, template: Template, length: i
     settings = f"1 {known_as} {length} {tokenizer.to_str()}"
 
     def write(path: Path) -> None:
-        from train.chat import Example, encode_chat
+        from train.chat import Example, encode_turns
 
         arrays: dict[str, np.ndarray] = {}
         said: list[bytes] = []
@@ -189,7 +189,7 @@ def of_chats(corpus: Corpus, tokenizer: Tokenizer, template: Template, length: i
             examples: list[Example] = []
             for document in part:
                 try:
-                    examples.append(encode_chat(tokenizer, template, document.messages or (), length=length))
+                    examples += encode_turns(tokenizer, template, document.messages or (), length=length)
                 except UserError as error:
                     skipped.append(f"{document.name} ({error})")
                 done += 1

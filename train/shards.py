@@ -36,7 +36,7 @@ def is_shards(path: Path) -> bool:
     """An .npy file, or a folder that holds some and nothing else, hidden files and .json aside."""
     if not path.is_dir():
         return path.suffix == ".npy"
-    suffixes = {file.suffix for file in path.iterdir() if not file.name.startswith(".")}
+    suffixes = {file.suffix for file in path.iterdir() if file.is_file() and not file.name.startswith(".")}
     return ".npy" in suffixes and suffixes <= {".npy", ".json"}
 
 

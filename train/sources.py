@@ -95,7 +95,7 @@ def of_dataset(dataset: Any, name: str = "dataset", *, weight: Fraction | int = 
 
 def parse(data: str) -> list[tuple[Path | None, Fraction]]:
     """[(path, weight)] of "a.jsonl:3,b/:0.5"; without a number the weight is 1. A name that exists is no list."""
-    if Path(data).exists():
+    if _exists(Path(data)):
         return [(Path(data), Fraction(1))]
     found: list[tuple[Path | None, Fraction]] = []
     for item in data.split(","):
@@ -113,7 +113,14 @@ def parse(data: str) -> list[tuple[Path | None, Fraction]]:
 
 def absolute(data: str, base: Path = Path()) -> str:
     """The same with paths that do not depend on the working folder; relative ones are relative to `base`."""
-    if (base / data).exists():
+    if _exists(base / data):
         return str((base / data).resolve())
     found = [(str((base / path).resolve()), weight) for path, weight in parse(data) if path]
     return ",".join(path if weight == 1 else f"{path}:{weight}" for path, weight in found)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a long list is too long for a name
+        return False

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fnmodels import pack
-from train.chat import Template, encode_chat, read_template, render, spans
+from train.chat import Example, Template, encode_chat, encode_turns, read_template, render, spans
 from train.errors import UserError
 
 CHAT = [
@@ -228,6 +228,53 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     )
     with pytest.raises(UserError, match="renders turn 2 of 4 differently"):
         spans(forgetful, CHAT)
+
+
+THOUGHTS = (  # Qwen 3's way: the last answer is rendered with its thoughts, even if it has none, earlier ones without
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def _text(example: Example, *, learnt: bool) -> str:
+    tokens = example.tokens[example.learnt] if learnt else example.tokens
+    return _tokenizer().decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def test_turns_that_are_rendered_differently_later_are_examples_of_their_own() -> None:
+    template, tokenizer = Template(THOUGHTS, {}), _tokenizer()
+    with pytest.raises(UserError, match="renders turn 2 of 4 differently"):
+        encode_chat(tokenizer, template, CHAT)
+    first, second = encode_turns(tokenizer, template, CHAT)
+    hi, cue = "<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>assistant\n"
+    think = "<think>\n\n</think>\n\n"
+    assert _text(first, learnt=False) == hi + cue + think + "Hello!<|im_end|>\n"
+    assert _text(first, learnt=True) == think + "Hello!<|im_end|>\n"
+    again = hi + cue + "Hello!<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n" + cue
+    assert _text(second, learnt=False) == again + think + "4<|im_end|>\n"
+    assert _text(second, learnt=True) == think + "4<|im_end|>\n"
+    (only,) = encode_turns(tokenizer, template, CHAT, length=len(first.tokens))
+    assert only.tokens.tolist() == first.tokens.tolist()
+    with pytest.raises(UserError, match="the first 3 of"):
+        encode_turns(tokenizer, template, CHAT, length=3)
+    (whole,) = encode_turns(tokenizer, Template(CHATML, {}), CHAT)
+    assert whole.learnt.tolist() == encode_chat(tokenizer, Template(CHATML, {}), CHAT).learnt.tolist()
+
+
+def test_marks_of_the_assistants_part_leave_no_trace() -> None:
+    marked = CHATML.replace("{{ '<|im_start|>'", "{% generation %}{{ '<|im_start|>'", 1)
+    marked = marked.replace("{% endfor %}", "{% endgeneration %}{% endfor %}")
+    reference = PreTrainedTokenizerFast(tokenizer_object=_tokenizer())
+    theirs = reference.apply_chat_template(CHAT, chat_template=marked, tokenize=False)
+    assert render(Template(marked, {}), CHAT) == theirs == render(Template(CHATML, {}), CHAT)
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ {}.popitem() }}", "{{ none + 'a' }}"])
+def test_whatever_a_template_does_is_a_sentence(source: str) -> None:
+    with pytest.raises(UserError, match="the chat template cannot render"):
+        render(Template(source, {}), CHAT)
 
 
 def test_mistakes_are_sentences() -> None:

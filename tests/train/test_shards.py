@@ -134,5 +134,7 @@ def test_shards_are_known_by_their_names(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(3, np.uint16))
     (tmp_path / "meta.json").write_text("{}")
     assert shards.is_shards(tmp_path) and shards.is_shards(tmp_path / "a.npy")
+    (tmp_path / "run").mkdir()
+    assert shards.is_shards(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     assert not shards.is_shards(tmp_path)

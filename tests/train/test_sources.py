@@ -66,6 +66,10 @@ def test_what_is_recorded_does_not_depend_on_the_working_folder(tmp_path: Path) 
     assert sources.absolute(there) == there
 
 
+def test_a_list_may_be_longer_than_a_name(tmp_path: Path) -> None:
+    assert len(sources.parse(",".join(f"file-number-{i}.jsonl:{i}" for i in range(1, 40)))) == 39
+
+
 @pytest.mark.parametrize("text", ["a:0", "a:-1,b", "a,,b", ",", "a:1,:2"])
 def test_what_is_no_list_of_sources_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"is not PATH or PATH:WEIGHT|no such file"):
