@@ -13,7 +13,6 @@ import pytest
 
 import fnmodels
 
-# There are no tests in tests/parallel/ yet, and that is what the column says.
 COLUMNS = {
     "parity": ("tests/parity/",),
     "packing": ("tests/contract/test_packing.py",),

@@ -16,7 +16,7 @@ from fnmodels import tree
 from fnmodels.ops.attention import attention
 from params import Rules, plan
 from tests.parallel.pool import Ranks, devices
-from tests.support import cases, generic_params, positions_of, richest, segments, tokens_of
+from tests.support import Case, cases, generic_params, positions_of, richest, segments, tokens_of
 from train import look_ahead, mtp_loss, next_token_loss
 from train.balance import Balance
 from train.layers import layer_fn
@@ -148,20 +148,10 @@ def test_what_the_rules_leave_out_is_computed_by_all(ranks: Ranks, name: str, ax
     assert_equal(ranks(2)(compare_axes, name, dict.fromkeys(axes, "tp")))
 
 
-def families(sequence: bool) -> dict[str, Any]:
-    """{variant: its worst leaf} of the richest variant of each family."""
-    found = {}
-    for case in richest():
-        off = differences(variant(case.name), sequence)
-        found[case.name] = max(off.values()), max(off, key=lambda path: off[path])
-    return found
-
-
 @MODES
-def test_every_family_runs_so(ranks: Ranks, sequence: bool) -> None:
-    for found in ranks(2)(families, sequence):
-        assert len(found) == len(richest())
-        assert not {name: off for name, off in found.items() if off[0] >= LIMIT}
+@pytest.mark.parametrize("case", richest(lambda case: case.config.model_type), ids=str)
+def test_every_model_type_runs_so(ranks: Ranks, case: Case, sequence: bool) -> None:
+    assert_equal(ranks(2)(compare, case.name, sequence))
 
 
 def logits_and_taps(name: str, sequence: bool) -> list[float]:
