@@ -20,6 +20,7 @@ from fnmodels.tree import Tree
 
 from .chunks import per_token
 from .loss import CHUNK, IGNORE, check_labels, hidden_states
+from .scores import Scores, scores
 
 
 def token_logprobs(
@@ -51,13 +52,18 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `token_logprobs`, from hidden states x [B, S, D] (before the final norm) and labels [B, S]."""
     check_labels(labels, x.shape[:-1], "hidden states")
+    _check(temperature)
     family = fnmodels.family_of(config)
+    plain = chunk is None or torch.compiler.is_compiling()
 
     def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         # The head takes [B, S, D]: a chunk is a row of its own.
         rows = x if x.ndim == 3 else x[None]
         logits = family.unembed(params, rows, config=config).reshape(*labels.shape, -1)
-        return logprobs(logits, labels, temperature=temperature)
+        if plain:
+            return scores(logits, labels, temperature)
+        found: tuple[Tensor, Tensor] = Scores.apply(logits, labels, temperature)
+        return found
 
     logp, entropy = per_token(one, (x, labels), labels.shape, chunk)
     return logp, entropy, labels != IGNORE
@@ -68,16 +74,13 @@ def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tup
 
     Both are 0 where the label is -100.
     """
+    _check(temperature)
+    return scores(logits, labels, temperature)
+
+
+def _check(temperature: float) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0.")
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    all_logp = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
-    valid = labels != IGNORE
-    logp = all_logp.gather(-1, torch.where(valid, labels, 0)[..., None])[..., 0]
-    # A token of probability 0 (logit -inf) adds nothing: 0 log 0 is 0, and so is its gradient.
-    terms = torch.where(all_logp.isinf(), 0.0, all_logp)
-    entropy = -(all_logp.exp() * terms).sum(-1)
-    return torch.where(valid, logp, 0.0), torch.where(valid, entropy, 0.0)
 
 
 def document_sums(values: Tensor, segment_ids: Tensor, documents: int) -> Tensor:

@@ -5,10 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
+import train.scores
 from fnmodels import tree
 from tests.support import batch_of, cases, generic_params, segments, trainable
 from train import cross_entropy, document_sums, token_logprobs
 from train.logprobs import head_logprobs, logprobs
+from train.scores import Scores, scores
 
 CASE = next(case for case in cases() if case.name == "llama")
 CONFIG = CASE.config
@@ -75,6 +77,73 @@ def test_a_forbidden_token_leaves_entropy_and_gradient_finite() -> None:
     torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits[:, :2]).entropy())
     (grad,) = torch.autograd.grad((logp + entropy).sum(), logits)
     assert torch.isfinite(grad).all()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of the tests' logits in a block."""
+    monkeypatch.setattr(train.scores, "BLOCK", 2 * 7)
+
+
+def _logits(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(5, 7, generator=draws, dtype=torch.float64)
+    logits[1, 2] = -torch.inf
+    return logits.to(dtype), torch.tensor([0, 3, -100, 6, 1])
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_have_the_derivatives_of_plain_operations(temperature: float) -> None:
+    logits, labels = _logits()
+    logits[1, 2] = -20.0  # finite, for finite differences
+
+    def ours(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return Scores.apply(z, labels, temperature)
+
+    def plain(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return scores(z, labels, temperature)
+
+    leaf = logits.clone().requires_grad_()
+    assert torch.autograd.gradcheck(ours, leaf) and torch.autograd.gradgradcheck(ours, leaf)
+    tangent = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for transform in (
+        lambda f: f(logits),
+        lambda f: torch.func.jvp(f, (logits,), (tangent,)),
+        lambda f: torch.func.jacrev(f)(logits),
+        lambda f: torch.func.vmap(f)(torch.stack([logits, tangent])),
+        lambda f: torch.func.vmap(torch.func.grad(lambda z: f(z)[1].sum()))(torch.stack([logits, tangent])),
+        lambda f: torch.func.jvp(torch.func.grad(lambda z: (f(z)[0] + f(z)[1]).sum()), (logits,), (tangent,)),
+    ):
+        torch.testing.assert_close(transform(ours), transform(plain), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_of_forbidden_tokens_and_of_bf16_are_those_of_plain_operations(dtype: torch.dtype) -> None:
+    logits, labels = _logits(dtype)
+    weight = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
+    found = []
+    for function in (Scores.apply, scores):
+        leaf = logits.clone().requires_grad_()
+        logp, entropy = function(leaf, labels, 1.0)
+        (slope,) = torch.autograd.grad((weight[0] * logp + weight[1] * entropy).sum(), leaf)
+        assert logp.dtype == entropy.dtype == torch.float32 and slope.dtype == dtype and slope.isfinite().all()
+        found.append((logp, entropy, slope))
+    torch.testing.assert_close(*found, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+def test_second_derivatives_go_through_the_chunks() -> None:
+    vocab, x = 61, torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    config = fnmodels.llama.Config(vocab, 8, 8, 1, 1, 1, tie_word_embeddings=True)
+    params, labels = generic_params(config, torch.float64), torch.arange(6)[None]
+    found = []
+    for chunk in (4, None):
+        leaf = x.clone().requires_grad_()
+        logp, entropy, _ = head_logprobs(params, leaf, labels, config=config, chunk=chunk)
+        (slope,) = torch.autograd.grad((logp + entropy).sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), leaf)[0])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 class _Largest(TorchDispatchMode):

@@ -1,0 +1,91 @@
+"""Log-probability and entropy from logits, with the passes over the vocabulary kept in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .loss import IGNORE
+
+BLOCK = 1 << 18  # logits that a CPU works on at once: 1 MB in fp32
+
+
+class Scores(torch.autograd.Function):
+    """(logp, entropy) [T] of logits [T, V] and labels [T], as `logprobs` gives them, from the logits alone.
+
+    Plain operations keep four more tensors of the logits' size for the backward. Here it makes the probabilities again,
+    some rows at a time, since the slope of both is known: of logp 1(label) - p, of the entropy H -p (log p + H). Second
+    derivatives, jvp and vmap are those of plain operations.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        found = [scores(rows, target, temperature) for rows, target in _blocks(logits, labels)]
+        logp, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return logp, entropy
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        logits, labels, ctx.temperature = inputs
+        ctx.save_for_backward(logits, labels)
+        ctx.save_for_forward(logits, labels)
+
+    @staticmethod
+    def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels = ctx.saved_tensors
+        if torch.is_grad_enabled():  # asked for with create_graph: plain operations, which have a graph
+            return _slope(logits, labels, of_logp, of_entropy, ctx.temperature), None, None
+        slope = of_logp.new_empty(logits.shape, dtype=logits.dtype)
+        for z, target, *slopes, into in _blocks(logits, labels, of_logp, of_entropy, slope):
+            into.copy_(_slope(z, target, slopes[0], slopes[1], ctx.temperature))
+        return slope, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        logits, labels = ctx.saved_tensors
+        one, zero = torch.ones_like(labels, dtype=_wide(logits)), torch.zeros_like(labels, dtype=_wide(logits))
+        moved = tangent.to(_wide(logits))
+        of_logp, of_entropy = (_slope(logits, labels, *g, ctx.temperature) for g in ((one, zero), (zero, one)))
+        return (of_logp * moved).sum(-1), (of_entropy * moved).sum(-1)
+
+
+def scores(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log-probability of the label, entropy) [...] in nats of logits [..., V]; both 0 where the label is -100."""
+    wide = logits.to(_wide(logits))
+    every = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
+    valid = labels != IGNORE
+    logp = every.gather(-1, torch.where(valid, labels, 0)[..., None])[..., 0]
+    entropy = -(every.exp() * _finite(every)).sum(-1)
+    return torch.where(valid, logp, 0.0), torch.where(valid, entropy, 0.0)
+
+
+def _slope(logits: Tensor, labels: Tensor, of_logp: Tensor, of_entropy: Tensor, temperature: float) -> Tensor:
+    """The gradient of the logits, in their dtype, where those of logp and entropy are given."""
+    wide, valid = logits.to(_wide(logits)), labels != IGNORE
+    every = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
+    p, every = every.exp(), _finite(every)
+    entropy = -(p * every).sum(-1, keepdim=True)
+    of_logp, of_entropy = (torch.where(valid, g, 0.0)[..., None] for g in (of_logp, of_entropy))
+    slope = -p * (of_logp + of_entropy * (every + entropy))
+    slope = slope.scatter_add(-1, torch.where(valid, labels, 0)[..., None], of_logp)
+    return (slope if temperature == 1 else slope / temperature).to(logits.dtype)
+
+
+def _finite(logp: Tensor) -> Tensor:
+    """A token of probability 0 (logit -inf) adds nothing: 0 log 0 is 0, and so is its gradient."""
+    return torch.where(logp.isinf(), 0.0, logp)
+
+
+def _blocks(logits: Tensor, *rest: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of all tensors; on a CPU few enough that what is made of them does not leave the cache."""
+    rows = max(1, BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
+    return zip(*(t.split(rows) for t in (logits, *rest)), strict=True)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
