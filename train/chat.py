@@ -27,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from train.encoder import Talk, encode_talks
 from train.errors import UserError
 from train.loss import IGNORE
 
@@ -51,9 +52,6 @@ class Example:
 
     tokens: Tensor
     learnt: Tensor
-
-    def first(self, length: int) -> Example:
-        return Example(self.tokens[:length], self.learnt[:length])
 
     @property
     def labels(self) -> Tensor:
@@ -139,50 +137,56 @@ def spans(
     return whole, found
 
 
-def encode_turns(
-    tokenizer: Tokenizer, template: Template, messages: Sequence[Message], *, length: int | None = None, **extra: Any
-) -> list[Example]:
-    """A conversation as one example; or where the template renders a turn differently once others follow it, as one
-    for each of the assistant's turns, with what comes before it as the template shows it then. UserError as above.
+def talks(template: Template, messages: Sequence[Message], **extra: Any) -> list[Talk]:
+    """A conversation as one rendered text with the places of what is learnt; or where the template renders a turn
+    differently once others follow it, as one for each of the assistant's turns, each as it looks when it is the last.
+
+    UserError where the assistant says nothing.
     """
+    _check_roles(messages)
     try:
-        return [encode_chat(tokenizer, template, messages, length=length, **extra)]
+        return [spans(template, messages, **extra)]
     except RewrittenError:
-        pass
-    ends = [index + 1 for index, message in enumerate(messages) if message.get("role") == "assistant"]
-    found: list[Example] = []
-    for end in ends:
-        try:
-            found.append(encode_chat(tokenizer, template, messages[:end], length=length, last=True, **extra))
-        except UserError:
-            if not found:  # later turns are no shorter
-                raise
-    return found
+        ends = [index + 1 for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        return [spans(template, messages[:end], last=True, **extra) for end in ends]
 
 
 def encode_chat(
-    tokenizer: Tokenizer,
-    template: Template,
-    messages: Sequence[Message],
-    *,
-    length: int | None = None,
-    last: bool = False,
-    **extra: Any,
+    tokenizer: Tokenizer, template: Template, messages: Sequence[Message], *, length: int | None = None, **extra: Any
 ) -> Example:
-    """A conversation as tokens, of which the assistant's turns are learnt, or with `last` the last message alone.
+    """A conversation as tokens, with `length` the first so many, of which the assistant's turns are learnt.
 
-    With `length` the first so many tokens.
-    UserError where the assistant says nothing, or nothing of what it says is left.
-    A token that begins before a turn and reaches into it is not learnt: the assistant never chooses it.
+    UserError where the assistant says nothing, nothing of what it says is left, or a turn has no place in the text.
     """
-    text, turns = spans(template, messages, last=last, **extra)
-    if not turns:
-        roles = ", ".join(str(message.get("role")) for message in messages) or "none"
-        raise UserError(f"the conversation has no turn of the assistant; its roles are {roles}")
-    tokenizer.encode_special_tokens = False  # the template writes them as text
-    encoding = tokenizer.encode(text, add_special_tokens=False)
-    learnt = [any(start <= begin < stop for start, stop in turns) for begin, _ in encoding.offsets]
-    example = Example(torch.tensor(encoding.ids), torch.tensor(learnt)).first(length or len(learnt))
-    if not example.learnt[1:].any():
-        raise UserError(f"the first {len(example.learnt)} of {len(learnt)} tokens hold nothing that the assistant says")
-    return example
+    _check_roles(messages)
+    return _examples(tokenizer, [spans(template, messages, **extra)], length)[0]
+
+
+def encode_turns(
+    tokenizer: Tokenizer, template: Template, messages: Sequence[Message], *, length: int | None = None, **extra: Any
+) -> list[Example]:
+    """A conversation as one example, or as `talks` says as one of each turn that something is left of."""
+    return _examples(tokenizer, talks(template, messages, **extra), length)
+
+
+def _examples(tokenizer: Tokenizer, rendered: list[Talk], length: int | None) -> list[Example]:
+    found, sizes = [], []
+    for talk in rendered:
+        ids, _, learnt = encode_talks(tokenizer, [talk])
+        sizes.append(len(ids))
+        example = Example(torch.from_numpy(ids[:length]).long(), torch.from_numpy(learnt[:length]))
+        if example.learnt[1:].any():
+            found.append(example)
+    if not found:
+        raise UserError(nothing_left(min(length or sizes[0], sizes[0]), sizes[0]))
+    return found
+
+
+def nothing_left(kept: int, total: int) -> str:
+    return f"the first {kept} of {total} tokens hold nothing that the assistant says"
+
+
+def _check_roles(messages: Sequence[Message]) -> None:
+    roles = [str(message.get("role")) for message in messages]
+    if "assistant" not in roles:
+        raise UserError(f"the conversation has no turn of the assistant; its roles are {', '.join(roles) or 'none'}")

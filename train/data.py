@@ -17,12 +17,13 @@ from tokenizers import Tokenizer
 from train import shards
 from train.cache import cached
 from train.commands import check_installed
-from train.corpus import Corpus, fingerprint, text_of
+from train.corpus import Corpus, Document, fingerprint, text_of
+from train.encoder import Talk
 from train.errors import UserError
 from train.mixture import Mixture
-from train.rows import Batch, Rows, Tokens, everything, in_line, stream, whole
+from train.rows import Batch, Rows, Tokens, beginnings, everything, in_line, stream, whole
 from train.sources import Source, Texts
-from train.workers import Show, encode
+from train.workers import Show, encode, encode_talks
 
 if TYPE_CHECKING:
     from train.chat import Template
@@ -89,7 +90,7 @@ def tokenized(
             return of_text(source.text, tokenizer, end, workers, show)
         if template is None or length is None:
             raise UserError(f"{source.name} holds conversations, which need a chat template and the length of a row")
-        return of_chats(source.text, tokenizer, template, length, show)
+        return of_chats(source.text, tokenizer, template, length, workers, show)
 
     halves = [halves_of(source) for source in texts.sources]
     skipped = tuple(what for half in halves for what in half.skipped)
@@ -173,47 +174,75 @@ def of_shards(source: Source, tokenizer: Tokenizer, end: int | None, vocab_size:
     return Halves(train, heldout, (size, len(text), len(zlib.compress(text, 9))), found.fingerprint)
 
 
-def of_chats(corpus: Corpus, tokenizer: Tokenizer, template: Template, length: int, show: Show | None = None) -> Halves:
+def of_chats(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    template: Template,
+    length: int,
+    workers: int | None = None,
+    show: Show | None = None,
+) -> Halves:
     """From the cache, as texts are. The bytes are those of what the assistant says, which is all that is learnt."""
     known_as = hashlib.sha256(f"{fingerprint(corpus)} {template}".encode()).hexdigest()
     settings = f"1 {known_as} {length} {tokenizer.to_str()}"
 
     def write(path: Path) -> None:
-        from train.chat import Example, encode_turns
-
         arrays: dict[str, np.ndarray] = {}
         said: list[bytes] = []
         skipped: list[str] = []
-        done, total = 0, len(corpus.train) + len(corpus.heldout)
         for name, part in (("train", corpus.train), ("heldout", corpus.heldout)):
-            examples: list[Example] = []
-            for document in part:
-                try:
-                    examples += encode_turns(tokenizer, template, document.messages or (), length=length)
-                except UserError as error:
-                    skipped.append(f"{document.name} ({error})")
-                done += 1
-                if show:
-                    show(done, total)
-            if not examples:
+            tokens, faults = talks_of(part, tokenizer, template, length, workers, show)
+            skipped += faults
+            if not len(tokens.lengths) or tokens.learnt is None:
                 raise UserError(f"too few conversations to learn from and to hold some out (skipped: {skipped[0]})")
-            ids = np.concatenate([example.tokens.numpy() for example in examples]).astype(np.int32)
-            learnt = np.concatenate([example.learnt.numpy() for example in examples])
-            lengths = np.array([len(example.tokens) for example in examples])
-            arrays |= {f"{name}.ids": ids, f"{name}.lengths": lengths, f"{name}.learnt": learnt}
-            said.append(tokenizer.decode(ids[learnt].tolist(), skip_special_tokens=False).encode("utf-8"))
+            arrays |= {f"{name}.ids": tokens.parts[0], f"{name}.learnt": tokens.learnt}
+            arrays |= {f"{name}.begins": tokens.begins, f"{name}.lengths": tokens.lengths}
+            targets = np.concatenate([tokens.targets(n, 0, length) for n in range(len(tokens.lengths))])
+            said.append(tokenizer.decode(targets[targets >= 0].tolist(), skip_special_tokens=False).encode("utf-8"))
         sizes = [*map(len, said), len(zlib.compress(said[-1], 9))]
         told = np.frombuffer(json.dumps(skipped).encode(), np.uint8)
         save_file(arrays | {"sizes": np.array(sizes), "skipped": told}, path)
 
     def read(path: Path) -> Halves:
-        arrays = load_file(path)
+        found = load_file(path)
         train, heldout = (
-            in_line(*(arrays[f"{name}.{what}"] for what in ("ids", "lengths", "learnt")))
+            Tokens((found[f"{name}.ids"],), *(found[f"{name}.{what}"] for what in ("begins", "lengths", "learnt")))
             for name in ("train", "heldout")
         )
-        train_bytes, heldout_bytes, zlib_bytes = arrays["sizes"].tolist()
-        skipped = tuple(json.loads(arrays["skipped"].tobytes()))
+        train_bytes, heldout_bytes, zlib_bytes = found["sizes"].tolist()
+        skipped = tuple(json.loads(found["skipped"].tobytes()))
         return Halves(train, heldout, (train_bytes, heldout_bytes, zlib_bytes), known_as, skipped)
 
     return cached(f"chats-{hashlib.sha256(settings.encode()).hexdigest()[:32]}.safetensors", write, read)
+
+
+def talks_of(
+    documents: tuple[Document, ...],
+    tokenizer: Tokenizer,
+    template: Template,
+    length: int,
+    workers: int | None,
+    show: Show | None,
+) -> tuple[Tokens, list[str]]:
+    """Conversations, cut after `length` tokens, and "name (reason)" of each that leaves nothing to learn."""
+    from train.chat import nothing_left, talks
+
+    skipped: list[str] = []
+    names: list[str] = []
+    rendered: list[Talk] = []
+    for document in documents:
+        try:
+            found = talks(template, document.messages or ())
+        except UserError as error:
+            skipped.append(f"{document.name} ({error})")
+            continue
+        rendered += found
+        names += [document.name] * len(found)
+    ids, lengths, learnt = encode_talks(tokenizer, rendered, workers=workers, show=show)
+    tokens, kept = beginnings(in_line(ids, lengths, learnt), length)
+    left = {names[number] for number in kept}
+    for name, size in zip(names, lengths.tolist(), strict=True):
+        if name not in left:
+            left.add(name)  # one conversation may be several examples
+            skipped.append(f"{name} ({nothing_left(min(length, size), size)})")
+    return tokens, skipped

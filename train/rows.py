@@ -66,6 +66,14 @@ def in_line(ids: np.ndarray, lengths: np.ndarray, learnt: np.ndarray | None = No
     return Tokens((ids,), lengths.cumsum() - lengths, lengths, learnt)
 
 
+def beginnings(tokens: Tokens, length: int) -> tuple[Tokens, np.ndarray]:
+    """The first `length` tokens of each document that has a target among them, and which documents those are."""
+    lengths = np.minimum(tokens.lengths, length)
+    kept = [bool((tokens.targets(n, 1, int(size)) != IGNORE).any()) for n, size in enumerate(lengths)]
+    some = np.flatnonzero(kept)
+    return Tokens(tokens.parts, tokens.begins[some], lengths[some], tokens.learnt), some
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """`pieces(row)` is int64 [P,4]: document, offset in it, column, length; what no piece covers is padding."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import IO
 
@@ -14,63 +15,85 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from train import encoder
+from train.encoder import Talk
 
 AT_ONCE = 1 << 20  # characters that a process is given; a longer text is not cut
 WORTH_A_PROCESS = 4 << 20  # characters, below which starting one takes longer than it saves
 
 Show = Callable[[int, int], None]  # (characters done, of how many)
-Arrays = tuple[np.ndarray, np.ndarray]
+Arrays = tuple[np.ndarray, ...]
 
 
 def encode(
     tokenizer: Tokenizer, texts: Sequence[str], end: int | None, *, workers: int | None = None, show: Show | None = None
-) -> Arrays:
+) -> tuple[np.ndarray, np.ndarray]:
     """Ids int32 [T] of all texts in one line, and how many each has, int64 [N]; see train.encoder.encode.
 
     `workers` processes; 1 is this one alone, None as many as there are processors and the text is worth. RuntimeError
     where a process ends before its work does. An exception that arrives here, Ctrl-C included, ends them all.
     """
-    total, done = sum(map(len, texts)), 0
+    ids, lengths = _encode(tokenizer, "texts", end, texts, [len(text) for text in texts], workers, show)
+    return ids, lengths
+
+
+def encode_talks(
+    tokenizer: Tokenizer, talks: Sequence[Talk], *, workers: int | None = None, show: Show | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of rendered conversations, and what is learnt of them, bool [T]; see train.encoder.encode_talks."""
+    ids, lengths, learnt = _encode(tokenizer, "talks", None, talks, [len(text) for text, _ in talks], workers, show)
+    return ids, lengths, learnt
+
+
+def _encode(
+    tokenizer: Tokenizer,
+    kind: str,
+    end: int | None,
+    items: Sequence,
+    sizes: list[int],
+    workers: int | None,
+    show: Show | None,
+) -> Arrays:
+    total, done = sum(sizes), 0
     if workers is None:
         workers = max(1, min(os.cpu_count() or 1, total // WORTH_A_PROCESS))
     if workers < 1:
         raise ValueError(f"workers is {workers}: there is at least 1")
-    groups = _groups(texts)
+    groups = _groups(sizes)
     found: list[Arrays] = []
-    with _encoders(tokenizer, end, min(workers, len(groups))) as map_groups:
-        for group, arrays in zip(groups, map_groups(groups), strict=True):
+    with _encoders(tokenizer, kind, end, min(workers, len(groups))) as encode_all:
+        for group, arrays in zip(groups, encode_all([items[group] for group in groups]), strict=True):
             found.append(arrays)
-            done += sum(map(len, group))
+            done += sum(sizes[group])
             if show:
                 show(done, total)
-    ids, lengths = zip(*found, strict=True) if found else ((np.zeros(0, np.int32),), (np.zeros(0, np.int64),))
-    return np.concatenate(ids), np.concatenate(lengths)
+    return tuple(map(np.concatenate, zip(*found, strict=True)))
 
 
-def _groups(texts: Sequence[str]) -> list[list[str]]:
-    groups: list[list[str]] = []
-    size = AT_ONCE
-    for text in texts:
+def _groups(sizes: list[int]) -> list[slice]:
+    """Items one after the other, of AT_ONCE characters or little more; one group where there is none."""
+    ends, size = [0], 0
+    for number, more in enumerate(sizes, 1):
+        size += more
         if size >= AT_ONCE:
-            groups.append([])
+            ends.append(number)
             size = 0
-        groups[-1].append(text)
-        size += len(text)
-    return groups
+    if size or len(ends) == 1:
+        ends.append(len(sizes))
+    return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
 @contextmanager
 def _encoders(
-    tokenizer: Tokenizer, end: int | None, workers: int
-) -> Iterator[Callable[[list[list[str]]], Iterator[Arrays]]]:
-    """A function that encodes groups of texts, in order."""
+    tokenizer: Tokenizer, kind: str, end: int | None, workers: int
+) -> Iterator[Callable[[list[Sequence]], Iterator[Arrays]]]:
+    """A function that encodes groups of items, in order."""
     if workers <= 1:
-        yield lambda groups: (encoder.encode(tokenizer, group, end) for group in groups)
+        yield lambda groups: (encoder.answer(tokenizer, kind, end, group) for group in groups)
         return
     processes: list[subprocess.Popen] = []
     idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
 
-    def ask(group: list[str]) -> Arrays:
+    def ask(group: Sequence) -> Arrays:
         process = idle.get()
         try:
             _tell(process, group)
@@ -83,7 +106,7 @@ def _encoders(
     pool = ThreadPoolExecutor(workers)
     try:
         for _ in range(workers):
-            processes.append(_start(tokenizer, end))
+            processes.append(_start(tokenizer, kind, end))
             idle.put(processes[-1])
         yield lambda groups: pool.map(ask, groups)
     finally:
@@ -97,7 +120,7 @@ def _encoders(
                 _pipe(process.stdin).close()
 
 
-def _start(tokenizer: Tokenizer, end: int | None) -> subprocess.Popen:
+def _start(tokenizer: Tokenizer, kind: str, end: int | None) -> subprocess.Popen:
     """A process of its own session: Ctrl-C is for this one, which ends it; it also ends where this one is killed."""
     process = subprocess.Popen(
         [sys.executable, "-P", encoder.__file__],
@@ -106,7 +129,7 @@ def _start(tokenizer: Tokenizer, end: int | None) -> subprocess.Popen:
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
         start_new_session=True,
     )
-    _tell(process, (tokenizer.to_str(), end))
+    _tell(process, (tokenizer.to_str(), kind, end))
     return process
 
 

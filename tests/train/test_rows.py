@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fnmodels import pack
-from train.rows import Tokens, documents, everything, gather, in_line, stream, whole
+from train.rows import Tokens, beginnings, documents, everything, gather, in_line, stream, whole
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 
@@ -74,6 +74,18 @@ def test_what_is_not_learnt_is_no_label() -> None:
     assert everything(stream(tokens, 6))["labels"].tolist() == [[2, -100, 4, -100, -100, -100]]
     with pytest.raises(ValueError, match=r"learnt is \(2,\)"):
         in_line(np.arange(3), np.array([3]), np.array([True, False]))
+
+
+def test_beginnings_hold_something_to_learn() -> None:
+    learnt = np.array([True, False, False, True, False, True, False])
+    tokens, kept = beginnings(in_line(np.arange(7), np.array([4, 3]), learnt), 3)
+    assert (kept.tolist(), tokens.begins.tolist(), tokens.lengths.tolist()) == (
+        [1],
+        [4],
+        [3],
+    )  # a first token is no target
+    tokens, kept = beginnings(in_line(np.arange(7), np.array([4, 3]), learnt), 9)
+    assert (kept.tolist(), tokens.lengths.tolist()) == ([0, 1], [4, 3])
 
 
 def test_a_document_longer_than_a_row_is_refused_or_counted() -> None:

@@ -13,6 +13,7 @@ import train
 from train import cache, data, progress, tokenizer, workers
 from train.corpus import Corpus, Document
 from train.encoder import encode as here
+from train.encoder import encode_talks
 
 TEXTS = [f"def f{i}(x):\n    return x * {i} # é 漢字 <|endoftext|>\n" * (i % 5) for i in range(60)]
 ROOT = Path(train.__file__).parents[1]
@@ -45,6 +46,20 @@ def test_the_cache_has_the_same_bytes(count: int) -> None:
         files.append(path.read_bytes())
         path.unlink()
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_conversations_are_the_same_tokens_too(count: int) -> None:
+    talks = [(text, [(2, 9), (20, len(text))]) for text in TEXTS]
+    made = tokenizer.train(TEXTS, 300)
+    found = workers.encode_talks(made, talks, workers=count)
+    for one, other in zip(found, encode_talks(made, talks), strict=True):
+        assert one.dtype == other.dtype and np.array_equal(one, other)
+    line = iter(found[2].tolist())
+    for text, turns in talks:
+        for begin, _ in made.encode(text, add_special_tokens=False).offsets:
+            assert next(line) == any(start <= begin < stop for start, stop in turns)
+    assert [len(array) for array in workers.encode_talks(made, [], workers=count)] == [0, 0, 0]
 
 
 def test_no_text_is_no_tokens() -> None:
