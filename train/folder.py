@@ -5,6 +5,7 @@
     run.json                                              what decides its numbers
     settings.toml                                         all that it was told, for --config
     metrics.jsonl, tensorboard/, loss.png, summary.json   what became of it
+    samples.jsonl, trace.json                             its speech on the way and a profile, where asked for
     speed.jsonl                                           what each step cost: the clock's part, never the same twice
 
 A saved step holds the parameters too, although the checkpoint beside it has them already: it is one rename that saves
@@ -29,6 +30,9 @@ STEPS = "steps"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 SPEED = "speed.jsonl"
+SAMPLES = "samples.jsonl"
+TRACE = "trace.json"
+BOARD = "tensorboard"
 PICTURE = "loss.png"
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)
 

@@ -93,6 +93,8 @@ def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree
     made = model.resumed(path, settings) if recorded else model.begun(settings, texts)
     config, tokenizer, ends = made.config, made.tokenizer, made.ends
     length = min(settings.row_length, config.max_position_embeddings)
+    if not tokenizer.encode(settings.prompt).ids:
+        raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
     with tokenizing() as show:
         dataset = data.tokenized(
             texts,

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from train.errors import UserError
 from train.files import write_text
+from train.folder import BOARD, METRICS, SAMPLES, SPEED
 
 Row = dict[str, Any]
 
@@ -93,8 +94,10 @@ def short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def cut_speed(path: Path, step: int) -> list[Row]:
-    """Drop the rows past `step`, and return those that stay; what is damaged is left out, for no run needs them."""
+def cut_beside(path: Path, step: int) -> list[Row]:
+    """The same for a file that nobody needs in full: from a damaged row on it is left out."""
+    if not path.exists():
+        return []
     kept = [row for row in read_rows(path) if row["step"] <= step]
     write_text(path, "".join(map(line, kept)))
     return kept
@@ -110,31 +113,41 @@ def scalars(row: Row, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 class Log:
-    """The open files and their TensorBoard twin."""
+    """The files of the folder `run`, and their TensorBoard twin."""
 
-    def __init__(self, file: TextIO, speed: TextIO, board: SummaryWriter) -> None:
-        self.file, self.speed, self.board = file, speed, board
+    def __init__(self, run: Path, board: SummaryWriter, files: ExitStack) -> None:
+        self.run, self.board, self.files = run, board, files
+        self.opened: dict[str, TextIO] = {}
 
     def write(self, row: Row, cost: Row) -> None:
         """Two rows of one step, the second being what it cost."""
-        for file, values in ((self.file, row), (self.speed, cost)):
-            file.write(line(values))
-            file.flush()
+        self.append(METRICS, row)
+        self.append(SPEED, cost)
         for name, value in scalars(row | cost):
             self.board.add_scalar(name, value, row["step"])
 
+    def sample(self, step: int, text: str) -> None:
+        self.append(SAMPLES, {"step": step, "text": text})
+        self.board.add_text("sample", text, step)
+
+    def append(self, name: str, row: Row) -> None:
+        if name not in self.opened:
+            self.opened[name] = self.files.enter_context((self.run / name).open("a", encoding="utf-8"))
+        self.opened[name].write(line(row))
+        self.opened[name].flush()
+
     def sync(self) -> None:
-        """To disk, so that a state saved after this call never knows more steps than the file has rows."""
-        os.fsync(self.file.fileno())
+        """To disk, so that a state saved after this call never knows more steps than metrics.jsonl has rows."""
+        os.fsync(self.opened[METRICS].fileno())
         self.board.flush()
 
 
 @contextmanager
-def log(path: Path, speed: Path, board: Path, *, after: int) -> Iterator[Log]:
+def log(run: Path, *, after: int) -> Iterator[Log]:
     """Append to the files; TensorBoard hides what an earlier run wrote past the step `after`."""
-    with open(path, "a", encoding="utf-8") as file, open(speed, "a", encoding="utf-8") as costs:
-        writer = SummaryWriter(str(board), purge_step=after + 1)
+    with ExitStack() as files:
+        writer = SummaryWriter(str(run / BOARD), purge_step=after + 1)
         try:
-            yield Log(file, costs, writer)
+            yield Log(run, writer, files)
         finally:
             writer.close()

@@ -25,6 +25,7 @@ from train.speed import peak_memory
 from train.state import State, init_state
 from train.step import make_step
 from train.stop import stop_requests
+from train.trace import traced
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def work(job: Job, params: Tree, saved: Checkpoint | None) -> int:
         write_out(job, state)  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
     rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
-    costs = metrics.cut_speed(job.path / folder.SPEED, reached.step)
+    costs = metrics.cut_beside(job.path / folder.SPEED, reached.step)
+    metrics.cut_beside(job.path / folder.SAMPLES, reached.step)
     state = train_steps(job, state, rows, costs, reached)
     stopped = int(state.step)
     if stopped < job.settings.steps:
@@ -146,10 +148,11 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], costs: list[met
     step = make_step(job.loss, job.optimizer, clip=job.settings.clip)
     sample = evaluate.spread(job.heldout, job.settings.evaluation_rows)
     evaluate_every = max(1, total // job.settings.evaluations)
-    files, board, speed = (job.path / folder.METRICS, job.path / folder.SPEED), job.path / "tensorboard", 0.0
+    sample_every, speed = job.settings.sample_every, 0.0
     with (
-        metrics.log(*files, board, after=first) as log,
+        metrics.log(job.path, after=first) as log,
         progress(total, first) as show,
+        traced(job.path / folder.TRACE, job.settings.profile, total - first) as done,
         stop_requests() as asked,
         Saver(partial(save, job, job.settings.keep)) as saver,
     ):
@@ -158,6 +161,7 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], costs: list[met
             began = time.perf_counter()
             state, measured = step(state, batch(job.mixture, job.settings.seed, index, job.settings.batch_rows))
             count = int(measured["count"])
+            done()
             tokens += count
             row: metrics.Row = {"step": index + 1, "tokens": tokens, "epochs": job.epochs(index + 1)}
             row |= metrics.of_step(measured, job.train_bits_per_byte)
@@ -171,6 +175,10 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], costs: list[met
             rows.append(row)
             costs.append(cost)
             show(index + 1, row["loss"], row["lr"], speed)
+            if sample_every and (index + 1) % sample_every == 0:
+                said = speech(job, state.params)
+                log.sample(index + 1, said)
+                print(f"step {index + 1} says: {said}", flush=True)
             stopping = asked()
             if (index + 1) % job.settings.save_every == 0 or index + 1 == total or stopping:
                 log.sync()
@@ -210,7 +218,11 @@ def summarize(job: Job, params: Tree) -> Json:
         "heldout_bytes": size,
         "heldout_bits_per_byte": job.bits_per_byte(loss),
         "zlib_bits_per_byte": 8 * job.dataset.zlib_bytes / size,
-        "sample": complete(
-            params, job.config, job.tokenizer, job.settings.prompt, job.ends, tokens=job.settings.sample_tokens
-        ),
+        "sample": speech(job, params),
     }
+
+
+def speech(job: Job, params: Tree) -> str:
+    """The prompt and what the model goes on with; the draws are the same each time."""
+    how = {"tokens": job.settings.sample_tokens}
+    return complete(params, job.config, job.tokenizer, job.settings.prompt, job.ends, **how)

@@ -155,7 +155,17 @@ class Settings:
         "the machine's peak in FLOP/s; with it MFU, its use, is told (train/speed.py)",
         free=True,
     )
-    prompt: str = setting("def ", WORDS, WATCHING, "what the model continues at the end")
+    profile: int | None = setting(
+        None,
+        whole(1),
+        WATCHING,
+        "how many steps go into a chrome trace, after two that do not",
+        free=True,
+    )
+    sample_every: int | None = setting(
+        None, whole(1), WATCHING, "steps between samples of the model's speech; one is made at the end", free=True
+    )
+    prompt: str = setting("def ", WORDS, WATCHING, "what the model continues there")
     sample_tokens: int = setting(120, whole(1), WATCHING, "tokens of that continuation")
 
     save_every: int = setting(100, whole(1), KEEPING, "steps between saves; the last step is always saved", free=True)

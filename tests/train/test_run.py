@@ -129,6 +129,47 @@ def test_what_a_step_costs_is_told_beside_and_cut_on_resume(tmp_path, text, monk
     assert "mfu" in costs(path)[-1]  # the flag is the run's
 
 
+def test_the_model_speaks_on_the_way_and_a_resumed_one_says_the_same(tmp_path, text, monkeypatch, capsys):
+    flags = ("--sample-every", 2, "--sample-tokens", 5, "--prompt", "def f1")
+    assert train(tmp_path / "whole", text, *flags) == 0
+    out = capsys.readouterr().out
+    said = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in said] == [2, 4, 6]
+    assert all(row["text"].startswith("def f1") and len(row["text"]) > 6 for row in said)
+    assert f"step 4 says: {said[1]['text']}" in out
+    assert said[2]["text"] == json.loads((tmp_path / "whole" / "summary.json").read_text())["sample"]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert train(tmp_path / "parts", text, *flags) == 130
+    with open(tmp_path / "parts" / "samples.jsonl", "a") as file:
+        file.write('{"step": 4, "text": "of a step that was not saved"}\n')
+    assert train(tmp_path / "parts", None, "--resume") == 0
+    assert (tmp_path / "parts" / "samples.jsonl").read_bytes() == (tmp_path / "whole" / "samples.jsonl").read_bytes()
+    assert same(tmp_path / "whole", tmp_path / "parts") == []
+
+
+@pytest.mark.parametrize(("steps", "stop", "seen"), [(2, None, 2), (9, None, 6), (9, 4, 4), (3, 2, 0), (3, 1, 0)])
+def test_a_profile_is_a_trace_of_as_many_steps_and_changes_nothing(
+    tmp_path, text, monkeypatch, capsys, steps, stop, seen
+):
+    assert train(tmp_path / "plain", text) == 0
+    path = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if stop:
+            stop_after(patch, stop)
+        assert train(path, text, "--profile", steps) == (130 if stop else 0)
+    if seen:
+        events = json.loads((path / "trace.json").read_text())["traceEvents"]
+        # the fused update runs once a step, per kind of leaf: with decay and without
+        assert sum(event.get("name") == "aten::_fused_adamw_" for event in events) == 2 * seen
+    else:
+        assert not (path / "trace.json").exists()
+        assert "no trace: the run stopped before" in capsys.readouterr().out
+    if stop:
+        assert train(path, None, "--resume") == 0
+    assert same(tmp_path / "plain", path) == []
+
+
 def test_muon_has_the_matrices_at_a_rate_of_its_own(tmp_path, text, monkeypatch, capsys):
     assert train(tmp_path / "whole", text, "--optimizer", "muon") == 0
     assert rows(tmp_path / "whole")[0]["lr_of"] == {"layers.*_proj": 0.02, "*": 0.003}
