@@ -21,13 +21,15 @@ from tests.parallel.pool import Ranks
 from train.parallel import collectives, context
 
 METHODS = ("gather", "ulysses", "ring")
-# As many heads as the largest mesh divides; the rest is in tests/variants.
+# (a variant of tests/variants, changes): as many heads as the largest mesh divides
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama_tied": HEADS,
-    "gpt_oss": HEADS,
-    "deepseek_v3": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    "llama_dynamic": HEADS,
+LATENT = {"num_attention_heads": 4, "num_key_value_heads": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_tied": ("llama_tied", HEADS),
+    "gpt_oss": ("gpt_oss", HEADS),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "mtp": ("deepseek_v3", LATENT | {"num_nextn_predict_layers": 2}),
+    "llama_dynamic": ("llama_dynamic", HEADS),
 }
 LENGTH = 32  # two pieces for each of four ranks
 
@@ -38,8 +40,13 @@ def world_group() -> Any:
 
 @functools.cache
 def config_of(name: str) -> Any:
-    case = next(case for case in support.cases() if case.name == name)
-    return type(case.config).from_hf(case.values | MODELS[name])
+    variant, changes = MODELS[name]
+    case = next(case for case in support.cases() if case.name == variant)
+    return type(case.config).from_hf(case.values | changes)
+
+
+def loss_of(name: str) -> Any:
+    return functools.partial(train.mtp_loss if name == "mtp" else train.next_token_loss, config=config_of(name))
 
 
 @functools.cache
@@ -51,7 +58,8 @@ def batch_of(name: str) -> dict[str, Tensor]:
     positions[2] += 5
     labels[:, 17:21] = -100
     labels[2, ::3] = -100
-    return {"tokens": batch.tokens, "positions": positions, "segment_ids": segments, "labels": labels}
+    made = {"tokens": batch.tokens, "positions": positions, "segment_ids": segments, "labels": labels}
+    return train.look_ahead(made, 2) if name == "mtp" else made
 
 
 def length_of(batch: dict[str, Tensor]) -> int:
@@ -62,8 +70,7 @@ def length_of(batch: dict[str, Tensor]) -> int:
 def expected(name: str) -> tuple[float, int, dict[str, Tensor]]:
     """Loss, count and gradients of one process."""
     batch, weights = batch_of(name), support.trainable(support.generic_params(config_of(name)))
-    how: dict[str, Any] = {"config": config_of(name), "kernel": "math", "length": length_of(batch)}
-    total, count = train.next_token_loss(weights, batch, **how)
+    total, count = loss_of(name)(weights, batch, kernel="math", length=length_of(batch))
     return total.item(), count.item(), tree.flatten(support.gradients(total, weights))
 
 
@@ -85,7 +92,7 @@ def compared(
     part = context.shard_batch(batch, rank, ranks, order=order, config=config)
     kernel = context.context_kernel(method, world_group(), inner=inner)  # type: ignore[arg-type]
     layer_fn = (lambda block: functools.partial(checkpoint, block, use_reentrant=False)) if remat else None
-    how: dict[str, Any] = {"config": config, "kernel": kernel, "layer_fn": layer_fn, "length": length_of(batch)}
+    how: dict[str, Any] = {"kernel": kernel, "layer_fn": layer_fn, "length": length_of(batch)}
     with pytest.MonkeyPatch.context() as patch:
         if broken == "table":  # of the columns that the rank would have without the permutation
             unpermuted = context.shard_batch(batch, rank, ranks)["positions"]
@@ -98,7 +105,7 @@ def compared(
             )
         if broken == "length":
             how["length"] = None
-        total, count = train.next_token_loss(weights, part, **how)
+        total, count = loss_of(name)(weights, part, **how)
         grads = tree.flatten(support.gradients(total, weights))
     if broken != "reduction":
         grads = {path: collectives.summed(grad, world_group()) for path, grad in grads.items()}
@@ -150,6 +157,11 @@ def test_ranks_have_uneven_numbers_of_labels(ranks: Ranks) -> None:
 def test_recomputed_layers_send_again_and_give_the_same(ranks: Ranks, method: str) -> None:
     for found in ranks(2)(compared, "gpt_oss", method, "head_tail", "math", "", True):
         assert found["worst"] < 1e-5
+
+
+def test_heads_for_further_tokens(ranks: Ranks) -> None:
+    """What they look ahead to is another tensor of the batch, which is permuted and cut with the rest."""
+    assert max(found["worst"] for found in ranks(2)(compared, "mtp", "ring", "head_tail")) < 1e-5
 
 
 def test_scalings_with_a_length_need_that_of_the_whole(ranks: Ranks) -> None:
@@ -224,6 +236,16 @@ def attention_alone(method: str, inner: str) -> float:
 )
 def test_attention_on_every_mask_that_is_data(ranks: Ranks, method: str, inner: str) -> None:
     assert max(ranks(4)(attention_alone, method, inner)) < 1e-12
+
+
+def few_queries_at_a_time() -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "QUERIES", 3)  # of the eight that a rank has
+        return attention_alone("ring", "math")
+
+
+def test_a_ring_that_holds_few_scores_at_a_time(ranks: Ranks) -> None:
+    assert max(ranks(4)(few_queries_at_a_time)) < 1e-12
 
 
 def sent(remat: bool) -> dict[str, int]:
@@ -327,6 +349,7 @@ def shares(order: Callable[..., Any] | Any, ranks: int, **more: Any) -> list[dic
 def test_shares_are_the_batch_in_one_order(order: Any, ranks: int) -> None:
     batch, parts = batch_of("llama_tied"), shares(order, ranks, config=config_of("llama_tied"))
     joined = {name: torch.cat([part[name] for part in parts], 1) for name in batch}
+    assert all(tensor.shape[1] == LENGTH // ranks for part in parts for tensor in part.values())
     rows = [sorted(zip(*(t[row].tolist() for t in joined.values()), strict=True)) for row in range(4)]
     assert rows == [sorted(zip(*(t[row].tolist() for t in batch.values()), strict=True)) for row in range(4)]
 

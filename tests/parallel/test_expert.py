@@ -15,9 +15,9 @@ from fnmodels import tree
 from fnmodels.ops.dispatch import virtual_padding
 from fnmodels.ops.experts import loop_experts
 from tests import support
-from tests.parallel.pool import Ranks
+from tests.parallel.pool import Ranks, devices
 from tests.parallel.test_context import worst
-from train.parallel import collectives
+from train.parallel import Mesh, collectives
 from train.parallel.expert import expert_parallel, shared_tokens
 
 # As many experts as the largest mesh divides; the rest is in tests/variants.
@@ -184,6 +184,31 @@ def layer_alone(inner: str, remat: bool) -> float:
                         assert a.shape == b.shape and not a.isnan().any()
                         off = max(off, float((a - b).abs().max()) if a.numel() else 0.0)
     return off
+
+
+def pairs_alone() -> float:
+    """As `layer_alone` on 2 x 2 ranks: pairs hold the same tokens, and all four have experts of their own."""
+    rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.float64
+    draw, layer = drawn_layer(dtype)
+    *tokens, slope = *drawn_tokens(draw, 12, "random", dtype), torch.randn(12, WIDTH, generator=draw, dtype=dtype)
+    pair = devices(Mesh(ep=2, tp=2)).get_group("tp")
+    rows = (slice(0, 7), slice(7, 12))[rank // 2]
+
+    def run(experts: Any, layer: Any, tokens: Any, slope: Tensor) -> list[Tensor]:
+        x, weights = (t.clone().requires_grad_() for t in tokens[:2])
+        leaves = {name: leaf.clone().requires_grad_() for name, leaf in layer.items()}
+        y = experts(leaves, x, weights, *tokens[2:], act=act)
+        return [y.detach(), *torch.autograd.grad(y, (x, weights, *leaves.values()), slope)]
+
+    one = run(loop_experts, layer, tokens, slope)
+    experts = shared_tokens(expert_parallel(world_group()), pair)
+    found = run(experts, {k: t.chunk(ranks)[rank] for k, t in layer.items()}, [t[rows] for t in tokens], slope[rows])
+    wanted = [t[rows] for t in one[:3]] + [t.chunk(ranks)[rank] for t in one[3:]]
+    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def test_pairs_that_hold_the_same_tokens(ranks: Ranks) -> None:
+    assert max(ranks(4)(pairs_alone)) < 1e-12
 
 
 @pytest.mark.parametrize("world", [2, 4])
