@@ -138,10 +138,15 @@ def distinct(found: Iterable[tuple[str, Record]]) -> tuple[list[Document], tuple
         name = f"{file}, {record.place}" if record.place else file
         text = canonical(record.messages) if record.messages is not None else record.text
         if text is None:
-            skipped.append(f"{name} ({record.fault})")
+            skipped.append(printable(f"{name} ({record.fault})"))
         elif text.strip():  # an empty file is nobody's mistake
             documents.setdefault(digest(text), Document(name, text, record.messages))
     return list(documents.values()), tuple(skipped)
+
+
+def printable(text: str) -> str:
+    """Names of files and fields may hold anything: half characters, which cannot be printed, and terminals' codes."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def digest(text: str) -> str:

@@ -96,7 +96,7 @@ def _mapped(file: Path) -> np.ndarray:
             begin = opened.tell()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except Exception as error:  # numpy reads the header as Python's syntax, with all the ways in which that can fail
         raise UserError(f"{file} is not an .npy file, or its beginning is damaged: {error}") from error
     if dtype not in DTYPES or len(shape) != 1:
         raise UserError(f"{file} holds {dtype} of shape {shape}: a shard is one line of {', '.join(DTYPES)}")

@@ -1,10 +1,13 @@
 """Documents from JSON lines and Parquet; what is broken is told by file and line."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pyarrow
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from train import corpus
@@ -81,6 +84,33 @@ def test_parquet_that_is_cut_or_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(whole[:40] + bytes(byte ^ 255 for byte in whole[40:600]) + whole[600:])
     found = [*records(tmp_path / "a.parquet")]
     assert next(record for record in found if record.fault).fault.startswith("not Parquet")
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=3))
+VALUES = st.dictionaries(st.sampled_from(["text", "messages", "role"]) | st.text(), JSON | st.just([{"role": "user"}]))
+ANYTHING = st.binary() | VALUES.map(lambda value: json.dumps(value).encode()) | st.just(b'{"a\\ud800\\u001b[2J": 1}')
+
+
+@given(ANYTHING)
+def test_whatever_a_line_holds_is_a_record_or_told(line: bytes) -> None:
+    line = line.replace(b"\n", b"")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.jsonl")
+        path.write_bytes(line + b"\n")
+        for record in records(path):
+            assert record.place == "line 1"
+            assert [record.text is not None, record.messages is not None, record.fault != ""].count(True) == 1
+        try:
+            found = corpus.load(path)
+        except UserError as error:
+            str(error).encode()
+        else:
+            assert found.skipped == ()
+
+
+def test_what_is_told_can_be_printed(tmp_path: Path) -> None:
+    found = corpus.load(_jsonl(tmp_path / "b.jsonl", b'{"a\\ud800\\u001b[2J": 1}'))
+    assert found.skipped == ("b.jsonl, line 2 (no field 'text' or 'messages' among a\\ud800\\x1b[2J)",)
 
 
 def test_broken_parquet_is_named(tmp_path: Path) -> None:

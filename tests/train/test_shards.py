@@ -1,10 +1,15 @@
 """Shards of token ids: read as they were written, and every way of being broken is told with the file's name."""
 
+import io
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from train import shards
 from train.errors import UserError
@@ -127,6 +132,21 @@ def test_what_is_broken_is_named(tmp_path: Path, name: str) -> None:
     make(tmp_path)
     with pytest.raises(UserError, match=message):
         _load(tmp_path)
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 130), st.binary(min_size=1, max_size=4))
+def test_a_damaged_beginning_is_a_sentence(place: int, noise: bytes) -> None:
+    """Or, where the damage says nothing else, the same ids."""
+    with io.BytesIO() as made:
+        np.save(made, np.arange(50, dtype=np.uint16))
+        good = made.getvalue()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "a.npy")
+        file.write_bytes((good[:place] + noise + good[place + len(noise) :])[: len(good)])
+        with suppress(UserError):
+            found = shards._mapped(file)
+            assert found.shape == (50,) and found.dtype.name in shards.DTYPES
 
 
 def test_shards_are_known_by_their_names(tmp_path: Path) -> None:
