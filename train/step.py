@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ from fnmodels.tree import Tree
 from .balance import update_bias
 from .calls import Batch, caller, microbatches
 from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
+from .parallel.mesh import Mesh, Strategy
 from .state import State, consume
-
-if TYPE_CHECKING:
-    from .parallel.mesh import Mesh
 
 LossFn = Callable[..., tuple[Tensor, ...]]
 Step = Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]
@@ -44,7 +42,7 @@ def make_step(
     inplace: bool = True,
     balance_rate: float | None = None,
     mesh: Mesh | None = None,
-    gather_dtype: torch.dtype | None = None,
+    strategy: Strategy | None = None,
 ) -> Step:
     """A function step(state, batch) -> (state, metrics).
 
@@ -67,7 +65,7 @@ def make_step(
         the batch than the mean, down for the others (`update_bias`). The loss function must then have a keyword `aux`
         and give counts [sparse layers, E] in its aux, as `next_token_loss` does. None: the biases stay.
     mesh: over many processes, see `train.parallel.step`: the State's leaves are DTensors, the batch is the whole one in
-        every process, and so are the metrics. gather_dtype: the dtype in which parameters are sent and used there.
+        every process, and so are the metrics. strategy: how they share the work, where there is a choice.
 
     metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
     finite; aux, summed, where there is one; and lr_of, the rate of each group of `partition`. Where the loss or the
@@ -92,10 +90,10 @@ def make_step(
             compile=compile,
             inplace=inplace,
             balance_rate=balance_rate,
-            gather_dtype=gather_dtype,
+            strategy=strategy or Strategy(),
         )
-    if gather_dtype is not None:
-        raise ValueError(f"gather_dtype is {gather_dtype}, but without a mesh nothing is gathered; leave it out.")
+    if strategy is not None:
+        raise ValueError(f"{strategy} is for many processes: it needs a mesh.")
     sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     checked = False
 

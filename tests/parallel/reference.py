@@ -14,9 +14,14 @@ import fnmodels
 from fnmodels import tree
 from params import Rules, plan
 from tests.parallel.pool import devices
+from tests.parallel.test_tensor import variant
 from tests.support import batch_of, cases, generic_params, segments
 from train import adamw, init_state, make_step, next_token_loss
-from train.parallel import Mesh
+from train.parallel import Mesh, Strategy
+from train.parallel import step as steps
+from train.parallel.dtensors import local_tree
+from train.parallel.gather import shardings
+from train.parallel.step import rules_of
 from train.step import gradient_sums
 
 CASES = ("llama_tied", "deepseek_v3", "gpt_oss")
@@ -25,7 +30,8 @@ Errors = dict[str, float]
 
 
 def config_of(name: str) -> Any:
-    return next(case.config for case in cases() if case.name == name)
+    """A variant of `tests.support`; with "even " before its name one whose vocabulary and heads 4 divides."""
+    return variant(name[5:]) if name.startswith("even ") else next(c.config for c in cases() if c.name == name)
 
 
 def batch() -> dict[str, Tensor]:
@@ -70,7 +76,7 @@ def one_process(name: str, clip: float | None = 0.5) -> tuple[dict[str, Tensor],
 
 def placed(name: str, mesh: Mesh, rules: Rules | None = None) -> Any:
     """The same parameters as DTensors on the mesh."""
-    placements = plan(spec_of(name), rules or Rules(spread="fsdp"), devices(mesh))
+    placements = plan(spec_of(name), rules or rules_of(mesh, config_of(name)), devices(mesh))
     return tree.map(lambda how, p: how.distribute(p[how.here()].clone()), placements, generic_params(config_of(name)))
 
 
@@ -78,3 +84,40 @@ def error(found: Tensor, expected: Tensor) -> float:
     """The largest difference relative to the largest number."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) if found.numel() else 0.0
+
+
+def errors_of(
+    name: str, mesh_text: str, options: dict[str, Any] | None = None, strategy: dict[str, Any] | None = None
+) -> Errors:
+    """{what: how far it is from one process}: each gradient, loss, count and norm, and each parameter after a step.
+
+    A gradient's part is compared with that part of the whole, relative to the whole's largest number; what is nothing
+    but rounding (of keys' biases where nothing rotates) to the largest of all.
+    """
+    mesh, how = Mesh.parse(mesh_text), Strategy(**strategy or {})
+    grads, stepped, metrics = one_process(name)
+    optimizer, params, config = optimizer_of(name), placed(name, mesh), config_of(name)
+    shards = shardings(params)
+    mine = {path: where.here() for path, where in tree.flatten(shards).items()}
+    loss = steps.placed_loss(loss_of(name), shards, devices(mesh), how, config=config)
+    part = steps.own_part(batch(), devices(mesh), order=how.order, config=config)
+    sums = gradient_sums(loss, optimizer)(local_tree(params), [part], divide=False)
+    step = make_step(loss_of(name), optimizer, clip=0.5, mesh=mesh, strategy=how, **options or {})
+    state, measured = step(init_state(params, optimizer), batch())
+    found: Errors = {}
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    for (path, grad), ours in zip(grads.items(), sums.grads, strict=True):
+        size = float(grad.abs().max())
+        size = size if size > 1e-5 * largest else largest
+        found[f"gradient of {path}"] = float((ours - grad[mine[path]]).abs().max()) / size if ours.numel() else 0.0
+    for metric in ("loss", "count", "grad_norm"):
+        found[metric] = error(measured[metric].double(), metrics[metric].double())
+    for path, leaf in tree.flatten(local_tree(state.params)).items():
+        found[f"{path} after a step"] = error(leaf, stepped[path][mine[path]])
+    return found
+
+
+def worst(found: list[Errors], start: str = "") -> tuple[float, str]:
+    """Of all ranks; NaN is the worst."""
+    every = [(value, what) for errors in found for what, value in errors.items() if what.startswith(start)]
+    return max(every, key=lambda pair: (pair[0] != pair[0], pair[0]))

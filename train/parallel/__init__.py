@@ -1,18 +1,22 @@
 """The same pure functions on many processes, equal to one of them in every gradient. One idea per file:
 
-    mesh          how many processes share what: `Mesh(fsdp=2, tp=2)`
-    collectives   the one place that talks to other processes, as linear maps with gradients
+    mesh          how many processes share what: `Mesh(fsdp=2, tp=2)`; and `Strategy`, how, where there is a choice
+    step          `train.make_step(..., mesh=mesh)`, of all of them together
+    gather        dp and fsdp: layers gathered where they run
+    stateful      the same behind modules, for FSDP2
     tensor        heads and columns of each layer divided, and the stream's columns too: `tensor_parallel`
     vocab         the same of embedding, logits and cross entropy
     region        what these two have between the stream and a process' own part
     context       tokens of a row in different processes: attention that fetches keys, or passes them on
     pipeline      layers on different processes: parts of the tree, and torch's schedules over them
     expert        experts in different processes: tokens travel to theirs and back
+    collectives   the one place that talks to other processes, as linear maps with gradients
+    dtensors      a DTensor as the part that is here and the place of the rest
 
 Nothing here starts a process group, and importing it costs no more than `import torch`: what needs DTensor imports it
 inside of the function that does.
 """
 
-from .mesh import NAMES, Mesh
+from .mesh import NAMES, Mesh, Strategy
 
-__all__ = ["NAMES", "Mesh"]
+__all__ = ["NAMES", "Mesh", "Strategy"]

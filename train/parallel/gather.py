@@ -11,8 +11,7 @@ the Hessian times a vector.
 
 Gradients are sums over tokens. A leaf that is divided over processes with different tokens gets its part of the sum
 (reduce-scatter), and one of which they hold copies the whole sum (all-reduce); both in HSDP, where the all-reduce is of
-the part. What is divided over `tp` stays so, as a `Part`, for the wrapper inside of this one; and experts over `ep` are
-the layer's own, for their tokens come to them.
+the part. What `tp` and `ep` divide stays so, for the wrapper inside of this one: tokens come to it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,8 +51,8 @@ def shardings(params: Tree) -> Tree:
     return tree.map(lambda _: next(found), params)
 
 
-def gather(parts: Sequence[Part]) -> list[Any]:
-    """The whole leaves, differentiably; of one that `tp` divides, the `Part` of it that is left.
+def gather(parts: Sequence[Part]) -> list[Tensor]:
+    """The whole leaves, differentiably; of one that `tp` or `ep` divide, the part of it that is theirs.
 
     What lies alike travels together: a layer is one message, and so are its gradients.
     """
@@ -65,10 +64,7 @@ def gather(parts: Sequence[Part]) -> list[Any]:
         group = functools.partial(_group, parts[chosen[0]].sharding)
         xs = _joined([parts[index] for index in chosen], map(group, copied), [(group(n), n) for n in gathered], dtype)
         for index, x in zip(chosen, xs, strict=True):
-            how = parts[index].sharding
-            left = tuple(dim if name == "tp" else None for (name, _), dim in zip(how.sizes, how.dims, strict=True))
-            divided = any(dim is not None and size > 1 for (_, size), dim in zip(how.sizes, left, strict=True))
-            found[index] = replace(parts[index], local=x, sharding=replace(how, dims=left)) if divided else x
+            found[index] = x
     return found
 
 
@@ -131,14 +127,13 @@ def gathering(
     *,
     dtype: torch.dtype | None = None,
     trains: Tree | None = None,
-    inside: LayerFn | None = None,
 ) -> Callable[..., Any]:
     """function(params, batch, layer_fn=, ...) as one of the parts that processes hold: `local_tree(params)`.
 
     Leaves outside of "layers" are gathered at the start, each layer's when it runs: inside of the `layer_fn` that the
     result is given, so that what remat recomputes, it gathers again. shards: `shardings(params)`. dtype: in which
     floating leaves are sent and used, None for their own; `trains`, a tree of bools, keeps what does not learn (a
-    router's bias) in its own. inside: one more wrapper, which sees the gathered layer.
+    router's bias) in its own.
     """
 
     @functools.wraps(function)  # who asks for its keywords gets those of `function`
@@ -154,7 +149,7 @@ def gathering(
         given = {name: values if name == "layers" else rest[name] for name, values in parts.items()}
 
         def wrap(block: Block) -> Block:
-            block = gather_layers(block if inside is None else inside(block))
+            block = gather_layers(block)
             return block if layer_fn is None else layer_fn(block)
 
         return function(given, batch, layer_fn=wrap, **more)

@@ -20,8 +20,9 @@ them all, and divided once.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -103,6 +104,23 @@ class Mesh:
         if device is None:
             device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         return init_device_mesh(device, tuple(self.sizes.values()), mesh_dim_names=NAMES)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the processes of a mesh share the work, where there is a choice.
+
+    gather_dtype: the dtype in which parameters are sent and used (bf16: half the bytes); None: their own. Gradients are
+        reduced in fp32 at least.
+    sequence: what `tp` has between the sublayers is divided by columns too (`train.parallel.tensor`).
+    context: how attention over `cp` fetches what it looks at, and order: which tokens a process has
+        (`train.parallel.context`).
+    """
+
+    gather_dtype: torch.dtype | None = None
+    sequence: bool = False
+    context: Literal["gather", "ulysses", "ring"] = "gather"
+    order: Literal["mask", "head_tail"] | None = "mask"
 
 
 def mesh_of(devices: DeviceMesh) -> Mesh:

@@ -1,7 +1,7 @@
 """The train step over a mesh: the same sums, taken by many processes.
 
     mesh = Mesh(fsdp=4)
-    placements = params.plan(spec, params.Rules(spread="fsdp"), mesh.device_mesh())
+    placements = params.plan(spec, rules_of(mesh, config), mesh.device_mesh())
     state = init_state(params.init(config, 0, plan=placements), optimizer)
     step = make_step(functools.partial(next_token_loss, config=config), optimizer, clip=1.0, mesh=mesh)
     state, metrics = step(state, batch)                       # by all processes, with the same batch
@@ -14,7 +14,10 @@ others waiting.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,19 +26,26 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from params.sharding import Sharding
+from params.sharding import Rules, Sharding
 from train.calls import Batch, microbatches, open_keywords
 from train.optim import Optimizer, trainable_mask, wide_dtype, with_paths
 from train.state import State, consume
 from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_sums, update
 
 from .collectives import summed
+from .context import context_kernel, shard_batch
 from .dtensors import like, local_tree
 from .gather import Part, gather, gathering, shardings
-from .mesh import DATA, ROWS, Mesh, mesh_of
+from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
+from .tensor import tensor_axes, tensor_parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def rules_of(mesh: Mesh, config: Any) -> Rules:
+    """The rules of a plan for this mesh: what `tp` divides, and the rest by rows over `fsdp`."""
+    return Rules(tensor_axes(config) if mesh.tp > 1 else {}, spread="fsdp")
 
 
 def make_step_over(
@@ -49,16 +59,17 @@ def make_step_over(
     compile: str,
     inplace: bool,
     balance_rate: float | None,
-    gather_dtype: torch.dtype | None,
+    strategy: Strategy,
 ) -> Step:
     """`train.make_step` over a mesh; the State's parameters and moments are DTensors on `mesh.device_mesh()`.
 
-    Batches whose rows the mesh does not divide are refused, and so are optimizers that need more than parts.
+    With `tp` or `cp` the loss function must be a functools.partial that holds the model's config. Batches that the mesh
+    does not divide are refused, and so are optimizers that need more than parts.
     """
-    there = {"dp", "fsdp"}
+    there = ("dp", "fsdp", "cp", "tp")
     missing = [name for name, size in mesh.sizes.items() if size > 1 and name not in there]
     if missing:
-        raise NotImplementedError(f"The mesh {mesh} has {missing[0]}; steps are made over {', '.join(sorted(there))}.")
+        raise NotImplementedError(f"The mesh {mesh} has {missing[0]}; steps are made over {', '.join(there)} so far.")
     if compile != "none":
         raise ValueError(f'compile is {compile!r}; over a mesh it must be "none": what gathers layers is not compiled.')
     if "layer_fn" not in open_keywords(loss_fn):
@@ -66,22 +77,21 @@ def make_step_over(
             f"Over the mesh {mesh} layers are gathered where they run, so the loss function needs a free keyword "
             "`layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
         )
-    counts = balance_rate is not None
+    config = _bound(loss_fn, "config", mesh) if mesh.tp * mesh.cp > 1 else None
+    known: tuple[Tree, _Placed] | None = None
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
+        nonlocal known
         shards = shardings(state.params)
-        devices = _devices(shards, mesh)
         held = local_tree(state)
-        check_opt_state(optimizer, held)
-        if not optimizer.elementwise:
-            _check_whole(shards)
-        parts = microbatches(own_rows(batch, devices), accumulate)
-        trains = trainable_mask(held.params, optimizer.trainable)
-        loss = gathering(loss_fn, shards, dtype=gather_dtype, trains=trains)
-        sums = gradient_sums(loss, optimizer, remat=remat, counts=counts)(held.params, parts, divide=False)
-        learning = [how for how, learns in zip(tree.leaves(shards), tree.leaves(trains), strict=True) if learns]
+        if known is None or known[0] != shards:  # once: what a step returns lies as what it was given
+            check_opt_state(optimizer, held)
+            known = shards, _place(mesh, loss_fn, optimizer, shards, held.params, config, strategy, remat, balance_rate)
+        placed = known[1]
+        parts = microbatches(own_part(batch, placed.devices, order=strategy.order, config=config), accumulate)
+        sums = placed.sums_of(held.params, parts, divide=False)
         after, metrics = update(
-            optimizer, held, _global(sums, devices), clip=clip, inplace=inplace, norm_of=norm_over(learning)
+            optimizer, held, _global(sums, placed.devices), clip=clip, inplace=inplace, norm_of=placed.norm_of
         )
         if balance_rate is not None:
             moved = _balanced(after.params, shards, metrics["aux"]["counts"], balance_rate, ~metrics["finite"])
@@ -94,10 +104,94 @@ def make_step_over(
     return step
 
 
-def own_rows(batch: Any, devices: DeviceMesh) -> Any:
-    """This process' rows of the whole batch, or of each microbatch in a list. ValueError where they do not divide."""
+@dataclass(frozen=True)
+class _Placed:
+    """What follows from where the parameters lie."""
+
+    devices: DeviceMesh
+    sums_of: Callable[..., Sums]
+    norm_of: Callable[[list[Tensor]], Tensor]
+
+
+def _place(
+    mesh: Mesh,
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    shards: Tree,
+    held: Tree,
+    config: Any,
+    strategy: Strategy,
+    remat: str,
+    balance_rate: float | None,
+) -> _Placed:
+    devices = _devices(shards, mesh)
+    if not optimizer.elementwise:
+        _check_whole(shards)
+    trains = trainable_mask(held, optimizer.trainable)
+    loss = placed_loss(loss_fn, shards, devices, strategy, config=config, trains=trains)
+    learning = [how for how, learns in zip(tree.leaves(shards), tree.leaves(trains), strict=True) if learns]
+    sums_of = gradient_sums(loss, optimizer, remat=remat, counts=balance_rate is not None)
+    return _Placed(devices, sums_of, norm_over(learning))
+
+
+def placed_loss(
+    loss_fn: LossFn,
+    shards: Tree,
+    devices: DeviceMesh,
+    strategy: Strategy,
+    *,
+    config: Any = None,
+    trains: Tree | None = None,
+) -> LossFn:
+    """loss_fn(params, batch, ...) as one of the parts of both that a process has: `local_tree(params)`, `own_part`.
+
+    Each way of sharing wraps the function whole, from the inside out: attention, the part of a layer, what is gathered.
+    """
+    mesh = mesh_of(devices)
+    if mesh.cp > 1:
+        loss_fn = _attending(loss_fn, devices.get_group("cp"), strategy)
+    if mesh.tp > 1:
+        loss_fn = tensor_parallel(config, shards, sequence=strategy.sequence).run(loss_fn)
+    return gathering(loss_fn, shards, dtype=strategy.gather_dtype, trains=trains)
+
+
+def _attending(loss_fn: LossFn, group: Any, strategy: Strategy) -> LossFn:
+    given = inspect.signature(loss_fn).parameters.get("kernel")
+    inner = "auto" if given is None else given.default
+    if given is None or not isinstance(inner, str):
+        raise ValueError(
+            "Over `cp` attention is the step's to set, so the loss function needs a keyword `kernel`, the name of what "
+            "computes it on one process."
+        )
+    kernel = context_kernel(strategy.context, group, inner=inner)
+
+    @functools.wraps(loss_fn)
+    def run(params: Tree, batch: Batch, *, layout: Any = None, **more: Any) -> Any:
+        return loss_fn(params, batch, kernel=kernel, **more)  # a layout is of tokens in their order
+
+    return run
+
+
+def _bound(loss_fn: LossFn, name: str, mesh: Mesh) -> Any:
+    found = inspect.signature(loss_fn).parameters.get(name)
+    if found is None or found.default in (None, inspect.Parameter.empty):
+        raise ValueError(
+            f"The mesh {mesh} divides what is inside of the model, so the loss function must hold its {name}: "
+            f"functools.partial(loss_fn, {name}={name})."
+        )
+    return found.default
+
+
+def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None) -> Any:
+    """This process' rows and columns of the whole batch, or of each microbatch in a list; see `own_rows`."""
     if isinstance(batch, (list, tuple)):
-        return [own_rows(part, devices) for part in batch]
+        return [own_part(part, devices, order=order, config=config) for part in batch]
+    rows, ranks = own_rows(batch, devices), mesh_of(devices).cp
+    return rows if ranks == 1 else shard_batch(rows, devices.get_local_rank("cp"), ranks, order=order, config=config)
+
+
+def own_rows(batch: Any, devices: DeviceMesh) -> Any:
+    """This process' rows of the whole batch. ValueError where they do not divide."""
     names = [name for name in ROWS if name in (devices.mesh_dim_names or ())]
     index, number = 0, 1
     for name in names:
