@@ -4,6 +4,7 @@
 valid tokens, so that a mean of means, a count of one rank or a padded row that teaches would show.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,13 +26,19 @@ from train.parallel.step import rules_of
 from train.step import gradient_sums
 
 CASES = ("llama_tied", "deepseek_v3", "gpt_oss")
+EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+    "gpt_oss": {"num_local_experts": 8},
+}
 LENGTH = 24  # what some rope scalings need: of the whole run, not of a rank's part
 Errors = dict[str, float]
 
 
 def config_of(name: str) -> Any:
-    """A variant of `tests.support`; with "even " before its name one whose vocabulary and heads 4 divides."""
-    return variant(name[5:]) if name.startswith("even ") else next(c.config for c in cases() if c.name == name)
+    """A variant of `tests.support`; "even ...": vocabulary and heads divide by 4, "experts ...": experts too."""
+    kind, _, of = name.rpartition(" ")
+    config = variant(of) if kind else next(case.config for case in cases() if case.name == name)
+    return dataclasses.replace(config, **EXPERTS[of]) if kind == "experts" else config
 
 
 def batch() -> dict[str, Tensor]:

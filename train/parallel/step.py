@@ -35,6 +35,7 @@ from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_s
 from .collectives import summed
 from .context import context_kernel, shard_batch
 from .dtensors import like, local_tree
+from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
 from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
 from .tensor import tensor_axes, tensor_parallel
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
 
 
 def rules_of(mesh: Mesh, config: Any) -> Rules:
-    """The rules of a plan for this mesh: what `tp` divides, and the rest by rows over `fsdp`."""
-    return Rules(tensor_axes(config) if mesh.tp > 1 else {}, spread="fsdp")
+    """The rules of a plan for this mesh: what `tp` and `ep` divide, and the rest by rows over `fsdp`."""
+    experts = {"expert": "ep"} if mesh.ep > 1 else {}
+    return Rules((tensor_axes(config) if mesh.tp > 1 else {}) | experts, spread="fsdp")
 
 
 def make_step_over(
@@ -66,7 +68,7 @@ def make_step_over(
     With `tp` or `cp` the loss function must be a functools.partial that holds the model's config. Batches that the mesh
     does not divide are refused, and so are optimizers that need more than parts.
     """
-    there = ("dp", "fsdp", "cp", "tp")
+    there = ("dp", "fsdp", "ep", "cp", "tp")
     missing = [name for name, size in mesh.sizes.items() if size > 1 and name not in there]
     if missing:
         raise NotImplementedError(f"The mesh {mesh} has {missing[0]}; steps are made over {', '.join(there)} so far.")
@@ -145,31 +147,38 @@ def placed_loss(
 ) -> LossFn:
     """loss_fn(params, batch, ...) as one of the parts of both that a process has: `local_tree(params)`, `own_part`.
 
-    Each way of sharing wraps the function whole, from the inside out: attention, the part of a layer, what is gathered.
+    Each way of sharing wraps the function whole, from the inside out: attention, experts, parts of layers, gathering.
     """
     mesh = mesh_of(devices)
     if mesh.cp > 1:
-        loss_fn = _attending(loss_fn, devices.get_group("cp"), strategy)
+        inner = _named(loss_fn, "kernel", mesh)
+        loss_fn = _with(loss_fn, kernel=context_kernel(strategy.context, devices.get_group("cp"), inner=inner))
+    if mesh.ep > 1:
+        inner = _named(loss_fn, "experts", mesh)
+        loss_fn = _with(loss_fn, experts=expert_parallel(devices.get_group("ep"), inner=inner))
     if mesh.tp > 1:
         loss_fn = tensor_parallel(config, shards, sequence=strategy.sequence).run(loss_fn)
     return gathering(loss_fn, shards, dtype=strategy.gather_dtype, trains=trains)
 
 
-def _attending(loss_fn: LossFn, group: Any, strategy: Strategy) -> LossFn:
-    given = inspect.signature(loss_fn).parameters.get("kernel")
-    inner = "auto" if given is None else given.default
-    if given is None or not isinstance(inner, str):
-        raise ValueError(
-            "Over `cp` attention is the step's to set, so the loss function needs a keyword `kernel`, the name of what "
-            "computes it on one process."
-        )
-    kernel = context_kernel(strategy.context, group, inner=inner)
-
+def _with(loss_fn: LossFn, **chosen: Any) -> LossFn:
     @functools.wraps(loss_fn)
-    def run(params: Tree, batch: Batch, *, layout: Any = None, **more: Any) -> Any:
-        return loss_fn(params, batch, kernel=kernel, **more)  # a layout is of tokens in their order
+    def run(params: Tree, batch: Batch, **more: Any) -> Any:
+        return loss_fn(params, batch, **more | chosen)
 
     return run
+
+
+def _named(loss_fn: LossFn, name: str, mesh: Mesh) -> str:
+    """What the loss function has for this keyword: the name of how one process does it."""
+    found = inspect.signature(loss_fn).parameters.get(name)
+    if found is None or not isinstance(found.default, str):
+        raise ValueError(
+            f"Over the mesh {mesh} `{name}` is the step's to set, so the loss function needs that keyword, and as its "
+            "value the name of how one process does it."
+        )
+    default: str = found.default
+    return default
 
 
 def _bound(loss_fn: LossFn, name: str, mesh: Mesh) -> Any:
