@@ -11,14 +11,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fnmodels
+import params as P
 import train
 from fnmodels import tree
 from fnmodels.mask import Mask
 from fnmodels.ops.attention import attention
 from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, SameSpan, Window
 from tests import support
-from tests.parallel.pool import Ranks
-from train.parallel import collectives, context
+from tests.parallel.pool import Ranks, devices
+from train.parallel import Mesh, collectives, context
+from train.parallel.dtensors import local_tree
+from train.parallel.gather import gathering, shardings
+from train.parallel.step import own_rows
 
 METHODS = ("gather", "ulysses", "ring")
 # (a variant of tests/variants, changes): as many heads as the largest mesh divides
@@ -157,6 +161,27 @@ def test_ranks_have_uneven_numbers_of_labels(ranks: Ranks) -> None:
 def test_recomputed_layers_send_again_and_give_the_same(ranks: Ranks, method: str) -> None:
     for found in ranks(2)(compared, "gpt_oss", method, "head_tail", "math", "", True):
         assert found["worst"] < 1e-5
+
+
+def with_gathered_layers(name: str, method: str) -> float:
+    """fsdp=2, cp=2: rows over the one, columns over the other, gradients summed over both where layers are gathered."""
+    mesh = devices(Mesh(fsdp=2, cp=2))
+    config, batch = config_of(name), batch_of(name)
+    placements = P.plan(fnmodels.family_of(config).spec(config), P.Rules(spread="fsdp"), mesh)
+    values = support.generic_params(config)
+    placed = tree.map(lambda how, p: how.distribute(p[how.here()].clone()), placements, values)
+    held = tree.map(lambda p: p.requires_grad_(), local_tree(placed))
+    kernel = context.context_kernel(method, mesh.get_group("cp"))  # type: ignore[arg-type]
+    loss = gathering(functools.partial(loss_of(name), kernel=kernel, length=length_of(batch)), shardings(placed))
+    part = context.shard_batch(own_rows(batch, mesh), mesh.get_local_rank("cp"), 2, order="head_tail")
+    grads = tree.flatten(support.gradients(loss(held, part)[0], held))
+    wanted = {path: grad[tree.flatten(placements)[path].here()] for path, grad in expected(name)[2].items()}
+    return worst(grads, wanted)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_with_layers_that_are_gathered(ranks: Ranks, method: str) -> None:
+    assert max(ranks(4)(with_gathered_layers, "gpt_oss", method)) < 1e-5
 
 
 def test_heads_for_further_tokens(ranks: Ranks) -> None:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import fnmodels
+import params as P
 import train
 from fnmodels import tree
 from fnmodels.ops.dispatch import virtual_padding
@@ -18,7 +20,10 @@ from tests import support
 from tests.parallel.pool import Ranks, devices
 from tests.parallel.test_context import worst
 from train.parallel import Mesh, collectives
+from train.parallel.dtensors import local_tree
 from train.parallel.expert import expert_parallel, shared_tokens
+from train.parallel.gather import gathering, shardings
+from train.parallel.step import own_rows
 
 # As many experts as the largest mesh divides; the rest is in tests/variants.
 MODELS: dict[str, dict[str, Any]] = {
@@ -94,6 +99,29 @@ def compared(name: str, inner: str = "auto", broken: str = "", remat: bool = Fal
 @pytest.mark.parametrize("name", list(MODELS))
 def test_every_gradient_equals_that_of_one_process(ranks: Ranks, name: str, world: int) -> None:
     assert max(ranks(world)(compared, name)) < 1e-5
+
+
+def with_gathered_layers(name: str) -> float:
+    """fsdp=2, ep=2: of an expert's gradient the parts are summed over fsdp, and over ep its tokens have come to it."""
+    mesh = devices(Mesh(fsdp=2, ep=2))
+    config, batch = config_of(name), batch_of(name)
+    rules = P.Rules({"expert": "ep"}, spread="fsdp")
+    placements = P.plan(fnmodels.family_of(config).spec(config), rules, mesh)
+    values = support.generic_params(config)
+    placed = tree.map(lambda how, p: how.distribute(p[how.here()].clone()), placements, values)
+    held = tree.map(lambda p: p.requires_grad_(), local_tree(placed))
+    experts = expert_parallel(mesh.get_group("ep"))
+    loss = gathering(functools.partial(train.next_token_loss, **how_of(name), experts=experts), shardings(placed))
+    grads = tree.flatten(support.gradients(loss(held, own_rows(batch, mesh))[0], held))
+    wanted = {path: grad[tree.flatten(placements)[path].here()] for path, grad in expected(name)[2].items()}
+    whole = {path: p.numel() for path, p in tree.flatten(values).items() if is_expert(path)}
+    assert all(4 * grads[path].numel() == numbers for path, numbers in whole.items())
+    return worst(grads, wanted)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_with_layers_that_are_gathered(ranks: Ranks, name: str) -> None:
+    assert max(ranks(4)(with_gathered_layers, name)) < 1e-5
 
 
 @pytest.mark.parametrize("inner", ["loop", "grouped", "dense"])
