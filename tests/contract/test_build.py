@@ -26,6 +26,7 @@ from tests.support import (
     check_shapes,
     family_modules,
     generic_params,
+    richest,
     segments,
     supports,
     variants_of,
@@ -178,8 +179,8 @@ def held_tensors() -> list[str]:
     return [found for name, value in named for found in reach(value, name, 4)]
 
 
-@every_family
-def test_no_tensor_is_kept(family: str) -> None:
+@pytest.mark.parametrize("case", richest(), ids=str)
+def test_no_tensor_is_kept(case: Case) -> None:
     """No module holds a tensor, and a forward leaves none behind."""
     assert held_tensors() == []
 
@@ -187,11 +188,11 @@ def test_no_tensor_is_kept(family: str) -> None:
         gc.collect()
         return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
-    mine = [case for case in cases() if case.family == family]
-    ready = [(c, k, batch_of(c.config, MIXED)) for c in mine for k in KERNELS if supports(c, k)]
+    mixed, kernels = batch_of(case.config, MIXED), [k for k in KERNELS if supports(case, k)]
+    weights = generic_params(case.config)
     before = alive()
-    for case, kernel, mixed in ready:
-        mixed.forward(generic_params(case.config), kernel=kernel)
+    for kernel in kernels:
+        mixed.forward(weights, kernel=kernel)
     assert alive() == before
     assert held_tensors() == []
 

@@ -27,17 +27,13 @@ from tests.support import (
     off,
     richest,
     segments,
-    structure,
     summed_loss,
     tokens_of,
     trainable,
 )
 
 every_family = pytest.mark.parametrize("case", richest(), ids=str)
-# Of model types with one structure one, and of rotary tables the one with two branches.
-TYPES = tuple({structure(case): case for case in richest(lambda case: case.config.model_type)}.values())
-TYPES += tuple(case for case in cases() if case.name == "llama_longrope_long")
-every_model_type = pytest.mark.parametrize("case", TYPES, ids=str)
+BRANCHING = tuple(case for case in cases() if case.name == "llama_longrope_long")  # its table has two branches
 pytestmark = pytest.mark.slow
 MIXED, OTHER = segments((-3, 5, 4), (12,), (7, 1, -4)), segments((12,), (2, 9, -1), (-11, 1))
 
@@ -68,7 +64,7 @@ def deep(case: Case, layers: int) -> Any:
     return dataclasses.replace(case.config, num_hidden_layers=layers, **repeats)
 
 
-@every_model_type
+@pytest.mark.parametrize("case", richest() + BRANCHING, ids=str)
 def test_prepare_and_forward_are_one_graph(case: Case) -> None:
     """F10: with backward, equal to eager. No second compilation for an equal config, other values or other masks."""
     counter = CompileCounterWithBackend("aot_eager")

@@ -1,6 +1,5 @@
 """Documents packed in one row are what they are alone; rows without a token to learn give nothing, and no NaN."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,15 +33,20 @@ every_structure_and_kernel = with_kernels(structures())
 
 
 @every_case_and_kernel
-@pytest.mark.parametrize("check", [testing.check_packing, testing.check_packing_of_a_cut_document])
-def test_packed_equals_separate(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
+def test_packed_equals_separate(case: Case, kernel: str) -> None:
     """P1: to 1e-10 of the largest, gradients too."""
-    check(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
+    testing.check_packing(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
 
 
 @every_structure_and_kernel
-def test_packed_equals_separate_in_single_precision(case: Case, kernel: str) -> None:
-    testing.check_packing(subject_of(case, kernel))
+def test_a_cut_document_equals_it_separate(case: Case, kernel: str) -> None:
+    """P1, of rows that begin in the middle of a document."""
+    testing.check_packing_of_a_cut_document(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
+
+
+@pytest.mark.parametrize("case", structures(), ids=str)
+def test_packed_equals_separate_in_single_precision(case: Case) -> None:
+    testing.check_packing(subject_of(case, "auto"))
 
 
 @every_case_and_kernel
