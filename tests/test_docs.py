@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ["checkpoints.md", "parallel.md", "testing.md", "training.md", pytest.param("transforms.md", marks=pytest.mark.slow)]
+PAGES = [
+    "checkpoints.md",
+    "parallel.md",
+    "testing.md",
+    "training.md",
+    pytest.param("transforms.md", marks=pytest.mark.slow),
+]
 
 
 def blocks_of(page: str) -> list[tuple[str, str | None]]:
