@@ -17,11 +17,13 @@ from fnmodels.ops.attention import attention
 from params import Rules, plan
 from tests.parallel.pool import Ranks, devices
 from tests.support import Case, cases, generic_params, positions_of, richest, segments, tokens_of
-from train import look_ahead, mtp_loss, next_token_loss
+from train import adamw, look_ahead, mtp_loss, next_token_loss, step
 from train.balance import Balance
 from train.layers import layer_fn
-from train.parallel import Mesh, collectives
+from train.optim import trainable_mask
+from train.parallel import Mesh, collectives, pipeline
 from train.parallel import tensor as tensor_module
+from train.parallel.expert import expert_parallel
 from train.parallel.region import Region
 from train.parallel.tensor import TensorParallel, tensor_axes, tensor_parallel
 
@@ -314,7 +316,7 @@ def wrong(name: str, sequence: bool, what: str) -> dict[str, float]:
     leave, gather = collectives.leave, collectives.join
     with pytest.MonkeyPatch.context() as patch:
         if what == "shared leaves are not summed":
-            patch.setattr(Region, "shared", lambda self, value: value)
+            patch.setattr(Region, "all_shared", lambda self, values: values)
         elif what == "what enters is not summed":
             patch.setattr(collectives, "enter", lambda x, group: x)
         elif what == "what leaves is summed again":
@@ -355,6 +357,71 @@ def _shifted(use: Any, path: str, leaf: Any, is_part: bool, divided: Any, region
 def test_a_mistake_shows(ranks: Ranks, what: str, name: str, sequence: bool, leaf: str) -> None:
     for off in ranks(4)(wrong, name, sequence, what):
         assert off[leaf] > 100 * LIMIT or math.isnan(off[leaf])
+
+
+def mine(params: Any, placements: Any) -> Any:
+    """The parts that this rank holds, as plain tensors."""
+    return tree.map(lambda leaf, sharding: leaf[sharding.here()].clone(), params, placements)
+
+
+def with_experts_elsewhere(name: str, sequence: bool) -> dict[str, float]:
+    """Experts divided over `ep`, whose ranks have other rows, and the columns of each over `tp`."""
+    config = variant(name)
+    if name == DEEPSEEK:
+        config = dataclasses.replace(config, n_routed_experts=8, n_group=2, topk_group=1)
+    mesh = devices(Mesh(ep=2, tp=2))
+    others = mesh.get_group("ep")
+    placements = plan(fnmodels.family_of(config).spec(config), Rules({**tensor_axes(config), "expert": "ep"}), mesh)
+    tensor, where = tensor_parallel(config, placements, sequence=sequence), tree.flatten(placements)
+    params = tree.map(lambda p: p.requires_grad_(), mine(generic_params(config), placements))
+    batch = batch_of(config)
+    rows = {key: value.split((2, 1))[dist.get_rank(others)] for key, value in batch.items()}
+    how: dict[str, Any] = {"config": config, "length": 24, "kernel": "math"}
+    total, _ = tensor.run(next_token_loss)(params, rows, **how, experts=expert_parallel(others))
+    found = gradients(total, params)
+    leaves = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
+    off = {}
+    for path, whole in gradients(next_token_loss(leaves, batch, **how)[0], leaves).items():
+        grad = found[path] if ".experts." in path else collectives.summed(found[path], others)
+        off[path] = float((grad - whole[where[path].here()]).abs().max() / whole.abs().max())
+    return off
+
+
+@MODES
+@pytest.mark.parametrize("name", [DEEPSEEK, GPT_OSS])
+def test_with_experts_on_other_processes(ranks: Ranks, name: str, sequence: bool) -> None:
+    assert_equal(ranks(4)(with_experts_elsewhere, name, sequence))
+
+
+def in_stages(name: str) -> dict[str, float]:
+    """Stages over `pp`, each of which `tp` divides: the gradients of this rank's leaves."""
+    config = variant(name)
+    mesh, pipe = devices(Mesh(pp=2, tp=2)), pipeline.pipeline(config, 2)
+    placements = plan(fnmodels.family_of(config).spec(config), Rules(tensor_axes(config)), mesh)
+    tensor = tensor_parallel(config, placements)
+    terms: dict[str, Any] = {"config": config, "kernel": "math", "length": 24, "label_smoothing": 0.1}
+    if name != LLAMA:
+        terms["balance"] = Balance(sequence=0.1, z=0.05)
+    loss, parts = functools.partial(next_token_loss, **terms), fnmodels.split(batch_of(config), 3)
+    optimizer = adamw(1e-3, spec=fnmodels.family_of(config).spec(config))
+    whole = step.gradient_sums(loss, optimizer)(generic_params(config), parts, divide=False)
+    flat = tree.flatten(trainable_mask(generic_params(config), optimizer.trainable))
+    by_path = dict(zip((path for path, trains in flat.items() if trains), whole.grads, strict=True))
+    stages = mesh.get_group("pp")
+    held = pipeline.share(mine(generic_params(config), placements), config, pipe, dist.get_rank(stages))
+    options: dict[str, Any] = {"layer_fn": tensor.layer_fn, "outside": tensor.outside}
+    sums = pipeline.gradient_sums(loss, optimizer, pipe, stages, **options)(held, parts)
+    paths = [path for path, trains in tree.flatten(trainable_mask(held, optimizer.trainable)).items() if trains]
+    where, off = tree.flatten(placements), {}
+    for path, grad in zip(paths, sums.grads, strict=True):
+        expected = by_path[path]
+        off[path] = float((grad - expected[where[path].here()]).abs().max() / expected.abs().max())
+    return off
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_stages_of_a_pipeline(ranks: Ranks, name: str) -> None:
+    assert_equal(ranks(4)(in_stages, name))
 
 
 @pytest.mark.parametrize(

@@ -38,3 +38,7 @@ class Region:
     def shared(self, value: Tensor) -> Tensor:
         """What is the same in all processes, a parameter say, for use inside."""
         return collectives.enter(value, self.group)
+
+    def all_shared(self, values: list[Tensor]) -> list[Tensor]:
+        """`shared` of each, of one dtype; backward in one message."""
+        return collectives.enter_all(values, self.group)

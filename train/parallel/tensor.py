@@ -109,9 +109,9 @@ class TensorParallel:
 
     def outside(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
         """The params with what is outside of layers as plain tensors of this process, embedding and head as `Vocab`."""
-        made: dict[str, Tree] = {"layers": params["layers"]}
-        for name in params.keys() - made.keys():
-            leaf = tree.map(functools.partial(local, dim=self.dim), params[name])
+        made: dict[str, Tree] = {}
+        for name, leaf in params.items():
+            leaf = leaf if name == "layers" else tree.map(functools.partial(local, dim=self.dim), leaf)
             if name in ("embed_tokens", "lm_head") and "vocab" in self.divided:
                 leaf = Vocab(leaf, self.region)
             elif name.startswith("norm") and self.region.sequence:
@@ -126,7 +126,10 @@ class TensorParallel:
         if unknown:
             raise ValueError(f"A layer has the leaf {unknown[0]!r}, which is not in the plan.")
         flat = {path: local(leaf, self.dim) for path, leaf in flat.items()}
-        flat |= self._shared({path: leaf for path, leaf in flat.items() if self.uses[path].shared})
+        shared = {path: leaf for path, leaf in flat.items() if self.uses[path].shared}
+        for dtype in {leaf.dtype: None for leaf in shared.values()}:
+            alike = {path: leaf for path, leaf in shared.items() if leaf.dtype == dtype}
+            flat |= zip(alike, self.region.all_shared(list(alike.values())), strict=True)
         entry = _Entry(self.region)
         made: dict[str, Any] = {}
         for path, leaf in flat.items():
@@ -134,16 +137,6 @@ class TensorParallel:
             leaf = leaf if use.rows is None else leaf[use.rows]
             made[path] = leaf if use.kind == "plain" else _NODES[use.kind](leaf, entry)
         return tree.unflatten(made)
-
-    def _shared(self, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`Region.shared` of each, in one reduction for all vectors."""
-        small = {path: leaf for path, leaf in leaves.items() if leaf.ndim == 1}
-        made = {path: self.region.shared(leaf) for path, leaf in leaves.items() if leaf.ndim > 1}
-        for dtype in dict.fromkeys(leaf.dtype for leaf in small.values()):
-            same = {path: leaf for path, leaf in small.items() if leaf.dtype == dtype}
-            joined = self.region.shared(torch.cat(list(same.values())))
-            made |= zip(same, joined.split([len(leaf) for leaf in same.values()]), strict=True)
-        return made
 
     def _columns(self, x: Tensor, length: int, more: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """This process' columns: of the stream where it comes whole, before the first layer, and of the rest."""
