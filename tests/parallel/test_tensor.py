@@ -393,12 +393,12 @@ def test_with_experts_on_other_processes(ranks: Ranks, name: str, sequence: bool
     assert_equal(ranks(4)(with_experts_elsewhere, name, sequence))
 
 
-def in_stages(name: str) -> dict[str, float]:
+def in_stages(name: str, sequence: bool) -> dict[str, float]:
     """Stages over `pp`, each of which `tp` divides: the gradients of this rank's leaves."""
     config = variant(name)
     mesh, pipe = devices(Mesh(pp=2, tp=2)), pipeline.pipeline(config, 2)
     placements = plan(fnmodels.family_of(config).spec(config), Rules(tensor_axes(config)), mesh)
-    tensor = tensor_parallel(config, placements)
+    tensor = tensor_parallel(config, placements, sequence=sequence)
     terms: dict[str, Any] = {"config": config, "kernel": "math", "length": 24, "label_smoothing": 0.1}
     if name != LLAMA:
         terms["balance"] = Balance(sequence=0.1, z=0.05)
@@ -409,7 +409,7 @@ def in_stages(name: str) -> dict[str, float]:
     by_path = dict(zip((path for path, trains in flat.items() if trains), whole.grads, strict=True))
     stages = mesh.get_group("pp")
     held = pipeline.share(mine(generic_params(config), placements), config, pipe, dist.get_rank(stages))
-    options: dict[str, Any] = {"layer_fn": tensor.layer_fn, "outside": tensor.outside}
+    options: dict[str, Any] = {"layer_fn": tensor.layer_fn, "outside": tensor.outside, "leaving": tensor.whole}
     sums = pipeline.gradient_sums(loss, optimizer, pipe, stages, **options)(held, parts)
     paths = [path for path, trains in tree.flatten(trainable_mask(held, optimizer.trainable)).items() if trains]
     where, off = tree.flatten(placements), {}
@@ -419,9 +419,10 @@ def in_stages(name: str) -> dict[str, float]:
     return off
 
 
+@MODES
 @pytest.mark.parametrize("name", NAMES)
-def test_in_the_stages_of_a_pipeline(ranks: Ranks, name: str) -> None:
-    assert_equal(ranks(4)(in_stages, name))
+def test_in_the_stages_of_a_pipeline(ranks: Ranks, name: str, sequence: bool) -> None:
+    assert_equal(ranks(4)(in_stages, name, sequence))
 
 
 @pytest.mark.parametrize(

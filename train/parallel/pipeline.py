@@ -317,13 +317,15 @@ def run_stage(
     loss: Staged,
     layer_fn: LayerFn | None = None,
     outside: Callable[[Tree], Tree] | None = None,
+    leaving: Callable[[Tensor], Tensor] | None = None,
     counts: bool = False,
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
     """((x [B, S, D], term), sums) of layers lo <= i < hi; of the last stage ((sum, count), sums). x None: the first.
 
     term: what these layers add to the loss, whose gradient x has in tow; the last stage's is in its sum.
 
-    params: the stage's part. outside: makes of its leaves outside of the layers what is read (gathers them).
+    params: the stage's part. outside: makes of its leaves outside of the layers what is read (gathers them). leaving:
+    makes x whole where `layer_fn` leaves it in parts (`TensorParallel.whole`), for the next stage.
     counts: return the counts of the experts. The terms of loss.balance are in sums as parts of means over all layers.
     """
     config, family = loss.config, fnmodels.family_of(loss.config)
@@ -352,6 +354,7 @@ def run_stage(
     if hi == len(family.kinds(config)):
         total, count = loss.head(rest, x, part.batch)
         return (total if added is None else total + added, count), sums
+    x = x if leaving is None else leaving(x)
     if added is None:
         return (x, torch.zeros((), device=x.device)), sums
     return (_Carry.apply(x, added), added.detach()), sums
@@ -426,6 +429,7 @@ def _runner(
     group: dist.ProcessGroup | None,
     layer_fn: LayerFn | None,
     outside: Callable[[Tree], Tree] | None,
+    leaving: Callable[[Tensor], Tensor] | None,
     counts: bool,
     dtype: torch.dtype | None,
 ) -> Run:
@@ -436,6 +440,7 @@ def _runner(
         raise ValueError(f"balance and counts are for models with experts, and {loss.config.model_type} has none.")
     stages, width = pipe.stages(dist.get_rank(group)), _watched(loss.config)[2]
     how: dict[str, Any] = {"loss": loss, "layer_fn": layer_fn, "outside": outside, "counts": counts}
+    how["leaving"] = leaving
     made: dict[Any, tuple[list[_Stage], Any]] = {}
 
     def run(params: Tree, parts: Sequence[Batch], train: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -546,6 +551,7 @@ def gradient_sums(
     *,
     layer_fn: LayerFn | None = None,
     outside: Callable[[Tree], Tree] | None = None,
+    leaving: Callable[[Tensor], Tensor] | None = None,
     counts: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Callable[..., Sums]:
@@ -553,8 +559,8 @@ def gradient_sums(
 
     loss_fn: see `staged`. group: the ranks of the pipeline; None: all. params: this rank's `share`. parts: dicts of
     [B, S], the same on every rank and all with as many rows; see `microbatches`.
-    layer_fn: as in `fnmodels.forward`. outside: see `run_stage`. dtype: of hidden states between stages; None: that of
-    the layers' weights.
+    layer_fn: as in `fnmodels.forward`. outside, leaving: see `run_stage`. dtype: of hidden states between stages; None:
+    that of the layers' weights.
 
     total: the last stage's sum, and what each rank's layers add to the loss; count: the last stage's, 0 elsewhere. Both
     are to be added up over the ranks. grads: of the local leaves that train, in fp32 at least, never divided; those of
@@ -562,7 +568,7 @@ def gradient_sums(
     this rank, E], and of the balance terms this rank's part}.
     """
     loss = staged(loss_fn)
-    run = _runner(loss, pipe, group, layer_fn, outside, counts, dtype)
+    run = _runner(loss, pipe, group, layer_fn, outside, leaving, counts, dtype)
     tied = frozenset.intersection(*ends(loss.config))
 
     def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = False) -> Sums:
@@ -600,13 +606,14 @@ def loss_sums(
     *,
     layer_fn: LayerFn | None = None,
     outside: Callable[[Tree], Tree] | None = None,
+    leaving: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor]]:
     """sums(params, parts) -> (sum, count) without gradients; 0 but for the last stage's rank. Arguments as above."""
     # Those that take any number of microbatches; all run the same forward passes.
     simple = "ZBVZeroBubble" if pipe.schedule in VEE else "GPipe" if pipe.schedule in SINGLE else "LoopedBFS"
     forward = Pipeline(simple, pipe.layers, pipe.ranks)
-    run = _runner(staged(loss_fn), forward, group, layer_fn, outside, False, dtype)
+    run = _runner(staged(loss_fn), forward, group, layer_fn, outside, leaving, False, dtype)
 
     @torch.no_grad()
     def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ class TensorParallel:
             if "valid" in more and "expert_mlp" in self.divided:
                 more["experts"] = functools.partial(_experts, self.region, **experts)
             x, aux = block(here, x, mask, freqs, **more)
-            return x, {name: self._whole(value) for name, value in aux.items()} if self.region.sequence else aux
+            return x, {name: self._tap(value) for name, value in aux.items()}
 
         return run
 
@@ -118,6 +118,10 @@ class TensorParallel:
                 leaf = self.region.shared(leaf)
             made[name] = leaf
         return made
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The stream with all its columns, as layers of another stage take it."""
+        return collectives.join(x, 1, self.region.group) if self.region.sequence else x
 
     def _layer(self, layer: Tree) -> Tree:
         """The layer as the block is to see it, with leaves that know where they stand."""
@@ -150,10 +154,10 @@ class TensorParallel:
         own = slice(self.region.rank * x.shape[1], (self.region.rank + 1) * x.shape[1])
         return x, {name: value if value is None else value[:, own] for name, value in more.items()}
 
-    def _whole(self, value: Tensor) -> Tensor:
-        """A tap of all columns; counts, which have none, add up."""
-        if value.ndim > 1:
-            return collectives.join(value, 1, self.region.group)
+    def _tap(self, value: Tensor) -> Tensor:
+        """What a block returns beside x, of all columns; counts, which have none, add up."""
+        if value.ndim > 1 or not self.region.sequence:
+            return self.whole(value)
         return collectives.summed(value, self.region.group)
 
 
