@@ -296,17 +296,19 @@ def traffic(name: str, sequence: bool, rows: int) -> dict[str, list[int]]:
 def test_what_is_sent_and_what_each_rank_computes(ranks: Ranks) -> None:
     config, size = variant(LLAMA), 36 * variant(LLAMA).hidden_size
     layers, chunk = config.num_hidden_layers, 12
+    shared = 2 * config.head_dim * (1 + config.num_key_value_heads * (1 + config.hidden_size))
     for seen in ranks(4)(traffic, LLAMA, False, chunk):
-        # the embedding, two sums for each layer and direction, and of the head's input; then vectors: norms
-        large = [n for n in seen["sum"] if n >= size]
-        assert large == [size] * (4 * layers + 2)
+        # the embedding, two sums for each layer and direction, and of the head's input
+        assert seen["sum"].count(size) == 4 * layers + 2
+        # of each layer one message more, for the leaves that all hold: norms of heads, and here keys and values
+        assert seen["sum"].count(shared) == layers and len(seen["sum"]) == 5 * layers + 3
         # of each token three numbers, and never the logits
         assert seen["gather"] == [3 * chunk] * (36 // chunk) and not seen["scatter"]
         assert seen["heads"] == [12, 1, 1] * layers  # the KV heads are fewer than the ranks
         assert seen["columns"] == [12] * layers
     for seen in ranks(4)(traffic, LLAMA, True, chunk):
         assert seen["columns"] == [3] * layers
-        assert [n for n in seen["sum"] if n >= size] == [size]  # the embedding, which is cut after it
+        assert seen["sum"].count(size) == 1  # the embedding, which is cut after it
         assert seen["scatter"] == [size] * (4 * layers + 1)
         assert seen["heads"] == [12, 1, 1] * layers
 
