@@ -104,9 +104,11 @@ def compared(
             patch.setattr(family, "freqs_cis", lambda config, _, length: tables(config, unpermuted, length=length))
         if broken == "gather":  # whose gradient is not summed over ranks
             gather = collectives.all_gather
-            patch.setattr(
-                collectives, "all_gather", lambda x, dim, group: _own_gradient(gather(x.detach(), dim, group), x, dim)
-            )
+
+            def local(x: Tensor, dim: int, group: Any, **how: Any) -> Tensor:
+                return _own_gradient(gather(x.detach(), dim, group, **how), x, dim)
+
+            patch.setattr(collectives, "all_gather", local)
         if broken == "length":
             how["length"] = None
         total, count = loss_of(name)(weights, part, **how)
@@ -273,6 +275,30 @@ def test_a_ring_that_holds_few_scores_at_a_time(ranks: Ranks) -> None:
     assert max(ranks(4)(few_queries_at_a_time)) < 1e-12
 
 
+def in_half_precision(method: str) -> float:
+    """The gradient of a value that all queries see alike: of one in full, and of the others what bf16 would drop."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    positions, ones = torch.arange(world)[None], torch.ones(1, world, dtype=torch.long)
+    whole = Mask(positions, ones, positions, ones, None, None, Everything())
+    q = k = torch.zeros(1, world, 4, 8, dtype=torch.bfloat16)
+    slope = torch.full((1, world, 4, 8), 0.012, dtype=torch.bfloat16)
+    slope[:, 0] = world
+
+    def gradient(here: slice, kernel: Any) -> Tensor:
+        v = torch.ones(1, world, 4, 8, dtype=torch.bfloat16)[:, here].requires_grad_()
+        out = attention(q[:, here], k[:, here], v, whole.part(here, here), kernel=kernel, scale=1.0)
+        return torch.autograd.grad(out, v, slope[:, here])[0]
+
+    here = slice(rank, rank + 1)
+    found = gradient(here, context.context_kernel(method, world_group(), inner="math"))  # type: ignore[arg-type]
+    return float((found - gradient(slice(None), "math")[:, here]).abs().max())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_of_keys_are_summed_in_fp32(ranks: Ranks, method: str) -> None:
+    assert ranks(4)(in_half_precision, method) == [0.0] * 4
+
+
 def sent(remat: bool) -> dict[str, int]:
     """How many messages a forward and backward takes: of masks once for each, of keys in every layer."""
     config, batch = config_of("gpt_oss"), batch_of("gpt_oss")
@@ -282,9 +308,9 @@ def sent(remat: bool) -> dict[str, int]:
     kernel = context.context_kernel("gather", world_group())
     gather = collectives.all_gather
 
-    def counted(x: Tensor, dim: int, group: Any) -> Tensor:
+    def counted(x: Tensor, *how: Any, **more: Any) -> Tensor:
         seen["keys" if x.is_floating_point() else "masks"] += 1
-        return gather(x, dim, group)
+        return gather(x, *how, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "all_gather", counted)

@@ -97,9 +97,10 @@ def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: Any
 def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:
     """A kernel for `fnmodels.forward` on a part of the batch, whose other parts the ranks of `group` hold, in order.
 
-    inner: which of `fnmodels.ops.attention.KERNELS` computes what a rank has got; for "gather" one that needs no
-    layout, and "ring" has maths of its own. All ranks must call it equally often and in the same order, as they do
-    without thinking of it, also under remat. Raises ValueError for what a method cannot do.
+    inner: which of `fnmodels.ops.attention.KERNELS` computes what a rank has got. "ring" has maths of its own; "gather"
+    takes those that need no layout, and on CUDA "flex" alone spares it a dense mask. All ranks must call the kernel
+    equally often and in the same order, as they do by running the same model, also under remat. Raises ValueError for
+    what a method cannot do.
     """
     if method not in _METHODS:
         raise ValueError(f"method is {method!r}; it is one of {', '.join(_METHODS)}.")
@@ -186,7 +187,8 @@ def _look_gather(
 
 
 def _run_gather(q: Tensor, k: Tensor, v: Tensor, seen: Any, group: ProcessGroup, inner: str, **how: Any) -> Tensor:
-    both = collectives.all_gather(torch.cat((k, v), -1), 1, group)
+    # Sent in the model's dtype; the gradients of what all ranks have read are summed in fp32 at least.
+    both = collectives.all_gather(upcast(torch.cat((k, v), -1)), 1, group, dtype=k.dtype)
     k, v = both.split((k.shape[-1], v.shape[-1]), -1)
     return attention(q, k, v, seen, kernel=inner, **how)
 
