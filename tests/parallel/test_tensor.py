@@ -459,10 +459,45 @@ def refusals() -> None:
     batch = batch_of(config) | {"tokens": torch.full((3, 12), 64)}
     with pytest.raises(ValueError, match="token ids go from 64 to 64, but the model knows those from 0 to 63"):
         next_token_loss(plain.outside(params), batch, config=config, layer_fn=plain.layer_fn)
+    wrong = batch_of(config) | {"labels": torch.full((3, 12), 64)}
+    for chunk in (5, None):
+        with pytest.raises(ValueError, match="The labels go from 64 to 64, but the model knows those from 0 to 63"):
+            next_token_loss(plain.outside(params), wrong, config=config, layer_fn=plain.layer_fn, chunk=chunk)
     params["layers"][0]["attention"]["gate"] = torch.zeros(1)
     with pytest.raises(ValueError, match=r"the leaf 'attention\.gate', which is not in the plan"):
         next_token_loss(plain.outside(params), batch_of(config), config=config, layer_fn=plain.layer_fn)
 
 
+def low_precision() -> None:
+    config = variant("olmoe")
+    tensor, _, params = distributed(config, sequence=False)
+    low = tree.map(lambda p: p.detach().to_local().bfloat16(), params)
+    with pytest.raises(NotImplementedError, match="This norm over all heads is taken in low precision"):
+        next_token_loss(tensor.outside(low), batch_of(config), config=config, layer_fn=tensor.layer_fn)
+
+
 def test_batches_and_params_that_do_not_fit_are_told(ranks: Ranks) -> None:
     ranks(2)(refusals)
+    ranks(2)(low_precision)
+
+
+def replay(name: str, sequence: bool) -> float:
+    """With experts that the batch chooses: the largest difference of a gradient."""
+    config = variant(name)
+    tensor, placements, params = distributed(config, sequence=sequence)
+    batch, where = batch_of(config), tree.flatten(placements)
+    layers = sum(kind.endswith("_moe") for kind in fnmodels.family_of(config).kinds(config))
+    scores = torch.rand(3, 12, layers, 6, generator=torch.Generator().manual_seed(3))
+    batch["routing"] = scores.topk(config.num_experts_per_tok, dim=-1).indices
+    how: dict[str, Any] = {"config": config, "length": 24, "kernel": "math"}
+    found = gradients(tensor.run(next_token_loss)(params, batch, **how)[0], params)
+    leaves = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
+    return max(
+        float((found[path].to_local() - whole[where[path].here()]).abs().max() / whole.abs().max())
+        for path, whole in gradients(next_token_loss(leaves, batch, **how)[0], leaves).items()
+    )
+
+
+@MODES
+def test_replayed_routing_is_cut_as_the_tokens_are(ranks: Ranks, sequence: bool) -> None:
+    assert max(ranks(2)(replay, GPT_OSS, sequence)) < LIMIT

@@ -322,8 +322,11 @@ class _Norm:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is not F.rms_norm:
-            return NotImplemented
+        if func is not F.rms_norm:  # where the weight multiplies after the cast back, the norm is not seen here
+            raise NotImplementedError(
+                "This norm over all heads is taken in low precision, in which it is not divided: compute in fp32, or "
+                "leave heads out of the rules."
+            )
         x, own, eps = args[0], kwargs["weight"], kwargs["eps"]
         region = own.entry.region
         squares = collectives.leave(x.square().sum(-1, keepdim=True), region.group)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.ops.experts import readable
 from fnmodels.tree import Tree, pytree, static
 
 from . import collectives
@@ -50,7 +51,7 @@ class Vocab:
 
     def look_up(self, ids: Tensor) -> Tensor:
         """[B, S, D], the stream with all its columns. IndexError for an id that the whole table does not have."""
-        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape[0]:
+        if _outside(ids, self.shape[0]):
             raise IndexError("index out of range")
         local, own = self.part.local(ids)
         rows = F.embedding(local, self.weight)
@@ -80,13 +81,28 @@ class Part:
         return torch.where(own, ids - self.first, 0), own
 
     def totals(self, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of logits z [..., rows] and ids [...]: log(sum(exp)) over the vocabulary, the id's logit, and the mean."""
+        """Of logits z [..., rows] and ids [...]: log(sum(exp)) over the vocabulary, the id's logit, and the mean.
+
+        ValueError for an id that is in nobody's part, which would otherwise count as a logit of 0.
+        """
+        if _outside(target, self.vocabulary):
+            raise ValueError(
+                f"The labels go from {int(target.min())} to {int(target.max())}, but the model knows those from 0 to "
+                f"{self.vocabulary - 1}."
+            )
         local, own = self.local(target)
         at = z.gather(-1, local[..., None])[..., 0].where(own, 0)
         mine = torch.stack((z.logsumexp(-1), at, z.sum(-1)))
         each = collectives.join(mine[None], 0, self.region.group)  # [size, 3, ...]
         of_all, at, total = each.unbind(1)
         return of_all.logsumexp(0), at.sum(0), total.sum(0) / self.vocabulary
+
+
+def _outside(ids: Tensor, size: int) -> bool:
+    """Whether some of them are, where values can be read without waiting for a device."""
+    if ids.device.type != "cpu" or not ids.numel() or not readable(ids):
+        return False
+    return int(ids.min()) < 0 or int(ids.max()) >= size
 
 
 def opened(params: Mapping[str, Tree], name: str, x: Tensor) -> tuple[dict[str, Tree], Tensor]:
