@@ -19,6 +19,7 @@ EXTRA_OF = {
     "matplotlib": "log",
     "rich": "log",
     "pyarrow": "data",
+    "lm_eval": "eval",
 }
 
 

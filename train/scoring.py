@@ -1,0 +1,89 @@
+"""What an evaluation asks of a model: how probable a continuation is, and how it would go on, from token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels.tree import Tree
+
+from .chunks import per_token
+from .loss import CHUNK, IGNORE, hidden_states
+from .scores import scores
+
+Pair = tuple[Sequence[int], Sequence[int]]  # context, at least one id; continuation
+
+ROW_TOKENS = 4096  # of a batch, padding included
+
+
+@torch.no_grad()
+def score_continuations(
+    params: Tree, config: Any, pairs: Sequence[Pair], *, batch_tokens: int = ROW_TOKENS
+) -> list[tuple[float, bool]]:
+    """(sum of the log-probabilities of the continuation, whether each of its tokens is the likeliest) of each pair.
+
+    In nats, fp32 at least. Where a pair has more than `max_position_embeddings` + 1 tokens the context loses its first
+    ones; a continuation that is longer by itself raises. batch_tokens: rows of similar length go through together, up
+    to about so many tokens; what a pair is given does not depend on the others.
+    """
+    longest = config.max_position_embeddings
+    rows = [_row(context, continuation, longest) for context, continuation in pairs]
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+    for chosen in _batches([len(tokens) for tokens, _ in rows], batch_tokens):
+        logp, likeliest = _scored(params, config, [rows[i] for i in chosen])
+        for index, value, greedy in zip(chosen, logp.tolist(), likeliest.tolist(), strict=True):
+            found[index] = (value, greedy)
+    return found
+
+
+def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> tuple[list[int], int]:
+    """(the ids that fit, how many of them are the continuation)."""
+    if not context:
+        raise ValueError("A context is empty: it needs at least one token, such as the one that begins a text.")
+    if len(continuation) > longest:
+        raise ValueError(f"A continuation has {len(continuation)} tokens; the model takes {longest} at most.")
+    return [*context, *continuation][-(longest + 1) :], len(continuation)
+
+
+def _batches(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of rows that go through together, the longest first: what does not fit is known at the start."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while order:
+        rows = max(1, batch_tokens // lengths[order[0]])
+        yield order[:rows]
+        order = order[rows:]
+
+
+def _scored(params: Tree, config: Any, rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
+    width = max(len(tokens) for tokens, _ in rows) - 1
+    shape = (len(rows), width)
+    batch = {"tokens": torch.zeros(shape, dtype=torch.int64), "positions": torch.arange(width).expand(shape)}
+    batch["segment_ids"] = torch.zeros(shape, dtype=torch.int64)
+    batch["labels"] = torch.full(shape, IGNORE)
+    for i, (tokens, new) in enumerate(rows):
+        ids, size = torch.tensor(tokens), len(tokens) - 1
+        batch["tokens"][i, :size], batch["segment_ids"][i, :size] = ids[:-1], 1
+        batch["labels"][i, size - new : size] = ids[len(ids) - new :]
+    device = next(iter(fnmodels.tree.leaves(params))).device
+    layout = fnmodels.document_layout(batch["positions"], batch["segment_ids"])
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    # Tables that depend on a length are those of each row alone.
+    length = batch["segment_ids"].sum(1)
+    x = hidden_states(params, batch, config=config, kernel="auto", layout=layout, layer_fn=None, length=length)
+    family, valid = fnmodels.family_of(config), batch["labels"] != IGNORE
+
+    def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = family.unembed(params, x[None], config=config)[0]
+        return scores(logits, labels, 1.0)[0], logits.argmax(-1) == labels
+
+    if not valid.any():
+        return x.new_zeros(len(rows)), torch.ones(len(rows), dtype=torch.bool)
+    labels = batch["labels"][valid]
+    logp, likeliest = per_token(one, (x[valid], labels), labels.shape, CHUNK)
+    row = valid.nonzero()[:, 0]
+    wrong = torch.zeros(len(rows), dtype=torch.int64, device=device).index_add(0, row, (~likeliest).long())
+    return torch.zeros(len(rows), dtype=torch.float64, device=device).index_add(0, row, logp.double()), wrong == 0

@@ -1,0 +1,57 @@
+"""Evaluate a checkpoint folder on tasks of EleutherAI's harness: `python -m train.tasks FOLDER --tasks NAME`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.commands import Parser, at_least, nearest, run_command
+from train.errors import UserError
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="python -m train.tasks",
+        description="Evaluate a model on tasks of EleutherAI's evaluation harness, with our forward pass. A task whose "
+        "data are on this machine needs no network.",
+    )
+    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face")
+    made.add_argument("--tasks", required=True, metavar="NAME,...", help="names of tasks, with commas between them")
+    made.add_argument("--include", type=Path, metavar="DIR", help="a folder with tasks of your own, as YAML files")
+    made.add_argument("--limit", type=at_least(1), metavar="N", help="the first N documents of each task")
+    made.add_argument("--shots", type=at_least(0), metavar="N", help="solved examples before each question")
+    made.add_argument("--special-tokens", action="store_true", help="begin texts as the tokenizer does (for Gemma)")
+    made.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    return made
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    from train.harness import Checkpoint
+
+    if arguments.include is not None and not arguments.include.is_dir():
+        raise UserError(f"--include {arguments.include}: there is no such folder")
+    manager = TaskManager(include_path=None if arguments.include is None else str(arguments.include))
+    names = arguments.tasks.split(",")
+    for name in names:
+        if name not in manager.all_tasks:
+            raise UserError(f"there is no task {name}{nearest(name, manager.all_tasks)}")
+    model = Checkpoint(arguments.checkpoint, add_special_tokens=arguments.special_tokens)
+    how = {"num_fewshot": arguments.shots, "limit": arguments.limit, "task_manager": manager}
+    found = lm_eval.simple_evaluate(model=model, tasks=names, bootstrap_iters=1000, log_samples=False, **how)
+    print(make_table(found))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found["results"], indent=1, default=str) + "\n")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command("python -m train.tasks", parser, evaluate, argv, needs=("lm_eval", "tokenizers"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
