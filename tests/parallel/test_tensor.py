@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.leaf import weight
 from fnmodels.ops.attention import attention
 from params import Rules, plan
 from tests.parallel.pool import Ranks, devices
@@ -445,6 +446,18 @@ def test_what_cannot_run_is_told(name: str, axes: dict[str, str], sequence: bool
     placements = plan(fnmodels.family_of(config).spec(config), Rules(axes), sizes)
     with pytest.raises(ValueError, match=words):
         tensor_parallel(config, placements, sequence=sequence)
+
+
+def test_an_axis_of_which_nothing_is_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = variant(LLAMA)
+    family = fnmodels.family_of(config)
+    spec = family.spec(config)
+    spec["layers"][0]["attention"]["gate"] = weight((4, 4), ("gates", "head_dim"))
+    monkeypatch.setattr(family, "spec", lambda _: spec)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.attention\.gate has the axis 'gates', and tensor parallelism does"
+    ):
+        tensor_parallel(config, plan(spec, Rules({"mlp": "tp"}), {"tp": 2}))
 
 
 def refusals() -> None:

@@ -46,6 +46,8 @@ from .vocab import Vocab
 DIVIDED = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
 # Leaves of an attention that are used between its linear maps, or make what is.
 _ATTENTION = ("heads", "kv_heads", "latent", "head_dim")
+# The axes of layers. A leaf with another one would be taken for one of the stream, and its gradient might be partial.
+_KNOWN = {*DIVIDED, *_ATTENTION, "embed", "expert", "router", "one"}
 
 
 def tensor_axes(config: Any, dim: str = "tp") -> dict[str, str]:
@@ -164,7 +166,8 @@ class TensorParallel:
 def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence: bool = False) -> TensorParallel:
     """Made once, by all processes alike. placements: `params.plan` with `tensor_axes` on a DeviceMesh.
 
-    dim: the mesh dimension of the processes that share tokens. sequence: divide the stream's columns too.
+    dim: the mesh dimension of the processes that share tokens. sequence: divide the stream's columns too; what
+    `fnmodels.hidden` returns is then this process' part, as are the taps between layers, and `whole` joins it.
     ValueError in a sentence, before anything is sent, for a plan or a family that cannot run so.
     """
     family = family_of(config)
@@ -223,6 +226,12 @@ def _check_divided(
         axis = None if where[path] is None else leaf.axes[where[path]]  # type: ignore[index]
         if axis is not None and axis not in DIVIDED:
             raise ValueError(f"{path}: tensor parallelism divides {', '.join(DIVIDED)}, but the plan has {axis}.")
+        strange = sorted(set(leaf.axes) - _KNOWN)
+        if strange and _inner(path) is not None:
+            raise ValueError(
+                f"{path} has the axis {strange[0]!r}, and tensor parallelism does not know where such a leaf is used; "
+                f"it knows {', '.join(sorted(_KNOWN))}."
+            )
         if "heads" not in divided:
             continue
         parts = path.split(".")
