@@ -8,6 +8,7 @@ run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"]
 from . import checkpoint, sharded
 from .adafactor import adafactor
 from .balance import Balance, balance_loss, router_z_loss, update_bias
+from .chain import chain, clip_norm
 from .combine import partition, with_ema, with_master
 from .forward import make_eval_step, make_forward_only
 from .lion import lion
@@ -41,8 +42,10 @@ __all__ = [
     "adamw",
     "apply_updates",
     "balance_loss",
+    "chain",
     "checkpoint",
     "clip_by_global_norm",
+    "clip_norm",
     "cross_entropy",
     "distillation_loss",
     "document_sums",

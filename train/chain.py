@@ -1,0 +1,69 @@
+"""Gradients on their way to an optimizer: transforms in a row, each one's result the next one's gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+from .optim import Optimizer, clip_by_global_norm
+
+
+def chain(*transforms: Optimizer) -> Optimizer:
+    """An Optimizer of several: `update` of the first gives the gradients of the second, and so on; the last one's are
+    added to the parameters. Its rates, what trains, and the way in place are those of the last.
+
+        optimizer = chain(clip_norm(1.0), adamw(3e-4))
+
+    A transform is an Optimizer whose `update` returns gradients; see `clip_norm`. Within `partition` it belongs to a
+    group alone. State: a list, one per transform.
+    """
+    if not transforms:
+        raise ValueError("chain needs at least one transform; the last one is an optimizer.")
+    *before, last = transforms
+
+    def init(params: Tree) -> Tree:
+        return [transform.init(params) for transform in transforms]
+
+    def transformed(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, list[Tree]]:
+        states = []
+        for transform, state in zip(before, opt_state, strict=False):
+            grads, state = transform.update(grads, state, params)
+            states.append(state)
+        return grads, states
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        grads, states = transformed(grads, opt_state, params)
+        updates, state = last.update(grads, opt_state[-1], params)
+        return updates, [*states, state]
+
+    @torch.no_grad()
+    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        assert last.apply_ is not None
+        grads, states = transformed(grads, opt_state, params)
+        for old, new in zip(tree.leaves(opt_state[:-1]), tree.leaves(states), strict=True):
+            old.copy_(new if skip is None else torch.where(skip, old, new))
+        last.apply_(grads, opt_state[-1], params, skip=skip)
+
+    lr, rates = last.lr, last.rates
+    return Optimizer(
+        init,
+        update,
+        apply_ if last.apply_ is not None else None,
+        None if lr is None else lambda opt_state: lr(opt_state[-1]),
+        last.trainable,
+        None if rates is None else lambda opt_state: rates(opt_state[-1]),
+    )
+
+
+def clip_norm(limit: float) -> Optimizer:
+    """A transform: gradients scaled down so that their norm over all leaves is at most `limit`. Without state.
+
+    `make_step(..., clip=)` does the same for all parameters and costs less; this one is for a group's own. The norm is
+    of the tensors it is given: on a process' parts of parameters that lie over a mesh only the step's is right.
+    """
+    if not limit > 0:
+        raise ValueError(f"limit is {limit}; it must be above 0.")
+    return Optimizer(lambda params: None, lambda grads, state, params: (clip_by_global_norm(grads, limit)[0], state))
