@@ -25,16 +25,17 @@ from torch import Tensor
 
 from fnmodels import family_of, forward, prepare, tree
 from fnmodels.disk import gather
-from fnmodels.errors import CheckpointError, MismatchError, UnsupportedError
+from fnmodels.errors import MismatchError, UnsupportedError
 from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
+from params.commands import Parser, UserError, run_command
 from params.config import load_config
 from params.index import listed
 from params.load import load_pretrained
 from params.names import by_name, slots
 
 BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5 to 10 times the noise of two good kernels
-LENGTH, SHIFT = 24, 3
+LENGTH, SHORTEST, SHIFT = 24, 4, 3
 # Where transformers itself is wrong: {model type: (forms of batches)}.
 _THEIR_MISTAKES = {
     "gpt_oss": ("packed",),  # its masks do not tell documents apart
@@ -80,41 +81,42 @@ class Row:
         return self.off <= self.bound  # not so if it is NaN
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit code. See DESCRIPTION and EPILOG."""
-    parser = argparse.ArgumentParser(
+    return run_command("python -m params.compare", _parser, _compare, argv)
+
+
+def _compare(given: argparse.Namespace) -> int:
+    return 0 if compare(given.folder, given.against, given.length) else 1
+
+
+def _parser() -> Parser:
+    made = Parser(
         prog="python -m params.compare",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, metavar="CHECKPOINT_FOLDER", help="config.json and safetensors")
-    parser.add_argument(
+    made.add_argument("folder", type=Path, metavar="CHECKPOINT_FOLDER", help="config.json and safetensors")
+    made.add_argument(
         "--against",
         choices=["transformers"],
         help="the reference, which must be installed then (default: transformers, if it is)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--length", type=int, default=LENGTH, metavar="TOKENS", help="of each of two rows (default: %(default)s)"
     )
-    given = parser.parse_args(arguments)
-    if given.length < 4:
-        parser.error(f"--length is {given.length}, but must be at least 4")
-    try:
-        return 0 if compare(given.folder, given.against, given.length) else 1
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-    except OSError as error:
-        print(f"{error.strerror}: {error.filename}", file=sys.stderr)
-    return 2
+    return made
 
 
 def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> bool:
     """Print the comparison of `folder` on rows of `length` tokens; whether all is equal.
 
     against: a reference that must be there; None takes transformers where it is installed, else ours runs alone.
-    Raises CheckpointError or OSError where it cannot be compared.
+    Raises UserError, CheckpointError or OSError where it cannot be compared.
     """
+    if length < SHORTEST:
+        raise UserError(f"--length is {length}, but must be at least {SHORTEST}")
     config = load_config(folder)
     optional = getattr(family_of(config), "OPTIONAL", {})  # transformers leaves these parts out
     config = dataclasses.replace(config, **dict.fromkeys(optional.values(), 0))

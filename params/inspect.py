@@ -3,8 +3,8 @@
     python -m params.inspect FOLDER             from config.json, headers and sizes alone: as quick for 1 TB as for 1 MB
     python -m params.inspect FOLDER --verify    and every byte: checksums, tied heads, values that are not finite
 
-The exit code is 0 where all is well and 2 where something is not. One damage does not hide the next: each part of the
-report is made from what it needs alone.
+The exit code is 0 where all is well and 2 where something is not, which standard error says in a sentence. One damage
+does not hide the next: each part of the report is made from what it needs alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError
 from fnmodels.hf import quantization_of
+from params.commands import Parser, UserError, printable, run_command
 from params.config import read_config
 from params.index import open_folder
 from params.init import count
@@ -31,16 +32,26 @@ Lines = Iterator[tuple[str, str]]  # (what, its value)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="fnmodels-inspect", description="What is in a checkpoint folder.")
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--verify", action="store_true", help="read every byte: checksums, tied heads, finite values")
-    arguments = parser.parse_args(argv)
-    code = 0
-    print(_printable(str(arguments.folder)))
+    return run_command("fnmodels-inspect", _parser, _inspect, argv)
+
+
+def _parser() -> Parser:
+    made = Parser(prog="fnmodels-inspect", description="What is in a checkpoint folder.")
+    made.add_argument("folder", type=Path, metavar="FOLDER")
+    made.add_argument("--verify", action="store_true", help="read every byte: checksums, tied heads, finite values")
+    return made
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    problems = []
+    print(printable(str(arguments.folder)))
     for what, text in report(arguments.folder, verified=arguments.verify):
-        print(f"  {what:<12}{_printable(text)}")
-        code = 2 if what == "problem" else code
-    return code
+        print(f"  {what:<12}{printable(text)}")
+        problems += [text] if what == "problem" else []
+    if problems:
+        more = f", and {_counted(len(problems) - 1, 'problem')} more" if problems[1:] else ""
+        raise UserError(f"{arguments.folder}: {problems[0].rstrip('.')}{more}")
+    return 0
 
 
 def report(folder: Path, *, verified: bool = False) -> Lines:
@@ -128,11 +139,6 @@ def _bytes(folder: Path) -> Lines:
     if (folder / MANIFEST).exists():
         verify(folder)
         yield "verified", "every byte is as it was saved"
-
-
-def _printable(text: str) -> str:
-    """Names in a file may hold what moves a terminal's cursor, or halves of characters that nothing can print."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from safetensors import SafetensorError
+
 from train.errors import UserError
 from train.files import write_atomic
 
@@ -28,8 +30,9 @@ def cached(name: str, write: Callable[[Path], object], read: Callable[[Path], T]
         path.unlink(missing_ok=True)
     try:
         write_atomic(path, write)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the format's own writer has no OSError of a full disk
+        why = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"the cache folder {path.parent} cannot be written ({error.strerror}): set XDG_CACHE_HOME to one that can"
+            f"the cache folder {path.parent} cannot be written ({why}): set XDG_CACHE_HOME to one that can"
         ) from error
     return read(path)

@@ -1,5 +1,5 @@
-"""The one exception that the commands turn into a sentence and exit code 2."""
+"""The exception of everything that a user can put right, which the commands turn into a sentence and exit code 2."""
 
+from params.commands import UserError
 
-class UserError(ValueError):
-    """Something the caller can put right: the message is one sentence that names the value and what would be right."""
+__all__ = ["UserError"]

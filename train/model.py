@@ -161,7 +161,7 @@ def new_tokenizer(texts: sources.Texts, vocab_size: int) -> Tokenizer:
         raise UserError(f"--data {name} holds conversations: name with --init a checkpoint with a chat template")
     return cached(
         f"tokenizer-{texts.fingerprint[:32]}-{vocab_size}.json",
-        lambda path: train((document.text for document in texts.train), vocab_size).save(str(path)),
+        lambda path: path.write_text(train((d.text for d in texts.train), vocab_size).to_str(), encoding="utf-8"),
         lambda path: Tokenizer.from_file(str(path)),
     )
 

@@ -22,6 +22,7 @@ from train.files import write_atomic
 from train.metrics import Row, read_rows
 
 NATS_PER_BIT = math.log(2)
+PICTURES = (".png", ".svg", ".pdf")
 BELOW = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -128,6 +129,8 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 def curves(path: Path, folders: Mapping[str, Path]) -> None:
     """Running means of the train losses of {name: run folder}, each step's own pale behind; held-out ones dotted."""
+    if path.suffix not in PICTURES:
+        raise UserError(f"--out {path}: the name of a picture ends in {' or '.join(PICTURES)}")
     runs = {name: read_run(folder) for name, folder in folders.items()}
     figure, axes = sheet(runs)
     for color, (name, run) in zip(colors(), runs.items(), strict=False):

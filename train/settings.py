@@ -24,6 +24,7 @@ TEXT, MODEL, LEARNING, WATCHING, KEEPING = (
     "what is told on the way",
     "what is kept",
 )
+LARGEST = 2**63
 GROUPS = (TEXT, MODEL, LEARNING, WATCHING, KEEPING)
 
 
@@ -58,7 +59,7 @@ def _is_number(value: Any, low: float, high: float) -> bool:
 
 
 def whole(low: int) -> Kind:
-    return Kind(f"a whole number from {low}", "N", int, lambda value: type(value) is int and value >= low)
+    return Kind(f"a whole number from {low}", "N", int, lambda value: type(value) is int and low <= value < LARGEST)
 
 
 def choice(*names: str) -> Kind:
@@ -78,7 +79,14 @@ BETAS = Kind(
     _pair,
     lambda pair: type(pair) is tuple and len(pair) == 2 and all(_is_number(x, 0.0, 1.0) and x < 1 for x in pair),
 )
-WORDS = Kind("a text", "TEXT", str, lambda value: type(value) is str and value != "")
+
+
+def _is_text(value: Any) -> bool:
+    """Also for names of files: what is not UTF-8 comes with halves of characters, which no file here can hold."""
+    return type(value) is str and value != "" and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+WORDS = Kind("a text", "TEXT", str, _is_text)
 DATA = Kind("a path", "PATH[:WEIGHT],...", str, WORDS.fits)
 CHECKPOINT = Kind("a path", "CHECKPOINT", str, WORDS.fits)
 LORA = Kind(FORM, "r=R,...", str, are_adapters)

@@ -155,12 +155,13 @@ def _refused(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) ->
 
 def test_wrong_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = _refused(folder / "missing", capsys)
-    assert missing.startswith("There is no such checkpoint folder") and str(folder / "missing") in missing
+    assert missing.startswith("python -m params.compare: ") and "There is no such checkpoint folder" in missing
+    assert str(folder / "missing") in missing
     content = load_file(folder / "model.safetensors")
     save_file(content | {"extra": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert compare.main([str(folder)]) == 2 and "'extra' in model.safetensors: unexpected" in capsys.readouterr().err
     (folder / "model.safetensors").unlink()
-    assert _refused(folder, capsys).startswith("There is neither model.safetensors nor")
+    assert "There is neither model.safetensors nor" in _refused(folder, capsys)
     (folder / "config.json").write_text('{"model_type": "gptx"}')
     assert "'gptx' is not supported" in _refused(folder, capsys)
 
@@ -184,7 +185,7 @@ def test_without_transformers(
     assert words.startswith(f"fnmodels loads {folder}, all ") and "logits [2, 24, 61], all finite" in words
     assert compare.main([str(folder), "--against", "transformers"]) == 2
     words = capsys.readouterr().err
-    assert words.startswith(f"fnmodels loads {folder}, all ") and "transformers is not installed" in words
+    assert f"fnmodels loads {folder}, all " in words and "transformers is not installed" in words
     content = load_file(folder / "model.safetensors")
     save_file({**content, "extra": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert compare.main([str(folder)]) == 2
@@ -199,6 +200,3 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("CHECKPOINT_FOLDER", "--against", "--length", "1 different, 2 ", "where they first differ"):
         assert words in text
     assert max(map(len, text.splitlines())) <= 110
-    with pytest.raises(SystemExit) as caught:
-        compare.main([])
-    assert caught.value.code == 2

@@ -132,7 +132,9 @@ def test_a_folder_that_cannot_even_be_looked_at_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main([str(tmp_path / ("x" * 300))]) == 2
-    assert capsys.readouterr().out.count("  problem     File name too long: ") == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("  problem     File name too long: ") == 1
+    assert captured.err.startswith("fnmodels-inspect: ") and captured.err.count("\n") == 1
 
     def refuse(path: object, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -147,8 +149,9 @@ def test_what_a_terminal_would_obey_is_escaped(bases: Path, tmp_path: Path, caps
     content = load_file(bases / "single" / FILE) | {"\x1b[1A\u202e": torch.ones(1)}
     save_file(content, tmp_path / "a\x1b[2Jb" / FILE)
     assert main([str(tmp_path / "a\x1b[2Jb")]) == 2
-    out = capsys.readouterr().out
-    assert "a\\x1b[2Jb" in out and "'\\x1b[1A\\u202e'" in out and "\x1b" not in out
+    captured = capsys.readouterr()
+    for said in captured:
+        assert "a\\x1b[2Jb" in said and "\\x1b[1A\\u202e" in said and "\x1b" not in said
 
 
 def test_as_a_module(bases: Path) -> None:

@@ -95,9 +95,18 @@ def run_job(flags: list[str]) -> None:
     os._exit(main(flags, defaults=TINY))
 
 
+def run_job_limited(flags: list[str], limit: int) -> None:
+    """The main job where no file may become larger than `limit` bytes, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    os._exit(main(flags, defaults=TINY))
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
-    for command in (save_steps, save_steps_in_a_thread, save_models, save_one_limited, save_model_limited, run_job)
+    for command in (
+        *(save_steps, save_steps_in_a_thread, save_models, save_one_limited, save_model_limited),
+        *(run_job, run_job_limited),
+    )
 }
 
 
