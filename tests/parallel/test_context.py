@@ -19,10 +19,10 @@ from fnmodels.ops.attention import attention
 from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, SameSpan, Window
 from tests import support
 from tests.parallel.pool import Ranks, devices
-from train.parallel import Mesh, collectives, context
+from train.parallel import Mesh, Strategy, collectives, context
 from train.parallel.dtensors import local_tree
 from train.parallel.gather import gathering, shardings
-from train.parallel.step import own_rows
+from train.parallel.step import own_rows, placed_loss
 
 METHODS = ("gather", "ulysses", "ring")
 # (a variant of tests/variants, changes): as many heads as the largest mesh divides
@@ -388,6 +388,24 @@ def _leaf(out: Tensor) -> Tensor:
 
 def test_what_cannot_be_done_is_said(ranks: Ranks) -> None:
     ranks(2)(refusals)
+
+
+def bound_to_rows() -> None:
+    """The step asks before it sends anything."""
+    mesh = devices(Mesh(cp=2))
+    dynamic, routed = config_of("llama_dynamic"), config_of("gpt_oss")
+    loss = functools.partial(train.next_token_loss, config=dynamic)
+    with pytest.raises(ValueError, match="The rope kind 'dynamic' depends on the length of the whole batch"):
+        placed_loss(loss, None, mesh, Strategy(), config=dynamic)
+    placed_loss(functools.partial(loss, length=24), None, mesh, Strategy(), config=dynamic)
+    loss = functools.partial(train.next_token_loss, config=routed)
+    with pytest.raises(ValueError, match=r"Balance\(sequence=0.1.* are means over whole rows"):
+        placed_loss(functools.partial(loss, balance=train.Balance(0.1)), None, mesh, Strategy(), config=routed)
+    placed_loss(functools.partial(loss, balance=train.Balance()), None, mesh, Strategy(), config=routed)
+
+
+def test_losses_that_need_whole_rows_are_refused(ranks: Ranks) -> None:
+    ranks(2)(bound_to_rows)
 
 
 def shares(order: Callable[..., Any] | Any, ranks: int, **more: Any) -> list[dict[str, Tensor]]:

@@ -11,13 +11,15 @@ rotary tables are those of its tokens, in whatever order these are. What is left
     ulysses   two exchanges, between which a rank has all tokens of some heads (arXiv 2309.14509)
     ring      keys and values pass from rank to rank, and what each gives is merged (arXiv 2310.01889)
 
-Losses are sums: totals, counts and gradients are to be summed over the ranks, and divided once. A rope scaling that
-needs a length (dynamic, longrope) must be told that of the whole, `length=int(batch["positions"].max()) + 1`: a rank
-does not see it. Kernels run in eager mode; those of "gather" and "ulysses" have every derivative that `inner` has.
+Losses are sums: totals, counts and gradients are to be summed over the ranks, and divided once. What a loss function
+makes of whole rows a rank cannot know: the means of balance losses, and the length that some rope scalings need
+(dynamic, longrope), which it can be told, `length=int(batch["positions"].max()) + 1`; `check_bound` asks. Kernels run
+in eager mode; those of "gather" and "ulysses" have every derivative that `inner` has.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +35,8 @@ from fnmodels.balance import balanced_order, head_tail_order, visible_keys
 from fnmodels.mask import Layout, Mask
 from fnmodels.ops.attention import Kernel, attention, materialize
 from fnmodels.ops.norm import upcast
+from fnmodels.ops.rotary import Rope
+from train.balance import Balance
 
 from . import collectives
 
@@ -92,6 +96,24 @@ def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: Any
     while block > 1 and share < 8 * block:
         block //= 2
     return balanced_order(fullest, ranks, block=block)
+
+
+def check_bound(loss_fn: Callable[..., Any], config: Any) -> None:
+    """ValueError where a loss function is bound to what needs whole rows, of which a rank has parts."""
+    bound = {name: parameter.default for name, parameter in inspect.signature(loss_fn).parameters.items()}
+    balance = bound.get("balance")
+    if isinstance(balance, Balance) and (balance.sequence or balance.batch or balance.z):
+        raise ValueError(
+            f"The loss function is bound to {balance}, whose terms are means over whole rows, and over cp a rank has "
+            "parts of rows: leave it out, and keep experts in use by make_step(balance_rate=...)."
+        )
+    ropes = [] if config is None else [value for value in vars(config).values() if isinstance(value, Rope)]
+    needy = sorted({rope.kind for rope in ropes} & {"dynamic", "longrope"})
+    if needy and bound.get("length", 0) is None:
+        raise ValueError(
+            f"The rope kind {needy[0]!r} depends on the length of the whole batch, which over cp no rank sees: bind "
+            "length= to the loss function."
+        )
 
 
 def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:

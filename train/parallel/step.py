@@ -33,7 +33,7 @@ from train.state import State, consume
 from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_sums, update
 
 from .collectives import summed
-from .context import context_kernel, shard_batch
+from .context import check_bound, context_kernel, shard_batch
 from .dtensors import like, local_tree
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
@@ -151,6 +151,7 @@ def placed_loss(
     """
     mesh = mesh_of(devices)
     if mesh.cp > 1:
+        check_bound(loss_fn, config)
         inner = _named(loss_fn, "kernel", mesh)
         loss_fn = _with(loss_fn, kernel=context_kernel(strategy.context, devices.get_group("cp"), inner=inner))
     if mesh.ep > 1:
