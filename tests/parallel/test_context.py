@@ -154,6 +154,19 @@ def test_every_gradient_equals_that_of_one_process(ranks: Ranks, name: str, worl
         assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.parametrize(
+    ("name", "leaves"),
+    [
+        ("llama_tied", "embed_tokens layers.0.attention.k_proj norm"),
+        ("gpt_oss", "sinks router router_bias experts.down_bias attention.o_bias"),
+        ("deepseek_v3", "kv_b_proj kv_a_layernorm shared_expert.up_proj mlp.router"),
+    ],
+)
+def test_the_leaves_that_are_easily_wrong_are_compared(name: str, leaves: str) -> None:
+    for leaf in leaves.split():
+        assert any(path.endswith(leaf) and grad.abs().max() > 1e-2 for path, grad in expected(name)[2].items()), leaf
+
+
 def test_ranks_have_uneven_numbers_of_labels(ranks: Ranks) -> None:
     counts = [found["count"] for found in ranks(4)(compared, "llama_tied", "gather")]
     assert len(set(counts)) > 2

@@ -113,8 +113,8 @@ class Strategy:
     gather_dtype: the dtype in which parameters are sent and used (bf16: half the bytes); None: their own. Gradients are
         reduced in fp32 at least.
     sequence: what `tp` has between the sublayers is divided by columns too (`train.parallel.tensor`).
-    context: how attention over `cp` fetches what it looks at, and order: which tokens a process has
-        (`train.parallel.context`).
+    context: how attention over `cp` fetches what it looks at, and order: which tokens a process has; with "ulysses",
+        where all have all of them, None keeps documents in order, as "blocks" needs it (`train.parallel.context`).
     """
 
     gather_dtype: torch.dtype | None = None
