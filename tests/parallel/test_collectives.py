@@ -1,5 +1,6 @@
 """Each collective, its gradient and its transforms, against the same map written out over all processes' values."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -115,6 +116,18 @@ def narrow() -> None:
     assert (grad == dist.get_world_size() - 1 + 2.0**-10).all()
 
 
+def summed_wide() -> None:
+    """Gradients in bf16 which add up to 1, in every order: bf16 itself would lose it in some of them."""
+    group = dist.group.WORLD
+    assert group is not None
+    orders = torch.tensor(list(itertools.permutations((256.0, 1.0, -256.0, 0.0))), dtype=torch.bfloat16)
+    x = torch.zeros(len(orders), dtype=torch.bfloat16, requires_grad=True)
+    (grad,) = torch.autograd.grad(C.enter_all([x], group)[0], x, orders[:, dist.get_rank()])
+    assert grad.dtype == torch.bfloat16 and (grad == 1).all()
+    narrow = C.summed(orders[:, dist.get_rank()], group)
+    assert not (narrow == 1).all()
+
+
 def refusals() -> None:
     group = dist.group.WORLD
     assert group is not None
@@ -135,5 +148,6 @@ def test_values_gradients_and_transforms(ranks: Ranks, world: int) -> None:
 
 
 def test_dtypes_and_refusals(ranks: Ranks) -> None:
+    ranks(4)(summed_wide)
     ranks(2)(narrow)
     ranks(2)(refusals)

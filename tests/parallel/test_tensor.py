@@ -28,6 +28,8 @@ from train.parallel.expert import expert_parallel
 from train.parallel.region import Region
 from train.parallel.tensor import TensorParallel, tensor_axes, tensor_parallel
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 # Tied embedding, biases and normed heads; latents, a shared expert, a selection bias; sinks and biases everywhere.
 LLAMA, DEEPSEEK, GPT_OSS = NAMES = ("qwen3_bias_sliding", "deepseek_v3", "gpt_oss")
 LIMIT = 1e-5

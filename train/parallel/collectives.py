@@ -54,7 +54,7 @@ def enter(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def enter_all(xs: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """`enter` of each, of one dtype; backward in one message."""
+    """`enter` of each, of one dtype; backward in one message, in fp32 at least: these are parameters."""
     return list(_EnterAll.apply(group, *xs)) if xs else []
 
 
@@ -177,7 +177,9 @@ class _EnterAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        total = _linear(torch.cat([grad.flatten() for grad in grads]), _Sum(ctx.group))
+        flat = torch.cat([grad.flatten() for grad in grads])
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        total = _linear(flat.to(wide), _Sum(ctx.group)).to(flat.dtype)
         parts = total.split([grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 
