@@ -450,6 +450,13 @@ def test_what_cannot_run_is_told(name: str, axes: dict[str, str], sequence: bool
         tensor_parallel(config, placements, sequence=sequence)
 
 
+def test_kv_heads_that_would_be_cut_are_told() -> None:
+    config = dataclasses.replace(variant(LLAMA), num_attention_heads=6, num_key_value_heads=3, head_dim=8)
+    placements = plan(fnmodels.family_of(config).spec(config), Rules({"heads": "tp"}), {"tp": 2})
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.k_proj: of 3 KV heads each of 2 processes would need"):
+        tensor_parallel(config, placements)
+
+
 def test_an_axis_of_which_nothing_is_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     config = variant(LLAMA)
     family = fnmodels.family_of(config)

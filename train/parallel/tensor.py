@@ -40,6 +40,7 @@ from fnmodels.tree import Tree
 from params.sharding import Sharding
 
 from . import collectives
+from .dtensors import is_spread
 from .region import Region
 from .vocab import Vocab
 
@@ -176,8 +177,8 @@ def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence:
         raise ValueError("The plan is of another model than the config: make it by params.plan(family.spec(config)).")
     where = _where(plans, dim)
     divided = frozenset(leaf.axes[n] for path, leaf in spec.items() if (n := where[path]) is not None)
-    _check_divided(spec, where, divided, dim, sequence)
     sharding = next(iter(plans.values()))
+    _check_divided(spec, where, divided, dim, dict(sharding.sizes)[dim], sequence)
     if sharding.mesh is None:
         raise ValueError("The plan was made from sizes alone; make it with the DeviceMesh.")
     group = sharding.mesh.get_group(dim)
@@ -192,16 +193,15 @@ def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence:
 
 def local(leaf: Any, dim: str = "tp") -> Tensor:
     """This process' part of a leaf that is a DTensor over `dim` alone, with the gradient of that part; others as is."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(leaf, DTensor):
+    if not is_spread(leaf):
         return leaf
     mesh = leaf.device_mesh
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     others = [name for name, size in sizes.items() if name != dim and size > 1]
     if others:
         raise ValueError(f"A leaf lies on the mesh dimension {others[0]!r} too: gather it over that one first.")
-    return leaf.to_local(grad_placements=leaf.placements)
+    part: Tensor = leaf.to_local(grad_placements=leaf.placements)
+    return part
 
 
 def _inner(path: str) -> str | None:
@@ -220,7 +220,12 @@ def _where(plans: Mapping[str, Sharding], dim: str) -> dict[str, int | None]:
 
 
 def _check_divided(
-    spec: Mapping[str, Leaf], where: Mapping[str, int | None], divided: frozenset[str], dim: str, sequence: bool
+    spec: Mapping[str, Leaf],
+    where: Mapping[str, int | None],
+    divided: frozenset[str],
+    dim: str,
+    size: int,
+    sequence: bool,
 ) -> None:
     for path, leaf in spec.items():
         axis = None if where[path] is None else leaf.axes[where[path]]  # type: ignore[index]
@@ -237,6 +242,11 @@ def _check_divided(
         parts = path.split(".")
         if any(part.isdigit() for part in parts[2:]) and leaf.axes == ("head_dim",):
             raise ValueError(f"{path}: lists with a leaf for each head are not divided; leave heads out of the rules.")
+        if "kv_heads" in leaf.axes and where[path] is None and _uneven(leaf.shape[0] // leaf.unit, size):
+            raise ValueError(
+                f"{path}: of {leaf.shape[0] // leaf.unit} KV heads each of {size} processes would need some and a "
+                "part of another; leave heads out of the rules."
+            )
         if leaf.axes == ("kv_heads",) and "norm" in parts[-1] and where[path] is None:
             raise ValueError(f"{path} normalizes all KV heads together: there must be one at least for each process.")
     if "kv_heads" in divided and "heads" not in divided:
@@ -244,6 +254,10 @@ def _check_divided(
     axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(DIVIDED) - {"kv_heads"}
     if sequence and axes - divided:
         raise ValueError(f"sequence=True needs {min(axes - divided)!r} divided over {dim!r} too: name it in the rules.")
+
+
+def _uneven(heads: int, size: int) -> bool:
+    return heads % size > 0 and size % heads > 0
 
 
 def _use(path: str, leaf: Leaf, is_part: bool, divided: frozenset[str], region: Region) -> Use:
