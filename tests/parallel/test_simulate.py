@@ -1,0 +1,196 @@
+"""`train.simulate` against real ranks: the messages they send, the bytes they hold, the order they work in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fnmodels
+import params as P
+import train
+from fnmodels import tree
+from tests.parallel.pool import Ranks, devices
+from tests.parallel.test_pipeline import batch_of, config_of, optimizer_of
+from tests.support import tokens_of
+from train.parallel import Mesh, collectives
+from train.parallel import pipeline as pp
+from train.parallel.mesh import Strategy
+from train.parallel.order import Action, order
+from train.parallel.step import rules_of
+from train.simulate import Work, simulate
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ROWS, LENGTH = 8, 12
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, Counter[str]]]:
+    """How many messages, and their bytes, by kind; not those of whole numbers, nor sums of counts and norms."""
+    found: dict[str, Counter[str]] = {"count": Counter(), "bytes": Counter()}
+
+    def note(kind: str, tensor: torch.Tensor) -> None:
+        if tensor.numel() > 3 and tensor.is_floating_point():
+            found["count"][kind] += 1
+            found["bytes"][kind] += tensor.numel() * tensor.element_size()
+
+    def watched(kind: str, function: Callable[..., Any], argument: int) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **more: Any) -> Any:
+            note(kind, args[argument])
+            return function(*args, **more)
+
+        return run
+
+    stages = torch.distributed.pipelining.PipelineStage
+    with contextlib.ExitStack() as stack:
+        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        patch(collectives, "_GATHER", watched("all_gather", collectives._GATHER, 0))
+        patch(collectives, "_SCATTER", watched("reduce_scatter", collectives._SCATTER, 1))
+        patch(dist, "all_reduce", watched("all_reduce", dist.all_reduce, 0))
+        patch(dist, "all_to_all_single", watched("all_to_all", dist.all_to_all_single, 1))
+        patch(pp, "_sum_ends", watched_ends(note))
+        for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
+            patch(stages, name, watched_sends(note, getattr(stages, name)))
+        yield found
+
+
+def watched_ends(note: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
+    run = pp._sum_ends
+
+    def ends(grads: Any, pipe: pp.Pipeline, group: Any) -> None:
+        if dist.get_rank(group) in (pipe.ranks[0], pipe.ranks[-1]) and pipe.ranks[0] != pipe.ranks[-1]:
+            for grad in grads:
+                note("send", grad)
+        run(grads, pipe, group)
+
+    return ends
+
+
+def watched_sends(note: Callable[[str, torch.Tensor], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, part: int) -> Any:
+        operations = function(self, part)
+        for operation in operations:
+            note("send", operation.tensor)
+        return operations
+
+    return run
+
+
+def size(values: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(values) if leaf.is_floating_point())
+
+
+def here(leaf: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    local: torch.Tensor = getattr(leaf, "_local_tensor", leaf)
+    return local
+
+
+def even(name: str) -> Any:
+    """With a vocabulary, heads and experts that 2 divides."""
+    config = dataclasses.replace(config_of(name, 3), vocab_size=64, num_attention_heads=4)
+    experts = {"n_routed_experts": 6, "n_group": 2} if name == "deepseek_v3" else {}
+    return dataclasses.replace(config, **experts)
+
+
+def over_mesh(name: str, text: str, remat: str, dtype: str, parts: int) -> dict[str, Any]:
+    """A step: its messages, and the bytes of what this rank holds. Rows of one document each, without padding."""
+    config, mesh = even(name), Mesh.parse(text)
+    optimizer = optimizer_of(config)
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
+    loss = functools.partial(train.next_token_loss, config=config, kernel="math")
+    state = train.init_state(P.init(config, 0, plan=plan), optimizer)
+    strategy = Strategy(gather_dtype=None if dtype == "fp32" else DTYPES[dtype])
+    step = train.make_step(loss, optimizer, accumulate=parts, remat=remat, mesh=mesh, strategy=strategy)
+    tokens, ones = tokens_of(config, ROWS, LENGTH), torch.ones(ROWS, LENGTH, dtype=torch.long)
+    batch = {"tokens": tokens, "positions": ones.cumsum(1) - 1, "segment_ids": ones, "labels": tokens}
+    with counted() as found:
+        state, _ = step(state, batch)
+    params, moments = (tree.map(here, values) for values in (state.params, state.opt_state))
+    return {**found, "parameters": size(params), "optimizer": size(moments)}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "remat", "dtype", "parts"),
+    [
+        ("llama_tied", "fsdp=2", "none", "fp32", 1),
+        ("deepseek_v3", "fsdp=2", "full", "bf16", 2),
+        ("gpt_oss", "dp=2,fsdp=2", "full", "fp32", 1),
+        ("llama_tied", "tp=2", "none", "fp32", 2),
+        ("deepseek_v3", "tp=2", "none", "fp32", 1),
+        ("gpt_oss", "fsdp=2,tp=2", "full", "bf16", 1),
+        ("deepseek_v3", "ep=2", "none", "fp32", 1),
+        ("deepseek_v3", "fsdp=2,ep=2", "full", "bf16", 2),
+        ("llama_tied", "cp=2", "none", "fp32", 1),
+        ("deepseek_v3", "fsdp=2,cp=2", "full", "fp32", 1),
+    ],
+)
+def test_messages_and_bytes_of_a_step(ranks: Ranks, name: str, text: str, remat: str, dtype: str, parts: int) -> None:
+    """Bytes on average over the ranks: of tokens that go to experts one gets more than another."""
+    mesh = Mesh.parse(text)
+    real = ranks(mesh.world)(over_mesh, name, text, remat, dtype, parts)
+    (facts,) = simulate(even(name), mesh, Work(ROWS, LENGTH, parts, remat=remat, dtype=DTYPES[dtype]))
+    kinds = {message.kind for message in facts.messages}
+    assert all(rank["count"].keys() == kinds for rank in real)
+    for kind in sorted(kinds):
+        told = [message for message in facts.messages if message.kind == kind]
+        assert {rank["count"][kind] for rank in real} == {sum(message.count for message in told)}, (kind, told)
+        assert sum(rank["bytes"][kind] for rank in real) == mesh.world * sum(message.bytes for message in told), kind
+    for held in ("parameters", "optimizer"):
+        assert real[0][held] == facts.held[held]
+
+
+def over_stages(name: str, layers: int, schedule: str, parts: int) -> dict[str, Any]:
+    """A pipeline's messages, its order, and the bytes of its gradients."""
+    config, rank = config_of(name, layers), dist.get_rank()
+    optimizer, pipe = optimizer_of(config), pp.pipeline(config, dist.get_world_size(), schedule)
+    params = pp.share(P.init(config, 0), config, pipe, rank)
+    loss = functools.partial(train.next_token_loss, config=config, kernel="math")
+    of = pp.gradient_sums(loss, optimizer, pipe)
+    done: list[Action] = []
+
+    def watched(function: Callable[..., Any], kind: Callable[..., str]) -> Callable[..., Any]:
+        def run(self: Any, part: int, *args: Any, **more: Any) -> Any:
+            done.append((kind(**more), self.stage_index, part))
+            return function(self, part, *args, **more)
+
+        return run
+
+    stages = torch.distributed.pipelining.PipelineStage
+    kinds: dict[str, Callable[..., str]] = {
+        "forward_one_chunk": lambda **_: "F",
+        "backward_one_chunk": lambda full_backward=True, **_: "B" if full_backward else "I",
+        "backward_weight_one_chunk": lambda **_: "W",
+    }
+    with contextlib.ExitStack() as stack:
+        for method, kind in kinds.items():
+            stack.enter_context(mock.patch.object(stages, method, watched(getattr(stages, method), kind)))
+        found = stack.enter_context(counted())
+        sums = of(params, fnmodels.split(batch_of(config, parts), parts))
+    return {**found, "order": done, "parameters": size(params), "gradients": size(sums.grads)}
+
+
+@pytest.mark.parametrize("schedule", pp.SCHEDULES)
+def test_messages_and_order_of_a_pipeline(ranks: Ranks, schedule: str) -> None:
+    config, mesh, parts = config_of("llama_tied", 5), Mesh(pp=2), 4
+    real = ranks(2)(over_stages, "llama_tied", 5, schedule, parts)
+    work = Work(2 * parts, LENGTH, parts, schedule, dtype=torch.float32, kernel="math")
+    pipe = pp.pipeline(config, 2, schedule)
+    for rank, facts in enumerate(simulate(config, mesh, work)):
+        sent = [message for message in facts.messages if message.kind == "send"]
+        assert real[rank]["count"]["send"] == sum(message.count for message in sent)
+        assert real[rank]["bytes"]["send"] == sum(message.bytes for message in sent)
+        assert list(map(tuple, real[rank]["order"])) == order(pipe, rank, parts)
+        for held in ("parameters", "gradients"):
+            assert real[rank][held] == facts.held[held]

@@ -1,0 +1,81 @@
+"""What the ranks of a pipeline do, in which order; how long they wait, and how much they hold meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from .pipeline import SINGLE, Pipeline
+
+Action = tuple[str, int, int]  # F forward, B backward, or its halves I (inputs) and W (weights); stage; microbatch
+
+
+def order(pipe: Pipeline, rank: int, count: int) -> list[Action]:
+    """What a rank does with `count` microbatches, one after the other; torch's schedules say it."""
+    if pipe.schedule in SINGLE:
+        # Written out: what "1F1B" of torch 2.13 tells of its order is not what it runs.
+        ahead = count if pipe.schedule == "GPipe" else min(count, pipe.size - rank)
+        forward, back = ([(kind, rank, part) for part in range(count)] for kind in "FB")
+        steady = [action for pair in zip(back, forward[ahead:], strict=False) for action in pair]
+        return [*forward[:ahead], *steady, *back[count - ahead :]]
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    sizes: dict[str, Any] = {"num_stages": len(pipe.layers), "group_size": pipe.size, "group_rank": rank}
+    stages = [SimpleNamespace(stage_index=stage, submod=nn.Module(), **sizes) for stage in pipe.stages(rank)]
+    schedule: Any = get_schedule_class(pipe.schedule)(stages, n_microbatches=count, loss_fn=lambda *_: None)
+    told = [action for action in schedule.pipeline_order[rank] if action is not None]
+    acts = [act for action in told for act in (action.sub_actions or (action,))]
+    return [(act.computation_type.value, act.stage_index, act.microbatch_index) for act in acts]
+
+
+def idle(pipe: Pipeline, orders: Sequence[Sequence[Action]], *, again: bool = False) -> list[float]:
+    """The part of a step in which each rank has no work, where a layer's forward takes 1 and its backward 2.
+
+    again: layers are computed anew in the backward pass, and in each of its halves. Messages take no time.
+    """
+    cost = {"F": 1, "B": 2 + again, "I": 1 + again, "W": 1 + again}
+    done: dict[Action, float] = {}
+    clock, busy, position = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)
+    while any(position[rank] < len(actions) for rank, actions in enumerate(orders)):
+        before = list(position)
+        for rank, actions in enumerate(orders):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                start = _ready(action, len(pipe.layers) - 1, done)
+                if start is None:
+                    break
+                lo, hi = pipe.layers[action[1]]
+                took = cost[action[0]] * (hi - lo)
+                clock[rank] = done[action] = max(clock[rank], start) + took
+                busy[rank] += took
+                position[rank] += 1
+        if position == before:
+            raise ValueError(f"The order of {pipe.schedule} waits for itself.")
+    return [1 - work / max(clock) for work in busy]
+
+
+def _ready(action: Action, last: int, done: Mapping[Action, float]) -> float | None:
+    """When what it needs is there; None: that is not known yet."""
+    kind, stage, part = action
+    needs: list[tuple[Action, ...]] = []  # one of each
+    if kind == "F":
+        needs = [(("F", stage - 1, part),)] if stage else []
+    elif kind == "W":
+        needs = [(("I", stage, part),)]
+    else:
+        needs = [(("F", stage, part),)]
+        needs += [(("B", stage + 1, part), ("I", stage + 1, part))] if stage < last else []
+    times = [[done[one] for one in any_of if one in done] for any_of in needs]
+    return max((time[0] for time in times), default=0.0) if all(times) else None
+
+
+def peak(actions: Sequence[Action], size: Mapping[int, int]) -> int:
+    """The most that is held at once, where each stage's forward adds `size` and the end of its backward frees it."""
+    now = most = 0
+    for kind, stage, _ in actions:
+        now += size[stage] * {"F": 1, "I": 0}.get(kind, -1)
+        most = max(most, now)
+    return most
