@@ -16,6 +16,7 @@ import train.cli
 import train.compare
 import train.plot
 import train.sample
+import train.simulate
 from params.commands import Parser, run_command
 from tests.train.nursery import TINY, Nursery
 
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train.plot": train.plot.main,
     "train.compare": train.compare.main,
     "train.sample": train.sample.main,
+    "train.simulate": train.simulate.main,
     "params.inspect": params.inspect.main,
     "params.compare": params.compare.main,
 }
@@ -81,6 +83,13 @@ MISTAKES = [
     ("train.sample", "{}/lost --prompt a", "{}/lost holds adapters, and the folder of their base model"),
     ("train.sample", "{}/cut --prompt a --tokens 0", "--tokens: '0' is not a whole number from 1"),
     ("train.sample", "{}/cut --prompt a --tokenz 0", "no flag --tokenz; the nearest is --tokens"),
+    ("train.simulate", "", "the following arguments are required: --preset"),
+    ("train.simulate", "--preset nowhere", "There is no preset 'nowhere'"),
+    ("train.simulate", "--preset qwen3-0.6b --mesh fdsp=2", "fdsp"),
+    ("train.simulate", "--preset qwen3-0.6b --mesh fsdp=x", "fsdp is 'x'"),
+    ("train.simulate", "--preset qwen3-0.6b --mesh tp=3", "3"),
+    ("train.simulate", "--preset qwen3-0.6b --schedule 2F1B", "there is no schedule '2F1B'"),
+    ("train.simulate", "--preset qwen3-0.6b --lenght 4", "no flag --lenght; the nearest is --length"),
     ("params.inspect", "", "the following arguments are required: FOLDER"),
     ("params.inspect", "{}/nowhere", "{}/nowhere: "),
     ("params.inspect", "{}/text", "{}/text: "),
