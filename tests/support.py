@@ -204,8 +204,8 @@ def supports(case: Case, kernel: str) -> bool:
 
 
 def with_kernels(cases: tuple[Case, ...]) -> Any:
-    """The mark which runs a test on each case with "math", and on each structure with every kernel that can."""
-    names = {case: KERNELS if case in structures() else KERNELS[:1] for case in cases}
+    """The mark which runs a test on each case with "math", and on the richest of each family with the other kernels."""
+    names = {case: KERNELS if case in richest() else KERNELS[:1] for case in cases}
     pairs = [(case, kernel) for case in cases for kernel in names[case] if supports(case, kernel)]
     return pytest.mark.parametrize(("case", "kernel"), pairs, ids=[f"{case}-{kernel}" for case, kernel in pairs])
 
