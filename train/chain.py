@@ -55,14 +55,15 @@ def chain(*transforms: Optimizer) -> Optimizer:
         None if lr is None else lambda opt_state: lr(opt_state[-1]),
         last.trainable,
         None if rates is None else lambda opt_state: rates(opt_state[-1]),
+        elementwise=all(transform.elementwise for transform in transforms),
     )
 
 
 def clip_norm(limit: float) -> Optimizer:
     """A transform: gradients scaled down so that their norm over all leaves is at most `limit`. Without state.
 
-    `make_step(..., clip=)` does the same for all parameters and costs less; this one is for a group's own. The norm is
-    of the tensors it is given: on a process' parts of parameters that lie over a mesh only the step's is right.
+    `make_step(..., clip=)` does the same for all parameters and costs less; this one is for a group's own. It is not
+    elementwise: over a mesh that divides parameters only the step's clip is right, and this one is refused.
     """
     if not limit > 0:
         raise ValueError(f"limit is {limit}; it must be above 0.")

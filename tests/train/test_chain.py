@@ -71,6 +71,7 @@ def test_in_place_and_pure_agree_and_a_skipped_step_keeps_every_bit() -> None:
 
 def test_alone_it_is_the_optimizer() -> None:
     _assert_close(_ours(chain(adamw(0.01)), _params(), 5)[0], _ours(adamw(0.01), _params(), 5)[0], rtol=0, atol=0)
+    assert chain(adamw(0.01)).elementwise and not chain(clip_norm(1.0), adamw(0.01)).elementwise
     updates, _ = clip_norm(1e9).update(_params(), None, _params())
     _assert_close(apply_updates(_params(), updates), tree.map(lambda p: 2 * p, _params()))
 
