@@ -16,13 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnmodels
+import params as P
 import train
 from fnmodels import tree
-from tests.parallel.pool import Ranks
+from tests.parallel.pool import Ranks, devices
 from tests.support import cases, generic_params, positions_of, segments, tokens_of
 from train.balance import Balance
 from train.layers import layer_fn
 from train.optim import with_paths
+from train.parallel import Mesh, gather
 from train.parallel import pipeline as pp
 from train.step import gradient_sums
 
@@ -304,6 +306,42 @@ def stepped(name: str, schedule: str) -> float:
 @pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
 def test_three_updates(ranks: Ranks, schedule: str) -> None:
     assert max(ranks(2)(stepped, "llama_tied", schedule)) < 1e-5
+
+
+def gathered(name: str, schedule: str, remat: str) -> dict[str, float]:
+    """pp=2,fsdp=2: each stage's leaves in parts, gathered where a layer runs; a rank has half of each microbatch."""
+    config, mesh = config_of(name, 4), devices(Mesh(pp=2, fsdp=2))
+    loss, optimizer = loss_of(config, False), optimizer_of(config)
+    pipe, rank = pp.pipeline(config, 2, schedule), mesh.get_local_rank("pp")
+    spec = fnmodels.family_of(config).spec(config)
+    shards = pp.share(P.plan(spec, P.Rules(spread="fsdp"), mesh["fsdp"]), config, pipe, rank)
+    cut = lambda leaf, how: leaf[how.here()].contiguous()  # noqa: E731
+    params = tree.map(cut, pp.share(generic_params(config), config, pipe, rank), shards)
+    parts = fnmodels.split(batch_of(config, 4), 4)
+    mine = [tree.map(lambda t: t.chunk(2)[mesh.get_local_rank("fsdp")], part) for part in parts]
+    gathers, outside = gather.gathering_stages(shards)
+    again = layer_fn(remat, "none")
+    wrap = gathers if again is None else lambda block: again(gathers(block))
+    sums = pp.gradient_sums(loss, optimizer, pipe, mesh.get_group("pp"), layer_fn=wrap, outside=outside)(params, mine)
+    _, grads = expected(loss, config, parts)
+    found = dict(zip(trained(params, optimizer), sums.grads, strict=True))
+    whole = {path: grads[path][how.here()] for path, how in tree.flatten(shards).items() if path in grads}
+    count = sums.count.clone()
+    dist.all_reduce(count)
+    assert int(count) == sum(int((part["labels"] >= 0).sum()) for part in parts)
+    return differences(found, whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "remat"),
+    [("llama_tied", "1F1B", "full"), ("deepseek_v3", "ZBVZeroBubble", "none"), ("gpt_oss", "Interleaved1F1B", "full")],
+)
+def test_stages_in_parts(ranks: Ranks, name: str, schedule: str, remat: str) -> None:
+    reports = ranks(4)(gathered, name, schedule, remat)
+    assert {path for off in reports for path in off} == set(
+        trained(generic_params(config_of(name, 4)), optimizer_of(config_of(name, 4)))
+    )
+    assert max(max(off.values()) for off in reports) < CLOSE
 
 
 def narrow() -> list[Any]:

@@ -29,7 +29,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.layers import Block, LayerFn
-from train.optim import wide_dtype
+from train.optim import wide_dtype, with_paths
 
 from .collectives import all_gather, enter, enter_all
 from .mesh import DATA
@@ -119,6 +119,36 @@ def gather_layers(block: Block) -> Block:
         return block(_gathered(layer), *args, **more)
 
     return run
+
+
+def gathering_stages(
+    shards: Tree, *, dtype: torch.dtype | None = None, trains: Tree | None = None
+) -> tuple[LayerFn, Callable[[Tree], Tree]]:
+    """(layer_fn, outside) for `pipeline.gradient_sums` on parts of leaves: there, what `gathering` is elsewhere.
+
+    shards: of this rank's `pipeline.share`, on the mesh of the ranks that have the same one. dtype, trains: as there.
+    Leaves of one name lie alike in all layers.
+    """
+    chosen = dict.fromkeys(tree.flatten(shards), True) if trains is None else tree.flatten(trains)
+    places = {_in_layer(path): (how, chosen[path]) for path, how in tree.flatten(shards).items()}
+
+    def part(path: str, x: Tensor) -> Part:
+        how, learns = places[path]
+        return Part(x, how, dtype if dtype and learns and x.is_floating_point() else x.dtype)
+
+    def parted(values: Tree) -> Tree:
+        return with_paths(part, values)
+
+    def layer_fn(block: Block) -> Block:
+        inner = gather_layers(block)
+        return lambda layer, *args, **more: inner(parted(layer), *args, **more)
+
+    return layer_fn, lambda outer: _gathered(parted(outer))
+
+
+def _in_layer(path: str) -> str:
+    head, _, rest = path.partition(".")
+    return rest.partition(".")[2] if head == "layers" else path
 
 
 def gathering(
