@@ -1,14 +1,16 @@
 """The command line of the main job."""
 
 import argparse
+import io
+import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from train.commands import Parser, run_command
-from train.errors import UserError
 from train.settings import DEFAULT, GROUPS, Kind, Settings, flag
 
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")
@@ -24,6 +26,7 @@ examples:
   python -m train --run runs/own --data ~/notes       learn from the text files of a folder
   python -m train --run runs/more --init runs/first --data ~/notes --steps 200
   python -m train --run runs/again --config runs/more/settings.toml --seed 1
+  torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh fsdp=2,tp=2
   python -m train.sample runs/first --prompt "def "   let it speak
 """
 
@@ -49,7 +52,11 @@ def parser() -> Parser:
         action="store_true",
         help="go on at the last saved step of the run in DIR; flags left out are the run's, others must agree with it",
     )
-    made.add_argument("--mesh", metavar="AXES", help=argparse.SUPPRESS)
+    made.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="how processes share the work, as fsdp=2,tp=2 of dp, fsdp, tp, cp, ep; under torchrun, which starts them",
+    )
     groups = {name: made.add_argument_group(name) for name in GROUPS}
     for entry in fields(Settings):
         kind, default = entry.metadata["kind"], getattr(DEFAULT, entry.name)
@@ -84,13 +91,21 @@ def value_of(kind: Kind) -> Callable[[str], Any]:
 def run(arguments: argparse.Namespace, defaults: Settings) -> int:
     flags = vars(arguments)
     path, config, resume, mesh = (flags.pop(name) for name in ("run", "config", "resume", "mesh"))
-    if mesh is not None:
-        raise UserError(f"--mesh {mesh}: one process on one device is all there is so far: leave the flag out")
+    from train import team
     from train.run import Options, train_run
 
-    return train_run(Options(run=path, flags=flags, config=config, resume=resume), defaults)
+    options = Options(run=path, flags=flags, config=config, resume=resume, mesh=mesh)
+    rank, processes = team.world()
+    if processes == 1:
+        return train_run(options, defaults)
+    with team.joined():
+        if rank:
+            return team.follow()
+        return team.lead(partial(train_run, options, defaults))
 
 
 def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:
     """The main job. Returns the exit code: 0, 2 for a mistake that the user can put right, 130 when stopped."""
-    return run_command("fnmodels-train", parser, partial(run, defaults=defaults), argv, NEEDS)
+    first = int(os.environ.get("RANK", 0)) == 0
+    with nullcontext() if first else redirect_stderr(io.StringIO()):  # the first process alone speaks
+        return run_command("fnmodels-train", parser, partial(run, defaults=defaults), argv, NEEDS)

@@ -6,13 +6,14 @@ writes the same metrics as one that was never stopped.
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fnmodels.tree import Tree
-from train import checkpoint, evaluate, folder, metrics, model, report
+from train import checkpoint, evaluate, folder, metrics, model, report, sharded, team
 from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.job import Job, Json, prepare, resolved
@@ -25,6 +26,7 @@ from train.speed import peak_memory
 from train.state import State, init_state
 from train.step import make_step
 from train.stop import stop_requests
+from train.team import Team, Work
 from train.trace import traced
 
 
@@ -44,6 +46,7 @@ class Options:
     flags: Mapping[str, Any]
     config: Path | None = None
     resume: bool = False
+    mesh: str | None = None
 
 
 def train_run(options: Options, defaults: Settings) -> int:
@@ -57,6 +60,7 @@ def train_run(options: Options, defaults: Settings) -> int:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
         recorded = recorded_in(saved) if saved else folder.read_json(options.run / folder.RUN)
         settings = choose(options.run, given, recorded, defaults, must_agree=saved is not None)
+        mesh = team.checked(options.mesh, settings)
         summary = folder.read_json(options.run / folder.SUMMARY) if saved else None
         if summary is not None and report.is_result(summary) and saved is not None and saved.step == settings.steps:
             print(f"the run is finished: {settings.steps} steps")
@@ -69,7 +73,8 @@ def train_run(options: Options, defaults: Settings) -> int:
         report.skipped(job)
         report.prepared(job, time.monotonic() - began)
         report.peak(job)
-        return work(job, params, saved)
+        team.check_fit(mesh, settings, job.config)
+        return work(job, params, saved, Team(Work(mesh, settings, job.config), params) if mesh.world > 1 else None)
 
 
 def recorded_in(saved: Checkpoint) -> Json:
@@ -117,35 +122,50 @@ def choose(
     return resolved(settings)
 
 
-def work(job: Job, params: Tree, saved: Checkpoint | None) -> int:
-    """Train from the saved step to the end, then evaluate; or save and stop where a signal asks for it."""
-    state, reached = init_state(params, job.optimizer), Reached(step=0, tokens=0)
+def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) -> int:
+    """Train from the saved step to the end, then evaluate; or save and stop where a signal asks for it.
+
+    shared: the processes that train together, where there are several.
+    """
+    state, reached = shared.state if shared else init_state(params, job.optimizer), Reached(step=0, tokens=0)
     if saved:
         reached = Reached(step=saved.step, tokens=saved.progress["tokens"])
-        state = model.restored(state, checkpoint.load(saved, like=model.kept(state)))
+        if shared:
+            state = shared.do("load", saved)
+        else:
+            by_one = (saved.path / checkpoint.STATE).exists()
+            state = model.restored(state, (checkpoint if by_one else sharded).load(saved, like=model.kept(state)))
         checkpoint.set_aside(job.path / folder.STEPS, after=saved.step)
-        write_out(job, state)  # a kill may have come between the step and this
+        write_out(job, whole(state.params, shared))  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
     rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
     costs = metrics.cut_beside(job.path / folder.SPEED, reached.step)
     metrics.cut_beside(job.path / folder.SAMPLES, reached.step)
-    state = train_steps(job, state, rows, costs, reached)
+    state = train_steps(job, state, rows, costs, reached, shared)
     stopped = int(state.step)
     if stopped < job.settings.steps:
         report.draw(job, rows, costs, None)
         print(f"stopped at step {stopped} of {job.settings.steps}, saved; {report.how_to_resume(job.path)}")
         return 130
-    summary = summarize(job, state.params)
+    summary = summarize(job, state.params, shared)
     report.draw(job, rows, costs, summary["heldout_loss"])
     folder.write_json(job.path / folder.SUMMARY, summary)
     report.result(summary, job.path)
     return 0
 
 
-def train_steps(job: Job, state: State, rows: list[metrics.Row], costs: list[metrics.Row], reached: Reached) -> State:
+def train_steps(
+    job: Job,
+    state: State,
+    rows: list[metrics.Row],
+    costs: list[metrics.Row],
+    reached: Reached,
+    shared: Team | None,
+) -> State:
     """The loop. Appends to `rows` and `costs` what it writes to files; returns at the end or, saved, at a stop."""
     total, first, tokens = job.settings.steps, reached.step, reached.tokens
-    step = make_step(job.loss, job.optimizer, clip=job.settings.clip)
+    step = shared.step if shared else make_step(job.loss, job.optimizer, clip=job.settings.clip)
+    loss = shared.loss if shared else job.loss
     sample = evaluate.spread(job.heldout, job.settings.evaluation_rows)
     evaluate_every = max(1, total // job.settings.evaluations)
     sample_every, speed = job.settings.sample_every, 0.0
@@ -154,10 +174,11 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], costs: list[met
         progress(total, first) as show,
         traced(job.path / folder.TRACE, job.settings.profile, total - first) as done,
         stop_requests() as asked,
-        Saver(partial(save, job, job.settings.keep)) as saver,
+        Saver(partial(save, job, job.settings.keep)) if not shared else nullcontext() as saver,
     ):
         for index in range(first, total):
-            saver.check()
+            if saver:
+                saver.check()
             began = time.perf_counter()
             state, measured = step(state, batch(job.mixture, job.settings.seed, index, job.settings.batch_rows))
             count = int(measured["count"])
@@ -169,20 +190,24 @@ def train_steps(job: Job, state: State, rows: list[metrics.Row], costs: list[met
             now = cost["tokens_per_second"]
             speed = 0.9 * speed + 0.1 * now if speed else now
             if (index + 1) % evaluate_every == 0 or index + 1 == total:
-                row["heldout_loss"] = evaluate.heldout_loss(job.loss, state.params, sample)
+                row["heldout_loss"] = evaluate.heldout_loss(loss, state.params, sample)
                 row["heldout_bits_per_byte"] = job.bits_per_byte(row["heldout_loss"])
             log.write(row, cost)
             rows.append(row)
             costs.append(cost)
             show(index + 1, row["loss"], row["lr"], speed)
             if sample_every and (index + 1) % sample_every == 0:
-                said = speech(job, state.params)
+                said = speech(job, whole(state.params, shared))
                 log.sample(index + 1, said)
                 print(f"step {index + 1} says: {said}", flush=True)
             stopping = asked()
             if (index + 1) % job.settings.save_every == 0 or index + 1 == total or stopping:
                 log.sync()
-                saver.save(model.kept(state), Reached(index + 1, tokens))
+                here = Reached(index + 1, tokens)
+                if saver:
+                    saver.save(model.kept(state), here)
+                elif shared:
+                    save_together(job, shared, state, here)
             if stopping:
                 break
     return state
@@ -199,18 +224,32 @@ def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics.Ro
 
 def save(job: Job, keep: int, state: State, reached: Reached) -> None:
     """The step first, in one rename; the checkpoint for others to read is made from the same step after it."""
-    progress = {"tokens": reached.tokens, "run": job.identity}
-    checkpoint.save(job.path / folder.STEPS, reached.step, state, progress, keep=keep)
-    write_out(job, state)
+    checkpoint.save(job.path / folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
+    write_out(job, state.params)
 
 
-def write_out(job: Job, state: State) -> None:
-    model.write(job.path, job.config, state.params, job.settings.init)
+def save_together(job: Job, shared: Team, state: State, reached: Reached) -> None:
+    """The same by several processes, each of which writes what it holds; training waits."""
+    shared.do("save", job.path / folder.STEPS, reached.step, progress_of(job, reached), job.settings.keep)
+    write_out(job, whole(state.params, shared))
 
 
-def summarize(job: Job, params: Tree) -> Json:
+def progress_of(job: Job, reached: Reached) -> Json:
+    return {"tokens": reached.tokens, "run": job.identity}
+
+
+def whole(params: Tree, shared: Team | None) -> Tree:
+    """The parameters as one process has them."""
+    return shared.do("whole") if shared else params
+
+
+def write_out(job: Job, params: Tree) -> None:
+    model.write(job.path, job.config, params, job.settings.init)
+
+
+def summarize(job: Job, params: Tree, shared: Team | None) -> Json:
     """What the run reached on all held-out documents, and a sample of its speech."""
-    loss = evaluate.heldout_loss(job.loss, params, job.heldout)
+    loss = evaluate.heldout_loss(shared.loss if shared else job.loss, params, job.heldout)
     size = job.dataset.heldout.bytes
     return {
         "steps": job.settings.steps,
@@ -218,7 +257,7 @@ def summarize(job: Job, params: Tree) -> Json:
         "heldout_bytes": size,
         "heldout_bits_per_byte": job.bits_per_byte(loss),
         "zlib_bits_per_byte": 8 * job.dataset.zlib_bytes / size,
-        "sample": speech(job, params),
+        "sample": speech(job, whole(params, shared)),
     }
 
 

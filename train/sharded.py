@@ -67,7 +67,10 @@ def latest(folder: Folder) -> Checkpoint | None:
 
 
 def load(found: Checkpoint, like: Tree) -> Tree:
-    """The saved tree, spread as `like` is, whose values are not read. MismatchError names every leaf that differs."""
+    """The saved tree, spread as `like` is, whose values are not read; what is meta there comes to the CPU.
+
+    MismatchError names every leaf that differs.
+    """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
@@ -76,7 +79,7 @@ def load(found: Checkpoint, like: Tree) -> Tree:
         reader = HuggingFaceStorageReader(str(found.path))
         there: dict[str, Any] = reader.read_metadata().state_dict_metadata  # of tensors alone, in these files
         _compare(found.path, {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}, like)
-        empty = map_local(torch.empty_like, like)
+        empty = map_local(lambda leaf: torch.empty_like(leaf, device="cpu" if leaf.is_meta else None), like)
         _told(lambda: read(tree.flatten(empty), storage_reader=reader, no_dist=not dist.is_initialized()))
     return empty
 

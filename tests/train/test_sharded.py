@@ -65,3 +65,11 @@ def test_plain_saving_and_loading_name_the_module_for_dtensors(tmp_path: Path) -
         checkpoint.load(found, state)
     with Saver(print) as saver, pytest.raises(TypeError, match="w is of type DTensor"):
         saver.save(state)
+
+
+def test_meta_tensors_say_what_is_expected_and_come_to_the_cpu(tmp_path: Path) -> None:
+    sharded.save(tmp_path, 1, ranks.whole(1))
+    found = sharded.latest(tmp_path)
+    assert found
+    loaded = sharded.load(found, tree.map(lambda leaf: leaf.to("meta"), ranks.whole(0)))
+    assert ranks.same(loaded, 1) and all(leaf.device.type == "cpu" for leaf in tree.leaves(loaded))

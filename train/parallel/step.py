@@ -136,6 +136,28 @@ def _place(
     return _Placed(devices, sums_of, norm_over(learning))
 
 
+def loss_over(
+    mesh: Mesh, loss_fn: LossFn, strategy: Strategy, *, trainable: Any = None
+) -> Callable[[Tree, Batch], tuple[Tensor, Tensor]]:
+    """(params, batch) -> (sum, count) of the whole batch over all processes, without gradients: for held-out text.
+
+    params: a State's. The rest is as in the step; trainable: the optimizer's, whose other leaves keep their dtypes.
+    """
+    config = _bound(loss_fn, "config", mesh) if mesh.tp * mesh.cp > 1 else None
+
+    @torch.no_grad()
+    def run(params: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
+        shards, held = shardings(params), local_tree(params)
+        devices = _devices(shards, mesh)
+        trains = trainable_mask(held, trainable)
+        loss = placed_loss(loss_fn, shards, devices, strategy, config=config, trains=trains)
+        total, count, *_ = loss(held, own_part(batch, devices, order=strategy.order, config=config))
+        both = _global(Sums(total, count, None, [], False), devices)
+        return both.total, both.count
+
+    return run
+
+
 def placed_loss(
     loss_fn: LossFn,
     shards: Tree,

@@ -1,0 +1,241 @@
+"""Several processes for one run: the first leads, the others do what it does.
+
+    torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh fsdp=2,tp=2   # without -- it takes --run for its own
+
+The first process alone reads text, prints, and keeps the run folder. What all must do together (a step, a loss, a save)
+are methods of `Member`, and before it calls one the first tells the others which, and with what: so that they need no
+text and no folder but that of the saved steps, and are never at another place of the program than it. A mistake of the
+user is found by the first before the others have begun; whatever else ends one process ends all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from fnmodels.tree import Tree
+from train import sharded
+from train.checkpoint import Checkpoint
+from train.errors import UserError
+from train.job import optimizer_for
+from train.loss import next_token_loss
+from train.parallel import Mesh, Strategy
+from train.parallel.step import loss_over, rules_of
+from train.rows import Batch
+from train.settings import Settings
+from train.state import State, init_state
+from train.step import make_step
+
+PATIENCE = datetime.timedelta(hours=2)  # for the first one's text; a process that ends is noticed at once
+Message = tuple[str, tuple[Any, ...]]
+
+
+def world() -> tuple[int, int]:
+    """(number of this process, how many there are), as torchrun says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """In a process group of all that torchrun has started."""
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every process must know of the run."""
+
+    mesh: Mesh
+    settings: Settings
+    config: Any
+
+
+def checked(text: str | None, settings: Settings) -> Mesh:
+    """The mesh of `--mesh`. UserError where the processes that there are, or these settings, do not go with it."""
+    processes = world()[1]
+    if text is None and processes > 1:
+        how = f"say how they share the work, as with --mesh fsdp={processes}"
+        raise UserError(f"there are {processes} processes: {how}")
+    place = f"--mesh {text}"
+    try:
+        mesh = Mesh.parse(text or "")
+    except ValueError as error:
+        raise UserError(f"{place}: {error}") from error
+    if mesh.world != processes:
+        raise UserError(
+            f"{place} is of {mesh.world} processes, and there {'is' if processes == 1 else 'are'} {processes}: start "
+            f"them with torchrun --nproc-per-node {mesh.world} -m train -- and the flags"
+        )
+    if mesh.pp > 1:
+        raise UserError(f"{place}: runs have no pipelines yet: leave pp out")
+    if settings.lora and processes > 1:
+        raise UserError(f"{place}: adapters (--lora) are trained by one process: leave one of the two out")
+    if settings.optimizer != "adamw" and mesh.world > mesh.dp * mesh.cp:
+        raise UserError(f"{place}: --optimizer {settings.optimizer} needs whole matrices, which dp and cp alone leave")
+    if settings.batch_rows % mesh.rows:
+        raise UserError(f"{place} takes a batch's rows in {mesh.rows} parts, and --batch-rows is {settings.batch_rows}")
+    return mesh
+
+
+def check_fit(mesh: Mesh, settings: Settings, config: Any) -> None:
+    """UserError where the model does not divide so."""
+    length = min(settings.row_length, config.max_position_embeddings)
+    if length % mesh.cp:
+        raise UserError(f"--mesh {mesh} takes a row's tokens in {mesh.cp} parts, and a row has {length}")
+    try:
+        P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), mesh.sizes)
+    except ValueError as error:
+        raise UserError(f"--mesh {mesh}: {error}") from error
+
+
+class Member:
+    """One process' part of the run. All call the same methods in the same order."""
+
+    def __init__(self, work: Work) -> None:
+        settings, self.config, self.mesh = work.settings, work.config, work.mesh
+        family = fnmodels.family_of(self.config)
+        self.plan = P.plan(family.spec(self.config), rules_of(self.mesh, self.config), self.mesh.device_mesh())
+        dtype = getattr(torch, str(settings.dtype))
+        strategy = Strategy(gather_dtype=None if dtype is torch.float32 else dtype)
+        routed = bool(getattr(family, "ROUTED", False))
+        loss = functools.partial(next_token_loss, config=self.config, aux=routed)
+        self.optimizer = optimizer_for(family.spec(self.config), settings)
+        self._step = make_step(loss, self.optimizer, clip=settings.clip, mesh=self.mesh, strategy=strategy)
+        self._loss = loss_over(self.mesh, loss, strategy, trainable=self.optimizer.trainable)
+        self.given: Tree = None  # the first process' parameters
+        self.state: State
+
+    def begin(self, values: bool) -> State:
+        """A State at step 0, with the first process' parameters, or without values, for `load`."""
+        kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
+        given = tree.flatten(self.given) if values and self.given is not None else {}
+        made: dict[str, Tensor] = {}
+        for path, how in tree.flatten(self.plan).items():
+            whole = given.get(path, torch.empty(how.shape, dtype=kinds[path].dtype) if values else kinds[path])
+            if values:
+                whole = whole.contiguous()
+                dist.broadcast(whole, 0)
+            part = whole[how.here()]
+            made[path] = how.distribute(part.clone() if values else torch.empty(part.shape, dtype=part.dtype))
+        self.given = None
+        self.state = init_state(tree.map(lambda _, leaf: leaf, self.plan, tree.unflatten(made)), self.optimizer)
+        return self.state
+
+    def load(self, found: Checkpoint) -> State:
+        self.state = sharded.load(found, self.state)
+        return self.state
+
+    def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
+        self.state, metrics = self._step(self.state, batch)
+        return self.state, metrics
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum, count) of a batch with any number of rows."""
+        missing = -len(batch["tokens"]) % self.mesh.rows
+        if missing:
+            more = tree.map(lambda t: t[:1].expand(missing, *t.shape[1:]), batch)
+            more = {**more, "labels": torch.full_like(more["labels"], -100)}
+            batch = tree.map(lambda *pair: torch.cat(pair), dict(batch), more)
+        return self._loss(self.state.params, batch)
+
+    def save(self, folder: Path, step: int, progress: dict[str, Any], keep: int) -> None:
+        sharded.save(folder, step, self.state, progress, keep=keep)
+
+    def whole(self) -> Tree:
+        """All parameters, in the first process; None in the others."""
+        first = dist.get_rank() == 0
+
+        def one(leaf: Any) -> Tensor | None:
+            full: Tensor = leaf.full_tensor()
+            return full if first else None
+
+        return tree.map(one, self.state.params)
+
+
+class Team:
+    """The first process' view: what a Member can, done by all."""
+
+    def __init__(self, work: Work, params: Tree) -> None:
+        _send(("work", (work,)))
+        self._member = Member(work)
+        self._member.given = params
+        meta = any(leaf.is_meta for leaf in tree.leaves(params))
+        self.state: State = self.do("begin", not meta)
+
+    def do(self, act: str, *args: Any) -> Any:
+        _send((act, args))
+        return getattr(self._member, act)(*args)
+
+    def loss(self, _: Tree, batch: Batch, *, layout: Any = None) -> tuple[Tensor, Tensor]:
+        """As a Job's: of the parameters that the processes hold."""
+        found: tuple[Tensor, Tensor] = self.do("loss", batch)
+        return found
+
+    def step(self, _: State, batch: Batch) -> tuple[State, dict[str, Any]]:
+        found: tuple[State, dict[str, Any]] = self.do("step", batch)
+        return found
+
+
+def lead(run: Callable[[], int]) -> int:
+    """`run` in the first process, and its exit code in all. UserError where another process has ended."""
+    code = 2  # what a UserError becomes
+    try:
+        code = run()
+    except RuntimeError as error:
+        if "onnection" not in str(error):
+            raise
+        raise UserError(f"another process of the run has ended, and so does this one: {error}") from error
+    finally:
+        with suppress(RuntimeError):  # they are gone
+            _send(("end", (code,)))
+    return code
+
+
+def follow() -> int:
+    """What all processes but the first do. Returns the exit code that the first one tells."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # it is the first that is asked to stop
+        signal.signal(number, signal.SIG_IGN)
+    member: Member | None = None
+    try:
+        while True:
+            act, args = _receive()
+            if act == "end":
+                code: int = args[0]
+                return code
+            if act == "work":
+                member = Member(*args)
+            else:
+                getattr(member, act)(*args)
+    except Exception as error:
+        print(f"process {world()[0]} of the run has ended: {error}", file=sys.__stderr__, flush=True)
+        return 1
+
+
+def _send(message: Message) -> None:
+    dist.broadcast_object_list([message], src=0)
+
+
+def _receive() -> Message:
+    box: list[Any] = [None]
+    dist.broadcast_object_list(box, src=0)
+    message: Message = box[0]
+    return message
