@@ -136,7 +136,7 @@ class Settings:
         None,
         NUMBER,
         LEARNING,
-        "at its peak; without it 0.003, and 0.0003 from a checkpoint, whose knowledge should last",
+        "at its peak; without it 0.003, for adapters 0.001, for a checkpoint, whose knowledge should last, 0.0003",
     )
     optimizer: str = setting(
         "adamw", choice("adamw", "muon"), LEARNING, "of the matrices in the layers; AdamW has the rest in any case"
