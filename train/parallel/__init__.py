@@ -9,6 +9,7 @@
     region        what these two have between the stream and a process' own part
     context       tokens of a row in different processes: attention that fetches keys, or passes them on
     pipeline      layers on different processes: parts of the tree, and torch's schedules over them
+    stages        pp in a step: a pipeline whose stages share their layers by all the other ways
     order         what a schedule does in which order: how long ranks wait, how much they hold
     expert        experts in different processes: tokens travel to theirs and back
     collectives   the one place that talks to other processes, as linear maps with gradients

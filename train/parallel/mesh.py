@@ -115,12 +115,16 @@ class Strategy:
     sequence: what `tp` has between the sublayers is divided by columns too (`train.parallel.tensor`).
     context: how attention over `cp` fetches what it looks at, and order: which tokens a process has; with "ulysses",
         where all have all of them, None keeps documents in order, as "blocks" needs it (`train.parallel.context`).
+    schedule, virtual, split: which layers are where over `pp`, and in which order they run (`train.parallel.pipeline`).
     """
 
     gather_dtype: torch.dtype | None = None
     sequence: bool = False
     context: Literal["gather", "ulysses", "ring"] = "gather"
     order: Literal["mask", "head_tail"] | None = "mask"
+    schedule: str = "1F1B"
+    virtual: int | None = None
+    split: tuple[int, ...] | None = None
 
 
 def mesh_of(devices: DeviceMesh) -> Mesh:

@@ -182,6 +182,19 @@ def _cut(whole: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> Tre
     return {n: cut.get(n, part) for n, part in whole.items() if n in names or n == "layers"}
 
 
+def _check_share(params: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> None:
+    """ValueError for params that are not of these stages alone: of the others nothing would be learned here."""
+    own = _cut(params, config, pipe, stages)
+    extra = sorted(params.keys() - own.keys())
+    layers = sorted(set(_numbered(params["layers"])) - set(_numbered(own["layers"])))
+    if extra or layers:
+        what = repr(extra[0]) if extra else f"layer {layers[0]}"
+        raise ValueError(
+            f"The params hold {what}, which is not of stages {list(stages)}: give each rank its own part, as "
+            "train.parallel.pipeline.share cuts it, or train.parallel.stages.stage_plan."
+        )
+
+
 def _numbered(layers: Tree) -> dict[int, Tree]:
     """{number: layer}, of a list, or of a dict whose keys are numbers or strings of them."""
     pairs = layers.items() if isinstance(layers, Mapping) else enumerate(layers)
@@ -444,6 +457,7 @@ def _runner(
     made: dict[Any, tuple[list[_Stage], Any]] = {}
 
     def run(params: Tree, parts: Sequence[Batch], train: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        _check_share(params, loss.config, pipe, stages)
         ready = microbatches(loss, pipe, parts)
         cut = [_cut(params, loss.config, pipe, (stage,)) for stage in stages]
         sizes, device = ready[0].batch["tokens"].shape[:2], ready[0].batch["tokens"].device

@@ -38,6 +38,7 @@ from .dtensors import like, local_tree
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
 from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
+from .stages import Placed, stage_loss, stage_sums
 from .tensor import tensor_axes, tensor_parallel
 
 if TYPE_CHECKING:
@@ -65,13 +66,10 @@ def make_step_over(
 ) -> Step:
     """`train.make_step` over a mesh; the State's parameters and moments are DTensors on `mesh.device_mesh()`.
 
-    With `tp` or `cp` the loss function must be a functools.partial that holds the model's config. Batches that the mesh
+    With `tp`, `cp` or `pp` the loss function must be a functools.partial that holds the model's config; with `pp` the
+    State is of this process' layers (`stages`), and `accumulate` is the number of microbatches. Batches that the mesh
     does not divide are refused, and so are optimizers that need more than parts.
     """
-    there = ("dp", "fsdp", "ep", "cp", "tp")
-    missing = [name for name, size in mesh.sizes.items() if size > 1 and name not in there]
-    if missing:
-        raise NotImplementedError(f"The mesh {mesh} has {missing[0]}; steps are made over {', '.join(there)} so far.")
     if compile != "none":
         raise ValueError(f'compile is {compile!r}; over a mesh it must be "none": what gathers layers is not compiled.')
     if "layer_fn" not in open_keywords(loss_fn):
@@ -79,7 +77,7 @@ def make_step_over(
             f"Over the mesh {mesh} layers are gathered where they run, so the loss function needs a free keyword "
             "`layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
         )
-    config = _bound(loss_fn, "config", mesh) if mesh.tp * mesh.cp > 1 else None
+    config = _bound(loss_fn, "config", mesh) if mesh.tp * mesh.cp * mesh.pp > 1 else None
     known: tuple[Tree, _Placed] | None = None
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
@@ -130,10 +128,16 @@ def _place(
     if not optimizer.elementwise:
         _check_whole(shards)
     trains = trainable_mask(held, optimizer.trainable)
-    loss = placed_loss(loss_fn, shards, devices, strategy, config=config, trains=trains)
-    learning = [how for how, learns in zip(tree.leaves(shards), tree.leaves(trains), strict=True) if learns]
-    sums_of = gradient_sums(loss, optimizer, remat=remat, counts=balance_rate is not None)
-    return _Placed(devices, sums_of, norm_over(learning))
+    learning = {path: how for path, how in tree.flatten(shards).items() if tree.flatten(trains)[path]}
+    counts, elsewhere = balance_rate is not None, frozenset[str]()
+    if mesh.pp > 1:
+        here = Placed(config, devices, shards, trains, strategy)
+        sums_of, elsewhere = stage_sums(loss_fn, optimizer, here, remat=remat, counts=counts)
+    else:
+        loss = placed_loss(loss_fn, shards, devices, strategy, config=config, trains=trains)
+        sums_of = gradient_sums(loss, optimizer, remat=remat, counts=counts)
+    counted = [path.partition(".")[0] not in elsewhere for path in learning]
+    return _Placed(devices, sums_of, norm_over(list(learning.values()), counted))
 
 
 def loss_over(
@@ -143,15 +147,19 @@ def loss_over(
 
     params: a State's. The rest is as in the step; trainable: the optimizer's, whose other leaves keep their dtypes.
     """
-    config = _bound(loss_fn, "config", mesh) if mesh.tp * mesh.cp > 1 else None
+    config = _bound(loss_fn, "config", mesh) if mesh.tp * mesh.cp * mesh.pp > 1 else None
 
     @torch.no_grad()
     def run(params: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
         shards, held = shardings(params), local_tree(params)
         devices = _devices(shards, mesh)
         trains = trainable_mask(held, trainable)
-        loss = placed_loss(loss_fn, shards, devices, strategy, config=config, trains=trains)
-        total, count, *_ = loss(held, own_part(batch, devices, order=strategy.order, config=config))
+        part = own_part(batch, devices, order=strategy.order, config=config)
+        if mesh.pp > 1:
+            total, count = stage_loss(loss_fn, Placed(config, devices, shards, trains, strategy))(held, [part])
+        else:
+            loss = placed_loss(loss_fn, shards, devices, strategy, config=config, trains=trains)
+            total, count, *_ = loss(held, part)
         both = _global(Sums(total, count, None, [], False), devices)
         return both.total, both.count
 
@@ -239,14 +247,18 @@ def own_rows(batch: Any, devices: DeviceMesh) -> Any:
     return tree.map(lambda tensor: tensor.chunk(number)[index], batch)
 
 
-def norm_over(placed: Sequence[Sharding]) -> Callable[[list[Tensor]], Tensor]:
-    """`global_norm` of gradients of which each process holds parts, placed so: a copy counts once."""
+def norm_over(placed: Sequence[Sharding], counted: Sequence[bool] | None = None) -> Callable[[list[Tensor]], Tensor]:
+    """`global_norm` of gradients of which each process holds parts, placed so: a copy counts once.
+
+    counted: False for what another stage counts.
+    """
+    here = [True] * len(placed) if counted is None else counted
 
     def norm_of(grads: list[Tensor]) -> Tensor:
         wide = wide_dtype(grads[0].dtype) if grads else torch.float32
         square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
-        for grad, how in zip(grads, placed, strict=True):
-            if _is_first_copy(how):
+        for grad, how, counts in zip(grads, placed, here, strict=True):
+            if counts and _is_first_copy(how):
                 square += torch.linalg.vector_norm(grad, dtype=wide_dtype(grad.dtype)).double().square()
         # one sum over all, so that no two processes can see another norm, and skip another step
         world = dist.group.WORLD
@@ -260,13 +272,15 @@ def _is_first_copy(how: Sharding) -> bool:
     assert how.mesh is not None
     coordinate = how.mesh.get_coordinate()
     assert coordinate is not None
-    return not any(at for at, dim in zip(coordinate, how.dims, strict=True) if dim is None)
+    places = zip(coordinate, how.dims, how.sizes, strict=True)
+    return not any(at for at, dim, (name, _) in places if dim is None and name != "pp")
 
 
 def _global(sums: Sums, devices: DeviceMesh) -> Sums:
     """The total, the count and the aux of all processes; the gradients are it already."""
     groups = [devices.get_group(name) for name in DATA if devices[name].size() > 1]
-    both = summed(torch.stack((sums.total.double(), sums.count.double())), *groups)
+    stages = [devices.get_group("pp")] if devices["pp"].size() > 1 else []
+    both = summed(torch.stack((sums.total.double(), sums.count.double())), *groups, *stages)
     total, count = both[0].to(sums.total.dtype), both[1].to(sums.count.dtype)
     return Sums(total, count, tree.map(lambda aux: summed(aux, *groups), sums.aux), sums.grads, sums.divided)
 

@@ -1,0 +1,131 @@
+"""A mesh with `pp`: the sums of a pipeline in the place of one process' own, over all the other dimensions.
+
+    placements = stage_plan(params.plan(spec, rules_of(mesh, config), devices), config, devices, strategy)
+    state = init_state(init_stage(config, 0, placements), optimizer)
+    step = make_step(loss_fn, optimizer, accumulate=4, mesh=mesh, strategy=strategy)     # four microbatches
+
+Leaves lie on the whole mesh; those of a layer exist where the layer runs, and are no copies over `pp`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+import params as P
+from fnmodels import family_of, tree
+from fnmodels.front import Block, LayerFn
+from fnmodels.tree import Tree
+from params.init import draw
+from train.calls import Batch
+from train.layers import layer_fn
+from train.optim import Optimizer
+from train.step import Sums
+
+from .context import context_kernel
+from .expert import expert_parallel
+from .gather import gathering_stages
+from .mesh import Mesh, Strategy, mesh_of
+from .pipeline import Pipeline, Staged, copies, gradient_sums, loss_sums, pipeline, share, staged
+from .tensor import tensor_parallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LossFn = Callable[..., Any] | Staged
+
+
+def pipeline_of(config: Any, mesh: Mesh, strategy: Strategy) -> Pipeline:
+    """Which layers are where, as the strategy says."""
+    return pipeline(config, mesh.pp, strategy.schedule, virtual=strategy.virtual, split=strategy.split)
+
+
+def stage_plan(plan: Tree, config: Any, devices: DeviceMesh, strategy: Strategy) -> Tree:
+    """This process' part of a plan of the whole model on `devices`."""
+    return share(plan, config, pipeline_of(config, mesh_of(devices), strategy), devices.get_local_rank("pp"))
+
+
+def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
+    """`params.init` of the leaves that a `stage_plan` has: each process draws what it holds of its own layers."""
+    leaves = tree.flatten(family_of(config).spec(config))
+    parts = {path: (how, draw(leaves[path], seed, path, how.here())) for path, how in tree.flatten(placements).items()}
+    made = iter(how.distribute(part.to(leaves[path].dtype)) for path, (how, part) in parts.items())
+    return tree.map(lambda _: next(made), placements)
+
+
+def stage_sums(
+    loss_fn: LossFn, optimizer: Optimizer, placed: Placed, *, remat: str, counts: bool
+) -> tuple[Callable[..., Sums], frozenset[str]]:
+    """(`train.step.gradient_sums` of this process; the entries of its params that another one counts)."""
+    loss, pipe, how = _staged(loss_fn, placed, remat)
+    sums = gradient_sums(loss, optimizer, pipe, placed.devices.get_group("pp"), counts=counts, **how)
+    return sums, copies(placed.config, pipe, placed.devices.get_local_rank("pp"))
+
+
+def stage_loss(loss_fn: LossFn, placed: Placed) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor]]:
+    """`pipeline.loss_sums` of this process: no gradients."""
+    loss, pipe, how = _staged(loss_fn, placed, "none")
+    return loss_sums(loss, pipe, placed.devices.get_group("pp"), **how)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the leaves of this process are, and which of them train."""
+
+    config: Any
+    devices: DeviceMesh
+    shards: Tree
+    trains: Tree
+    strategy: Strategy
+
+
+def _staged(loss_fn: LossFn, placed: Placed, remat: str) -> tuple[Staged, Pipeline, dict[str, Any]]:
+    """The loss, where its layers are, and what makes whole what lies in parts.
+
+    Each way of sharing is what it is without stages: attention, experts, parts of layers, gathering, from inside out.
+    """
+    from .step import rules_of
+
+    config, devices, strategy = placed.config, placed.devices, placed.strategy
+    mesh, loss = mesh_of(devices), staged(loss_fn)
+    if mesh.cp > 1:
+        inner = _name("kernel", loss.kernel)
+        kernel = context_kernel(strategy.context, devices.get_group("cp"), inner=inner)
+        loss = dataclasses.replace(loss, kernel=kernel)
+    if mesh.ep > 1:
+        inner = _name("experts", loss.experts)
+        loss = dataclasses.replace(loss, experts=expert_parallel(devices.get_group("ep"), inner=inner))
+    wraps: list[LayerFn] = []
+    outsides: list[Callable[[Tree], Tree]] = []
+    leaving = None
+    if mesh.tp > 1:
+        whole = P.plan(family_of(config).spec(config), rules_of(mesh, config), devices)
+        tensor = tensor_parallel(config, whole, sequence=strategy.sequence)
+        wraps, outsides, leaving = [tensor.layer_fn], [tensor.outside], tensor.whole
+    gathers, gathered = gathering_stages(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
+    again = layer_fn(remat, "none")
+    wraps += [gathers] if again is None else [gathers, again]
+
+    def wrap(block: Block) -> Block:
+        for one in wraps:
+            block = one(block)
+        return block
+
+    def outside(params: Tree) -> Tree:
+        params = gathered(params)
+        for one in outsides:
+            params = one(params)
+        return params
+
+    how = {"layer_fn": wrap, "outside": outside, "leaving": leaving, "dtype": strategy.gather_dtype}
+    return loss, pipeline_of(config, mesh, strategy), how
+
+
+def _name(what: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"Over this mesh `{what}` is the step's to set: the loss must name how one process does it.")
+    return value
