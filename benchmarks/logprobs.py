@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from turns import take_turns
+from turns import give_back_memory, take_turns
 
 from fnmodels import llama
 from train import head_logprobs
@@ -101,6 +101,7 @@ def part(title: str, runs: dict[str, Callable[[], Any]], limit: float, rounds: i
 
 
 def main() -> None:
+    give_back_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--backward-tokens", type=int, default=4096)
