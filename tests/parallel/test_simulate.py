@@ -25,8 +25,9 @@ from train.parallel import Mesh, collectives
 from train.parallel import pipeline as pp
 from train.parallel.mesh import Strategy
 from train.parallel.order import Action, order
+from train.parallel.stages import init_stage, stage_plan
 from train.parallel.step import rules_of
-from train.simulate import Work, simulate
+from train.simulate import RankFacts, Work, simulate
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -110,8 +111,12 @@ def over_mesh(name: str, text: str, remat: str, dtype: str, parts: int) -> dict[
     optimizer = optimizer_of(config)
     plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
     loss = functools.partial(train.next_token_loss, config=config, kernel="math")
-    state = train.init_state(P.init(config, 0, plan=plan), optimizer)
     strategy = Strategy(gather_dtype=None if dtype == "fp32" else DTYPES[dtype])
+    if mesh.pp > 1:
+        params = init_stage(config, 0, stage_plan(plan, config, devices(mesh), strategy))
+    else:
+        params = P.init(config, 0, plan=plan)
+    state = train.init_state(params, optimizer)
     step = train.make_step(loss, optimizer, accumulate=parts, remat=remat, mesh=mesh, strategy=strategy)
     tokens, ones = tokens_of(config, ROWS, LENGTH), torch.ones(ROWS, LENGTH, dtype=torch.long)
     batch = {"tokens": tokens, "positions": ones.cumsum(1) - 1, "segment_ids": ones, "labels": tokens}
@@ -134,19 +139,29 @@ def over_mesh(name: str, text: str, remat: str, dtype: str, parts: int) -> dict[
         ("deepseek_v3", "fsdp=2,ep=2", "full", "bf16", 2),
         ("llama_tied", "cp=2", "none", "fp32", 1),
         ("deepseek_v3", "fsdp=2,cp=2", "full", "fp32", 1),
+        ("llama_tied", "pp=2,fsdp=2", "full", "bf16", 2),
+        ("deepseek_v3", "pp=2,ep=2", "none", "fp32", 4),
     ],
 )
 def test_messages_and_bytes_of_a_step(ranks: Ranks, name: str, text: str, remat: str, dtype: str, parts: int) -> None:
     """Bytes on average over the ranks: of tokens that go to experts one gets more than another."""
     mesh = Mesh.parse(text)
     real = ranks(mesh.world)(over_mesh, name, text, remat, dtype, parts)
-    (facts,) = simulate(even(name), mesh, Work(ROWS, LENGTH, parts, remat=remat, dtype=DTYPES[dtype]))
+    for place, facts in enumerate(
+        simulate(even(name), mesh, Work(ROWS, LENGTH, parts, remat=remat, dtype=DTYPES[dtype]))
+    ):
+        same = mesh.world // mesh.pp
+        compare(real[place * same : (place + 1) * same], facts)
+
+
+def compare(real: list[dict[str, Any]], facts: RankFacts) -> None:
+    """The ranks of one place in the pipeline."""
     kinds = {message.kind for message in facts.messages}
     assert all(rank["count"].keys() == kinds for rank in real)
     for kind in sorted(kinds):
         told = [message for message in facts.messages if message.kind == kind]
         assert {rank["count"][kind] for rank in real} == {sum(message.count for message in told)}, (kind, told)
-        assert sum(rank["bytes"][kind] for rank in real) == mesh.world * sum(message.bytes for message in told), kind
+        assert sum(rank["bytes"][kind] for rank in real) == len(real) * sum(message.bytes for message in told), kind
     for held in ("parameters", "optimizer"):
         assert real[0][held] == facts.held[held]
 
