@@ -35,6 +35,7 @@ from train.errors import UserError
 from train.job import optimizer_for
 from train.loss import next_token_loss
 from train.parallel import Mesh, Strategy
+from train.parallel.dtensors import whole
 from train.parallel.step import loss_over, rules_of
 from train.rows import Batch
 from train.settings import Settings
@@ -130,11 +131,11 @@ class Member:
         given = tree.flatten(self.given) if values and self.given is not None else {}
         made: dict[str, Tensor] = {}
         for path, how in tree.flatten(self.plan).items():
-            whole = given.get(path, torch.empty(how.shape, dtype=kinds[path].dtype) if values else kinds[path])
+            leaf = given.get(path, torch.empty(how.shape, dtype=kinds[path].dtype) if values else kinds[path])
             if values:
-                whole = whole.contiguous()
-                dist.broadcast(whole, 0)
-            part = whole[how.here()]
+                leaf = leaf.contiguous()
+                dist.broadcast(leaf, 0)
+            part = leaf[how.here()]
             made[path] = how.distribute(part.clone() if values else torch.empty(part.shape, dtype=part.dtype))
         self.given = None
         self.state = init_state(tree.map(lambda _, leaf: leaf, self.plan, tree.unflatten(made)), self.optimizer)
@@ -164,9 +165,9 @@ class Member:
         """All parameters, in the first process; None in the others."""
         first = dist.get_rank() == 0
 
-        def one(leaf: Any) -> Tensor | None:
-            full: Tensor = leaf.full_tensor()
-            return full if first else None
+        def one(leaf: Tensor) -> Tensor | None:
+            full = whole(leaf)
+            return full.clone() if first else None  # never the part itself, into which the next step writes
 
         return tree.map(one, self.state.params)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
+from .collectives import all_gather
+
 
 def is_spread(leaf: Any) -> bool:
     """Whether it is a DTensor, without importing what they are."""
@@ -41,6 +43,17 @@ def like(local: Tensor, leaf: Tensor) -> Tensor:
         local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
     )
     return made
+
+
+@torch.no_grad()
+def whole(leaf: Any) -> Tensor:
+    """All of a DTensor whose parts are equally large, in every process."""
+    x: Tensor = leaf.to_local()
+    for index in reversed(range(leaf.device_mesh.ndim)):  # the last dimension divided what the others left
+        placement = leaf.placements[index]
+        if placement.is_shard() and leaf.device_mesh.size(index) > 1:
+            x = all_gather(x, placement.dim, leaf.device_mesh.get_group(index))
+    return x
 
 
 def map_local(function: Callable[[Tensor], Tensor], values: Tree) -> Tree:
