@@ -20,7 +20,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -388,6 +388,8 @@ def _balance(loss: Staged, part: Microbatch, tapped: Mapping[str, Tensor]) -> tu
 class _Carry(torch.autograd.Function):
     """x, with a term of the loss in tow: its gradient is 1, wherever in the pipeline the loss itself is made."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, term: Tensor) -> Tensor:
         return x.clone()  # a view could not be detached in place, which torch's stages do to what they have sent
@@ -399,6 +401,12 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, torch.ones_like(ctx.like)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "Forward mode does not see a term of the loss that a stage carries; use reverse mode."
+        )
 
 
 # ---------------------------------------------------------------------------------------------- running it
