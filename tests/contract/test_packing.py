@@ -19,6 +19,7 @@ from tests.support import (
     gradients,
     is_routed,
     off,
+    richest,
     segments,
     structures,
     subject_of,
@@ -44,7 +45,7 @@ def test_a_cut_document_equals_it_separate(case: Case, kernel: str) -> None:
     testing.check_packing_of_a_cut_document(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
 
 
-@pytest.mark.parametrize("case", structures(), ids=str)
+@pytest.mark.parametrize("case", richest(), ids=str)
 def test_packed_equals_separate_in_single_precision(case: Case) -> None:
     testing.check_packing(subject_of(case, "auto"))
 

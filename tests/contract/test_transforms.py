@@ -34,6 +34,7 @@ from tests.support import (
     generic_params,
     gradients,
     off,
+    richest,
     segments,
     sparse_layers,
     structures,
@@ -45,6 +46,7 @@ from tests.support import (
 )
 
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
+every_family = pytest.mark.parametrize("case", richest(), ids=str)
 every_case_and_kernel = with_kernels(cases())
 MIXED = segments((-2, 3, 2), (7,), (4, 1, -2), (-7,))
 
@@ -126,7 +128,7 @@ def test_linearize(family: str) -> None:
         assert off(push(p.direction), wanted) < 1e-12
 
 
-@every_structure
+@every_family
 def test_hessian_vector_products(case: Case) -> None:
     """F1: forward over reverse, reverse over either, double backward and differences give one result."""
     p = Problem(case)
@@ -141,7 +143,7 @@ def test_hessian_vector_products(case: Case) -> None:
     assert off(difference(grad(p.loss), p), wanted) < 1e-6
 
 
-@every_structure
+@every_family
 def test_jacobians(case: Case) -> None:
     """F1, F6: jacrev equals jacfwd, of some logits by a token's embedding and by a norm's weight; and the Hessian."""
     p = Problem(case, segments((-1, 3, 2)))
@@ -166,7 +168,7 @@ def test_vmap_over_rows(case: Case) -> None:
     testing.check_per_sample_gradients(subject_of(case, dtype=torch.float64, tolerance=1e-11))
 
 
-@every_structure
+@every_family
 def test_compositions(case: Case) -> None:
     """F6: jvp of vmap, vmap of jvp, grad of vmap, vmap of hvp."""
     p = Problem(case)
@@ -190,7 +192,7 @@ def test_compositions(case: Case) -> None:
     assert off(summed, jvp(grad(p.loss), (p.weights,), (p.direction,))[1]) < 1e-10
 
 
-@every_structure
+@every_family
 def test_ensembles(case: Case) -> None:
     """F9: vmap over stacked parameters equals a loop, forward and gradient."""
     p = Problem(case)
