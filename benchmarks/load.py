@@ -6,9 +6,9 @@
 
 Contenders are `params.load_pretrained`, `safetensors.torch.load_file` over the files, and transformers'
 `AutoModelForCausalLM.from_pretrained`. Each reading is a process of its own, so that peaks do not mix; they take turns
-within a round, so that a slow minute of the machine hits all of them; reported are medians. Imports are not timed, and
-the files are in the page cache. All must give the same bits. Peak is the largest resident memory during the reading,
-above what the process had before; pages of a mapped file count once they are touched.
+within a round, and in beginning it, so that a slow minute of the machine hits all of them; reported are medians.
+Imports are not timed, and the files are in the page cache. All must give the same bits. Peak is the largest resident
+memory during the reading, above what the process had before; pages of a mapped file count once they are touched.
 
     lazy       the call alone
     touched    and then every byte is read
@@ -144,10 +144,12 @@ def main() -> None:
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         make(Path(name), arguments.size)
-        runs = [(contender, mode) for mode in MODES for contender in arguments.contenders]
-        runs += [("fnmodels", "checks")] * ("fnmodels" in arguments.contenders)
-        for _ in range(arguments.rounds):
-            for contender, mode in runs:
+        names = arguments.contenders
+        for turn in range(arguments.rounds):
+            # Each begins in its turn: the first to touch the files after someone's large allocations pays for these.
+            turned = names[turn % len(names) :] + names[: turn % len(names)]
+            runs = [(contender, mode) for mode in MODES for contender in turned]
+            for contender, mode in runs + [("fnmodels", "checks")] * ("fnmodels" in names):
                 command = [sys.executable, __file__, "--child", contender, mode, name]
                 root = str(Path(__file__).parents[1])
                 environment = os.environ | {
