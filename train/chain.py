@@ -29,7 +29,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
     def transformed(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, list[Tree]]:
         states = []
-        for transform, state in zip(before, opt_state, strict=False):
+        for transform, state in zip(before, opt_state[:-1], strict=True):
             grads, state = transform.update(grads, state, params)
             states.append(state)
         return grads, states

@@ -97,7 +97,7 @@ def sheet(runs: Mapping[str, Run]) -> tuple[Figure, Axes]:
     grid = figure.add_gridspec(2, len(present), height_ratios=(5, 2))
     for place, name in enumerate(present):
         axes = figure.add_subplot(grid[1, place])
-        for color, run in zip(colors(), runs.values(), strict=False):
+        for color, run in zip(colors(), runs.values(), strict=False):  # there is no end of colors
             if curve := run.curve(name):
                 axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.8)
         axes.set_title(BELOW[name], fontsize="x-small")
@@ -133,7 +133,7 @@ def curves(path: Path, folders: Mapping[str, Path]) -> None:
         raise UserError(f"--out {path}: the name of a picture ends in {' or '.join(PICTURES)}")
     runs = {name: read_run(folder) for name, folder in folders.items()}
     figure, axes = sheet(runs)
-    for color, (name, run) in zip(colors(), runs.items(), strict=False):
+    for color, (name, run) in zip(colors(), runs.items(), strict=False):  # there is no end of colors
         steps, values = zip(*run.curve("loss"), strict=True)
         axes.plot(steps, smooth(values), color=color, linewidth=1.6, label=name)
         axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)

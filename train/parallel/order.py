@@ -19,7 +19,7 @@ def order(pipe: Pipeline, rank: int, count: int) -> list[Action]:
         # Written out: what "1F1B" of torch 2.13 tells of its order is not what it runs.
         ahead = count if pipe.schedule == "GPipe" else min(count, pipe.size - rank)
         forward, back = ([(kind, rank, part) for part in range(count)] for kind in "FB")
-        steady = [action for pair in zip(back, forward[ahead:], strict=False) for action in pair]
+        steady = [action for pair in zip(back[: count - ahead], forward[ahead:], strict=True) for action in pair]
         return [*forward[:ahead], *steady, *back[count - ahead :]]
     from torch.distributed.pipelining.schedules import get_schedule_class
 
