@@ -47,6 +47,12 @@ def variants_of(family: str) -> ModuleType:
     return importlib.import_module(f"tests.variants.{family}")
 
 
+def published_of(family: str) -> dict[str, Any]:
+    """{name: Config} of the family's largest published members."""
+    read = importlib.import_module(f"fnmodels.{family}").Config.from_hf
+    return {name: read(values) for name, values in variants_of(family).published().items()}
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """One tiny model: where it comes from, its config.json (None where a Config was given) and its Config."""

@@ -76,7 +76,7 @@ def row(project: pytest.Pytester, model_type: str) -> list[str]:
 
 def update(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setenv("FNMODELS_UPDATE_DOCS", "1")
-    project.runpytest_subprocess(*arguments)
+    project.runpytest_inprocess(*arguments)
     monkeypatch.delenv("FNMODELS_UPDATE_DOCS")
 
 
@@ -85,7 +85,7 @@ def test_a_full_run_writes_what_it_showed(project: pytest.Pytester, monkeypatch:
     assert row(project, "llama")[2:] == ["yes", "not yet", "not yet", "not yet", "500M to 7B (2)", "7B"]
     assert row(project, "gpt2")[2:] == ["yes", "yes", "not yet", "not yet", "none", "none"]
     assert row(project, "qwen3")[2:] == [*["not yet"] * 4, "none", "none"]
-    project.runpytest_subprocess("tests").assert_outcomes(passed=4)
+    project.runpytest_inprocess("tests").assert_outcomes(passed=4)
     write(project, broken="llama", packing="pytest.skip('no device')")
     update(project, monkeypatch)
     assert row(project, "llama")[2] == "no" and row(project, "gpt2")[2:4] == ["yes", "no"]
@@ -99,7 +99,7 @@ def test_a_full_run_fails_where_the_readme_says_more_or_less(
     right = readme.read_text()
     for wrong in (right.replace("| yes | yes |", "| yes | not yet |"), right.replace("none | none", "7B | 7B")):
         readme.write_text(wrong)
-        check_refused(project.runpytest_subprocess())
+        check_refused(project.runpytest_inprocess())
         assert readme.read_text() == wrong
 
 
@@ -122,7 +122,7 @@ def test_a_run_of_some_tests_neither_writes_nor_fails(
 ) -> None:
     before = (project.path / "README.md").read_text()
     for narrow in (("-k", "logits"), ("-m", "not slow"), ("--ignore", "tests/parity"), ("--co",)):
-        result = project.runpytest_subprocess(*narrow)
+        result = project.runpytest_inprocess(*narrow)
         assert result.ret == pytest.ExitCode.OK, narrow
     update(project, monkeypatch, "tests/parity")
     assert (project.path / "README.md").read_text() == before

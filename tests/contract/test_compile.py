@@ -1,6 +1,7 @@
 """torch.compile takes the model as one graph, and one compilation of a block serves all layers of its kind.
 
-With the backend "aot_eager", which captures forward and backward and generates no code.
+Blocks with the backend "aot_eager", which captures forward and backward and generates no code; whole models with
+"eager", which captures what Python does.
 """
 
 import dataclasses
@@ -67,7 +68,7 @@ def deep(case: Case, layers: int) -> Any:
 @pytest.mark.parametrize("case", richest() + BRANCHING, ids=str)
 def test_prepare_and_forward_are_one_graph(case: Case) -> None:
     """F10: with backward, equal to eager. No second compilation for an equal config, other values or other masks."""
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
 
     def loss(weights: Any, batch: Any, labels: Tensor, config: Any) -> Tensor:
         prepared = Batch(config, *batch, length=24).prepared()

@@ -10,7 +10,8 @@
 
 A job that fails in one rank leaves others waiting, so the ranks of that size are ended, and the next job gets new ones:
 what the ranks raised is in the message. Meshes are process groups, which every job would make anew: `devices` keeps
-them. Import what is dear (DTensor, dynamo) freely: it is loaded before the fork.
+them. Import what is dear (DTensor, dynamo) freely: it is loaded before the fork. Between jobs ranks are stopped
+(SIGSTOP), because each process group of gloo has a thread that wakes a hundred times a second.
 
 `python -m tests.parallel.pool` is the server: lines of JSON in and out. It forks, and never computes, for after a fork
 torch's threads hang where the parent used them.
@@ -131,6 +132,8 @@ def serve() -> None:
             results, errors = ask(groups[world], request["job"], request["timeout"])
             if errors:
                 end(groups.pop(world))
+            for rank in groups.get(world, []):
+                os.kill(rank.pid, signal.SIGSTOP)
             out.write(json.dumps({"results": results, "errors": errors}) + "\n")
             out.flush()
         for group in groups.values():
@@ -161,6 +164,7 @@ def ask(group: list[Rank], job: Any, timeout: float) -> tuple[list[Any], dict[in
     results: list[Any] = [None] * len(group)
     errors: dict[int, str] = {}
     for rank in group:
+        os.kill(rank.pid, signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended, which is read below
             os.write(rank.jobs, json.dumps(job).encode() + b"\n")
     waiting = {rank.answers: (number, b"") for number, rank in enumerate(group)}

