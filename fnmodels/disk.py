@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,13 +85,49 @@ def take(stored: Single, tensor: Tensor) -> Tensor:
     return part if 1 in part.stride() else part.contiguous()
 
 
-def take_into(out: Tensor, stored: Single, tensor: Tensor) -> None:
-    """`take` into memory that is there, cast to its dtype."""
+def take_into(out: Tensor, stored: Single, tensor: Tensor, skip: int = 0) -> None:
+    """`take` into memory that is there, cast to its dtype; of a parameter with more rows, those from `skip` on."""
     if isinstance(stored, str):
         out.copy_(tensor)
-    else:
-        axis, rows = _rows(stored, tensor)
+        return
+    axis, rows = _rows(stored, tensor)
+    if out.shape[axis] == stored.groups * rows.shape[axis + 1]:
         out.unflatten(axis, (stored.groups, -1)).copy_(rows)
+    else:
+        out.copy_(rows.flatten(axis, axis + 1).narrow(axis, skip, out.shape[axis]))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a part of a parameter is in the tensor of the file.
+
+    box: slices of that tensor. stored: how the part lies in what they hold; the name alone where it is that. skip: what
+    lies there before it, rows of a group that is cut.
+    """
+
+    box: tuple[slice, ...]
+    stored: Single
+    skip: int = 0
+
+
+def cut(stored: Single, part: tuple[slice, ...]) -> Cut:
+    """Of a parameter, the part (a slice of each dimension, none of them empty)."""
+    if isinstance(stored, str):
+        return Cut(part, stored)
+    axis = 1 if stored.batched else 0
+    lead, rows, inner = part[:axis], part[axis], part[axis + 1 :]
+    if stored.groups == 1:
+        there, skip = slice(stored.start + rows.start, stored.start + rows.stop), 0
+        count = rows.stop - rows.start
+        within: Single = replace(stored, start=0, stop=count, rows=count)
+    else:
+        size, turn = stored.stop - stored.start, stored.rows // stored.groups
+        first, last = rows.start // size, -(-rows.stop // size)
+        there, skip = slice(first * turn, last * turn), rows.start - first * size
+        within = replace(stored, rows=(last - first) * turn, groups=last - first)
+    if stored.transposed and inner:
+        return Cut((*lead, *inner, there), within, skip)
+    return Cut((*lead, there, *inner), stored.name if stored.groups == 1 else within, skip)
 
 
 def join(parts: Iterable[tuple[Single, Tensor]]) -> Tensor:

@@ -23,7 +23,7 @@ from params import lora
 from params.config import load_config
 from params.export import export
 from params.init import abstract, count, init
-from params.load import load_pretrained
+from params.load import LoadReport, load_pretrained
 from params.manifest import verify
 from params.save import recover, save_pretrained
 from params.sharding import Rules, Sharding, describe, plan
@@ -35,6 +35,7 @@ __all__ = [
     "FormatError",
     "IndexFileError",
     "Leaf",
+    "LoadReport",
     "MismatchError",
     "Normal",
     "Rules",

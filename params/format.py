@@ -26,6 +26,7 @@ from params.files import parse_json
 
 HEADER_LIMIT = 100_000_000  # bytes, the format's own bound
 HANDLES = 64  # files held open; a process may commonly have 1,024, and other things need some of them
+GAP = 1 << 13  # bytes between two pieces that are read with them: they cost less than one more call
 NAMES_LIMIT = 250_000  # tensors in a file; the largest published models have fewer in all their files together
 DTYPES = {  # in the package's order, which is also that of their sizes
     "BOOL": torch.bool,
@@ -47,6 +48,7 @@ DTYPES = {  # in the package's order, which is also that of their sizes
     "U64": torch.uint64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Box = tuple[slice, ...]  # a part of a tensor: start and stop in each dimension
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,13 @@ class Entry:
 
 
 class Handles:
-    """Open files, those used last: a checkpoint may have more shards than a process may have files open."""
+    """Open files, those used last: a checkpoint may have more shards than a process may have files open.
+
+    read: how many bytes have come from them; of what is mapped nobody can tell.
+    """
 
     def __init__(self) -> None:
+        self.read = 0
         self._open: dict[Path, FileIO] = {}  # in the order of use
         self._first: dict[Path, tuple[int, ...]] = {}
 
@@ -80,6 +86,18 @@ class Handles:
         if len(self._open) > HANDLES:
             self._open.pop(next(iter(self._open))).close()
         return handle
+
+    def fill(self, path: Path, view: memoryview | bytearray, start: int) -> None:
+        """Read the bytes of the file from `start` on into all of `view`."""
+        # A single read returns at most 2 GiB, and memory that it left alone would look like weights.
+        handle, done = self.get(path), 0
+        while done < len(view):
+            count = os.preadv(handle.fileno(), [memoryview(view)[done:]], start + done)
+            if not count:
+                missing = len(view) - done
+                raise FormatError(f"{path} ended {missing:,} bytes early while being read: is it being rewritten?")
+            done += count
+        self.read += done
 
     def close(self) -> None:
         while self._open:
@@ -107,14 +125,15 @@ def open_several(paths: Iterable[Path], stack: ExitStack) -> list[TensorFile]:
     """As `open_tensors`, of files of which at most `HANDLES` are open at a time."""
     handles = Handles()
     stack.callback(handles.close)
-    return [TensorFile(path, handles, _entries(path, handles.get(path))) for path in paths]
+    return [TensorFile(path, handles, _entries(path, handles)) for path in paths]
 
 
-def _entries(path: Path, handle: FileIO) -> dict[str, Entry]:
-    size = os.fstat(handle.fileno()).st_size
+def _entries(path: Path, handles: Handles) -> dict[str, Entry]:
+    size = os.fstat(handles.get(path).fileno()).st_size
     if size < 8:
         raise FormatError(f"{path} has {size} bytes, less than the 8 that a safetensors file begins with.")
-    prefix = handle.read(8)
+    prefix = bytearray(8)
+    handles.fill(path, prefix, 0)
     length = int.from_bytes(prefix, "little")
     if prefix == b"version ":
         raise FormatError(f"{path} is a pointer of Git LFS in place of the file; `git lfs pull` gets it.")
@@ -123,7 +142,7 @@ def _entries(path: Path, handle: FileIO) -> dict[str, Entry]:
     if 8 + length > size:
         raise FormatError(f"{path} has {size:,} bytes, but its header alone would end at {8 + length:,}: truncated?")
     data = bytearray(length)
-    _fill(path, handle, data, 8)
+    handles.fill(path, data, 8)
     if not data.startswith(b"{"):
         raise FormatError(f"{path}: the header must begin with '{{', not with {bytes(data[:8])!r}.")
     header = parse_json(data, f"{path}: the header")
@@ -218,40 +237,93 @@ def scratch() -> Tensor:
     return torch.empty(1 << 22, dtype=torch.uint8, device="cpu")  # a quarter of it takes three times as long
 
 
-def read_tensor(file: TensorFile, entry: Entry, dtype: torch.dtype | None, buffer: Tensor) -> Tensor:
-    """A tensor in memory of its own, read from the file and cast piece by piece; dtype None: as it is there."""
-    out = torch.empty(entry.shape, dtype=dtype or entry.dtype, device="cpu")
-    read_into(out, file, entry, buffer)
+def read_tensor(
+    file: TensorFile, entry: Entry, dtype: torch.dtype | None, buffer: Tensor, box: Box | None = None
+) -> Tensor:
+    """A tensor in memory of its own, read from the file and cast piece by piece; dtype None: as it is there.
+
+    box: of the tensor, that part alone.
+    """
+    shape = entry.shape if box is None else extents(box)
+    out = torch.empty(shape, dtype=dtype or entry.dtype, device="cpu")
+    if box is None:
+        read_into(out, file, entry, buffer)
+    else:
+        read_box(out, file, entry, box, buffer)
     return out
 
 
 def read_into(out: Tensor, file: TensorFile, entry: Entry, buffer: Tensor) -> None:
     """As `read_tensor`, into contiguous memory on the CPU that is there."""
     if out.dtype == entry.dtype:
-        _fill(file.path, file.handles.get(file.path), _raw(out), entry.start)
+        file.handles.fill(file.path, _raw(out), entry.start)
         return
     piece, start = buffer.view(entry.dtype), entry.start
     for part in out.view(-1).split(len(piece)):
         read = piece[: len(part)]
-        _fill(file.path, file.handles.get(file.path), _raw(read), start)
+        file.handles.fill(file.path, _raw(read), start)
         part.copy_(read)
         start += read.nbytes
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """The shape of a part of a tensor."""
+    return tuple(places.stop - places.start for places in box)
+
+
+def span(entry: Entry, box: Box) -> Entry | None:
+    """The bytes of a part of a tensor, where they lie together: rows do. None where they do not."""
+    shape, lengths = entry.shape, extents(box)
+    several = next((dim for dim, length in enumerate(lengths) if length != 1), len(shape))
+    if 0 not in lengths and lengths[several + 1 :] != shape[several + 1 :]:
+        return None
+    offset = sum(places.start * math.prod(shape[dim + 1 :]) for dim, places in enumerate(box))
+    start = entry.start + offset * entry.dtype.itemsize
+    return Entry(entry.dtype, lengths, start, start + math.prod(lengths) * entry.dtype.itemsize)
+
+
+def rows_of(entry: Entry, rows: slice = slice(None)) -> list[Entry]:
+    """The entries of the first dimension, which lie one after the other in the file."""
+    size = (entry.stop - entry.start) // max(1, entry.shape[0])
+    starts = [entry.start + index * size for index in range(entry.shape[0])[rows]]
+    return [Entry(entry.dtype, entry.shape[1:], start, start + size) for start in starts]
+
+
+def read_box(out: Tensor, file: TensorFile, entry: Entry, box: Box, buffer: Tensor) -> None:
+    """As `read_into`, of a part of the tensor.
+
+    Rows are read alone. Of columns, what lies between those of two rows is read with them where it is less than GAP.
+    """
+    together = span(entry, box)
+    if together is not None:
+        read_into(out, file, together, buffer)
+        return
+    pitch = (entry.stop - entry.start) // entry.shape[0]
+    columns = span(Entry(entry.dtype, entry.shape[1:], 0, pitch), box[1:])  # of a row
+    width = columns.stop - columns.start if columns else 0
+    taken = width if pitch - width >= GAP else pitch  # bytes of a row
+    if columns is None or taken > len(buffer):
+        for part, row in zip(out, rows_of(entry, box[0]), strict=True):
+            read_box(part, file, row, box[1:], buffer)
+        return
+    for begin in range(0, len(out), len(buffer) // taken):
+        some = out[begin : begin + len(buffer) // taken]
+        strips, start = buffer[: len(some) * taken], entry.start + (box[0].start + begin) * pitch
+        if taken == width:
+            raw = _raw(strips)
+            for index in range(len(some)):
+                strip = raw[index * width : (index + 1) * width]
+                file.handles.fill(file.path, strip, start + index * pitch + columns.start)
+        else:
+            file.handles.fill(file.path, _raw(strips), start)
+        first = (columns.start if taken == pitch else 0) // entry.dtype.itemsize
+        numbers = strips.view(entry.dtype).view(len(some), -1)
+        some.view(len(some), -1).copy_(numbers[:, first : first + width // entry.dtype.itemsize])
 
 
 def _raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, for reading and writing."""
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _fill(path: Path, handle: FileIO, view: memoryview | bytearray, start: int) -> None:
-    """Read the bytes of the file from `start` on into all of `view`."""
-    # A single read returns at most 2 GiB, and memory that it left alone would look like weights.
-    done = 0
-    while done < len(view):
-        count = os.preadv(handle.fileno(), [memoryview(view)[done:]], start + done)
-        if not count:
-            raise FormatError(f"{path} ended {len(view) - done:,} bytes early while being read: is it being rewritten?")
-        done += count
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fnmodels import tree
 from fnmodels.families import family_of
 from fnmodels.leaf import Constant, Leaf
 from fnmodels.tree import Tree
+from params.sharding import placed
 
 BLOCK = 1 << 20  # numbers drawn by one generator; part of what a seed means
 
@@ -49,11 +50,7 @@ def init(
     if plan is None:
         made = {path: draw(leaf, seed, path).to(device, leaf_dtype(leaf, dtype)) for path, leaf in leaves.items()}
         return tree.unflatten(made)
-    shardings = tree.flatten(plan)
-    if shardings.keys() != leaves.keys():
-        raise ValueError(
-            f"The plan is of another model: {min(shardings.keys() ^ leaves.keys())} is in only one of them."
-        )
+    shardings = placed(plan, leaves)
     made = {}
     for path, leaf in leaves.items():
         local = draw(leaf, seed, path, shardings[path].here()).to(device, leaf_dtype(leaf, dtype))

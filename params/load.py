@@ -6,9 +6,8 @@ and all differences are told at once.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,18 +17,45 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import Part, Single, Stack, disk_name, take, take_into
+from fnmodels.disk import Part, Single, Stack, cut, disk_name, take, take_into
 from fnmodels.errors import MismatchError
+from fnmodels.families import family_of
 from fnmodels.hf import quantization_of
 from fnmodels.tree import Tree
 from params.config import read_config
-from params.format import Entry, TensorFile, map_file, mapped_tensor, read_into, read_tensor, scratch
+from params.format import (
+    Box,
+    Entry,
+    TensorFile,
+    extents,
+    map_file,
+    mapped_tensor,
+    read_box,
+    read_into,
+    read_tensor,
+    scratch,
+    span,
+)
 from params.index import listed, open_folder
 from params.init import leaf_dtype
-from params.names import Piece, Slot, by_name, dtype_class, is_leftover, lacking, pieces, slots, ties, without
+from params.names import Piece, Slot, by_name, dtype_class, is_leftover, lacking, slots, ties, without
 from params.quantized import Found, Quantized, each, pair, read_quantized
+from params.sharding import Sharding, placed
 
 _Tensor = tuple[TensorFile, Entry | Quantized]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a call of `load_pretrained` takes of the files, in bytes.
+
+    read: headers and what was compared among it. mapped: of leaves that lie in the files and are read when they are
+    used. files: how large all of them are.
+    """
+
+    read: int
+    mapped: int
+    files: int
 
 
 def load_pretrained(
@@ -37,16 +63,20 @@ def load_pretrained(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    plan: None = None,
+    plan: Tree | None = None,
     copy: bool = False,
     check_finite: bool = False,
     drop: Collection[str] = (),
+    report: Callable[[LoadReport], object] | None = None,
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
     dtype: None keeps what each tensor has on disk, but for fp8 and mxfp4, which become bf16 (`params.quantized`);
-    otherwise leaves are cast one by one, except those of a Leaf with keep_dtype. device: None is the CPU. plan: sharded
-    loading, not there yet.
+    otherwise leaves are cast one by one, except those of a Leaf with keep_dtype. device: None is the CPU.
+    plan: `params.plan`'s, made with a DeviceMesh: leaves become DTensors on it, of which each process takes its own
+    part from the files, where rows are read alone, and columns with what lies closely between them. A plan of some
+    stages (`train.parallel.pipeline.share`) loads what it names. Nothing is sent: what the headers tell, all processes
+    raise alike; what only values tell (a tied head that differs), the one that reads these.
     copy=False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If the
     file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place the leaf may
     change. copy=True reads everything into memory of its own, as does any cast or other device. A leaf of several
@@ -54,27 +84,56 @@ def load_pretrained(
     that is tied is one leaf. check_finite=True reads everything, and refuses leaves with a NaN or an infinity (which a
     cast to fp16 may bring in). drop=("mtp",) leaves out heads that predict further tokens (`fnmodels.mtp`); files that
     have none leave them out too, whatever config.json says. The config that is returned knows it.
+    report: is called with what was read (`report=print`).
 
     Raises CheckpointError by kind (see `fnmodels.errors`), and the operating system's own errors for what is missing.
     """
-    if plan is not None:
-        raise NotImplementedError("Loading straight into shards is not there yet: plan must be None.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype_class(dtype) == "floating"):
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     with ExitStack() as stack:
         checked = check(folder, stack, drop)
-        found = checked.found
-        mappings: dict[Path, memoryview] = {}
-        buffer = scratch()
-        _check_ties(checked.tied, found, buffer)
-        flat = {
-            slot.path: _leaf(slot, found, mappings, _target(slot, dtype), device, copy, buffer)
-            for slot in checked.parameters
-        }
+        plan, placements = _placed(plan, checked)
+        chosen = [slot for slot in checked.parameters if placements is None or slot.path in placements]
+        parts = {slot.path: placements[slot.path].here() if placements else _all(slot) for slot in chosen}
+        share = next(iter(placements.values())).turn() if placements else (0, 1)
+        source = _Source(checked.found, {}, scratch(), torch.device(device or _device(placements)), copy)
+        _check_ties(checked.tied, checked.found, source.buffer, share)
+        made = {slot.path: _leaf(slot, parts[slot.path], source, _target(slot, dtype)) for slot in chosen}
+        flat = {path: leaf for path, (leaf, _) in made.items()}
         if check_finite:
-            _check_finite(folder, checked.parameters, flat, found)
-    return checked.config, tree.unflatten(flat)
+            _check_finite(folder, chosen, parts, flat, checked.found)
+        if report is not None:
+            mapped = sum(leaf.nbytes for leaf, is_mapped in made.values() if is_mapped)
+            sizes = (max((e.stop for e in file.entries.values()), default=0) for file in checked.files)
+            report(LoadReport(checked.files[0].handles.read, mapped, sum(sizes)))
+    if placements is None:
+        return checked.config, tree.unflatten(flat)
+    paths = iter(tree.flatten(plan))
+    return checked.config, tree.map(lambda how: how.distribute(flat[next(paths)]), plan)
+
+
+def _placed(plan: Tree | None, checked: Checked) -> tuple[Tree, dict[str, Sharding] | None]:
+    """(the plan of what is loaded, the same by path). ValueError where it is of another model."""
+    if plan is None:
+        return None, None
+    leaves = {slot.path: slot.leaf for slot in checked.parameters}
+    tops = {path.partition(".")[0] for path in leaves}
+    left_out = getattr(family_of(checked.config), "OPTIONAL", {}).keys() - tops
+    plan = {name: how for name, how in plan.items() if name not in left_out}
+    if isinstance(plan.get("layers"), Mapping):  # of stages
+        named = tree.flatten(plan).keys()
+        leaves = {path: leaf for path, leaf in leaves.items() if path in named}
+    return plan, placed(plan, leaves)
+
+
+def _device(placements: dict[str, Sharding] | None) -> str:
+    mesh = next(iter(placements.values())).mesh if placements else None
+    return "cpu" if mesh is None else mesh.device_type
+
+
+def _all(slot: Slot) -> Box:
+    return tuple(slice(0, size) for size in slot.leaf.shape)
 
 
 @dataclass(frozen=True)
@@ -86,6 +145,7 @@ class Checked:
     """
 
     config: Any
+    files: tuple[TensorFile, ...]
     parameters: tuple[Slot, ...]
     found: Found
     leftovers: tuple[str, ...]
@@ -96,7 +156,9 @@ class Checked:
 def check(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> Checked:
     """What `load_pretrained` does before it reads a tensor; `stack` closes the files. Errors as there."""
     config, values = read_config(folder)
-    found = pair(folder, open_folder(folder, stack), quantization_of(values))
+    opened = open_folder(folder, stack)
+    files = tuple({file.path: file for file, _ in opened.values()}.values())
+    found = pair(folder, opened, quantization_of(values))
     parameters = slots(config)
     prefix = lacking(parameters, found)
     smaller, dropped = without(config, drop, found, prefix)
@@ -107,7 +169,7 @@ def check(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> Checked
     leftovers = tuple(name for name in found if is_leftover(config, prefix + name))
     known = {name: value for name, value in found.items() if name not in leftovers}
     _compare(folder, by_name(parameters), tied, known)
-    return Checked(config, parameters, found, leftovers, tied, prefix)
+    return Checked(config, files, parameters, found, leftovers, tied, prefix)
 
 
 def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str], found: Found) -> None:
@@ -150,18 +212,21 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_ties(tied: dict[str, str], found: Found, buffer: Tensor) -> None:
-    """A tied head, or another copy, may be on disk if it is the same, bit for bit; else file or config is wrong."""
+def _check_ties(tied: dict[str, str], found: Found, buffer: Tensor, share: tuple[int, int]) -> None:
+    """A tied head, or another copy, may be on disk if it is the same, bit for bit; else file or config is wrong.
+
+    share: (i, n) of n processes the i-th, which compares an n-th of the bytes.
+    """
     for name, twin in tied.items():
-        if name in found and not _same(found[name], found[twin], buffer):
+        if name in found and not _same(found[name], found[twin], buffer, share):
             raise MismatchError(
                 f"{found[name][0].path}: {name} differs from {twin}, but by config.json (tie_word_embeddings, or "
                 "num_nextn_predict_layers) they are one tensor."
             )
 
 
-def _same(one: _Tensor, two: _Tensor, buffer: Tensor) -> bool:
-    """Whether two tensors of one shape have the same bits: NaN equals itself here, and -0 is not 0.
+def _same(one: _Tensor, two: _Tensor, buffer: Tensor, share: tuple[int, int]) -> bool:
+    """Whether two tensors of one shape have the same bits in a share: NaN equals itself here, and -0 is not 0.
 
     Read rather than mapped, and piece by piece, so that nothing is held and no file that shrinks kills the process.
     """
@@ -169,11 +234,12 @@ def _same(one: _Tensor, two: _Tensor, buffer: Tensor) -> bool:
     if entry.dtype != twin.dtype:
         return False
     if isinstance(entry, Quantized) or isinstance(twin, Quantized):
-        whole = [_read(*where, None, buffer).contiguous().view(torch.uint8) for where in (one, two)]
+        whole = [_read(*where, None, buffer, None).contiguous().view(torch.uint8) for where in (one, two)]
         return torch.equal(*whole)
     halves, size = buffer.chunk(2), entry.stop - entry.start
-    for begin in range(0, size, len(halves[0])):
-        count = min(len(halves[0]), size - begin)
+    first, last = (size * index // share[1] for index in (share[0], share[0] + 1))
+    for begin in range(first, last, len(halves[0])):
+        count = min(len(halves[0]), last - begin)
         parts = [part[:count] for part in halves]
         for part, source, tensor in ((parts[0], file, entry), (parts[1], other, twin)):
             start = tensor.start + begin
@@ -183,101 +249,122 @@ def _same(one: _Tensor, two: _Tensor, buffer: Tensor) -> bool:
     return True
 
 
-def _check_finite(folder: Path, parameters: tuple[Slot, ...], flat: dict[str, Tensor], found: Found) -> None:
+def _check_finite(
+    folder: Path, chosen: Sequence[Slot], parts: dict[str, Box], flat: dict[str, Tensor], found: Found
+) -> None:
     """MismatchError with every leaf that has a value which no training gives a good model."""
     faults = []
-    for piece in itertools.chain.from_iterable(pieces(slot) for slot in parameters):
-        value, name = piece.value(flat), disk_name(piece.stored)
-        # in one pass and without a mask as large as the leaf: NaN spreads to both ends
-        if value.is_floating_point() and value.numel() and not all(end.isfinite() for end in torch.aminmax(value)):
-            count = value.numel() - int(value.isfinite().sum())
-            faults.append(f"{name} in {found[name][0].path.name}: {count:,} of {value.numel():,} values are not finite")
+    for slot in chosen:
+        for name, value in _by_name(slot, parts[slot.path], flat[slot.path]):
+            # in one pass and without a mask as large as the leaf: NaN spreads to both ends
+            if value.is_floating_point() and value.numel() and not all(e.isfinite() for e in torch.aminmax(value)):
+                count, where = value.numel() - int(value.isfinite().sum()), found[name][0].path.name
+                faults.append(f"{name} in {where}: {count:,} of {value.numel():,} values are not finite")
     if faults:
         raise MismatchError(f"{folder}: check_finite found NaN or infinities ({len(faults)} tensors):{listed(faults)}")
+
+
+def _by_name(slot: Slot, part: Box, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The names on disk of what the part of a parameter is made of, with their values."""
+    if isinstance(slot.stored, Stack):
+        yield from zip(map(disk_name, slot.stored.parts[part[0]]), value, strict=True)
+    else:
+        yield disk_name(slot.stored), value
 
 
 def _target(slot: Slot, dtype: torch.dtype | None) -> torch.dtype | None:
     return None if dtype is None else leaf_dtype(slot.leaf, dtype)
 
 
-def _leaf(
-    slot: Slot,
-    found: Found,
-    mappings: dict[Path, memoryview],
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    copy: bool,
-    buffer: Tensor,
-) -> Tensor:
-    """One parameter, mapped where it can stay as and where it is on disk."""
-    stored = slot.stored
+@dataclass(frozen=True)
+class _Source:
+    """Where leaves come from, and how: files that are mapped, memory to cast through."""
+
+    found: Found
+    mappings: dict[Path, memoryview]
+    buffer: Tensor
+    device: torch.device
+    copy: bool
+
+    def mapping(self, file: TensorFile) -> memoryview:
+        if file.path not in self.mappings:
+            self.mappings[file.path] = map_file(file)
+        return self.mappings[file.path]
+
+
+def _leaf(slot: Slot, part: Box, source: _Source, dtype: torch.dtype | None) -> tuple[Tensor, bool]:
+    """(a part of one parameter, whether it is mapped, which it is where it can stay as and where it is on disk)."""
+    stored, shape, device = slot.stored, extents(part), source.device
+    singles = stored.parts if isinstance(stored, Stack) else (stored,)
+    if 0 in shape:
+        kept = source.found[disk_name(singles[0])][1].dtype
+        return torch.empty(shape, dtype=dtype or kept, device=device), False
     if isinstance(stored, Stack):
-        several = [(single, *found[disk_name(single)]) for single in stored.parts]
-        return _stacked(slot, several, dtype, device, buffer)
-    file, entry = found[disk_name(stored)]
+        several = [(single, *source.found[disk_name(single)]) for single in stored.parts[part[0]]]
+        return _stacked(several, part, source, dtype), False
+    file, entry = source.found[disk_name(stored)]
     if isinstance(entry, Entry):
-        piece = _piece(stored, slot.leaf.shape, entry)
-        stays = dtype in (None, entry.dtype) and torch.device(device or "cpu").type == "cpu"
-        if stays and not copy and not _takes_turns(stored):
-            mapping = _mapping(mappings, file)
-            return take(stored, mapped_tensor(mapping, entry)) if piece is None else mapped_tensor(mapping, piece)
+        place = cut(stored, part)
+        piece = span(entry, place.box) if isinstance(place.stored, str) else None
+        if dtype in (None, entry.dtype) and device.type == "cpu" and not source.copy:
+            # Each leaf of its own bytes has a storage of its own: a slice of a fused tensor would keep all of it, and
+            # be copied with it.
+            if piece is not None:
+                return mapped_tensor(source.mapping(file), piece), True
+            if part == _all(slot) and not _takes_turns(stored):
+                return take(stored, mapped_tensor(source.mapping(file), entry)), True
         # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
         if piece is not None:
-            return read_tensor(file, piece, dtype, buffer).to(device or "cpu")
+            return read_tensor(file, piece, dtype, source.buffer).to(device), False
     elif isinstance(stored, str):
-        return read_quantized(file, entry, dtype, buffer).to(device or "cpu")
+        return read_quantized(file, entry, dtype, source.buffer, part).to(device), False
     if isinstance(stored, Part) and stored.batched:
         one = replace(stored, batched=False)
-        return _stacked(slot, [(one, file, part) for part in each(entry)], dtype, device, buffer)
-    out = torch.empty(slot.leaf.shape, dtype=dtype or entry.dtype, device=device or "cpu")
-    take_into(out, stored, _read(file, entry, dtype, buffer))
-    return out
+        return _stacked([(one, file, each_one) for each_one in each(entry, part[0])], part, source, dtype), False
+    out = torch.empty(shape, dtype=dtype or entry.dtype, device=device)
+    _fill(out, stored, part, file, entry, dtype, source.buffer)
+    return out, False
 
 
 def _stacked(
-    slot: Slot,
     several: Sequence[tuple[Single, TensorFile, Entry | Quantized]],
+    part: Box,
+    source: _Source,
     dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    buffer: Tensor,
 ) -> Tensor:
-    """A parameter [E, ...] in one allocation, filled entry by entry."""
-    out = torch.empty(slot.leaf.shape, dtype=dtype or several[0][2].dtype, device=device or "cpu")
+    """A part [E, ...] of a parameter in one allocation, filled entry by entry."""
+    out = torch.empty(extents(part), dtype=dtype or several[0][2].dtype, device=source.device)
     for target, (single, file, entry) in zip(out, several, strict=True):
-        piece = _piece(single, tuple(target.shape), entry) if isinstance(entry, Entry) else None
-        if piece is not None and target.device.type == "cpu":
-            read_into(target, file, piece, buffer)
-        else:
-            take_into(target, single, _read(file, entry, dtype, buffer))
+        _fill(target, single, part[1:], file, entry, dtype, source.buffer)
     return out
 
 
-def _read(file: TensorFile, entry: Entry | Quantized, dtype: torch.dtype | None, buffer: Tensor) -> Tensor:
-    """A tensor as it is in the file; where its numbers have few bits, as they were meant, in `dtype`."""
+def _fill(
+    out: Tensor,
+    stored: Single,
+    part: Box,
+    file: TensorFile,
+    entry: Entry | Quantized,
+    dtype: torch.dtype | None,
+    buffer: Tensor,
+) -> None:
+    """Read a part of what is one tensor on disk, or rows of it, into memory that is there."""
+    place = cut(stored, part)
+    if isinstance(place.stored, str) and isinstance(entry, Entry) and out.device.type == "cpu":
+        read_box(out, file, entry, place.box, buffer)
+    else:
+        take_into(out, place.stored, _read(file, entry, dtype, buffer, place.box), place.skip)
+
+
+def _read(
+    file: TensorFile, entry: Entry | Quantized, dtype: torch.dtype | None, buffer: Tensor, box: Box | None
+) -> Tensor:
+    """A tensor, or a box of it, as it is in the file; where numbers have few bits, as they were meant, in `dtype`."""
     if isinstance(entry, Quantized):
-        return read_quantized(file, entry, dtype, buffer)
-    return read_tensor(file, entry, None, buffer)
+        return read_quantized(file, entry, dtype, buffer, box)
+    return read_tensor(file, entry, None, buffer, box)
 
 
 def _takes_turns(stored: Single) -> bool:
     """Whether its rows alternate with another's, so that `take` copies: then better from what was read."""
     return isinstance(stored, Part) and stored.groups > 1
-
-
-def _piece(stored: Single, shape: tuple[int, ...], entry: Entry) -> Entry | None:
-    """The bytes of a parameter which is all of a tensor on disk, or rows of it one after the other; else None.
-
-    So each such leaf has a storage of its own: a slice of a fused tensor would keep all of it, and be copied with it.
-    """
-    if isinstance(stored, str):
-        return entry
-    if stored.batched or stored.groups > 1 or (stored.transposed and len(entry.shape) > 1):
-        return None
-    row = (entry.stop - entry.start) // stored.rows
-    return Entry(entry.dtype, shape, entry.start + stored.start * row, entry.start + stored.stop * row)
-
-
-def _mapping(mappings: dict[Path, memoryview], file: TensorFile) -> memoryview:
-    if file.path not in mappings:
-        mappings[file.path] = map_file(file)
-    return mappings[file.path]

@@ -12,7 +12,6 @@ Formats 1.0): the first of two numbers is the low half of their byte, and X itse
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
@@ -22,11 +21,12 @@ from torch import Tensor
 
 from fnmodels.errors import MismatchError
 from fnmodels.hf import Quantization
-from params.format import Entry, TensorFile, read_tensor
+from params.format import Box, Entry, TensorFile, extents, read_tensor, rows_of
 from params.index import listed
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16)  # all exact in fp32
+MXFP4_BLOCK = (1, 32)  # rows and columns that share a scale
 CHUNK = 1 << 20  # numbers at a time: what is held beside the result takes ten bytes for each of them
 
 
@@ -120,54 +120,54 @@ def _scale_faults(
 
 
 @overload
-def each(tensor: Entry) -> list[Entry]: ...
+def each(tensor: Entry, rows: slice = ...) -> list[Entry]: ...
 @overload
-def each(tensor: Quantized) -> list[Quantized]: ...
-def each(tensor: Entry | Quantized) -> list[Entry] | list[Quantized]:
-    """The entries of the first dimension, which lie one after the other in the file."""
+def each(tensor: Quantized, rows: slice = ...) -> list[Quantized]: ...
+def each(tensor: Entry | Quantized, rows: slice = slice(None)) -> list[Entry] | list[Quantized]:
+    """Those of the first dimension, or some of them."""
     if isinstance(tensor, Quantized):
         return [
             replace(tensor, shape=tensor.shape[1:], values=values, scales=scales)
-            for values, scales in zip(_rows(tensor.values), _rows(tensor.scales), strict=True)
+            for values, scales in zip(rows_of(tensor.values, rows), rows_of(tensor.scales, rows), strict=True)
         ]
-    return _rows(tensor)
+    return rows_of(tensor, rows)
 
 
-def _rows(entry: Entry) -> list[Entry]:
-    count, size = entry.shape[0], (entry.stop - entry.start) // max(1, entry.shape[0])
-    starts = (entry.start + index * size for index in range(count))
-    return [Entry(entry.dtype, entry.shape[1:], start, start + size) for start in starts]
+def read_quantized(
+    file: TensorFile, tensor: Quantized, dtype: torch.dtype | None, buffer: Tensor, box: Box | None = None
+) -> Tensor:
+    """What the tensor becomes, in memory of its own and contiguous but for a transposition; dtype None: bf16.
+
+    box: of it, that part alone, for which whole blocks are read.
+    """
+    box = tuple(slice(0, n) for n in tensor.shape) if box is None else box
+    box = box if tensor.block else (*box[:-2], box[-1], box[-2])  # as the numbers lie
+    out = torch.empty(extents(box), dtype=dtype or tensor.dtype, device="cpu")
+    _fill(out, box, file, tensor, buffer)
+    return out if tensor.block else out.mT
 
 
-def read_quantized(file: TensorFile, tensor: Quantized, dtype: torch.dtype | None, buffer: Tensor) -> Tensor:
-    """What the tensor becomes, in memory of its own and contiguous but for a transposition; dtype None: bf16."""
-    *lead, out, width = tensor.shape if tensor.block else (*tensor.shape[:-2], *tensor.shape[:-3:-1])
-    whole = torch.empty((*lead, out, width), dtype=dtype or tensor.dtype, device="cpu")
-    _fill(whole, file, tensor, buffer)
-    return whole if tensor.block else whole.mT
-
-
-def _fill(target: Tensor, file: TensorFile, tensor: Quantized, buffer: Tensor) -> None:
-    """Dequantize into `target` [.., out, in], some rows of a matrix at a time."""
+def _fill(target: Tensor, box: Box, file: TensorFile, tensor: Quantized, buffer: Tensor) -> None:
+    """Dequantize that part of [.., out, in] into `target`, some rows of a matrix at a time."""
     if target.ndim > 2:
-        for part, one in zip(target, each(tensor), strict=True):
-            _fill(part, file, one, buffer)
+        for part, one in zip(target, each(tensor, box[0]), strict=True):
+            _fill(part, box[1:], file, one, buffer)
         return
-    out, width = target.shape
-    scales = read_tensor(tensor.scale_file, tensor.scales, None, buffer)
+    (rows, columns), (height, width) = box, tensor.block or MXFP4_BLOCK
+    across = slice(columns.start // width, -(-columns.stop // width))  # in blocks
+    top, low = rows.start // height, columns.start - across.start * width
+    scales = read_tensor(tensor.scale_file, tensor.scales, None, buffer, (slice(top, -(-rows.stop // height)), across))
     _check_scales(tensor, scales)
-    rows = tensor.block[0] if tensor.block else 1
-    step = rows * max(1, CHUNK // (rows * max(1, width)))
-    size = (tensor.values.stop - tensor.values.start) // max(1, out)  # bytes of a row
-    for begin in range(0, out, step):
-        end = min(begin + step, out)
-        start = tensor.values.start + begin * size
-        part = Entry(tensor.values.dtype, (end - begin, *tensor.values.shape[1:]), start, start + (end - begin) * size)
-        values = read_tensor(file, part, None, buffer)
-        if tensor.block:
-            target[begin:end] = _from_fp8(values, scales[begin // rows : math.ceil(end / rows)], tensor.block)
-        else:
-            target[begin:end] = _from_mxfp4(values, scales[begin:end])
+    numbers = slice(across.start * width, min(across.stop * width, tensor.values.shape[1]))
+    inner = (numbers,) if tensor.block else (across, slice(0, tensor.values.shape[-1]))
+    step = height * max(1, CHUNK // (height * max(1, width * (across.stop - across.start))))
+    for begin in range(top * height, rows.stop, step):
+        end = min(begin + step, rows.stop)
+        values = read_tensor(file, tensor.values, None, buffer, (slice(begin, end), *inner))
+        beside = scales[begin // height - top : -(-end // height) - top]
+        wide = _from_fp8(values, beside, tensor.block) if tensor.block else _from_mxfp4(values, beside)
+        first = max(begin, rows.start)
+        target[first - rows.start : end - rows.start] = wide[first - begin :, low : low + target.shape[1]]
 
 
 def _check_scales(tensor: Quantized, scales: Tensor) -> None:

@@ -94,6 +94,13 @@ class Sharding:
             raise ValueError("This process is not in the plan's mesh.")
         return self.part(tuple(coordinate))
 
+    def turn(self) -> tuple[int, int]:
+        """(number of this process among those of the mesh, how many they are), for what each does a share of."""
+        index, count = 0, 1
+        for place, size in zip(self._mesh().get_coordinate() or (), self._mesh().shape, strict=True):
+            index, count = index * size + place, count * size
+        return index, count
+
     def distribute(self, local: Tensor) -> Tensor:
         """This process' part as the DTensor that all of them make up; nothing is communicated."""
         from torch.distributed.tensor import DTensor
@@ -167,6 +174,18 @@ def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | Non
         if free:
             where[name] = free[0]
     return tuple(where.get(name) for name in sizes)
+
+
+def placed(placements: Tree, leaves: Mapping[str, Leaf]) -> dict[str, Sharding]:
+    """The plan of these leaves by path. ValueError where it is another model's."""
+    flat: dict[str, Sharding] = tree.flatten(placements)
+    if flat.keys() != leaves.keys():
+        raise ValueError(f"The plan is of another model: {min(flat.keys() ^ leaves.keys())} is in only one of them.")
+    for path, sharding in flat.items():
+        if sharding.shape != leaves[path].shape:
+            here = f"{path} is {list(leaves[path].shape)}"
+            raise ValueError(f"The plan is of another model: {here}, and there {list(sharding.shape)}.")
+    return flat
 
 
 def describe(placements: Tree) -> str:

@@ -86,6 +86,14 @@ def test_load() -> None:
 
 
 @pytest.mark.slow
+def test_load_parts() -> None:
+    out = _output("load_parts.py", "--quick")
+    for name in ("rows", "rows, mapped", "tensor parallel", "whole", "get_slice"):
+        assert f"\n| {name} | " in out, out
+    assert "x the files in sum (target 1.1), met" in out, out
+
+
+@pytest.mark.slow
 def test_damaged() -> None:
     out = _output("damaged.py", "--only", "files/weights that link", "--readers", "fnmodels", "transformers")
     rows = [line.split(" | ") for line in out.splitlines()[2:]]

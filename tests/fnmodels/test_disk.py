@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fnmodels.decoder import expert_names
-from fnmodels.disk import Part, Stack, covers, disk_names, disk_shape, fuse, gather, join, take, take_into
+from fnmodels.disk import Part, Stack, covers, cut, disk_names, disk_shape, fuse, gather, join, take, take_into
 
 FUSED = [Part("qkv", 0, 4, 8), Part("qkv", 4, 6, 8), Part("qkv", 6, 8, 8)]
 GROUPED = [Part("qkv", i, i + 1, 6, groups=2) for i in range(3)]
@@ -98,6 +98,27 @@ def test_any_layout_there_and_back(layout):
         filled = torch.full_like(leaf, math.nan, memory_format=torch.contiguous_format)
         take_into(filled, part, whole)
         assert torch.equal(filled, leaf)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_layouts(), st.data())
+def test_any_part_is_in_its_box(layout, data):
+    parts, shape = layout
+    whole = torch.arange(float(math.prod(shape))).view(disk_shape(parts[0], shape))
+    for part in parts:
+        leaf = take(part, whole)
+        starts = [data.draw(st.integers(0, size - 1)) for size in leaf.shape]
+        stops = [data.draw(st.integers(start + 1, size)) for start, size in zip(starts, leaf.shape, strict=True)]
+        chosen = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
+        place, wanted = cut(part, chosen), leaf[chosen]
+        filled = torch.full(wanted.shape, math.nan)
+        take_into(filled, place.stored, whole[place.box], place.skip)
+        assert torch.equal(filled, wanted)
+        if part.groups == 1:
+            assert whole[place.box].numel() == wanted.numel()
+        assert isinstance(place.stored, str) == (
+            part.groups == 1 and not (part.transposed and len(shape) > part.batched + 1)
+        )
 
 
 def test_a_stack_is_made_of_one_tensor_per_expert():

@@ -1,5 +1,6 @@
 """The format of safetensors: two readers and a writer, held against the package for every dtype and odd shapes."""
 
+import math
 import os
 import resource
 import shutil
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -71,6 +74,28 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
             assert found[name].untyped_storage().nbytes() == tensor.nbytes, name
             found[name].view(-1).view(torch.uint8).zero_()
     assert path.read_bytes() == before
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_part_is_read_alone_and_what_lies_between_where_it_is_little(tmp_path: Path, data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    edges = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    box = tuple(slice(a, b) for a, b in edges)
+    gap, memory = data.draw(st.sampled_from([0, 8, 1 << 13])), data.draw(st.sampled_from([8, 24, 4096]))
+    dtype = data.draw(st.sampled_from([None, torch.float64]))
+    whole = torch.arange(float(math.prod(shape))).view(shape)
+    save_file({"before": torch.ones(3), "whole": whole}, tmp_path / FILE)
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_format, "GAP", gap)
+        file = tensor_format.open_tensors(tmp_path / FILE, stack)
+        headers, buffer = file.handles.read, torch.empty(memory, dtype=torch.uint8)
+        part = tensor_format.read_tensor(file, file.entries["whole"], dtype, buffer, box)
+        read = file.handles.read - headers
+    wanted = whole[box].to(dtype or whole.dtype)
+    assert part.dtype == wanted.dtype and torch.equal(part, wanted)
+    nbytes = 4 * wanted.numel()
+    assert read == nbytes if gap == 0 else nbytes <= read <= whole.nbytes
 
 
 @pytest.mark.parametrize("copy", [False, True])

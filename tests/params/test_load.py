@@ -367,8 +367,10 @@ def test_published_configurations_are_accepted(name: str, tmp_path: Path) -> Non
 
 
 def test_arguments(folder: Path) -> None:
-    with pytest.raises(NotImplementedError, match="plan must be None"):
-        P.load_pretrained(folder, plan={})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"The plan is of another model: \S+ is in only one of them"):
+        P.load_pretrained(folder, plan={})
+    with pytest.raises(ValueError, match="made from sizes alone"):
+        P.load_pretrained(folder, plan=P.plan(llama.spec(SMALL), P.Rules(), {"dp": 1}))
     for dtype in (torch.int8, torch.float8_e4m3fn, "bfloat16"):
         with pytest.raises(TypeError, match=r"floating torch\.dtype"):
             P.load_pretrained(folder, dtype=dtype)  # type: ignore[arg-type]
