@@ -29,7 +29,8 @@ Built = tuple[Callable[[], float], Callable[[], Flat]]
 LR, DECAY, BETAS, EPS = 1e-3, 0.0, (0.9, 0.999), 1e-8
 
 
-def build_transformers(config: dict[str, Any], flat: Flat, batch: Flat, dtype: str, compiled: bool) -> Built:
+def transformers_llama(config: dict[str, Any], flat: Flat) -> Any:
+    """The model in fp32 with these weights."""
     import torch
     import transformers
 
@@ -50,6 +51,13 @@ def build_transformers(config: dict[str, Any], flat: Flat, batch: Flat, dtype: s
         )
     )
     model.load_state_dict({name: torch.from_numpy(leaf) for name, leaf in flat.items()}, strict=True)
+    return model
+
+
+def build_transformers(config: dict[str, Any], flat: Flat, batch: Flat, dtype: str, compiled: bool) -> Built:
+    import torch
+
+    model = transformers_llama(config, flat)
     model.to(getattr(torch, dtype)).train()
     tokens = torch.from_numpy(batch["tokens"])
     # Hugging Face shifts by itself: labels = tokens makes the last position of a row the only one without a target.
@@ -110,11 +118,11 @@ def build_litgpt(config: dict[str, Any], flat: Flat, batch: Flat, dtype: str, co
     return torch_step(model, lambda: chunked_cross_entropy(call(tokens), labels)), to_hf
 
 
-def build_fnmodels(config: dict[str, Any], flat: Flat, batch: Flat, dtype: str, compiled: bool) -> Built:
+def our_llama(config: dict[str, Any], flat: Flat) -> tuple[Any, Any]:
+    """(Config, params in fp32) of the same model."""
     import torch
 
     import params as P
-    import train
     from fnmodels import llama
 
     ours = llama.Config.from_hf(
@@ -132,21 +140,37 @@ def build_fnmodels(config: dict[str, Any], flat: Flat, batch: Flat, dtype: str, 
             "tie_word_embeddings": False,
         }
     )
-    names = llama.hf_names(ours)
-    weights = P.unflatten(
-        {path: torch.from_numpy(flat[name]).to(getattr(torch, dtype)) for path, name in names.items()}
-    )
-    optimizer = train.adamw(LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    take = train.make_step(
-        functools.partial(train.next_token_loss, config=ours), optimizer, compile="block" if compiled else "none"
-    )
+    return ours, P.unflatten({path: torch.from_numpy(flat[name]) for path, name in llama.hf_names(ours).items()})
+
+
+def our_batch(batch: Flat) -> Flat:
+    """Its tokens and labels with the positions and segments of plain rows."""
+    import torch
+
     tokens = torch.from_numpy(batch["tokens"])
-    inputs = {
+    return {
         "tokens": tokens,
         "positions": torch.arange(tokens.shape[1]).expand_as(tokens),
         "segment_ids": torch.ones_like(tokens),
         "labels": torch.from_numpy(batch["labels"]),
     }
+
+
+def build_fnmodels(config: dict[str, Any], flat: Flat, batch: Flat, dtype: str, compiled: bool) -> Built:
+    import torch
+
+    import params as P
+    import train
+    from fnmodels import llama, tree
+
+    ours, weights = our_llama(config, flat)
+    weights = tree.map(lambda leaf: leaf.to(getattr(torch, dtype)), weights)
+    names = llama.hf_names(ours)
+    optimizer = train.adamw(LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    take = train.make_step(
+        functools.partial(train.next_token_loss, config=ours), optimizer, compile="block" if compiled else "none"
+    )
+    inputs = our_batch(batch)
     held = [train.init_state(weights, optimizer)]
     del weights
 

@@ -86,6 +86,14 @@ def test_load() -> None:
 
 
 @pytest.mark.slow
+def test_parallel() -> None:
+    out = _output("parallel.py", "--quick", "--worlds", "2")
+    assert "losses: plain " in out, out
+    for name in ("plain", "functional", "wrapper", "transformers FSDP2"):
+        assert out.count(f"\n| {name} | ") == 1, out
+
+
+@pytest.mark.slow
 def test_load_parts() -> None:
     out = _output("load_parts.py", "--quick")
     for name in ("rows", "rows, mapped", "tensor parallel", "whole", "get_slice"):
