@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder import (
@@ -27,6 +26,7 @@ from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.heads import project_out, project_qkv
+from .ops.linear import linear
 from .ops.mlp import ACTIVATIONS, gated_mlp
 from .ops.norm import layer_norm
 from .ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
@@ -184,4 +184,4 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and scaled head: logits [B, S, V]."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(layer_norm(x, params["norm"], None, eps=config.layer_norm_eps), head) * config.logit_scale
+    return linear(layer_norm(x, params["norm"], None, eps=config.layer_norm_eps), head) * config.logit_scale

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import mtp
@@ -36,6 +35,7 @@ from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
 from .ops.heads import project_out
+from .ops.linear import linear
 from .ops.mla import latent_qkv, latent_scale
 from .ops.mlp import ACTIVATIONS, gated_mlp, glu
 from .ops.moe import KEPT, MOE_TAPS, moe
@@ -329,4 +329,4 @@ def _router(mlp: Tree, config: Config, dtype: torch.dtype) -> Callable[..., tupl
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
+    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder import (
@@ -31,6 +30,7 @@ from .mask import Create, Layout, MaskLike, build_mask, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.heads import project_out, project_qkv
+from .ops.linear import linear
 from .ops.mlp import ACTIVATIONS, gated_mlp
 from .ops.norm import rms_norm_zero_centered
 from .ops.rotary import Rope, apply_rotary, rotary_table
@@ -255,6 +255,6 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head, capped where the config says so: logits [B, S, V]."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    logits = F.linear(rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps), head)
+    logits = linear(rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps), head)
     cap = config.final_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)

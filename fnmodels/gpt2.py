@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .disk import Part, Stored
@@ -23,6 +22,7 @@ from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens, look_up
 from .ops.heads import project_out, project_qkv
+from .ops.linear import linear
 from .ops.mlp import ACTIVATIONS, plain_mlp
 from .ops.norm import layer_norm
 from .ops.rotary import no_rotation
@@ -248,4 +248,4 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps), head)
+    return linear(layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps), head)

@@ -11,7 +11,6 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder import (
@@ -32,6 +31,7 @@ from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
 from .ops.heads import project_out, project_qkv
+from .ops.linear import linear
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm_fp32_weight
 from .ops.rotary import Rope, apply_rotary, rotary_table
@@ -233,4 +233,4 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), head)
+    return linear(rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), head)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder import (
@@ -37,6 +36,7 @@ from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
 from .ops.heads import project_out, project_qkv
+from .ops.linear import linear
 from .ops.mlp import ACTIVATIONS, gated_mlp, glu
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm
@@ -303,4 +303,4 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
+    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)

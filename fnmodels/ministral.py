@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
@@ -20,6 +19,7 @@ from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.heads import project_out, project_qkv
+from .ops.linear import linear
 from .ops.mlp import ACTIVATIONS, gated_mlp
 from .ops.norm import rms_norm
 from .ops.rotary import Rope, apply_rotary, rotary_table
@@ -174,4 +174,4 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
+    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)

@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder import (
@@ -26,6 +25,7 @@ from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
 from .ops.heads import project_out, project_qkv
+from .ops.linear import linear
 from .ops.mlp import ACTIVATIONS, glu
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm
@@ -204,4 +204,4 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
+    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)

@@ -24,6 +24,7 @@ from .leaf import norm, weight
 from .mask import Layout, MaskLike
 from .ops.attention import Kernel
 from .ops.experts import Experts
+from .ops.linear import linear
 from .ops.norm import rms_norm
 from .tree import Tree
 
@@ -117,7 +118,7 @@ def hidden(
         # The block is of the last layer's kind, and runs in its place.
         out = run_layers(
             {"layers": {last: head["block"]}},
-            F.linear(torch.cat(both, dim=-1), head["eh_proj"]),
+            linear(torch.cat(both, dim=-1), head["eh_proj"]),
             masks,
             freqs_cis,
             last,

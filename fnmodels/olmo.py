@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
@@ -19,6 +18,7 @@ from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.heads import project_out, split_heads
+from .ops.linear import linear
 from .ops.mlp import ACTIVATIONS, gated_mlp
 from .ops.norm import rms_norm_fp32_weight
 from .ops.rotary import Rope, apply_rotary, rotary_table
@@ -168,7 +168,7 @@ def block(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One layer: x [B, S, D] -> (x, {tap: tensor})."""
     weights, eps = layer["attention"], config.rms_norm_eps
-    q, k, v = (F.linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
+    q, k, v = (linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
     q = rms_norm_fp32_weight(q, weights["q_norm"], eps=eps)  # over all heads together
     k = rms_norm_fp32_weight(k, weights["k_norm"], eps=eps)
     q, k, v = (split_heads(t, config.head_dim) for t in (q, k, v))
@@ -185,4 +185,4 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), head)
+    return linear(rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), head)

@@ -10,7 +10,6 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import decoder
@@ -23,6 +22,7 @@ from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
 from .ops.heads import project_out, split_heads
+from .ops.linear import linear
 from .ops.mlp import ACTIVATIONS, gated_mlp, glu
 from .ops.moe import KEPT, MOE_TAPS, moe
 from .ops.norm import rms_norm
@@ -223,7 +223,7 @@ def block(
     """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe`."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
-    q, k, v = (F.linear(normed, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
+    q, k, v = (linear(normed, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
     if config.qk_norm_full:
         q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
     if config.clip_qkv is not None:
@@ -250,4 +250,4 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
+    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
@@ -19,6 +18,7 @@ from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.heads import project_out, project_qkv
+from .ops.linear import linear
 from .ops.mlp import ACTIVATIONS, plain_mlp
 from .ops.norm import layer_norm
 from .ops.rotary import Rope, apply_rotary, rotary_table
@@ -173,4 +173,4 @@ def block(
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return F.linear(layer_norm(x, params["norm"], params["norm_bias"], eps=config.norm_epsilon), head)
+    return linear(layer_norm(x, params["norm"], params["norm_bias"], eps=config.norm_epsilon), head)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+
+from .linear import linear
 
 
 def project_qkv(weights: Mapping[str, Tensor], x: Tensor, *, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, S, N, H], k and v [B, S, G, H] of x [B, S, D]; the biases are optional leaves."""
-    q, k, v = (F.linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
+    q, k, v = (linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
     return split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
 
 
@@ -22,4 +23,4 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
 
 def project_out(weights: Mapping[str, Tensor], mixed: Tensor) -> Tensor:
     """[B, S, N, H] -> [B, S, D]."""
-    return F.linear(rearrange(mixed, "b s n h -> b s (n h)"), weights["o_proj"], weights.get("o_bias"))
+    return linear(rearrange(mixed, "b s n h -> b s (n h)"), weights["o_proj"], weights.get("o_bias"))

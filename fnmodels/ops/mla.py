@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .heads import split_heads
+from .linear import linear
 from .norm import rms_norm
 from .rotary import Rope, yarn_scale
 
@@ -38,15 +38,15 @@ def latent_qkv(
     optional leaves. freqs: table [B, S, R/2, 2]. rotate: `apply_rotary` or `apply_rotary_interleaved`.
     """
     if "q_a_proj" in weights:
-        latent = F.linear(x, weights["q_a_proj"], weights.get("q_a_bias"))
-        q = F.linear(rms_norm(latent, weights["q_a_layernorm"], eps=LATENT_EPS), weights["q_b_proj"])
+        latent = linear(x, weights["q_a_proj"], weights.get("q_a_bias"))
+        q = linear(rms_norm(latent, weights["q_a_layernorm"], eps=LATENT_EPS), weights["q_b_proj"])
     else:
-        q = F.linear(x, weights["q_proj"])
+        q = linear(x, weights["q_proj"])
     q_nope, q_rope = split_heads(q, nope_dim + rope_dim).split([nope_dim, rope_dim], dim=-1)
 
-    joint = F.linear(x, weights["kv_a_proj"], weights.get("kv_a_bias"))
+    joint = linear(x, weights["kv_a_proj"], weights.get("kv_a_bias"))
     latent, shared = joint.split([joint.shape[-1] - rope_dim, rope_dim], dim=-1)
-    kv = F.linear(rms_norm(latent, weights["kv_a_layernorm"], eps=LATENT_EPS), weights["kv_b_proj"])
+    kv = linear(rms_norm(latent, weights["kv_a_layernorm"], eps=LATENT_EPS), weights["kv_b_proj"])
     k_nope, v = split_heads(kv, nope_dim + value_dim).split([nope_dim, value_dim], dim=-1)
     k_rope = rotate(shared.unsqueeze(-2), freqs).expand(*k_nope.shape[:-1], rope_dim)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
+from .linear import linear
+
 # Hugging Face's names of activations; quick_gelu and the rest come with the families that use them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -27,12 +29,12 @@ def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
 
 def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); x [..., D]. The biases are optional leaves."""
-    gate = F.linear(x, layer["gate_proj"], layer.get("gate_bias"))
-    up = F.linear(x, layer["up_proj"], layer.get("up_bias"))
-    return F.linear(glu(gate, up, activation=activation), layer["down_proj"], layer.get("down_bias"))
+    gate = linear(x, layer["gate_proj"], layer.get("gate_bias"))
+    up = linear(x, layer["up_proj"], layer.get("up_bias"))
+    return linear(glu(gate, up, activation=activation), layer["down_proj"], layer.get("down_bias"))
 
 
 def plain_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:
     """down(activation(up(x))), without a gate (arXiv 1706.03762); x [..., D]. The biases are optional leaves."""
-    up = F.linear(x, layer["up_proj"], layer.get("up_bias"))
-    return F.linear(ACTIVATIONS[activation](up), layer["down_proj"], layer.get("down_bias"))
+    up = linear(x, layer["up_proj"], layer.get("up_bias"))
+    return linear(ACTIVATIONS[activation](up), layer["down_proj"], layer.get("down_bias"))

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..tree import Tree
 from .attention import Kernel
 from .experts import Experts, choose_experts, readable
 from .experts_loop import Act
+from .linear import linear
 from .norm import upcast
 
 # What a sparse block returns always, and what it can be asked for besides.
@@ -62,7 +62,7 @@ def moe(
     x = x.where(valid[..., None], 0)
     cast = upcast if wide_router else _same
     bias = layer.get("router_bias")
-    logits = F.linear(cast(x), cast(layer["router"]), None if bias is None else cast(bias))
+    logits = linear(cast(x), cast(layer["router"]), None if bias is None else cast(bias))
     weights, indices = route(logits, None if routing is None else routing.where(valid[..., None], 0))
     flat = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1), valid.flatten())
     run = choose_experts(experts, x, *layer["experts"].values(), kernel=kernel)
@@ -93,8 +93,8 @@ def count_tokens(indices: Tensor, valid: Tensor, experts: int) -> Tensor:
 def _shared(layer: Tree, x: Tensor, act: Act) -> Tensor:
     """The expert that every token passes through; in Qwen 2 behind a gate of its own."""
     shared = layer["shared_expert"]
-    inner = act(F.linear(x, shared["gate_proj"]), F.linear(x, shared["up_proj"]))
-    y = F.linear(inner, shared["down_proj"])
+    inner = act(linear(x, shared["gate_proj"]), linear(x, shared["up_proj"]))
+    y = linear(inner, shared["down_proj"])
     gate = layer.get("shared_expert_gate")
     if gate is None:
         return y

@@ -1,0 +1,61 @@
+"""Products with weights.
+
+On a CPU torch leaves bf16 to oneDNN but fp32 to MKL, which is slower on AMD's processors: 82 to 89 GFLOP/s a core
+where oneDNN has 93 to 103, measured at 2,048 tokens and widths of 256 to 8,192. These products are three quarters of a
+training step. So large ones, and the gradients of their inputs, take the operator that Inductor emits for oneDNN.
+`torch.backends.mkldnn.flags(enabled=False)` leaves all to MKL again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .eager import alone
+
+_LEAST = 1 << 24  # multiplications: of a smaller product, what a Function costs in Python is more than a tenth
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] weight^T + bias [..., out], weight [out, in]: F.linear, and everywhere but in large fp32 products it.
+
+    So a leaf that is no tensor (`params.lora`) meets F.linear, and all transforms do.
+    """
+    return _Linear.apply(x, weight, bias) if _pays(x, weight, bias) else F.linear(x, weight, bias)
+
+
+def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    given = (x, weight) if bias is None else (x, weight, bias)
+    return (
+        x.dtype is torch.float32
+        and alone(*given)
+        and all(t.dtype is torch.float32 for t in given)
+        and x.ndim > 1
+        and weight.ndim == 2
+        and x.shape[-1] == weight.shape[1]
+        and x.numel() * weight.shape[0] >= _LEAST
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = slope.reshape(-1, slope.shape[-1])  # flatten has no rule for slopes side by side (is_grads_batched)
+        return (
+            linear(slope, weight.t()) if of_x else None,
+            rows.t() @ x.flatten(0, -2) if of_weight else None,  # MKL's: oneDNN would copy both
+            rows.sum(0) if of_bias else None,
+        )

@@ -1,0 +1,117 @@
+"""Products through oneDNN: the same numbers as F.linear, and only where nothing but autograd looks on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import params as P
+from fnmodels.ops.linear import linear
+
+ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
+X, W, BIAS = torch.randn(2, ROWS // 2, IN), torch.randn(OUT, IN), torch.randn(OUT)
+
+
+def ours(y: Tensor) -> bool:
+    return y.grad_fn is not None and y.grad_fn.name() == "_LinearBackward"
+
+
+@pytest.mark.parametrize("bias", [None, BIAS])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_values_and_gradients_are_those_of_exact_products(bias: Tensor | None, transposed: bool) -> None:
+    """Also of a weight and an input that lie transposed in memory, and of the gradient of a gradient."""
+    weight = W.t().contiguous().t() if transposed else W
+    x = X.transpose(0, 1).contiguous().transpose(0, 1) if transposed else X
+    leaves = [t.clone().requires_grad_() for t in (x, weight) + (() if bias is None else (bias,))]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+    def all_of(function: Callable[..., Tensor], ins: list[Tensor]) -> list[Tensor]:
+        y = function(*ins)
+        first = torch.autograd.grad(y.square().sum() / 2, ins, create_graph=True)
+        return [
+            y,
+            *first,
+            *torch.autograd.grad(first[0].square().sum(), ins, allow_unused=True, materialize_grads=True),
+        ]
+
+    assert ours(linear(*leaves))
+    for got, want in zip(all_of(linear, leaves), all_of(F.linear, exact), strict=True):
+        assert (got - want).norm() <= 1e-6 * want.norm()
+
+
+def test_a_frozen_weight_or_input_gets_no_gradient() -> None:
+    weight, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+    slope = torch.randn(2, ROWS // 2, OUT)
+    (of_weight,) = torch.autograd.grad(linear(X, weight), weight, slope)
+    (of_x,) = torch.autograd.grad(linear(x, W), x, slope)
+    torch.testing.assert_close(of_weight, torch.einsum("bto,bti->oi", slope, X), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(of_x, slope @ W, rtol=1e-4, atol=1e-3)
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:TF32")  # torch's own flags set it too
+def test_whoever_else_looks_on_sees_torchs_own_product() -> None:
+    x, weight = X.clone().requires_grad_(), W.clone().requires_grad_()
+    assert ours(linear(x, weight))
+    with Seen() as seen:
+        assert not ours(linear(x, weight))
+    assert F.linear in seen.calls
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight)
+    assert counter.get_total_flops() == 2 * ROWS * IN * OUT
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x, weight).dtype is torch.bfloat16
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not ours(linear(x, weight))
+    with forward_ad.dual_level():
+        moved = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, X), weight)).tangent
+        torch.testing.assert_close(moved, F.linear(X, W))
+    for small in (x[:, :1], x.double(), x.bfloat16()):
+        assert not ours(linear(small, weight.to(small.dtype)))
+    node = P.lora.Lora(weight, torch.randn(4, IN), torch.randn(OUT, 4))
+    torch.testing.assert_close(linear(x, node), F.linear(x, node.merged()), rtol=1e-4, atol=1e-3)
+
+
+def test_transforms_go_through_torchs_own_product() -> None:
+    def loss(weight: Tensor, x: Tensor) -> Tensor:
+        return linear(x, weight).sin().sum()
+
+    def want(weight: Tensor, x: Tensor) -> Tensor:
+        return F.linear(x, weight).sin().sum()
+
+    def product(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda weight, x: torch.func.jvp(lambda w: torch.func.grad(f)(w, x), (weight,), (weight,))[1]
+
+    def per_row(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return torch.func.vmap(torch.func.grad(f), in_dims=(None, 0))
+
+    for transform in (torch.func.grad, per_row, product):
+        assert torch.equal(transform(loss)(W, X), transform(want)(W, X))
+
+
+def test_slopes_side_by_side() -> None:
+    """autograd's own vmap meets the backward of a product that was recorded before."""
+    x = X.clone().requires_grad_()
+    slopes = torch.randn(3, 2, ROWS // 2, OUT)
+    (got,) = torch.autograd.grad(linear(x, W), x, slopes, is_grads_batched=True)
+    torch.testing.assert_close(got, slopes @ W, rtol=1e-4, atol=1e-3)
+
+
+def test_shapes_that_do_not_fit_meet_torchs_words() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(X, W[:, :-1])
