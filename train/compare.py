@@ -7,6 +7,7 @@ worktree of its own. So a refactoring shows that it changed nothing, or what it 
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ SHOWN = 20  # rows of the table
 
 @dataclass(frozen=True)
 class Difference:
-    """The losses of one step in both runs."""
+    """The losses of one step in both runs; NaN where one was not finite."""
 
     step: int
     first: float
@@ -33,18 +34,33 @@ class Difference:
 
     @property
     def size(self) -> float:
-        return abs(self.first - self.second)
+        """Infinite where one run alone has a finite loss; 0 where neither has."""
+        lost = math.isnan(self.first), math.isnan(self.second)
+        return abs(self.first - self.second) if not any(lost) else 0.0 if all(lost) else math.inf
 
 
 def differences(first: Path, second: Path) -> list[Difference]:
     """One for each step that both runs made. UserError where there is none."""
-    from train.plot import losses
-
-    one, two = dict(losses(first)), dict(losses(second))
+    one, two = all_losses(first), all_losses(second)
     both = sorted(one.keys() & two.keys())
     if not both:
         raise UserError(f"the runs {first} and {second} have no step in common")
     return [Difference(step, one[step], two[step]) for step in both]
+
+
+def made_alone(first: Path, second: Path, *, called: str) -> list[str]:
+    """A line for each run that made steps which the other, `called` so, did not."""
+    one, two = all_losses(first).keys(), all_losses(second).keys()
+    pairs = ((first, sorted(one - two)), (called, sorted(two - one)))
+    return [f"{run} alone made {len(steps)} steps, {steps[0]} to {steps[-1]}" for run, steps in pairs if steps]
+
+
+def all_losses(run: Path) -> dict[int, float]:
+    """{step: train loss} of a run folder, a loss that was not finite as NaN. UserError where it has none."""
+    from train.plot import read_run
+
+    rows = [row for row in read_run(run).rows if "loss" in row]
+    return {row["step"]: math.nan if row["loss"] is None else row["loss"] for row in rows}
 
 
 def table(found: list[Difference]) -> str:
@@ -117,7 +133,10 @@ def parser() -> Parser:
     made.add_argument("--ref", metavar="GIT_REV", help="in place of RUN_B: make RUN_A again at this revision")
     made.add_argument("--out", type=Path, metavar="PNG", help="draw both curves here")
     made.add_argument(
-        "--within", type=at_least(0.0), metavar="X", help="exit with 1 where a difference is larger than this"
+        "--within",
+        type=at_least(0.0),
+        metavar="X",
+        help="exit with 1 where a difference is larger than this, or one run made other steps than the other",
     )
     return made
 
@@ -127,16 +146,18 @@ def compare(arguments: argparse.Namespace) -> int:
         raise UserError("give either a second run or --ref")
     with TemporaryDirectory() as temporary:
         second = arguments.second or run_at(arguments.ref, arguments.first, Path(temporary))
-        found = differences(arguments.first, second)
+        name = arguments.ref or str(second)
+        found, alone = differences(arguments.first, second), made_alone(arguments.first, second, called=name)
         print(table(found))
+        print("".join(f"{line}\n" for line in alone), end="")
         for line in sorted(settings_apart(arguments.first, second)):
             print(f"the settings differ in {line}")
         if arguments.out is not None:
             from train.plot import curves
 
-            curves(arguments.out, {str(arguments.first): arguments.first, arguments.ref or str(second): second})
+            curves(arguments.out, {str(arguments.first): arguments.first, name: second})
             print(f"curves: {arguments.out}")
-    return int(arguments.within is not None and max(d.size for d in found) > arguments.within)
+    return int(arguments.within is not None and (bool(alone) or max(d.size for d in found) > arguments.within))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

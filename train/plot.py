@@ -122,11 +122,6 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
-    """(step, train loss) of a run folder. UserError where it has none."""
-    return read_run(folder).curve("loss")
-
-
 def curves(path: Path, folders: Mapping[str, Path]) -> None:
     """Running means of the train losses of {name: run folder}, each step's own pale behind; held-out ones dotted."""
     if path.suffix not in PICTURES:

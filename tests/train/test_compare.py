@@ -10,7 +10,7 @@ from train import compare, plot
 from train.job import fast_dtype
 
 
-def _run(folder: Path, losses: list[float]) -> Path:
+def _run(folder: Path, losses: list[float | None]) -> Path:
     folder.mkdir()
     rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -41,6 +41,18 @@ def test_a_bound_decides_the_exit_code(runs) -> None:
     pair = [str(run) for run in runs]
     assert compare.main([*pair, "--within", "0.3"]) == 0
     assert compare.main([*pair, "--within", "0.2"]) == 1
+
+
+def test_a_loss_that_is_not_finite_and_steps_that_are_missing_are_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = _run(tmp_path / "whole", [3.0, 2.0, 1.0, 0.5])
+    lost, short = _run(tmp_path / "lost", [3.0, None, 1.0, 0.5]), _run(tmp_path / "short", [3.0, 2.0])
+    for other, words in ((lost, "the largest inf at 2"), (short, f"{whole} alone made 2 steps, 3 to 4")):
+        for pair in ((whole, other), (other, whole)):
+            assert compare.main([*map(str, pair), "--within", "9"]) == 1
+            assert words in capsys.readouterr().out
+    assert compare.main([str(lost), str(lost), "--within", "0", "--out", str(tmp_path / "a.png")]) == 0
 
 
 def test_pictures_of_several_runs(runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +114,7 @@ def test_another_revision_makes_the_run_again(runs, tmp_path: Path, monkeypatch:
     chosen = {"steps": 3, "seed": 0, "data": None, "learning_rate": 3e-3, "betas": [0.5, 0.9]}
     (runs[0] / "run.json").write_text(json.dumps({"settings": chosen | {"dtype": fast_dtype()}}))
     made = compare.run_at("old", runs[0], tmp_path / "made")
-    assert [loss for _, loss in plot.losses(made)] == [4.0, 4.0, 4.0]
+    assert compare.all_losses(made) == dict.fromkeys((1, 2, 3), 4.0)
     assert (made / "betas").read_text() == "0.5,0.9"
     assert compare.main([str(runs[0]), "--ref", "nonsense"]) == 2
     assert not list((repository / ".git").glob("worktrees/*"))
