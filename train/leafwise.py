@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,16 @@ State = dict[str, Tensor]
 Rule = Callable[[Tensor, State, Tensor, Tensor, "float | Tensor"], tuple[Tensor, State]]
 
 
+class Change(NamedTuple):
+    """What an update does to one leaf."""
+
+    path: str
+    change: Tensor
+    param: Tensor
+    old: State
+    new: State
+
+
 def leafwise(
     init_leaf: Callable[[Tensor], State],
     rule: Rule,
@@ -40,6 +51,7 @@ def leafwise(
 ) -> Optimizer:
     """An Optimizer from what happens to one leaf; the arithmetic is fp32 at least, the state keeps its dtype.
 
+    In place it goes leaf by leaf, so that what it holds beside parameters and state is of one or two.
     Decoupled weight decay, -rate x weight_decay x parameter, comes on top of the rule. lr, spec: as in `adamw`.
     elementwise: see `Optimizer`.
     State: {step, and per name of the rule's state a tree like the parameters', None where a leaf has none}.
@@ -53,11 +65,11 @@ def leafwise(
         leaves = {path: init_leaf(p) for path, p in tree.flatten(params).items() if train[path]}
         return {"step": first_step(params), **_by_name(leaves, params)}
 
-    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def changes(grads: Tree, opt_state: Tree, params: Tree) -> Iterator[Change]:
         step = opt_state["step"] + 1
         rate = rate_at(lr, step)
         states = {name: tree.flatten(values) for name, values in opt_state.items() if name != "step"}
-        flat, updates, leaves = tree.flatten(params), {}, {}
+        flat = tree.flatten(params)
         for path, grad in tree.flatten(grads).items():
             wide = wide_dtype(flat[path].dtype)
             old = {name: values[path] for name, values in states.items() if path in values}
@@ -65,12 +77,28 @@ def leafwise(
             change, new = rule(grad.to(wide), {name: s.to(wide) for name, s in old.items()}, param, step, rate)
             if weight_decay and (decays is None or decays[path]):
                 change = change - rate * weight_decay * param
-            updates[path] = change
-            leaves[path] = {name: new[name].to(s.dtype) for name, s in old.items()}
-        return like(grads, updates), {"step": step, **_by_name(leaves, params)}
+            yield Change(path, change, flat[path], old, new)
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        updates, leaves = {}, {}
+        for made in changes(grads, opt_state, params):
+            updates[made.path] = made.change
+            leaves[made.path] = {name: made.new[name].to(s.dtype) for name, s in made.old.items()}
+        return like(grads, updates), {"step": opt_state["step"] + 1, **_by_name(leaves, params)}
+
+    @torch.no_grad()
+    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        def write(into: Tensor, value: Tensor) -> None:
+            into.copy_(value if skip is None else torch.where(skip, into, value.to(into.dtype)))
+
+        for made in changes(grads, opt_state, params):
+            write(made.param, made.param + made.change)
+            for name, state in made.old.items():
+                write(state, made.new[name])
+        opt_state["step"].add_(1 if skip is None else (~skip).to(opt_state["step"]))
 
     return Optimizer(
-        init, update, None, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=elementwise
+        init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=elementwise
     )
 
 

@@ -1,6 +1,6 @@
 """Lion, Muon, Adafactor and the combinations, against torch.optim or a loop, over 50 steps."""
 
-import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,7 +167,8 @@ def test_a_master_copy_keeps_updates_that_bf16_would_lose() -> None:
 
 COMBINED = {
     "partition": lambda: partition({"layers.*_proj": sgd(0.05), "*norm*": None, "*": adamw(0.01)}),
-    "muon": lambda: partition({"layers.*_proj": muon(0.01), "*": adamw(0.01)}),
+    # beside Muon nothing fused: its iterations in bf16 make much of the last bit of a gradient
+    "muon": lambda: partition({"layers.*_proj": muon(0.01), "*": adafactor(0.01)}),
     "ema": lambda: with_ema(adamw(0.01, spec=llama.spec(CONFIG)), 0.9),
     "master": lambda: with_master(adamw(0.01, spec=llama.spec(CONFIG))),
     "lion": lambda: lion(0.001, spec=llama.spec(CONFIG)),
@@ -179,23 +180,26 @@ COMBINED = {
 def test_the_step_takes_them_in_place_and_pure(name: str) -> None:
     made = batch_of(CONFIG, segments((7, 5), (12,)))
     batch = {"tokens": made.tokens, "positions": made.positions, "segment_ids": made.segment_ids, "labels": made.labels}
+    optimizer = COMBINED[name]()
+    assert optimizer.apply_ is not None
     results = []
-    for inplace in (True, False):
-        optimizer = COMBINED[name]()
-        step = make_step(lambda p, b: next_token_loss(p, b, config=CONFIG), optimizer, inplace=inplace, clip=1.0)
-        state = init_state(copy.deepcopy(generic_params(CONFIG)), optimizer)
-        losses = []
+    for form, inplace in ((optimizer, True), (replace(optimizer, apply_=None), False)):
+        step = make_step(lambda p, b: next_token_loss(p, b, config=CONFIG), form, inplace=inplace, clip=1.0)
+        state = init_state(generic_params(CONFIG), form)
+        storages, losses = {leaf.data_ptr() for leaf in tree.leaves(state)}, []
         for _ in range(4):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
         assert losses[-1] < losses[0]
+        assert ({leaf.data_ptr() for leaf in tree.leaves(state)} == storages) == inplace
         results.append((state.params, state.opt_state))
     _assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", COMBINED)
-def test_a_step_that_is_not_finite_keeps_every_bit(name: str) -> None:
-    optimizer = COMBINED[name]()
+@pytest.mark.parametrize("pure", [False, True])
+def test_a_step_that_is_not_finite_keeps_every_bit(name: str, pure: bool) -> None:
+    optimizer = replace(COMBINED[name](), apply_=None) if pure else COMBINED[name]()
 
     def loss(params, batch):
         total = sum((p * p).sum() for p in tree.leaves(params))
