@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.commands import Parser, run_command
-from train.settings import DEFAULT, GROUPS, Kind, Settings, flag
+from train.settings import DEFAULT, GROUPS, Kind, Settings, flag, whole
 
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")
 
@@ -26,7 +26,7 @@ examples:
   python -m train --run runs/own --data ~/notes       learn from the text files of a folder
   python -m train --run runs/more --init runs/first --data ~/notes --steps 200
   python -m train --run runs/again --config runs/more/settings.toml --seed 1
-  torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh fsdp=2,tp=2
+  torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh pp=2,fsdp=2
   python -m train.sample runs/first --prompt "def "   let it speak
 """
 
@@ -55,7 +55,15 @@ def parser() -> Parser:
     made.add_argument(
         "--mesh",
         metavar="AXES",
-        help="how processes share the work, as fsdp=2,tp=2 of dp, fsdp, tp, cp, ep; under torchrun, which starts them",
+        help="how processes share the work, as fsdp=2,tp=2 of pp, dp, fsdp, ep, cp, tp; under torchrun, which starts "
+        "them",
+    )
+    made.add_argument("--schedule", metavar="NAME", help="of a pipeline (--mesh pp=2): 1F1B, GPipe, ... (default 1F1B)")
+    made.add_argument(
+        "--microbatches",
+        type=value_of(whole(1)),
+        metavar="N",
+        help="of a pipeline: in how many of them a stage takes its rows of a batch (default: one row each)",
     )
     groups = {name: made.add_argument_group(name) for name in GROUPS}
     for entry in fields(Settings):
@@ -90,11 +98,11 @@ def value_of(kind: Kind) -> Callable[[str], Any]:
 
 def run(arguments: argparse.Namespace, defaults: Settings) -> int:
     flags = vars(arguments)
-    path, config, resume, mesh = (flags.pop(name) for name in ("run", "config", "resume", "mesh"))
+    given = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh", "schedule", "microbatches")}
     from train import team
     from train.run import Options, train_run
 
-    options = Options(run=path, flags=flags, config=config, resume=resume, mesh=mesh)
+    options = Options(flags=flags, **given)
     rank, processes = team.world()
     if processes == 1:
         return train_run(options, defaults)

@@ -47,6 +47,8 @@ class Options:
     config: Path | None = None
     resume: bool = False
     mesh: str | None = None
+    schedule: str | None = None
+    microbatches: int | None = None
 
 
 def train_run(options: Options, defaults: Settings) -> int:
@@ -60,7 +62,7 @@ def train_run(options: Options, defaults: Settings) -> int:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
         recorded = recorded_in(saved) if saved else folder.read_json(options.run / folder.RUN)
         settings = choose(options.run, given, recorded, defaults, must_agree=saved is not None)
-        mesh = team.checked(options.mesh, settings)
+        sharing = team.checked(options.mesh, settings, options.schedule, options.microbatches)
         summary = folder.read_json(options.run / folder.SUMMARY) if saved else None
         if summary is not None and report.is_result(summary) and saved is not None and saved.step == settings.steps:
             print(f"the run is finished: {settings.steps} steps")
@@ -73,8 +75,9 @@ def train_run(options: Options, defaults: Settings) -> int:
         report.skipped(job)
         report.prepared(job, time.monotonic() - began)
         report.peak(job)
-        team.check_fit(mesh, settings, job.config)
-        return work(job, params, saved, Team(Work(mesh, settings, job.config), params) if mesh.world > 1 else None)
+        team.check_fit(sharing, settings, job.config)
+        several = sharing.mesh.world > 1
+        return work(job, params, saved, Team(Work(sharing, settings, job.config), params) if several else None)
 
 
 def recorded_in(saved: Checkpoint) -> Json:

@@ -69,6 +69,7 @@ def latest(folder: Folder) -> Checkpoint | None:
 def load(found: Checkpoint, like: Tree) -> Tree:
     """The saved tree, spread as `like` is, whose values are not read; what is meta there comes to the CPU.
 
+    Each process may ask for other leaves, as the stages of a pipeline do; together they must ask for all that is there.
     MismatchError names every leaf that differs.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -86,7 +87,12 @@ def load(found: Checkpoint, like: Tree) -> Tree:
 
 def _compare(path: Path, found: dict[str, tuple[torch.dtype, torch.Size]], like: Tree) -> None:
     # DCP would cast another dtype, pass over what is not asked for, and tell of other shapes in a traceback.
-    expected = {name: (leaf.dtype, leaf.shape) for name, leaf in tree.flatten(like).items()}
+    mine = {name: (leaf.dtype, leaf.shape) for name, leaf in tree.flatten(like).items()}
+    everyone = [mine]
+    if dist.is_initialized():  # stages of a pipeline have other leaves each
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    expected = {name: kind for of_one in everyone for name, kind in of_one.items()}
     faults = [
         f"{name}: expected {_words(expected.get(name))}, found {_words(found.get(name))}"
         for name in sorted(expected.keys() | found.keys())

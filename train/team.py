@@ -1,6 +1,6 @@
 """Several processes for one run: the first leads, the others do what it does.
 
-    torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh fsdp=2,tp=2   # without -- it takes --run for its own
+    torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh pp=2,fsdp=2   # without -- it takes --run for its own
 
 The first process alone reads text, prints, and keeps the run folder. What all must do together (a step, a loss, a save)
 are methods of `Member`, and before it calls one the first tells the others which, and with what: so that they need no
@@ -34,8 +34,11 @@ from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.job import optimizer_for
 from train.loss import next_token_loss
+from train.optim import with_paths
 from train.parallel import Mesh, Strategy
-from train.parallel.dtensors import whole
+from train.parallel.mesh import warn_of_group
+from train.parallel.pipeline import SCHEDULES, check_microbatches, pipeline
+from train.parallel.stages import fetching, stage_plan
 from train.parallel.step import loss_over, rules_of
 from train.rows import Batch
 from train.settings import Settings
@@ -53,7 +56,11 @@ def world() -> tuple[int, int]:
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """In a process group of all that torchrun has started."""
+    """In a process group of all that torchrun has started; in that which there is where somebody has made one."""
+    if dist.is_initialized():
+        warn_of_group()
+        yield
+        return
     dist.init_process_group("gloo", timeout=PATIENCE)
     try:
         yield
@@ -62,16 +69,33 @@ def joined() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """Who does what. schedule: of a pipeline; microbatches: in how many of them it takes the rows that a stage has."""
+
+    mesh: Mesh
+    schedule: str = "1F1B"
+    microbatches: int = 1
+
+    def __str__(self) -> str:
+        return f"--mesh {self.mesh}"
+
+
+@dataclass(frozen=True)
 class Work:
     """What every process must know of the run."""
 
-    mesh: Mesh
+    sharing: Sharing
     settings: Settings
     config: Any
 
 
-def checked(text: str | None, settings: Settings) -> Mesh:
-    """The mesh of `--mesh`. UserError where the processes that there are, or these settings, do not go with it."""
+def checked(
+    text: str | None, settings: Settings, schedule: str | None = None, microbatches: int | None = None
+) -> Sharing:
+    """What `--mesh`, `--schedule` and `--microbatches` say; without the last, each microbatch has one row.
+
+    UserError where the processes that there are, or these settings, do not go with it.
+    """
     processes = world()[1]
     if text is None and processes > 1:
         how = f"say how they share the work, as with --mesh fsdp={processes}"
@@ -86,24 +110,40 @@ def checked(text: str | None, settings: Settings) -> Mesh:
             f"{place} is of {mesh.world} processes, and there {'is' if processes == 1 else 'are'} {processes}: start "
             f"them with torchrun --nproc-per-node {mesh.world} -m train -- and the flags"
         )
-    if mesh.pp > 1:
-        raise UserError(f"{place}: runs have no pipelines yet: leave pp out")
     if settings.lora and processes > 1:
         raise UserError(f"{place}: adapters (--lora) are trained by one process: leave one of the two out")
     if settings.optimizer != "adamw" and mesh.world > mesh.dp * mesh.cp:
         raise UserError(f"{place}: --optimizer {settings.optimizer} needs whole matrices, which dp and cp alone leave")
     if settings.batch_rows % mesh.rows:
         raise UserError(f"{place} takes a batch's rows in {mesh.rows} parts, and --batch-rows is {settings.batch_rows}")
-    return mesh
+    if mesh.pp == 1:
+        for name, value in (("--schedule", schedule), ("--microbatches", microbatches)):
+            if value is not None:
+                raise UserError(
+                    f"{name} {value} is for pipelines, and {place} has none: leave it out, or give --mesh pp=2"
+                )
+        return Sharing(mesh)
+    if schedule is not None and schedule not in SCHEDULES:
+        raise UserError(f"--schedule {schedule} is not one of {', '.join(SCHEDULES)}")
+    rows = settings.batch_rows // mesh.rows
+    if rows % (microbatches or rows):
+        raise UserError(
+            f"--microbatches {microbatches} does not divide the {rows} rows that a stage has of a batch (--batch-rows "
+            f"{settings.batch_rows}, in {mesh.rows} parts)"
+        )
+    return Sharing(mesh, schedule or "1F1B", microbatches or rows)
 
 
-def check_fit(mesh: Mesh, settings: Settings, config: Any) -> None:
+def check_fit(sharing: Sharing, settings: Settings, config: Any) -> None:
     """UserError where the model does not divide so."""
+    mesh = sharing.mesh
     length = min(settings.row_length, config.max_position_embeddings)
     if length % mesh.cp:
         raise UserError(f"--mesh {mesh} takes a row's tokens in {mesh.cp} parts, and a row has {length}")
     try:
         P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), mesh.sizes)
+        if mesh.pp > 1:
+            check_microbatches(pipeline(config, mesh.pp, sharing.schedule), sharing.microbatches)
     except ValueError as error:
         raise UserError(f"--mesh {mesh}: {error}") from error
 
@@ -112,15 +152,22 @@ class Member:
     """One process' part of the run. All call the same methods in the same order."""
 
     def __init__(self, work: Work) -> None:
-        settings, self.config, self.mesh = work.settings, work.config, work.mesh
-        family = fnmodels.family_of(self.config)
-        self.plan = P.plan(family.spec(self.config), rules_of(self.mesh, self.config), self.mesh.device_mesh())
+        settings, self.config, self.mesh = work.settings, work.config, work.sharing.mesh
+        family, devices = fnmodels.family_of(self.config), self.mesh.device_mesh()
         dtype = getattr(torch, str(settings.dtype))
-        strategy = Strategy(gather_dtype=None if dtype is torch.float32 else dtype)
+        strategy = Strategy(
+            gather_dtype=None if dtype is torch.float32 else dtype,
+            schedule=work.sharing.schedule,
+        )
+        self.whole_plan = P.plan(family.spec(self.config), rules_of(self.mesh, self.config), devices)
+        self.plan = self.whole_plan
+        if self.mesh.pp > 1:
+            self.plan = stage_plan(self.whole_plan, self.config, devices, strategy)
         routed = bool(getattr(family, "ROUTED", False))
         loss = functools.partial(next_token_loss, config=self.config, aux=routed)
         self.optimizer = optimizer_for(family.spec(self.config), settings)
-        self._step = make_step(loss, self.optimizer, clip=settings.clip, mesh=self.mesh, strategy=strategy)
+        how: dict[str, Any] = {"mesh": self.mesh, "strategy": strategy, "accumulate": work.sharing.microbatches}
+        self._step = make_step(loss, self.optimizer, clip=settings.clip, **how)
         self._loss = loss_over(self.mesh, loss, strategy, trainable=self.optimizer.trainable)
         self.given: Tree = None  # the first process' parameters
         self.state: State
@@ -129,16 +176,17 @@ class Member:
         """A State at step 0, with the first process' parameters, or without values, for `load`."""
         kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
         given = tree.flatten(self.given) if values and self.given is not None else {}
-        made: dict[str, Tensor] = {}
-        for path, how in tree.flatten(self.plan).items():
+        mine, made = tree.flatten(self.plan), dict[str, Tensor]()
+        for path, how in tree.flatten(self.whole_plan).items():
             leaf = given.get(path, torch.empty(how.shape, dtype=kinds[path].dtype) if values else kinds[path])
             if values:
                 leaf = leaf.contiguous()
                 dist.broadcast(leaf, 0)
-            part = leaf[how.here()]
-            made[path] = how.distribute(part.clone() if values else torch.empty(part.shape, dtype=part.dtype))
+            if path in mine:
+                part = leaf[how.here()]
+                made[path] = how.distribute(part.clone() if values else torch.empty(part.shape, dtype=part.dtype))
         self.given = None
-        self.state = init_state(tree.map(lambda _, leaf: leaf, self.plan, tree.unflatten(made)), self.optimizer)
+        self.state = init_state(with_paths(lambda path, _: made[path], self.plan), self.optimizer)
         return self.state
 
     def load(self, found: Checkpoint) -> State:
@@ -163,13 +211,13 @@ class Member:
 
     def whole(self) -> Tree:
         """All parameters, in the first process; None in the others."""
-        first = dist.get_rank() == 0
+        first, (_, fetch) = dist.get_rank() == 0, fetching(self.state.params)
 
-        def one(leaf: Tensor) -> Tensor | None:
-            full = whole(leaf)
+        def one(path: str, _: Any) -> Tensor | None:
+            full = fetch(path)
             return full.clone() if first else None  # never the part itself, into which the next step writes
 
-        return tree.map(one, self.state.params)
+        return with_paths(one, self.whole_plan)
 
 
 class Team:
@@ -213,9 +261,9 @@ def lead(run: Callable[[], int]) -> int:
 
 def follow() -> int:
     """What all processes but the first do. Returns the exit code that the first one tells."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # it is the first that is asked to stop
-        signal.signal(number, signal.SIG_IGN)
     member: Member | None = None
+    # it is the first that is asked to stop
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         while True:
             act, args = _receive()
@@ -229,6 +277,9 @@ def follow() -> int:
     except Exception as error:
         print(f"process {world()[0]} of the run has ended: {error}", file=sys.__stderr__, flush=True)
         return 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _send(message: Message) -> None:

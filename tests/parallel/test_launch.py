@@ -1,6 +1,10 @@
 """Runs by several processes: the curve of one, nothing but the first one's words, and saved steps for any number."""
 
+import contextlib
+import hashlib
+import io
 import json
+import math
 import os
 import re
 import shutil
@@ -8,20 +12,29 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import safetensors
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import params as P
 from fnmodels import llama, tree
 from tests.parallel.pool import ROOT, Ranks
-from train import team
+from train import adamw, init_state, sharded, team
+from train.checkpoint import Checkpoint
+from train.cli import main
 from train.errors import UserError
 from train.parallel import Mesh
 from train.parallel.dtensors import local_tree
-from train.parallel.step import rules_of
+from train.parallel.stages import fetching
 from train.settings import Settings
+from train.state import State
+from train.team import Sharing
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 SIZES = {
     "vocab-size": 300,
@@ -39,17 +52,21 @@ SIZES = {
 }
 
 
-def launch(path: Path, processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """The main job on so many processes."""
+def words(path: Path, *flags: str) -> list[str]:
+    """The command line of the main job, on a text beside the run folder."""
     text = path.parent / "text.txt"
     if not text.exists():
         text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200)))
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+    return ["--run", str(path), "--data", str(text), *sizes, *flags]
+
+
+def launch(path: Path, processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The main job under torchrun."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "train", "--"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(path.parent / "cache"), "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(
-        [sys.executable, *(start if processes > 1 else ["-m", "train"]), "--run", str(path), "--data", str(text)]
-        + [*sizes, *flags],
+        [sys.executable, *start, *words(path, *flags)],
         env={**environment, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -59,9 +76,52 @@ def launch(path: Path, processes: int, *flags: str) -> subprocess.CompletedProce
     )
 
 
+def job(path: str, *flags: str) -> dict[str, Any]:
+    """The main job by the pool's processes, as guests in their group: {what was said, loaded, is held here}."""
+    members: list[team.Member] = []
+    loaded: dict[str, str] = {}
+
+    class Watched(team.Member):
+        def __init__(self, work: team.Work) -> None:
+            super().__init__(work)
+            members.append(self)
+
+        def load(self, found: Checkpoint) -> State:
+            state = super().load(found)
+            for name, values in held(state).items():
+                paths, fetch = fetching(values)
+                loaded.update({f"{name}.{path}": digest(fetch(path)) for path in paths})
+            return state
+
+    said, errors = io.StringIO(), io.StringIO()
+    environment = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    environment["XDG_CACHE_HOME"] = str(Path(path).parent / "cache")
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(team, "Member", Watched),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(errors),
+        pytest.warns(UserWarning, match="The process group that is there is used as it is") as warned,
+    ):
+        assert main(words(Path(path), *flags)) == 0, errors.getvalue()
+    assert len(warned) == 1 and dist.is_initialized()
+    (member,) = members
+    shapes = {name: list(leaf.shape) for name, leaf in tree.flatten(local_tree(member.state.params)).items()}
+    return {"said": said.getvalue(), "loaded": loaded, "shapes": shapes}
+
+
+def held(state: State) -> dict[str, Any]:
+    """What of a State is divided."""
+    return {"params": state.params} | {name: state.opt_state[name] for name in ("exp_avg", "exp_avg_sq")}
+
+
+def digest(leaf: Tensor) -> str:
+    return hashlib.sha256(leaf.numpy().tobytes()).hexdigest()
+
+
 def losses(path: Path) -> list[float]:
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [row[name] for row in rows for name in ("loss", "grad_norm", "heldout_loss") if name in row]
+    return [row[name] for row in rows for name in ("loss", "grad_norm", "heldout_loss", "tokens") if name in row]
 
 
 def assert_close(found: list[float], expected: list[float]) -> None:
@@ -70,25 +130,65 @@ def assert_close(found: list[float], expected: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(tmp_path: Path) -> None:
-    alone = launch(tmp_path / "one", 1)
-    assert alone.returncode == 0, alone.stderr
-    expected = losses(tmp_path / "one")
-    path = tmp_path / "four"
-    done = launch(path, 4, "--mesh", "fsdp=2,tp=2")
+def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(words(tmp_path / "one")) == 0
+    expected, path = losses(tmp_path / "one"), tmp_path / "four"
+    done = launch(path, 4, "--mesh", "pp=2,fsdp=2")
     assert done.returncode == 0, done.stderr
     assert_close(losses(path), expected)
     assert done.stdout.count("reading the text") == 1 and len(re.findall(r"^step 6/6", done.stdout, re.MULTILINE)) == 1
-    _, weights = P.load_pretrained(path)
-    _, plain = P.load_pretrained(tmp_path / "one")
-    for name, leaf in tree.flatten(plain).items():
-        torch.testing.assert_close(tree.flatten(weights)[name], leaf, rtol=0, atol=1e-4, msg=name)
-    for processes, flags in ((2, ["--mesh", "cp=2"]), (1, [])):
-        shutil.rmtree(path / "steps" / "step-00000006")
-        again = launch(path, processes, "--resume", *flags)
-        assert again.returncode == 0, again.stderr
-        assert "resuming at step 3 of 6" in again.stdout
+    (config, weights), (_, plain) = P.load_pretrained(path), P.load_pretrained(tmp_path / "one")
+    flat, whole = tree.flatten(weights), tree.flatten(plain)
+    for name, leaf in whole.items():
+        torch.testing.assert_close(flat[name], leaf, rtol=0, atol=1e-4, msg=name)
+    for rank, file in enumerate(sorted((path / "steps" / "step-00000006").glob("*.safetensors"))):
+        with safetensors.safe_open(file, "pt") as opened:  # what the process had: half of its stage's leaves
+            wrote = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - no dict
+        assert {name for name in wrote if "layers" in name} == {
+            f"{part}.{name}"
+            for part in ("params", "opt_state.exp_avg", "opt_state.exp_avg_sq")
+            for name in whole
+            if name.startswith(f"layers.{rank // 2}.")
+        }
+        for name, shape in wrote.items():
+            if name.startswith("params."):
+                assert 2 * math.prod(shape) == whole[name.removeprefix("params.")].numel(), name
+    assert rank == 3
+
+    shutil.rmtree(path / "steps" / "step-00000006")
+    found = sharded.latest(path / "steps")
+    assert found is not None and found.step == 3
+    optimizer = adamw(0.1, spec=llama.spec(config))
+    state = sharded.load(found, init_state(plain, optimizer))
+    values = {f"{name}.{path}": leaf for name, part in held(state).items() for path, leaf in tree.flatten(part).items()}
+    saved = {name: digest(leaf) for name, leaf in values.items()}
+    for mesh in ("fsdp=2,tp=2", "fsdp=2", "pp=2", None):
+        if mesh is None:
+            assert main([*words(path), "--resume"]) == 0
+        else:
+            results = ranks(Mesh.parse(mesh).world)(job, str(path), "--resume", "--mesh", mesh)
+            assert all(result["loaded"] == saved for result in results)
+            assert "resuming at step 3 of 6" in results[0]["said"] and not any(result["said"] for result in results[1:])
+            check_parts(mesh, [result["shapes"] for result in results], whole)
         assert_close(losses(path), expected)
+        shutil.rmtree(path / "steps" / "step-00000006")
+
+
+def check_parts(mesh: str, shapes: list[dict[str, list[int]]], whole: dict[str, Tensor]) -> None:
+    """Each process has its layers alone, of them its parts; the embedding is at both ends, since it is tied."""
+    sizes = Mesh.parse(mesh)
+    for rank, here in enumerate(shapes):
+        first = {"embed_tokens"} if rank == 0 else {"embed_tokens", "norm"}
+        if sizes.pp > 1:
+            assert here.keys() == first | {name for name in whole if name.startswith(f"layers.{rank}.")}
+        else:
+            assert here.keys() == whole.keys()
+        for name, shape in here.items():
+            if name.endswith("_proj") or name == "embed_tokens":
+                assert sizes.fsdp * sizes.tp * math.prod(shape) == whole[name].numel(), name
 
 
 @pytest.mark.slow
@@ -108,63 +208,34 @@ def test_a_mistake_is_one_sentence_and_all_end(tmp_path: Path) -> None:
         (None, {}, "there are 4 processes: say how they share the work, as with --mesh fsdp=4"),
         ("fdsp=4", {}, "--mesh fdsp=4: 'fdsp' is no dimension of a mesh"),
         ("fsdp=2", {}, "--mesh fsdp=2 is of 2 processes, and there are 4"),
-        ("pp=4", {}, "runs have no pipelines yet"),
         ("fsdp=4", {"lora": "r=8"}, "adapters (--lora) are trained by one process"),
         ("fsdp=4", {"optimizer": "muon"}, "--optimizer muon needs whole matrices"),
         ("dp=4", {"batch_rows": 6}, "takes a batch's rows in 4 parts, and --batch-rows is 6"),
+        ("dp=4", {"schedule": "GPipe"}, "--schedule GPipe is for pipelines, and --mesh dp=4 has none"),
+        ("pp=4", {"schedule": "GPipes"}, "--schedule GPipes is not one of GPipe, 1F1B, "),
+        ("pp=2,dp=2", {"microbatches": 3}, "--microbatches 3 does not divide the 2 rows that a stage has of a batch"),
     ],
 )
 def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
     monkeypatch: pytest.MonkeyPatch, mesh: str | None, settings: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = {name: settings.pop(name) for name in ("schedule", "microbatches") if name in settings}
     with pytest.raises(UserError, match=re.escape(said)):
-        team.checked(mesh, Settings(**settings))
+        team.checked(mesh, Settings(**settings), **flags)
 
 
-def test_a_model_that_does_not_divide_is_named() -> None:
+@pytest.mark.parametrize(
+    ("sharing", "said"),
+    [
+        (Sharing(Mesh(cp=4)), "takes a row's tokens in 4 parts, and a row has 30"),
+        (Sharing(Mesh(tp=3)), "--mesh tp=3: .*not a multiple of 3"),
+        (Sharing(Mesh(pp=3), microbatches=4), "--mesh pp=3: 3 ranks .* more than the model's 2 layers"),
+        (Sharing(Mesh(pp=2)), "--mesh pp=2: 1F1B needs at least as many microbatches as stages, 2, not 1"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_named(sharing: Sharing, said: str) -> None:
     config = llama.Config(64, 16, 24, 2, 4, 2, max_position_embeddings=30)
-    team.check_fit(Mesh(cp=2), Settings(), config)
-    with pytest.raises(UserError, match="takes a row's tokens in 4 parts, and a row has 30"):
-        team.check_fit(Mesh(cp=4), Settings(), config)
-    with pytest.raises(UserError, match=r"--mesh tp=3: .*not a multiple of 3"):
-        team.check_fit(Mesh(tp=3), Settings(), config)
-
-
-CONFIG = llama.Config(64, 16, 24, 2, 4, 2, tie_word_embeddings=True)
-
-
-def parts() -> dict[str, list[list[int]]]:
-    """{leaf: [shape of the part here, of the plan's]} after a step of a team."""
-    mesh = Mesh(fsdp=2, tp=2)
-    work = team.Work(mesh, Settings(dtype="float32", learning_rate=1e-3), CONFIG)
-    if dist.get_rank():
-        assert team.follow() == 3
-        return {}
-    found: dict[str, list[list[int]]] = {}
-
-    def run() -> int:
-        whole = P.init(CONFIG, 0)
-        together = team.Team(work, whole)
-        before = together.do("whole")
-        assert all(map(torch.equal, tree.leaves(before), tree.leaves(whole)))
-        tokens = torch.arange(32).reshape(4, 8)
-        ones = torch.ones_like(tokens)
-        batch = {"tokens": tokens, "labels": tokens, "positions": torch.arange(8).expand(4, 8), "segment_ids": ones}
-        state, _ = together.step(together.state, batch)
-        plans = tree.flatten(P.plan(llama.spec(CONFIG), rules_of(mesh, CONFIG), mesh.sizes))
-        for path, leaf in tree.flatten(local_tree(state.params)).items():
-            found[path] = [list(leaf.shape), list(plans[path].local_shape)]
-        return 3
-
-    assert team.lead(run) == 3
-    return found
-
-
-def test_each_process_holds_what_the_plan_says(ranks: Ranks) -> None:
-    found, *_ = ranks(4)(parts)
-    assert len(found) > 10 and all(here == planned for here, planned in found.values())
-    whole = {path: leaf.shape for path, leaf in tree.flatten(llama.spec(CONFIG)).items()}
-    for path, (here, _) in found.items():
-        if path.endswith("_proj"):
-            assert 4 * here[0] * here[1] == whole[path][0] * whole[path][1], path
+    team.check_fit(Sharing(Mesh(cp=2)), Settings(), config)
+    with pytest.raises(UserError, match=said):
+        team.check_fit(sharing, Settings(), config)

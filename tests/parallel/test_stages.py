@@ -58,6 +58,8 @@ def steps(name: str, text: str, strategy: dict[str, Any], options: dict[str, Any
         one, metrics = theirs(one, batch)
         for metric in ("loss", "count", "grad_norm"):
             found[metric] = abs(float(measured[metric]) / float(metrics[metric]) - 1)
+        if "aux" in metrics:  # of all layers, on every rank
+            found["counts"] = float((measured["aux"]["counts"] - metrics["aux"]["counts"]).abs().max())
     shards, whole = tree.flatten(shardings(state.params)), tree.flatten(one.params)
     for path, leaf in tree.flatten(local_tree(state.params)).items():
         expected = whole[path]

@@ -112,6 +112,13 @@ def maximum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
+def broadcast(x: Tensor, source: int, group: ProcessGroup) -> Tensor:
+    """The x of process `source` of the group, in all of them; the others give one like it, which is written to."""
+    dist.broadcast(x, dist.get_global_rank(group, source), group=group)
+    return x
+
+
+@torch.no_grad()
 def shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     """x is on its way to the next process; the function returned waits for that of the one before. No gradient."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -19,6 +19,7 @@ them all, and divided once.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -125,6 +126,15 @@ class Strategy:
     schedule: str = "1F1B"
     virtual: int | None = None
     split: tuple[int, ...] | None = None
+
+
+def warn_of_group() -> None:
+    """For whoever is a guest in another program's process group."""
+    warnings.warn(
+        f"The process group that is there is used as it is ({dist.get_world_size()} processes, "
+        f"{dist.get_backend()}): its backend and time-outs rule.",
+        stacklevel=3,
+    )
 
 
 def mesh_of(devices: DeviceMesh) -> Mesh:

@@ -38,7 +38,7 @@ from .dtensors import like, local_tree
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
 from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
-from .stages import Placed, stage_loss, stage_sums
+from .stages import Placed, aux_of_stages, stage_loss, stage_sums
 from .tensor import tensor_axes, tensor_parallel
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def make_step_over(
         if balance_rate is not None:
             moved = _balanced(after.params, shards, metrics["aux"]["counts"], balance_rate, ~metrics["finite"])
             after = State(after.step, moved, after.opt_state)
+        if placed.whole_aux is not None and "aux" in metrics:
+            metrics["aux"] = placed.whole_aux(metrics["aux"])
         result = tree.map(like, after, state)
         if inplace:
             consume(state)
@@ -111,6 +113,7 @@ class _Placed:
     devices: DeviceMesh
     sums_of: Callable[..., Sums]
     norm_of: Callable[[list[Tensor]], Tensor]
+    whole_aux: Callable[[Tree], Tree] | None  # of the aux of stages
 
 
 def _place(
@@ -129,15 +132,16 @@ def _place(
         _check_whole(shards)
     trains = trainable_mask(held, optimizer.trainable)
     learning = {path: how for path, how in tree.flatten(shards).items() if tree.flatten(trains)[path]}
-    counts, elsewhere = balance_rate is not None, frozenset[str]()
+    counts, elsewhere, whole_aux = balance_rate is not None, frozenset[str](), None
     if mesh.pp > 1:
         here = Placed(config, devices, shards, trains, strategy)
+        whole_aux = aux_of_stages(here)
         sums_of, elsewhere = stage_sums(loss_fn, optimizer, here, remat=remat, counts=counts)
     else:
         loss = placed_loss(loss_fn, shards, devices, strategy, config=config, trains=trains)
         sums_of = gradient_sums(loss, optimizer, remat=remat, counts=counts)
     counted = [path.partition(".")[0] not in elsewhere for path in learning]
-    return _Placed(devices, sums_of, norm_over(list(learning.values()), counted))
+    return _Placed(devices, sums_of, norm_over(list(learning.values()), counted), whole_aux)
 
 
 def loss_over(
