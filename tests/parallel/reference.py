@@ -1,127 +1,232 @@
-"""What one process computes, against which every way of sharing the work is measured; for the jobs of ranks.
+"""What one process computes, and how far from it the same step is over a mesh; for the jobs of ranks.
 
 8 rows of 16 tokens: packed documents, padding on both sides, a row of padding alone, and rows with different numbers of
 valid tokens, so that a mean of means, a count of one rank or a padded row that teaches would show.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
 from params import Rules, plan
 from tests.parallel.pool import devices
-from tests.parallel.test_tensor import variant
 from tests.support import batch_of, cases, generic_params, segments
-from train import adamw, init_state, make_step, next_token_loss
+from train import Optimizer, adamw, init_state, make_step, next_token_loss
+from train.layers import layer_fn
 from train.parallel import Mesh, Strategy
 from train.parallel import step as steps
+from train.parallel.collectives import summed
 from train.parallel.dtensors import local_tree
 from train.parallel.gather import shardings
+from train.parallel.stages import stage_plan
+from train.parallel.stateful import Model, shard
 from train.parallel.step import rules_of
-from train.step import gradient_sums
+from train.step import Sums, gradient_sums, update
 
-CASES = ("llama_tied", "deepseek_v3", "gpt_oss")
-EXPERTS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+# A tied embedding, biases, normed heads and a window; latents, a dense first layer, a shared expert and a bias of the
+# experts' choice, which no gradient moves; sinks, experts with biases and two kinds of layers.
+MODELS = {"llama": "qwen3_bias_sliding", "deepseek": "deepseek_v3", "gpt_oss": "gpt_oss"}
+OPTIONS: dict[str, dict[str, Any]] = {"deepseek": {"balance_rate": 0.01}}
+# 2 divides their heads, experts and vocabularies, 4 but for the KV heads.
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "deepseek": {"attention_bias": True, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     "gpt_oss": {"num_local_experts": 8},
 }
 LENGTH = 24  # what some rope scalings need: of the whole run, not of a rank's part
+CLIP = 0.5  # below the norms
 Errors = dict[str, float]
 
 
-def config_of(name: str) -> Any:
-    """A variant of `tests.support`; "even ...": vocabulary and heads divide by 4, "experts ...": experts too."""
-    kind, _, of = name.rpartition(" ")
-    config = variant(of) if kind else next(case.config for case in cases() if case.name == name)
-    return dataclasses.replace(config, **EXPERTS[of]) if kind == "experts" else config
+@functools.cache
+def config_of(name: str, layers: int | None = None) -> Any:
+    """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
+    config = dataclasses.replace(even(MODELS[name]), **CHANGES[name])
+    if layers is None:
+        return config
+    again = config.layer_kinds[1:] if name == "deepseek" else config.layer_kinds  # whose first layer alone is dense
+    longer = (*config.layer_kinds, *again * layers)[:layers]
+    return dataclasses.replace(config, num_hidden_layers=layers, layer_kinds=longer)
 
 
+def even(name: str) -> Any:
+    """The tiny config of that name, with a vocabulary and heads that 4 divides."""
+    config = next(case.config for case in cases() if case.name == name)
+    changes: dict[str, Any] = {"vocab_size": 64}
+    if config.num_attention_heads % 4:
+        names = {field.name for field in dataclasses.fields(config)}
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": config.hidden_size // 4}
+        changes |= {key: value for key, value in sizes.items() if key in names}
+    return dataclasses.replace(config, **changes)
+
+
+@functools.cache
 def batch() -> dict[str, Tensor]:
     """[8, 16] of everything."""
     rows = ((10, 6), (-3, 1, 12), (16,), (-16,), (5, -11), (2, 2, 2, 10), (15, -1), (-8, 4, 4))
     made = batch_of(config_of("llama"), segments(*rows))
-    tokens = made.tokens % 51  # the smallest vocabulary
-    labels = made.labels % 51
     return {
-        "tokens": tokens,
+        "tokens": made.tokens,
         "positions": made.positions,
         "segment_ids": made.segment_ids,
-        "labels": labels.where(made.labels >= 0, -100),
+        "labels": made.labels,
     }
 
 
-def loss_of(name: str, **options: Any) -> Callable[..., Any]:
+def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..., Any]:
     options = {"kernel": "math", **options}
-    return functools.partial(next_token_loss, config=config_of(name), length=LENGTH, **options)
+    return functools.partial(next_token_loss, config=config_of(name, layers), length=LENGTH, **options)
 
 
-def spec_of(name: str) -> Any:
-    config = config_of(name)
+def spec_of(name: str, layers: int | None = None) -> Any:
+    config = config_of(name, layers)
     return fnmodels.family_of(config).spec(config)
 
 
-def optimizer_of(name: str) -> Any:
+def optimizer_of(name: str, layers: int | None = None) -> Optimizer:
     # An eps at which small gradients do not count as large ones: there, the sign is noise.
-    return adamw(1e-2, eps=1e-3, weight_decay=0.1, spec=spec_of(name))
+    return adamw(1e-2, eps=1e-3, weight_decay=0.1, spec=spec_of(name, layers))
+
+
+@dataclass(frozen=True)
+class One:
+    """{path: gradient of the sum}, {path: parameter after a step}, the step's metrics: of one process."""
+
+    grads: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+    metrics: Mapping[str, Any]
 
 
 @functools.cache
-def one_process(name: str, clip: float | None = 0.5) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
-    """({path: gradient of the sum}, {path: parameter after a step}, metrics of the step)."""
-    params, optimizer = generic_params(config_of(name)), optimizer_of(name)
-    sums = gradient_sums(loss_of(name), optimizer)(params, [batch()], divide=False)
-    learning = [path for path, leaf in tree.flatten(spec_of(name)).items() if leaf.trainable]
-    grads = dict(zip(learning, sums.grads, strict=True))
-    state, metrics = make_step(loss_of(name), optimizer, clip=clip)(init_state(params, optimizer), batch())
-    return grads, tree.flatten(state.params), metrics
+def one_process(name: str, layers: int | None = None) -> One:
+    params, optimizer = generic_params(config_of(name, layers)), optimizer_of(name, layers)
+    options = OPTIONS.get(name, {})
+    sums = gradient_sums(loss_of(name, layers), optimizer, counts=bool(options))(params, [batch()], divide=False)
+    learning = [path for path, leaf in tree.flatten(spec_of(name, layers)).items() if leaf.trainable]
+    grads = {path: grad.clone() for path, grad in zip(learning, sums.grads, strict=True)}
+    state, metrics = update(optimizer, init_state(params, optimizer), sums, clip=CLIP, **options)
+    assert metrics["grad_norm"] > CLIP
+    return One(grads, tree.flatten(state.params), metrics)
 
 
-def placed(name: str, mesh: Mesh, rules: Rules | None = None) -> Any:
-    """The same parameters as DTensors on the mesh."""
-    placements = plan(spec_of(name), rules or rules_of(mesh, config_of(name)), devices(mesh))
-    return tree.map(lambda how, p: how.distribute(p[how.here()].clone()), placements, generic_params(config_of(name)))
+def placed(
+    name: str, mesh: Mesh, rules: Rules | None = None, *, strategy: Strategy | None = None, layers: int | None = None
+) -> Any:
+    """The same parameters as DTensors on the mesh; with `pp` those of this rank's layers."""
+    config = config_of(name, layers)
+    placements = plan(spec_of(name, layers), rules or rules_of(mesh, config), devices(mesh))
+    if mesh.pp > 1:
+        placements = stage_plan(placements, config, devices(mesh), strategy or Strategy())
+    whole = tree.flatten(generic_params(config))
+    made = iter([how.distribute(whole[path][how.here()].clone()) for path, how in tree.flatten(placements).items()])
+    return tree.map(lambda _: next(made), placements)
+
+
+# ------------------------------------------------------------------------------------------------ how far it is from it
+
+
+def errors_of(
+    name: str,
+    mesh_text: str,
+    strategy: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    layers: int | None = None,
+) -> Errors:
+    """{what: how far it is from one process} of a step: gradients and parameters that are here, loss, count, norm.
+
+    A gradient's part is compared with that part of the whole, relative to the whole's largest number; what is nothing
+    but rounding to the largest of all.
+    """
+    mesh, how, one = Mesh.parse(mesh_text), Strategy(**strategy or {}), one_process(name, layers)
+    optimizer, params = optimizer_of(name, layers), placed(name, mesh, strategy=how, layers=layers)
+    given = OPTIONS.get(name, {}) | (options or {})
+    step = make_step(loss_of(name, layers), optimizer, clip=CLIP, mesh=mesh, strategy=how, **given)
+    grads: list[Tensor] = []
+    with watched(grads):
+        state, metrics = step(init_state(params, optimizer), batch())
+    shards, held = tree.flatten(shardings(state.params)), tree.flatten(local_tree(state.params))
+    learning = [path for path in held if path in one.grads]
+    found = gradient_errors(dict(zip(learning, grads, strict=True)), one, {p: how.here() for p, how in shards.items()})
+    found |= {f"{path} after a step": error(p, one.after[path][shards[path].here()]) for path, p in held.items()}
+    found |= {n: error(metrics[n].double(), one.metrics[n].double()) for n in ("loss", "count", "grad_norm")}
+    if name == "llama":
+        total, labels = steps.loss_over(mesh, loss_of(name, layers), how)(params, batch())
+        found["held-out loss"] = error(total / labels, one.metrics["loss"])
+    return found
+
+
+@contextlib.contextmanager
+def watched(grads: list[Tensor]) -> Iterator[None]:
+    """Keeps what the step's gradients are, summed over all tokens: before it divides and clips them."""
+    add_up = steps._global
+
+    def run(sums: Sums, mesh: Any) -> Sums:
+        grads.extend(grad.clone() for grad in sums.grads)
+        return add_up(sums, mesh)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "_global", run)
+        yield
+
+
+def errors_of_modules(name: str, mesh_text: str, remat: str = "none") -> Errors:
+    """The same of FSDP2 around modules, with torch's own clipping and optimizer."""
+    mesh, one = Mesh.parse(mesh_text), one_process(name)
+    model = Model(tree.map(torch.clone, generic_params(config_of(name))), spec_of(name))
+    shard(model, devices(mesh))
+    total, count = model(loss_of(name), steps.own_rows(batch(), devices(mesh)), layer_fn=layer_fn(remat, "none"))
+    total.backward()
+    total, count = (summed(x, *(devices(mesh).get_group(axis) for axis in ("dp", "fsdp"))) for x in (total, count))
+    learning = {path: p for path, p in model.named_parameters() if p.requires_grad}
+    found = gradient_errors({path: full(p.grad) for path, p in learning.items()}, one)
+    leaves = tree.flatten(spec_of(name))
+    groups = [
+        {"params": [p for path, p in learning.items() if leaves[path].decay is decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
+    ]
+    for p in learning.values():
+        p.grad.div_(count)  # type: ignore[union-attr]
+    norm = torch.nn.utils.clip_grad_norm_(learning.values(), CLIP)
+    torch.optim.AdamW(groups, lr=1e-2, eps=1e-3).step()
+    before = tree.flatten(generic_params(config_of(name)))
+    for path, p in model.named_parameters():
+        expected = one.after[path] if path in learning else before[path]
+        found[f"{path} after a step"] = error(full(p.detach()), expected)
+    metrics = {"loss": total.detach() / count, "count": count, "grad_norm": full(norm)}
+    return found | {n: error(x.double(), one.metrics[n].double()) for n, x in metrics.items()}
+
+
+def full(leaf: Any) -> Tensor:
+    whole: Tensor = leaf.full_tensor()
+    return whole
+
+
+def gradient_errors(found: Mapping[str, Tensor], one: One, mine: Mapping[str, Any] | None = None) -> Errors:
+    """mine: {path: the slices of it that are in `found`}."""
+    sizes = {path: float(grad.abs().max()) for path, grad in one.grads.items()}
+    largest = max(sizes.values())
+    off: Errors = {}
+    for path, grad in found.items():
+        whole = one.grads[path] if mine is None else one.grads[path][mine[path]]
+        assert grad.shape == whole.shape, path
+        size = sizes[path] if sizes[path] > 1e-5 * largest else largest
+        off[f"gradient of {path}"] = float((grad - whole).abs().max()) / size if grad.numel() else 0.0
+    return off
 
 
 def error(found: Tensor, expected: Tensor) -> float:
     """The largest difference relative to the largest number."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) if found.numel() else 0.0
-
-
-def errors_of(
-    name: str, mesh_text: str, options: dict[str, Any] | None = None, strategy: dict[str, Any] | None = None
-) -> Errors:
-    """{what: how far it is from one process}: each gradient, loss, count and norm, and each parameter after a step.
-
-    A gradient's part is compared with that part of the whole, relative to the whole's largest number; what is nothing
-    but rounding (of keys' biases where nothing rotates) to the largest of all.
-    """
-    mesh, how = Mesh.parse(mesh_text), Strategy(**strategy or {})
-    grads, stepped, metrics = one_process(name)
-    optimizer, params, config = optimizer_of(name), placed(name, mesh), config_of(name)
-    shards = shardings(params)
-    mine = {path: where.here() for path, where in tree.flatten(shards).items()}
-    loss = steps.placed_loss(loss_of(name), shards, devices(mesh), how, config=config)
-    part = steps.own_part(batch(), devices(mesh), order=how.order, config=config)
-    sums = gradient_sums(loss, optimizer)(local_tree(params), [part], divide=False)
-    step = make_step(loss_of(name), optimizer, clip=0.5, mesh=mesh, strategy=how, **options or {})
-    state, measured = step(init_state(params, optimizer), batch())
-    found: Errors = {}
-    largest = max(float(grad.abs().max()) for grad in grads.values())
-    for (path, grad), ours in zip(grads.items(), sums.grads, strict=True):
-        size = float(grad.abs().max())
-        size = size if size > 1e-5 * largest else largest
-        found[f"gradient of {path}"] = float((ours - grad[mine[path]]).abs().max()) / size if ours.numel() else 0.0
-    for metric in ("loss", "count", "grad_norm"):
-        found[metric] = error(measured[metric].double(), metrics[metric].double())
-    for path, leaf in tree.flatten(local_tree(state.params)).items():
-        found[f"{path} after a step"] = error(leaf, stepped[path][mine[path]])
-    return found
 
 
 def worst(found: list[Errors], start: str = "") -> tuple[float, str]:

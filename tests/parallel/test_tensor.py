@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +16,12 @@ from fnmodels.leaf import weight
 from fnmodels.ops.attention import attention
 from params import Rules, plan
 from tests.parallel.pool import Ranks, devices
+from tests.parallel.reference import even
 from tests.support import Case, cases, generic_params, positions_of, richest, segments, tokens_of
-from train import adamw, look_ahead, mtp_loss, next_token_loss, step
+from train import look_ahead, mtp_loss, next_token_loss
 from train.balance import Balance
 from train.layers import layer_fn
-from train.optim import trainable_mask
-from train.parallel import Mesh, collectives, pipeline
-from train.parallel import tensor as tensor_module
-from train.parallel.expert import expert_parallel
-from train.parallel.region import Region
+from train.parallel import Mesh, collectives
 from train.parallel.tensor import TensorParallel, tensor_axes, tensor_parallel
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -37,15 +33,9 @@ MODES = pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp_sp"])
 
 
 def variant(name: str) -> Any:
-    """The tiny config of that name, with a vocabulary and heads that 4 divides; each of `NAMES` shows what it can."""
-    config = next(case.config for case in cases() if case.name == name)
-    changes: dict[str, Any] = {"vocab_size": 64}
-    if config.num_attention_heads % 4:
-        names = {field.name for field in dataclasses.fields(config)}
-        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": config.hidden_size // 4}
-        changes |= {key: value for key, value in sizes.items() if key in names}
-    changes |= {LLAMA: {"tie_word_embeddings": True}, DEEPSEEK: {"attention_bias": True}}.get(name, {})
-    return dataclasses.replace(config, **changes)
+    """Each of `NAMES` shows what it can."""
+    changes = {LLAMA: {"tie_word_embeddings": True}, DEEPSEEK: {"attention_bias": True}}.get(name, {})
+    return dataclasses.replace(even(name), **changes)
 
 
 def batch_of(config: Any) -> dict[str, Tensor]:
@@ -120,13 +110,6 @@ def compare(name: str, sequence: bool, remat: str = "none", options: Any = None)
 def assert_equal(found: list[dict[str, float]]) -> None:
     for off in found:
         assert max(off.values()) < LIMIT, max(off.items(), key=lambda item: item[1])
-
-
-@MODES
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_gradient_is_that_of_one_process(ranks: Ranks, name: str, world: int, sequence: bool) -> None:
-    assert_equal(ranks(world)(compare, name, sequence, "none", {"chunk": 7}))
 
 
 @MODES
@@ -314,120 +297,6 @@ def test_what_is_sent_and_what_each_rank_computes(ranks: Ranks) -> None:
         assert seen["sum"].count(size) == 1  # the embedding, which is cut after it
         assert seen["scatter"] == [size] * (4 * layers + 1)
         assert seen["heads"] == [12, 1, 1] * layers
-
-
-def wrong(name: str, sequence: bool, what: str) -> dict[str, float]:
-    """`compare` with one mistake."""
-    leave, gather = collectives.leave, collectives.join
-    with pytest.MonkeyPatch.context() as patch:
-        if what == "shared leaves are not summed":
-            patch.setattr(Region, "all_shared", lambda self, values: values)
-        elif what == "what enters is not summed":
-            patch.setattr(collectives, "enter", lambda x, group: x)
-        elif what == "what leaves is summed again":
-            patch.setattr(collectives, "leave", lambda x, group: collectives.enter(leave(x, group), group))
-        elif what == "gathered columns have one rank's gradient":
-            patch.setattr(collectives, "all_gather", lambda x, dim, group: gather(x, dim, group))
-        elif what == "a bias is added by each":
-            patch.setattr(
-                tensor_module._Write,
-                "linear",
-                lambda self, x, bias=None: self.entry.region.leave(torch.nn.functional.linear(x, self.weight, bias)),
-            )
-        elif what == "another rank's KV head":
-            patch.setattr(tensor_module, "_use", functools.partial(_shifted, tensor_module._use))
-        return compare(name, sequence)
-
-
-def _shifted(use: Any, path: str, leaf: Any, is_part: bool, divided: Any, region: Region) -> Any:
-    other = dataclasses.replace(region, rank=(region.rank + 2) % region.size)
-    return use(path, leaf, is_part, divided, other)
-
-
-@pytest.mark.parametrize(
-    ("what", "name", "sequence", "leaf"),
-    [
-        ("shared leaves are not summed", LLAMA, False, "layers.0.attention.q_norm"),
-        ("shared leaves are not summed", DEEPSEEK, False, "layers.1.attention.kv_a_proj"),
-        ("shared leaves are not summed", GPT_OSS, True, "layers.0.mlp.router"),
-        ("what enters is not summed", DEEPSEEK, False, "layers.0.input_layernorm"),
-        ("what enters is not summed", GPT_OSS, False, "layers.1.mlp.router_bias"),
-        ("what leaves is summed again", LLAMA, False, "layers.1.mlp.up_proj"),
-        ("gathered columns have one rank's gradient", LLAMA, True, "layers.0.input_layernorm"),
-        ("gathered columns have one rank's gradient", DEEPSEEK, True, "layers.1.mlp.router"),
-        ("a bias is added by each", GPT_OSS, False, "loss"),
-        ("another rank's KV head", LLAMA, False, "loss"),
-    ],
-)
-def test_a_mistake_shows(ranks: Ranks, what: str, name: str, sequence: bool, leaf: str) -> None:
-    for off in ranks(4)(wrong, name, sequence, what):
-        assert off[leaf] > 100 * LIMIT or math.isnan(off[leaf])
-
-
-def mine(params: Any, placements: Any) -> Any:
-    """The parts that this rank holds, as plain tensors."""
-    return tree.map(lambda leaf, sharding: leaf[sharding.here()].clone(), params, placements)
-
-
-def with_experts_elsewhere(name: str, sequence: bool) -> dict[str, float]:
-    """Experts divided over `ep`, whose ranks have other rows, and the columns of each over `tp`."""
-    config = variant(name)
-    if name == DEEPSEEK:
-        config = dataclasses.replace(config, n_routed_experts=8, n_group=2, topk_group=1)
-    mesh = devices(Mesh(ep=2, tp=2))
-    others = mesh.get_group("ep")
-    placements = plan(fnmodels.family_of(config).spec(config), Rules({**tensor_axes(config), "expert": "ep"}), mesh)
-    tensor, where = tensor_parallel(config, placements, sequence=sequence), tree.flatten(placements)
-    params = tree.map(lambda p: p.requires_grad_(), mine(generic_params(config), placements))
-    batch = batch_of(config)
-    rows = {key: value.split((2, 1))[dist.get_rank(others)] for key, value in batch.items()}
-    how: dict[str, Any] = {"config": config, "length": 24, "kernel": "math"}
-    total, _ = tensor.run(next_token_loss)(params, rows, **how, experts=expert_parallel(others))
-    found = gradients(total, params)
-    leaves = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
-    off = {}
-    for path, whole in gradients(next_token_loss(leaves, batch, **how)[0], leaves).items():
-        grad = found[path] if ".experts." in path else collectives.summed(found[path], others)
-        off[path] = float((grad - whole[where[path].here()]).abs().max() / whole.abs().max())
-    return off
-
-
-@MODES
-@pytest.mark.parametrize("name", [DEEPSEEK, GPT_OSS])
-def test_with_experts_on_other_processes(ranks: Ranks, name: str, sequence: bool) -> None:
-    assert_equal(ranks(4)(with_experts_elsewhere, name, sequence))
-
-
-def in_stages(name: str, sequence: bool) -> dict[str, float]:
-    """Stages over `pp`, each of which `tp` divides: the gradients of this rank's leaves."""
-    config = variant(name)
-    mesh, pipe = devices(Mesh(pp=2, tp=2)), pipeline.pipeline(config, 2)
-    placements = plan(fnmodels.family_of(config).spec(config), Rules(tensor_axes(config)), mesh)
-    tensor = tensor_parallel(config, placements, sequence=sequence)
-    terms: dict[str, Any] = {"config": config, "kernel": "math", "length": 24, "label_smoothing": 0.1}
-    if name != LLAMA:
-        terms["balance"] = Balance(sequence=0.1, z=0.05)
-    loss, parts = functools.partial(next_token_loss, **terms), fnmodels.split(batch_of(config), 3)
-    optimizer = adamw(1e-3, spec=fnmodels.family_of(config).spec(config))
-    whole = step.gradient_sums(loss, optimizer)(generic_params(config), parts, divide=False)
-    flat = tree.flatten(trainable_mask(generic_params(config), optimizer.trainable))
-    by_path = dict(zip((path for path, trains in flat.items() if trains), whole.grads, strict=True))
-    stages = mesh.get_group("pp")
-    held = pipeline.share(mine(generic_params(config), placements), config, pipe, dist.get_rank(stages))
-    options: dict[str, Any] = {"layer_fn": tensor.layer_fn, "outside": tensor.outside, "leaving": tensor.whole}
-    sums = pipeline.gradient_sums(loss, optimizer, pipe, stages, **options)(held, parts)
-    paths = [path for path, trains in tree.flatten(trainable_mask(held, optimizer.trainable)).items() if trains]
-    where, off = tree.flatten(placements), {}
-    for path, grad in zip(paths, sums.grads, strict=True):
-        expected = by_path[path]
-        off[path] = float((grad - expected[where[path].here()]).abs().max() / expected.abs().max())
-    return off
-
-
-@MODES
-@pytest.mark.parametrize("name", NAMES)
-def test_in_the_stages_of_a_pipeline(ranks: Ranks, name: str, sequence: bool) -> None:
-    assert_equal(ranks(4)(in_stages, name, sequence))
 
 
 @pytest.mark.parametrize(
