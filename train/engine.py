@@ -8,6 +8,10 @@
     inference.update_weights(engine.export())             # (name, tensor), one at a time
 
 It holds a `State` and the sums of the gradients, and nothing global: several live side by side.
+
+With `mesh=` all processes of a group that somebody else has made drive it alike, each with the whole microbatches, and
+metrics, what `infer` returns and what `export` hands out are whole in each. params are DTensors, with `pp` of this
+process' layers: `params.init(config, 0, plan=...)`, `train.parallel.stages.init_stage`.
 """
 
 from __future__ import annotations
@@ -17,13 +21,16 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .calls import Batch
 from .forward import make_forward_only
 from .optim import Optimizer
+from .parallel.dtensors import local_tree
+from .parallel.mesh import Mesh, Strategy, warn_of_group
 from .state import State, init_state
-from .step import LossFn, Sums, gradient_sums, update
+from .step import LossFn, Sums, check_strategy, gradient_sums, update
 
 
 class Engine:
@@ -39,9 +46,20 @@ class Engine:
         remat: str = "none",
         compile: str = "none",
         balance_rate: float | None = None,
+        mesh: Mesh | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
+        check_strategy(mesh, strategy)
         self.config, self.optimizer, self.clip, self.balance_rate = config, optimizer, clip, balance_rate
+        self.mesh, self.strategy = mesh, strategy
         self.state: State = init_state(params, optimizer)
+        self._teaching: Any = None
+        if mesh is not None:
+            from .parallel.step import place, teach
+
+            warn_of_group()
+            how = strategy or Strategy()
+            self._teaching = teach(place(mesh, self.state.params, config, how, optimizer.trainable), optimizer)
         self._how: dict[str, Any] = {"remat": remat, "compile": compile, "counts": balance_rate is not None}
         self._runs: dict[LossFn, Callable[..., Sums]] = {}
         self._infers: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -61,18 +79,45 @@ class Engine:
         if not batches:
             raise ValueError("forward_backward needs at least one microbatch.")
         if loss_fn not in self._runs:
-            self._runs[loss_fn] = gradient_sums(loss_fn, self.optimizer, **self._how)
+            self._runs[loss_fn] = self._summing(loss_fn)
         held = self._sums
         before = (held.total, held.count) if held is not None else (0, 0)
         self._sums = self._runs[loss_fn](self.state.params, batches, held, divide=False)
-        return {"total": self._sums.total - before[0], "count": self._sums.count - before[1]}
+        total, count = self._sums.total - before[0], self._sums.count - before[1]
+        if self.mesh is not None:
+            from .parallel.step import over_processes
+
+            total, count = over_processes(self._teaching.placed.devices, total, count)
+        return {"total": total, "count": count}
+
+    def _summing(self, loss_fn: LossFn) -> Callable[..., Sums]:
+        if self.mesh is None:
+            return gradient_sums(loss_fn, self.optimizer, **self._how)
+        from .parallel.step import config_for, own_part, sums_over
+
+        placed = self._teaching.placed
+        config_for(self.mesh, loss_fn, self._how["compile"])
+        how = {name: self._how[name] for name in ("remat", "counts")}
+        run = sums_over(placed, loss_fn, self.optimizer, **how)
+
+        def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
+            parts = own_part(list(batches), placed.devices, order=placed.strategy.order, config=self.config)
+            return run(local_tree(params), parts, held, divide=divide)
+
+        return sums
 
     def optim_step(self) -> dict[str, Any]:
         """One update with the mean of everything added since the last; the metrics of `make_step`."""
         if self._sums is None:
             raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
         sums, self._sums = self._sums, None
-        self.state, metrics = update(self.optimizer, self.state, sums, clip=self.clip, balance_rate=self.balance_rate)
+        how: dict[str, Any] = {"clip": self.clip, "balance_rate": self.balance_rate}
+        if self.mesh is None:
+            self.state, metrics = update(self.optimizer, self.state, sums, **how)
+        else:
+            from .parallel.step import update_over
+
+            self.state, metrics = update_over(self._teaching, self.optimizer, self.state, sums, **how)
         return metrics
 
     def zero_grad(self) -> None:
@@ -82,7 +127,8 @@ class Engine:
     def infer(self, batches: Sequence[Batch], function: Callable[..., Any]) -> list[Any]:
         """[function(params, batch)] without gradients: log-probabilities, a loss, logits; see `make_forward_only`."""
         compile = self._how["compile"]
-        run = self._infers.get(function) or make_forward_only(function, compile=compile)
+        where: dict[str, Any] = {"mesh": self.mesh, "strategy": self.strategy}
+        run = self._infers.get(function) or make_forward_only(function, compile=compile, **where)
         if compile != "none":  # what is compiled is worth keeping; a function is not, nor what it holds
             self._infers[function] = run
         return run(self.state.params, list(batches)) if batches else []
@@ -91,4 +137,9 @@ class Engine:
         """(name on disk, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""
         import params as P
 
-        return P.export(self.config, self.state.params)
+        if self.mesh is None:
+            return P.export(self.config, self.state.params)
+        from .parallel.stages import fetching
+
+        leaves, fetch = fetching(self.state.params)
+        return P.export(self.config, tree.unflatten(leaves), fetch)

@@ -6,6 +6,7 @@
     logp, entropy, valid = run(state.params, batch)
 
 They take parameters and no State, so that other weights than the newest, such as their average, can be looked at.
+With `mesh=` the parameters are DTensors, and the batch and the results are whole in every process, as in `make_step`.
 """
 
 from __future__ import annotations
@@ -14,46 +15,69 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .calls import Batch, caller, microbatches
-from .step import LossFn, checked_loss, valid_count
+from .parallel.mesh import Mesh, Strategy
+from .step import LossFn, check_strategy, checked_loss, valid_count
 
 
 def make_eval_step(
-    loss_fn: LossFn, *, compile: str = "none"
+    loss_fn: LossFn, *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
     """A function eval_step(params, batch) -> {loss, total, count} and aux where the loss has one.
 
-    loss_fn, compile, batch: as in `make_step`; a list is of any lengths. `loss` is the mean over the valid tokens of
-    all of it, `total` their sum, so that totals and counts of several calls add up. No gradient, no graph.
+    loss_fn, compile, batch, mesh, strategy: as in `make_step`; a list is of any lengths. `loss` is the mean over the
+    valid tokens of all of it, `total` their sum, so that totals and counts of several calls add up. No gradient, no
+    graph.
     """
+    check_strategy(mesh, strategy)
+    if mesh is not None:
+        from .parallel.forward import make_eval_over
+
+        return make_eval_over(mesh, loss_fn, compile=compile, strategy=strategy or Strategy())
     call = caller(loss_fn, compile=compile)
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
-        sums: tuple[Any, ...] | None = None
-        for part in microbatches(batch):
-            found = checked_loss(call(params, part))
-            sums = found if sums is None else tree.map(torch.add, sums, found)
-        assert sums is not None
-        total, count, *aux = sums
-        metrics = {"loss": total / valid_count(total, count), "total": total, "count": count}
-        return metrics | ({"aux": aux[0]} if aux else {})
+        return metrics_of(*totals(call, params, microbatches(batch)))
 
     return eval_step
 
 
+def totals(call: Callable[[Tree, Batch], Any], params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
+    """(sum, count[, aux]) of all parts."""
+    sums: tuple[Any, ...] | None = None
+    for part in parts:
+        found = checked_loss(call(params, part))
+        sums = found if sums is None else tree.map(torch.add, sums, found)
+    assert sums is not None
+    return sums
+
+
+def metrics_of(total: Tensor, count: Tensor, *aux: Tree) -> dict[str, Any]:
+    metrics = {"loss": total / valid_count(total, count), "total": total, "count": count}
+    return metrics | ({"aux": aux[0]} if aux else {})
+
+
 def make_forward_only(
-    function: Callable[..., Any], *, compile: str = "none"
+    function: Callable[..., Any], *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
     """A function run(params, batch) -> function(params, batch) without gradients; of a list, the list of results.
 
     function: `token_logprobs`, a loss, anything of (params, batch). Its keywords `layer_fn` and `layout` are filled in
-    as `make_step` does, and what it returns is passed on as it is. compile: as in `make_step`.
+    as `make_step` does, and what it returns is passed on as it is. compile, mesh, strategy: as in `make_step`; over a
+    mesh that divides batches it must return tensors [B, S, ...], and over `pp` it must be a functools.partial of
+    `token_logprobs`, or a `train.parallel.pipeline.Staged`.
     """
+    check_strategy(mesh, strategy)
+    if mesh is not None:
+        from .parallel.forward import make_forward_over
+
+        return make_forward_over(mesh, function, compile=compile, strategy=strategy or Strategy())
     call = caller(function, compile=compile)
 
     @torch.no_grad()

@@ -19,7 +19,8 @@ from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
 from .chunks import per_token
-from .loss import CHUNK, IGNORE, check_labels, hidden_states
+from .loss import CHUNK, IGNORE, check_labels, head_name, hidden_states
+from .parallel.vocab import Vocab, opened
 from .scores import Scores, scores
 
 
@@ -51,15 +52,20 @@ def head_logprobs(
     params: Tree, x: Tensor, labels: Tensor, *, config: Any, temperature: float = 1.0, chunk: int | None = CHUNK
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `token_logprobs`, from hidden states x [B, S, D] (before the final norm) and labels [B, S]."""
-    check_labels(labels, x.shape[:-1], "hidden states")
     _check(temperature)
-    family = fnmodels.family_of(config)
+    family, table = fnmodels.family_of(config), params.get(head_name(config))
+    region = None
+    if isinstance(table, Vocab):
+        region = table.region
+        params, x = opened(params, head_name(config), x)
+    check_labels(labels, x.shape[:-1], "hidden states")
     plain = chunk is None or torch.compiler.is_compiling()
 
     def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         # The head takes [B, S, D]: a chunk is a row of its own.
         rows = x if x.ndim == 3 else x[None]
-        logits = family.unembed(params, rows, config=config).reshape(*labels.shape, -1)
+        logits = family.unembed(params, rows, config=config)
+        logits = (logits if region is None else region.joined(logits)).reshape(*labels.shape, -1)
         if plain:
             return scores(logits, labels, temperature)
         found: tuple[Tensor, Tensor] = Scores.apply(logits, labels, temperature)

@@ -197,6 +197,11 @@ def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
         raise ValueError(f"labels must be int64, not {str(labels.dtype).removeprefix('torch.')}.")
 
 
+def head_name(config: Any) -> str:
+    """The entry of params that makes logits."""
+    return "embed_tokens" if getattr(config, "tie_word_embeddings", False) else "lm_head"
+
+
 def head_loss(
     params: Tree,
     x: Tensor,
@@ -217,7 +222,7 @@ def head_loss(
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
-    name = "embed_tokens" if getattr(config, "tie_word_embeddings", False) else "lm_head"
+    name = head_name(config)
     table, rows = params.get(name), None
     if isinstance(table, Vocab):
         rows = table.part

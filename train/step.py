@@ -77,6 +77,7 @@ def make_step(
         raise ValueError(f"accumulate is {accumulate!r}; it must be a whole number, at least 1.")
     if clip is not None and clip <= 0:
         raise ValueError(f"clip is {clip}; it must be above 0, or None.")
+    check_strategy(mesh, strategy)
     if mesh is not None:
         from .parallel.step import make_step_over
 
@@ -92,8 +93,6 @@ def make_step(
             balance_rate=balance_rate,
             strategy=strategy or Strategy(),
         )
-    if strategy is not None:
-        raise ValueError(f"{strategy} is for many processes: it needs a mesh.")
     sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     checked = False
 
@@ -106,6 +105,11 @@ def make_step(
         return update(optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
 
     return step
+
+
+def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
+    if mesh is None and strategy is not None:
+        raise ValueError(f"{strategy} is for many processes: it needs a mesh.")
 
 
 @dataclass

@@ -32,6 +32,7 @@ from fnmodels.tree import Tree
 from train import sharded
 from train.checkpoint import Checkpoint
 from train.errors import UserError
+from train.forward import make_eval_step
 from train.job import optimizer_for
 from train.loss import next_token_loss
 from train.optim import with_paths
@@ -39,7 +40,7 @@ from train.parallel import Mesh, Strategy
 from train.parallel.mesh import warn_of_group
 from train.parallel.pipeline import SCHEDULES, check_microbatches, pipeline
 from train.parallel.stages import fetching, stage_plan
-from train.parallel.step import loss_over, rules_of
+from train.parallel.step import rules_of
 from train.rows import Batch
 from train.settings import Settings
 from train.state import State, init_state
@@ -168,7 +169,7 @@ class Member:
         self.optimizer = optimizer_for(family.spec(self.config), settings)
         how: dict[str, Any] = {"mesh": self.mesh, "strategy": strategy, "accumulate": work.sharing.microbatches}
         self._step = make_step(loss, self.optimizer, clip=settings.clip, **how)
-        self._loss = loss_over(self.mesh, loss, strategy, trainable=self.optimizer.trainable)
+        self._loss = make_eval_step(loss, mesh=self.mesh, strategy=strategy)
         self.given: Tree = None  # the first process' parameters
         self.state: State
 
@@ -204,7 +205,8 @@ class Member:
             more = tree.map(lambda t: t[:1].expand(missing, *t.shape[1:]), batch)
             more = {**more, "labels": torch.full_like(more["labels"], -100)}
             batch = tree.map(lambda *pair: torch.cat(pair), dict(batch), more)
-        return self._loss(self.state.params, batch)
+        found = self._loss(self.state.params, batch)
+        return found["total"], found["count"]
 
     def save(self, folder: Path, step: int, progress: dict[str, Any], keep: int) -> None:
         sharded.save(folder, step, self.state, progress, keep=keep)

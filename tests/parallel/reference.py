@@ -20,7 +20,7 @@ from fnmodels import tree
 from params import Rules, plan
 from tests.parallel.pool import devices
 from tests.support import batch_of, cases, generic_params, segments
-from train import Optimizer, adamw, init_state, make_step, next_token_loss
+from train import Optimizer, adamw, init_state, make_eval_step, make_step, next_token_loss
 from train.layers import layer_fn
 from train.parallel import Mesh, Strategy
 from train.parallel import step as steps
@@ -159,8 +159,10 @@ def errors_of(
     found |= {f"{path} after a step": error(p, one.after[path][shards[path].here()]) for path, p in held.items()}
     found |= {n: error(metrics[n].double(), one.metrics[n].double()) for n in ("loss", "count", "grad_norm")}
     if name == "llama":
-        total, labels = steps.loss_over(mesh, loss_of(name, layers), how)(params, batch())
-        found["held-out loss"] = error(total / labels, one.metrics["loss"])
+        held_out = make_eval_step(loss_of(name, layers), mesh=mesh, strategy=how)(params, batch())
+        found["held-out loss"] = error(held_out["loss"], one.metrics["loss"])
+    if "aux" in metrics:  # of all layers, in every process
+        found["counts"] = error(*(of["aux"]["counts"].double() for of in (metrics, one.metrics)))
     return found
 
 

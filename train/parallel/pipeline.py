@@ -19,7 +19,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +36,7 @@ from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
 from ..balance import Balance, balance_terms
+from ..logprobs import head_logprobs, token_logprobs
 from ..loss import IGNORE, counted, head_loss, next_token_loss, replayed
 from ..optim import Optimizer, trainable_mask, wide_dtype
 from ..step import Sums
@@ -135,6 +136,7 @@ def ends(config: Any) -> tuple[frozenset[str], frozenset[str]]:
     return _watched(config)[:2]
 
 
+@functools.lru_cache(maxsize=16)
 def _watched(config: Any) -> tuple[frozenset[str], frozenset[str], int]:
     """`ends`, and the width of hidden states."""
     family = fnmodels.family_of(config)
@@ -217,11 +219,11 @@ class Staged:
     """A loss in the form that a pipeline can run: layers, and what comes behind them.
 
     head(params, x, batch) -> (sum, count): of the last stage's leaves outside of the layers and the final hidden
-    states. kernel, length, experts, balance: as in `train.next_token_loss`.
+    states; for `outputs` whatever is wanted. kernel, length, experts, balance: as in `train.next_token_loss`.
     """
 
     config: Any
-    head: Callable[[Tree, Tensor, Batch], tuple[Tensor, Tensor]]
+    head: Callable[[Tree, Tensor, Batch], Any]
     kernel: Kernel = "auto"
     length: int | Tensor | None = None
     experts: str | Experts = "auto"
@@ -232,21 +234,43 @@ def staged(loss_fn: Callable[..., Any] | Staged) -> Staged:
     """Of functools.partial(train.next_token_loss, config=config, ...); what is `Staged` is returned as it is."""
     if isinstance(loss_fn, Staged):
         return loss_fn
-    given = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
-    if not isinstance(loss_fn, functools.partial) or loss_fn.func is not next_token_loss or "config" not in given:
-        raise ValueError(
-            "Over a pipeline the layers run on other ranks than the head, so the loss function must be "
-            "functools.partial(train.next_token_loss, config=config, ...), or a train.parallel.pipeline.Staged."
-        )
-    if given.get("layer_fn") is not None or given.get("layout") is not None:
-        raise ValueError("Over a pipeline layer_fn and layout are the step's to set, so the loss must leave them open.")
-    terms = {name: given[name] for name in inspect.signature(head_loss).parameters if name in given}
+    given, terms = _bound(loss_fn, next_token_loss, head_loss)
 
     def head(params: Tree, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         return head_loss(params, x, batch["labels"], weights=batch.get("weights"), **terms)
 
-    of_layers = {name: given[name] for name in ("kernel", "length", "experts", "balance") if name in given}
-    return Staged(given["config"], head, **of_layers)
+    return Staged(given["config"], head, **_of_layers_in(given))
+
+
+def staged_outputs(function: Callable[..., Any] | Staged) -> Staged:
+    """Of functools.partial(train.token_logprobs, config=config, ...); its head returns what the function does."""
+    if isinstance(function, Staged):
+        return function
+    given, terms = _bound(function, token_logprobs, head_logprobs)
+
+    def head(params: Tree, x: Tensor, batch: Batch) -> Any:
+        return head_logprobs(params, x, batch["labels"], **terms)
+
+    return Staged(given["config"], head, **_of_layers_in(given))
+
+
+def _bound(
+    function: Callable[..., Any], whole: Callable[..., Any], head: Callable[..., Any]
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """(what a functools.partial of `whole` has bound, that of it which `head` takes). ValueError for anything else."""
+    given = function.keywords if isinstance(function, functools.partial) else {}
+    if not isinstance(function, functools.partial) or function.func is not whole or "config" not in given:
+        raise ValueError(
+            "Over a pipeline the layers run on other ranks than the head, so the function must be "
+            f"functools.partial(train.{whole.__name__}, config=config, ...), or a train.parallel.pipeline.Staged."
+        )
+    if given.get("layer_fn") is not None or given.get("layout") is not None:
+        raise ValueError("Over a pipeline layer_fn and layout are the step's to set, so the loss must leave them open.")
+    return given, {name: given[name] for name in inspect.signature(head).parameters if name in given}
+
+
+def _of_layers_in(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in ("kernel", "length", "experts", "balance") if name in given}
 
 
 @dataclass(frozen=True)
@@ -441,7 +465,8 @@ class _Stage(nn.Module):
         return out
 
 
-Run = Callable[[Tree, Sequence[Batch], bool], tuple[Tensor, Tensor, dict[str, Tensor]]]
+Found = list[list[tuple[Any, dict[str, Tensor]]]]  # of each stage of this rank, of each microbatch, what is beside x
+Run = Callable[[Tree, Sequence[Batch], bool], tuple[list[Tensor], Found]]
 
 
 def _runner(
@@ -454,7 +479,7 @@ def _runner(
     counts: bool,
     dtype: torch.dtype | None,
 ) -> Run:
-    """run(params, parts, train) -> (sum, count, sums) of this rank's stages; gradients are left in the leaves."""
+    """run(params, parts, train) -> (losses of the last stage, `Found`); gradients are left in the leaves."""
     if dist.get_world_size(group) != pipe.size:
         raise ValueError(f"The pipeline has {pipe.size} ranks, but its process group {dist.get_world_size(group)}.")
     if (counts or loss.balance is not None) and not getattr(fnmodels.family_of(loss.config), "ROUTED", False):
@@ -464,7 +489,7 @@ def _runner(
     how["leaving"] = leaving
     made: dict[Any, tuple[list[_Stage], Any]] = {}
 
-    def run(params: Tree, parts: Sequence[Batch], train: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def run(params: Tree, parts: Sequence[Batch], train: bool) -> tuple[list[Tensor], Found]:
         _check_share(params, loss.config, pipe, stages)
         ready = microbatches(loss, pipe, parts)
         cut = [_cut(params, loss.config, pipe, (stage,)) for stage in stages]
@@ -485,12 +510,17 @@ def _runner(
         found = [module.found for module in modules]
         for module in modules:
             module.bind({}, ())  # nothing of this batch is kept
-        beside = [torch.stack([term for term, _ in of_stage]).sum() for of_stage in found]
-        count = beside.pop() if losses else torch.zeros((), dtype=torch.long, device=device)
-        total = torch.stack([*(loss.detach() for loss in losses), *beside]).sum()
-        return total, count, _joined([[sums for _, sums in of_stage] for of_stage in found])
+        return losses, found
 
     return run
+
+
+def _summed(losses: Sequence[Tensor], found: Found) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(sum, count, sums) of this rank's stages."""
+    beside = [torch.stack([term for term, _ in of_stage]).sum() for of_stage in found]
+    count = beside.pop() if losses else torch.zeros_like(beside[-1], dtype=torch.long)
+    total = torch.stack([*(loss.detach() for loss in losses), *beside]).sum()
+    return total, count, _joined([[sums for _, sums in of_stage] for of_stage in found])
 
 
 def _of_layers(run: Callable[..., Any], lo: int, hi: int, **how: Any) -> Callable[..., Any]:
@@ -607,7 +637,7 @@ def gradient_sums(
                 leaves[path].grad_dtype = wide_dtype(param.dtype)
             return leaves[path]
 
-        total, count, found = run(tree.map(leaf, params), parts, True)
+        total, count, found = _summed(*run(tree.map(leaf, params), parts, True))
         grads = {path: _gradient(leaf) for path, leaf in leaves.items()}
         _sum_ends([grad for path, grad in grads.items() if path.partition(".")[0] in tied], pipe, group)
         aux = found if counts else None
@@ -629,19 +659,60 @@ def loss_sums(
     layer_fn: LayerFn | None = None,
     outside: Callable[[Tree], Tree] | None = None,
     leaving: Callable[[Tensor], Tensor] | None = None,
+    counts: bool = False,
     dtype: torch.dtype | None = None,
-) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor]]:
-    """sums(params, parts) -> (sum, count) without gradients; 0 but for the last stage's rank. Arguments as above."""
-    # Those that take any number of microbatches; all run the same forward passes.
-    simple = "ZBVZeroBubble" if pipe.schedule in VEE else "GPipe" if pipe.schedule in SINGLE else "LoopedBFS"
-    forward = Pipeline(simple, pipe.layers, pipe.ranks)
-    run = _runner(staged(loss_fn), forward, group, layer_fn, outside, leaving, False, dtype)
+) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
+    """sums(params, parts) -> (sum, count, aux) without gradients, otherwise as `gradient_sums`."""
+    run = _runner(staged(loss_fn), _forward(pipe), group, layer_fn, outside, leaving, counts, dtype)
 
     @torch.no_grad()
-    def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        return run(params, parts, False)[:2]
+    def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
+        total, count, found = _summed(*run(params, parts, False))
+        return total, count, found if counts else None
 
     return sums
+
+
+def outputs(
+    function: Callable[..., Any] | Staged,
+    pipe: Pipeline,
+    group: dist.ProcessGroup | None = None,
+    *,
+    layer_fn: LayerFn | None = None,
+    outside: Callable[[Tree], Tree] | None = None,
+    leaving: Callable[[Tensor], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Callable[[Tree, Sequence[Batch]], list[Any] | None]:
+    """run(params, parts) -> what the function returns of each microbatch, in the last stage's rank; None elsewhere.
+
+    function: see `staged_outputs`; its tensors [B, S, ...] are cut where a microbatch was padded. No gradients.
+    """
+    given = staged_outputs(function)
+
+    def head(params: Tree, x: Tensor, batch: Batch) -> tuple[Tensor, Any]:
+        return x.new_zeros(()), given.head(params, x, batch)
+
+    run = _runner(replace(given, head=head), _forward(pipe), group, layer_fn, outside, leaving, False, dtype)
+
+    @torch.no_grad()
+    def found(params: Tree, parts: Sequence[Batch]) -> list[Any] | None:
+        losses, of_stages = run(params, parts, False)
+        if not losses:
+            return None
+        lengths = [part["tokens"].shape[1] for part in parts]
+        cut = lambda x, n: x[:, :n] if x.ndim > 1 and x.shape[1] == max(lengths) else x  # noqa: E731
+        return [
+            tree.map(functools.partial(cut, n=length), out)
+            for length, (out, _) in zip(lengths, of_stages[-1], strict=True)
+        ]
+
+    return found
+
+
+def _forward(pipe: Pipeline) -> Pipeline:
+    """With a schedule that takes any number of microbatches; all run the same forward passes."""
+    simple = "ZBVZeroBubble" if pipe.schedule in VEE else "GPipe" if pipe.schedule in SINGLE else "LoopedBFS"
+    return replace(pipe, schedule=simple)
 
 
 def _gradient(leaf: nn.Parameter) -> Tensor:

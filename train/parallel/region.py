@@ -35,6 +35,10 @@ class Region:
         """The sum over the processes, as part of the stream."""
         return collectives.reduce_scatter(y, dim, self.group) if self.sequence else collectives.leave(y, self.group)
 
+    def joined(self, logits: Tensor) -> Tensor:
+        """Everyone's part of the vocabulary [..., V / size], with which all do the same."""
+        return collectives.join(logits, -1, self.group)
+
     def shared(self, value: Tensor) -> Tensor:
         """What is the same in all processes, a parameter say, for use inside."""
         return collectives.enter(value, self.group)

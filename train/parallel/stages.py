@@ -35,7 +35,18 @@ from .dtensors import whole
 from .expert import expert_parallel
 from .gather import gathering_stages
 from .mesh import Mesh, Strategy, mesh_of
-from .pipeline import Pipeline, Staged, copies, gradient_sums, loss_sums, pipeline, share, staged
+from .pipeline import (
+    Pipeline,
+    Staged,
+    copies,
+    gradient_sums,
+    loss_sums,
+    outputs,
+    pipeline,
+    share,
+    staged,
+    staged_outputs,
+)
 from .tensor import tensor_parallel
 
 if TYPE_CHECKING:
@@ -90,14 +101,21 @@ def fetching(params: Tree) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
 
 def stage_sums(
     loss_fn: LossFn, optimizer: Optimizer, placed: Placed, *, remat: str, counts: bool
-) -> tuple[Callable[..., Sums], frozenset[str]]:
-    """(`train.step.gradient_sums` of this process; the entries of its params that another one counts)."""
+) -> Callable[..., Sums]:
+    """`train.step.gradient_sums` of this process."""
     loss, pipe, how = _staged(loss_fn, placed, remat)
-    counts = counts or (
-        not isinstance(loss_fn, Staged) and inspect.signature(loss_fn).parameters["aux"].default is True
-    )
-    sums = gradient_sums(loss, optimizer, pipe, placed.devices.get_group("pp"), counts=counts, **how)
-    return sums, copies(placed.config, pipe, placed.devices.get_local_rank("pp"))
+    group = placed.devices.get_group("pp")
+    return gradient_sums(loss, optimizer, pipe, group, counts=counts or _wants_aux(loss_fn), **how)
+
+
+def _wants_aux(loss_fn: LossFn) -> bool:
+    return not isinstance(loss_fn, Staged) and inspect.signature(loss_fn).parameters["aux"].default is True
+
+
+def counted_elsewhere(placed: Placed) -> frozenset[str]:
+    """The entries of this process' params that another stage counts."""
+    pipe = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy)
+    return copies(placed.config, pipe, placed.devices.get_local_rank("pp"))
 
 
 def aux_of_stages(placed: Placed) -> Callable[[Tree], Tree]:
@@ -129,10 +147,29 @@ def aux_of_stages(placed: Placed) -> Callable[[Tree], Tree]:
     return whole_aux
 
 
-def stage_loss(loss_fn: LossFn, placed: Placed) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor]]:
-    """`pipeline.loss_sums` of this process: no gradients."""
+def stage_loss(
+    loss_fn: LossFn, placed: Placed
+) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
+    """`pipeline.loss_sums` of this process, without gradients."""
     loss, pipe, how = _staged(loss_fn, placed, "none")
-    return loss_sums(loss, pipe, placed.devices.get_group("pp"), **how)
+    return loss_sums(loss, pipe, placed.devices.get_group("pp"), counts=_wants_aux(loss_fn), **how)
+
+
+def stage_outputs(function: LossFn, placed: Placed) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
+    """What `function` returns of each microbatch, in the processes of all stages, without gradients."""
+    whole_function, pipe, how = _staged(staged_outputs(function), placed, "none")
+    group = placed.devices.get_group("pp")
+    run = outputs(whole_function, pipe, group, **how)
+    last, here = pipe.ranks[-1], placed.devices.get_local_rank("pp")
+
+    def everywhere(params: Tree, parts: Sequence[Batch]) -> list[Any]:
+        found = run(params, parts)
+        box: list[Any] = [tree.map(lambda x: x.to("meta"), found) if here == last else None]
+        dist.broadcast_object_list(box, dist.get_global_rank(group, last), group=group)
+        empty = tree.map(lambda x: torch.empty_like(x, device=placed.devices.device_type), box[0])
+        return [tree.map(lambda x: broadcast(x.contiguous(), last, group), one) for one in found or empty]
+
+    return everywhere
 
 
 @dataclass(frozen=True)

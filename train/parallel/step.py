@@ -38,7 +38,7 @@ from .dtensors import like, local_tree
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
 from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
-from .stages import Placed, aux_of_stages, stage_loss, stage_sums
+from .stages import Placed, aux_of_stages, counted_elsewhere, stage_sums
 from .tensor import tensor_axes, tensor_parallel
 
 if TYPE_CHECKING:
@@ -70,104 +70,99 @@ def make_step_over(
     State is of this process' layers (`stages`), and `accumulate` is the number of microbatches. Batches that the mesh
     does not divide are refused, and so are optimizers that need more than parts.
     """
-    if compile != "none":
-        raise ValueError(f'compile is {compile!r}; over a mesh it must be "none": what gathers layers is not compiled.')
-    if "layer_fn" not in open_keywords(loss_fn):
-        raise ValueError(
-            f"Over the mesh {mesh} layers are gathered where they run, so the loss function needs a free keyword "
-            "`layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
-        )
-    config = _bound(loss_fn, "config", mesh) if mesh.tp * mesh.cp * mesh.pp > 1 else None
-    known: tuple[Tree, _Placed] | None = None
+    config, known = config_for(mesh, loss_fn, compile), list[tuple[Teaching, Callable[..., Sums]]]()
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
-        nonlocal known
-        shards = shardings(state.params)
-        held = local_tree(state)
-        if known is None or known[0] != shards:  # once: what a step returns lies as what it was given
-            check_opt_state(optimizer, held)
-            known = shards, _place(mesh, loss_fn, optimizer, shards, held.params, config, strategy, remat, balance_rate)
-        placed = known[1]
-        parts = microbatches(own_part(batch, placed.devices, order=strategy.order, config=config), accumulate)
-        sums = placed.sums_of(held.params, parts, divide=False)
-        after, metrics = update(
-            optimizer, held, _global(sums, placed.devices), clip=clip, inplace=inplace, norm_of=placed.norm_of
-        )
-        if balance_rate is not None:
-            moved = _balanced(after.params, shards, metrics["aux"]["counts"], balance_rate, ~metrics["finite"])
-            after = State(after.step, moved, after.opt_state)
-        if placed.whole_aux is not None and "aux" in metrics:
-            metrics["aux"] = placed.whole_aux(metrics["aux"])
-        result = tree.map(like, after, state)
-        if inplace:
-            consume(state)
-        return result, metrics
+        if not known or known[0][0].placed.shards != shardings(state.params):
+            # once: what a step returns lies as what it was given
+            check_opt_state(optimizer, local_tree(state))
+            teaching = teach(place(mesh, state.params, config, strategy, optimizer.trainable), optimizer)
+            sums_of = sums_over(teaching.placed, loss_fn, optimizer, remat=remat, counts=balance_rate is not None)
+            known[:] = [(teaching, sums_of)]
+        teaching, sums_of = known[0]
+        parts = microbatches(own_part(batch, teaching.placed.devices, order=strategy.order, config=config), accumulate)
+        sums = sums_of(local_tree(state.params), parts, divide=False)
+        return update_over(teaching, optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
 
     return step
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """What follows from where the parameters lie."""
+def config_for(mesh: Mesh, function: Callable[..., Any], compile: str) -> Any:
+    """The config that a loss function, or another of (params, batch), holds, where this mesh has to know it, or None.
 
-    devices: DeviceMesh
-    sums_of: Callable[..., Sums]
+    ValueError for a function that cannot run over it.
+    """
+    if compile != "none":
+        raise ValueError(f'compile is {compile!r}; over a mesh it must be "none": what gathers layers is not compiled.')
+    if "layer_fn" not in open_keywords(function):
+        raise ValueError(
+            f"Over the mesh {mesh} layers are gathered where they run, so the loss function needs a free keyword "
+            "`layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
+        )
+    return _bound(function, "config", mesh) if mesh.tp * mesh.cp * mesh.pp > 1 else None
+
+
+def place(mesh: Mesh, params: Tree, config: Any, strategy: Strategy, trainable: Any) -> Placed:
+    """Where the leaves of params lie. ValueError where that is not the mesh; trainable: the optimizer's."""
+    shards = shardings(params)
+    return Placed(config, _devices(shards, mesh), shards, trainable_mask(local_tree(params), trainable), strategy)
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """What updates need to know of the processes' parts."""
+
+    placed: Placed
     norm_of: Callable[[list[Tensor]], Tensor]
     whole_aux: Callable[[Tree], Tree] | None  # of the aux of stages
 
 
-def _place(
-    mesh: Mesh,
-    loss_fn: LossFn,
-    optimizer: Optimizer,
-    shards: Tree,
-    held: Tree,
-    config: Any,
-    strategy: Strategy,
-    remat: str,
-    balance_rate: float | None,
-) -> _Placed:
-    devices = _devices(shards, mesh)
+def teach(placed: Placed, optimizer: Optimizer) -> Teaching:
+    """ValueError for an optimizer that needs more than the parts."""
     if not optimizer.elementwise:
-        _check_whole(shards)
-    trains = trainable_mask(held, optimizer.trainable)
-    learning = {path: how for path, how in tree.flatten(shards).items() if tree.flatten(trains)[path]}
-    counts, elsewhere, whole_aux = balance_rate is not None, frozenset[str](), None
-    if mesh.pp > 1:
-        here = Placed(config, devices, shards, trains, strategy)
-        whole_aux = aux_of_stages(here)
-        sums_of, elsewhere = stage_sums(loss_fn, optimizer, here, remat=remat, counts=counts)
-    else:
-        loss = placed_loss(loss_fn, shards, devices, strategy, config=config, trains=trains)
-        sums_of = gradient_sums(loss, optimizer, remat=remat, counts=counts)
-    counted = [path.partition(".")[0] not in elsewhere for path in learning]
-    return _Placed(devices, sums_of, norm_over(list(learning.values()), counted), whole_aux)
+        _check_whole(placed.shards)
+    staged = placed.devices["pp"].size() > 1
+    trains, elsewhere = tree.flatten(placed.trains), counted_elsewhere(placed) if staged else frozenset[str]()
+    learning = {path: how for path, how in tree.flatten(placed.shards).items() if trains[path]}
+    norm_of = norm_over(list(learning.values()), [path.partition(".")[0] not in elsewhere for path in learning])
+    return Teaching(placed, norm_of, aux_of_stages(placed) if staged else None)
 
 
-def loss_over(
-    mesh: Mesh, loss_fn: LossFn, strategy: Strategy, *, trainable: Any = None
-) -> Callable[[Tree, Batch], tuple[Tensor, Tensor]]:
-    """(params, batch) -> (sum, count) of the whole batch over all processes, without gradients: for held-out text.
+def sums_over(
+    placed: Placed, loss_fn: LossFn, optimizer: Optimizer, *, remat: str, counts: bool
+) -> Callable[..., Sums]:
+    """`train.step.gradient_sums` of this process: of `local_tree(params)` and lists of its parts of batches."""
+    if placed.devices["pp"].size() > 1:
+        return stage_sums(loss_fn, optimizer, placed, remat=remat, counts=counts)
+    loss = placed_loss(
+        loss_fn, placed.shards, placed.devices, placed.strategy, config=placed.config, trains=placed.trains
+    )
+    return gradient_sums(loss, optimizer, remat=remat, counts=counts)
 
-    params: a State's. The rest is as in the step; trainable: the optimizer's, whose other leaves keep their dtypes.
-    """
-    config = _bound(loss_fn, "config", mesh) if mesh.tp * mesh.cp * mesh.pp > 1 else None
 
-    @torch.no_grad()
-    def run(params: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
-        shards, held = shardings(params), local_tree(params)
-        devices = _devices(shards, mesh)
-        trains = trainable_mask(held, trainable)
-        part = own_part(batch, devices, order=strategy.order, config=config)
-        if mesh.pp > 1:
-            total, count = stage_loss(loss_fn, Placed(config, devices, shards, trains, strategy))(held, [part])
-        else:
-            loss = placed_loss(loss_fn, shards, devices, strategy, config=config, trains=trains)
-            total, count, *_ = loss(held, part)
-        both = _global(Sums(total, count, None, [], False), devices)
-        return both.total, both.count
-
-    return run
+def update_over(
+    teaching: Teaching,
+    optimizer: Optimizer,
+    state: State,
+    sums: Sums,
+    *,
+    clip: float | None,
+    inplace: bool = True,
+    balance_rate: float | None,
+) -> tuple[State, dict[str, Any]]:
+    """`train.step.update` with the sums that each process has."""
+    held, placed = local_tree(state), teaching.placed
+    everyone = _global(sums, placed.devices)
+    after, metrics = update(optimizer, held, everyone, clip=clip, inplace=inplace, norm_of=teaching.norm_of)
+    if balance_rate is not None:
+        moved = _balanced(after.params, placed.shards, metrics["aux"]["counts"], balance_rate, ~metrics["finite"])
+        after = State(after.step, moved, after.opt_state)
+    if teaching.whole_aux is not None and "aux" in metrics:
+        metrics["aux"] = teaching.whole_aux(metrics["aux"])
+    result = tree.map(like, after, state)
+    if inplace:
+        consume(state)
+    return result, metrics
 
 
 def placed_loss(
@@ -287,6 +282,12 @@ def _global(sums: Sums, devices: DeviceMesh) -> Sums:
     both = summed(torch.stack((sums.total.double(), sums.count.double())), *groups, *stages)
     total, count = both[0].to(sums.total.dtype), both[1].to(sums.count.dtype)
     return Sums(total, count, tree.map(lambda aux: summed(aux, *groups), sums.aux), sums.grads, sums.divided)
+
+
+def over_processes(devices: DeviceMesh, total: Tensor, count: Tensor, *aux: Tree) -> tuple[Any, ...]:
+    """(sum, count[, aux]) of all processes, of what each has; aux is that of a stage."""
+    found = _global(Sums(total, count, aux[0] if aux else None, [], False), devices)
+    return (found.total, found.count, found.aux) if aux else (found.total, found.count)
 
 
 def _devices(shards: Tree, mesh: Mesh) -> DeviceMesh:

@@ -1,0 +1,149 @@
+"""Over a mesh, what learns nothing: losses, and functions of each token, whole in every process.
+
+    evaluate = train.make_eval_step(loss_fn, mesh=mesh)
+    run = train.make_forward_only(functools.partial(token_logprobs, config=config), mesh=mesh)
+    logp, entropy, valid = run(state.params, batch)           # [B, S] of the whole batch
+
+Each process is given the whole batch, takes its part as in a step, and what comes of it is joined.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fnmodels import family_of, tree
+from fnmodels.tree import Tree
+from train.calls import Batch, caller, microbatches
+from train.forward import metrics_of, totals
+from train.optim import with_paths
+from train.step import LossFn
+
+from .collectives import all_gather
+from .dtensors import local_tree
+from .gather import shardings
+from .mesh import ROWS, Mesh, Strategy
+from .stages import Placed, aux_of_stages, stage_loss, stage_outputs
+from .step import config_for, over_processes, own_part, place, placed_loss
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+PLACES = "places"  # of the columns that a process has, beside its part of a batch
+
+
+def make_eval_over(
+    mesh: Mesh, loss_fn: LossFn, *, compile: str, strategy: Strategy
+) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
+    """`train.make_eval_step` over a mesh."""
+
+    def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], tuple[Any, ...]]:
+        if mesh.pp == 1:
+            return functools.partial(totals, _caller(loss_fn, placed))
+        run, whole_aux = stage_loss(loss_fn, placed), aux_of_stages(placed)
+
+        def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
+            total, count, aux = run(params, parts)
+            return (total, count) if aux is None else (total, count, whole_aux(aux))
+
+        return sums
+
+    made = _once(mesh, loss_fn, compile, strategy, make)
+
+    @torch.no_grad()
+    def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
+        placed, run = made(params)
+        parts = own_part(microbatches(batch), placed.devices, order=strategy.order, config=placed.config)
+        return metrics_of(*over_processes(placed.devices, *run(local_tree(params), parts)))
+
+    return eval_step
+
+
+def make_forward_over(
+    mesh: Mesh, function: Callable[..., Any], *, compile: str, strategy: Strategy
+) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
+    """`train.make_forward_only` over a mesh, of functions whose tensors are [B, ...], over cp [B, S, ...]."""
+
+    def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
+        if mesh.pp > 1:
+            return stage_outputs(function, placed)
+        call = _caller(function, placed)
+        return lambda params, parts: [call(params, part) for part in parts]
+
+    made = _once(mesh, function, compile, strategy, make)
+
+    @torch.no_grad()
+    def run(params: Tree, batch: Batch | Sequence[Batch]) -> Any:
+        placed, call = made(params)
+        given = [dict(part) for part in microbatches(batch)]
+        if mesh.cp > 1:
+            given = [part | {PLACES: _places(part["tokens"])} for part in given]
+        parts = own_part(given, placed.devices, order=strategy.order, config=placed.config)
+        places = [part.pop(PLACES, None) for part in parts]
+        found = call(local_tree(params), parts)
+        joined = [
+            tree.map(lambda x, part=part, at=at: _joined(x, len(part["tokens"]), at, placed.devices), one)
+            for one, part, at in zip(found, parts, places, strict=True)
+        ]
+        return joined if isinstance(batch, (list, tuple)) else joined[0]
+
+    return run
+
+
+def _caller(function: Callable[..., Any], placed: Placed) -> Callable[[Tree, Batch], Any]:
+    how = {"config": placed.config, "trains": placed.trains}
+    return caller(placed_loss(function, placed.shards, placed.devices, placed.strategy, **how))
+
+
+def _once(
+    mesh: Mesh, function: Callable[..., Any], compile: str, strategy: Strategy, make: Callable[[Placed], T]
+) -> Callable[[Tree], tuple[Placed, T]]:
+    """made(params) -> (where they lie, what `make` makes of it), made anew for params that lie elsewhere."""
+    config, known = config_for(mesh, function, compile), list[tuple[Placed, T]]()
+
+    def made(params: Tree) -> tuple[Placed, T]:
+        if not known or known[0][0].shards != shardings(params):
+            placed = place(mesh, params, config, strategy, _learning(function))
+            known[:] = [(placed, make(placed))]
+        return known[0]
+
+    return made
+
+
+def _learning(function: Callable[..., Any]) -> Callable[[Tree], Tree]:
+    """Which leaves training would send in another dtype: those that learn, as far as the config tells."""
+    bound = inspect.signature(function).parameters.get("config")
+    config = None if bound is None or bound.default is bound.empty else bound.default
+    spec = {} if config is None else tree.flatten(family_of(config).spec(config))
+    fixed = {path for path, leaf in spec.items() if not leaf.trainable}
+    return lambda params: with_paths(lambda path, _: path not in fixed, params)
+
+
+def _places(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+
+
+def _joined(x: Tensor, rows: int, places: Tensor | None, devices: DeviceMesh) -> Tensor:
+    """What all processes have of a tensor, with its columns where they were."""
+    divided = [name for name in ROWS if devices[name].size() > 1]
+    wanted = [rows] if places is None else [*places.shape]
+    if (divided or places is not None) and list(x.shape[: len(wanted)]) != wanted:
+        what = "[B, S, ...]" if places is not None else "[B, ...]"
+        raise ValueError(
+            f"Over a mesh that divides batches a function must return tensors {what}, here of {wanted}, and one is "
+            f"{list(x.shape)}; losses are for make_eval_step."
+        )
+    if places is not None:
+        group = devices.get_group("cp")
+        order = all_gather(places, 1, group).argsort(1)
+        x = all_gather(x, 1, group)
+        x = x[torch.arange(len(x), device=x.device)[:, None], order]
+    for name in reversed(divided):  # the last one divided what the others left
+        x = all_gather(x, 0, devices.get_group(name))
+    return x
