@@ -8,13 +8,15 @@ Each loss is of one layer and takes logits, not probabilities: the softmax is ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 SCORES = ("softmax", "sigmoid")
+Adding = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,16 @@ class Balance:
     """Coefficients of what is added to the loss for the routers' sake, each of a mean over layers and tokens.
 
     sequence: `balance_loss` of each row. batch: that of all rows of one call together, so that it depends on how a
-    batch is split for accumulation, as the others do not. z: `router_z_loss`. scores: see `balance_loss`.
+    batch is split for accumulation, as the others do not. z: `router_z_loss`. scores: see `balance_loss`. over: adds up
+    whole numbers over processes that have other tokens of the same rows (a step over `cp` sets it); the terms are then
+    this process' parts of those of the rows.
     """
 
     sequence: float = 0.0
     batch: float = 0.0
     z: float = 0.0
     scores: str = "softmax"
+    over: Adding | None = None
 
     def __post_init__(self) -> None:
         for name in ("sequence", "batch", "z"):
@@ -38,30 +43,40 @@ class Balance:
             raise ValueError(f"scores is {self.scores!r}; it must be one of {', '.join(SCORES)}.")
 
 
-def balance_loss(logits: Tensor, indices: Tensor, valid: Tensor, *, scores: str = "softmax") -> Tensor:
+def balance_loss(
+    logits: Tensor, indices: Tensor, valid: Tensor, *, scores: str = "softmax", over: Adding | None = None
+) -> Tensor:
     """[B]: for each row E sum_e f_e p_e, of one layer (arXiv 2101.03961, 2412.19437).
 
     f_e is the share of the row's choices that fell on expert e, p_e the mean of its scores; only p has a gradient.
     1 where all experts are used alike, E / k where k experts get everything, 0 in a row of padding.
     logits [B, S, E], indices [B, S, k], valid [B, S]. scores: "softmax", or "sigmoid" divided by the sum over experts.
-    Rows of one are a batch: logits.flatten(0, 1)[None]. (transformers' coefficients are to be multiplied by k.)
+    Rows of one are a batch: logits.flatten(0, 1)[None]. (transformers' coefficients are to be multiplied by k.) over:
+    see `Balance`; each token is in one part, p is a sum over them, and the counts in f have no gradient.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     p = wide.softmax(-1) if scores == "softmax" else wide.sigmoid() / wide.sigmoid().sum(-1, keepdim=True)
-    tokens = valid.sum(-1, keepdim=True).clamp(min=1)
-    p = p.where(valid[..., None], 0).sum(1) / tokens
     experts = logits.shape[-1]
     chosen = indices.where(valid[..., None], experts).flatten(1)
     counts = chosen.new_zeros(len(chosen), experts + 1).scatter_add(1, chosen, torch.ones_like(chosen))[:, :experts]
+    tokens = valid.sum(-1, keepdim=True)
+    if over is not None:
+        counts, tokens = over(torch.cat((counts, tokens), -1)).split((experts, 1), -1)
+    tokens = tokens.clamp(min=1)
+    p = p.where(valid[..., None], 0).sum(1) / tokens
     f = counts.to(p.dtype) / (tokens * indices.shape[-1])
     return experts * (f * p).sum(-1)
 
 
-def router_z_loss(logits: Tensor, valid: Tensor) -> Tensor:
-    """[B]: the mean over each row's tokens of log(sum(exp(logits)))^2 (arXiv 2202.08906); 0 for padding alone."""
+def router_z_loss(logits: Tensor, valid: Tensor, *, over: Adding | None = None) -> Tensor:
+    """[B]: the mean over each row's tokens of log(sum(exp(logits)))^2 (arXiv 2202.08906); 0 for padding alone.
+
+    over: see `Balance`.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     squares = wide.logsumexp(-1).square().where(valid, 0)
-    return squares.sum(-1) / valid.sum(-1).clamp(min=1)
+    tokens = valid.sum(-1) if over is None else over(valid.sum(-1))
+    return squares.sum(-1) / tokens.clamp(min=1)
 
 
 def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
@@ -80,8 +95,13 @@ def balance_terms(
 
     tapped: router_logits, expert_indices and counts of the layers that have them, as `forward` names them, in order.
     labelled [B]: labels that count in each row. Every row's term has their weight, so that divided by their number in
-    the whole batch the sum is a mean over tokens, however the batch is split.
+    the whole batch the sum is a mean over tokens, however the batch is split; of parts of rows, with balance.over, the
+    sum of all processes is.
     """
+    over = balance.over
+    how: dict[str, Any] = {"scores": balance.scores, "over": over}
+    if over is not None and (balance.sequence or balance.batch or balance.z):
+        labelled = over(labelled)
 
     def of(name: str) -> list[Tensor]:
         return [value for tap, value in tapped.items() if tap.endswith(f".{name}")]
@@ -90,16 +110,16 @@ def balance_terms(
     aux: dict[str, Tensor] = {"counts": torch.stack(of("counts"))}
     total = torch.zeros((), dtype=torch.promote_types(logits[0].dtype, torch.float32), device=valid.device)
     if balance.sequence:
-        losses = [balance_loss(x, i, valid, scores=balance.scores) for x, i in zip(logits, indices, strict=True)]
+        losses = [balance_loss(x, i, valid, **how) for x, i in zip(logits, indices, strict=True)]
         aux["sequence_balance"] = (torch.stack(losses).mean(0) * labelled).sum()
         total = total + balance.sequence * aux["sequence_balance"]
     if balance.batch:
         flat = [[t.flatten(0, 1)[None] for t in (x, i, valid)] for x, i in zip(logits, indices, strict=True)]
-        losses = [balance_loss(*row, scores=balance.scores) for row in flat]
+        losses = [balance_loss(*row, **how) for row in flat]
         aux["batch_balance"] = torch.stack(losses).mean() * labelled.sum()
         total = total + balance.batch * aux["batch_balance"]
     if balance.z:
-        losses = [router_z_loss(x, valid) for x in logits]
+        losses = [router_z_loss(x, valid, over=over) for x in logits]
         aux["router_z"] = (torch.stack(losses).mean(0) * labelled).sum()
         total = total + balance.z * aux["router_z"]
     return total, aux

@@ -21,6 +21,7 @@ from params import Rules, plan
 from tests.parallel.pool import devices
 from tests.support import batch_of, cases, generic_params, segments
 from train import Optimizer, adamw, init_state, make_eval_step, make_step, next_token_loss
+from train.balance import Balance
 from train.layers import layer_fn
 from train.parallel import Mesh, Strategy
 from train.parallel import step as steps
@@ -36,6 +37,10 @@ from train.step import Sums, gradient_sums, update
 # experts' choice, which no gradient moves; sinks, experts with biases and two kinds of layers.
 MODELS = {"llama": "qwen3_bias_sliding", "deepseek": "deepseek_v3", "gpt_oss": "gpt_oss"}
 OPTIONS: dict[str, dict[str, Any]] = {"deepseek": {"balance_rate": 0.01}}
+TERMS: dict[str, dict[str, Any]] = {
+    "llama": {"label_smoothing": 0.1, "z_loss": 1e-2},
+    "deepseek": {"balance": Balance(sequence=0.3, z=0.1, scores="sigmoid")},
+}
 # 2 divides their heads, experts and vocabularies, 4 but for the KV heads.
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -83,7 +88,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..., Any]:
-    options = {"kernel": "math", **options}
+    options = {"kernel": "math", **TERMS.get(name, {}), **options}
     return functools.partial(next_token_loss, config=config_of(name, layers), length=LENGTH, **options)
 
 

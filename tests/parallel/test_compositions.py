@@ -181,6 +181,11 @@ def unpermuted_table(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(llama, "freqs_cis", lambda config, _, length: tables(config, positions, length=length))
 
 
+def balance_of_columns(patch: pytest.MonkeyPatch) -> None:
+    """Each rank takes its columns for whole rows."""
+    patch.setattr(steps, "whole_rows", lambda balance, _: balance)
+
+
 def unanswered(patch: pytest.MonkeyPatch) -> None:
     """The gradient of tokens that experts got is not sent back."""
     exchange = collectives.exchange
@@ -261,6 +266,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] 
     "rows of the first rank": (first_rows, "fsdp", "llama", GRADIENT),
     "keys have one rank's gradient": (unsummed_keys, "cp gather", "llama", "gradient of layers.0.attention.k_proj"),
     "an unpermuted table": (unpermuted_table, "cp gather", "llama", "gradient of layers.0.attention.q_proj"),
+    "a balance of own columns": (balance_of_columns, "cp gather", "deepseek", "gradient of layers.1.mlp.router"),
     "experts send nothing back": (unanswered, "ep", "deepseek", "gradient of layers.0.mlp.down_proj"),
     "shared leaves are not summed": (
         lambda p: p.setattr(Region, "all_shared", lambda self, values: values),

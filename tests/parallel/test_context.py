@@ -327,22 +327,17 @@ def test_what_cannot_be_done_is_said(ranks: Ranks) -> None:
     ranks(2)(refusals)
 
 
-def bound_to_rows() -> None:
+def without_a_length() -> None:
     """The step asks before it sends anything."""
-    mesh = devices(Mesh(cp=2))
-    dynamic, routed = config_of("llama_dynamic"), config_of("gpt_oss")
+    mesh, dynamic = devices(Mesh(cp=2)), config_of("llama_dynamic")
     loss = functools.partial(train.next_token_loss, config=dynamic)
     with pytest.raises(ValueError, match="The rope kind 'dynamic' depends on the length of the whole batch"):
         placed_loss(loss, None, mesh, Strategy(), config=dynamic)
     placed_loss(functools.partial(loss, length=24), None, mesh, Strategy(), config=dynamic)
-    loss = functools.partial(train.next_token_loss, config=routed)
-    with pytest.raises(ValueError, match=r"Balance\(sequence=0.1.* are means over whole rows"):
-        placed_loss(functools.partial(loss, balance=train.Balance(0.1)), None, mesh, Strategy(), config=routed)
-    placed_loss(functools.partial(loss, balance=train.Balance()), None, mesh, Strategy(), config=routed)
 
 
-def test_losses_that_need_whole_rows_are_refused(ranks: Ranks) -> None:
-    ranks(2)(bound_to_rows)
+def test_a_length_that_no_rank_can_see_must_be_said(ranks: Ranks) -> None:
+    ranks(2)(without_a_length)
 
 
 def shares(order: Callable[..., Any] | Any, ranks: int, **more: Any) -> list[dict[str, Tensor]]:

@@ -12,14 +12,16 @@ rotary tables are those of its tokens, in whatever order these are. What is left
     ring      keys and values pass from rank to rank, and what each gives is merged (arXiv 2310.01889)
 
 Losses are sums: totals, counts and gradients are to be summed over the ranks, and divided once. What a loss function
-makes of whole rows a rank cannot know: the means of balance losses, and the length that some rope scalings need
-(dynamic, longrope), which it can be told, `length=int(batch["positions"].max()) + 1`; `check_bound` asks. Kernels run
-in eager mode; those of "gather" and "ulysses" have every derivative that `inner` has.
+makes of whole rows a rank cannot know: of balance losses, which are means over rows, `whole_rows` makes each rank's
+part; the length that some rope scalings need (dynamic, longrope) it must be told, `length=int(batch["positions"].max())
++ 1`; `check_length` asks. Kernels run in eager mode; those of "gather" and "ulysses" have every derivative that `inner`
+has.
 """
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -98,22 +100,22 @@ def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: Any
     return balanced_order(fullest, ranks, block=block)
 
 
-def check_bound(loss_fn: Callable[..., Any], config: Any) -> None:
-    """ValueError where a loss function is bound to what needs whole rows, of which a rank has parts."""
-    bound = {name: parameter.default for name, parameter in inspect.signature(loss_fn).parameters.items()}
-    balance = bound.get("balance")
-    if isinstance(balance, Balance) and (balance.sequence or balance.batch or balance.z):
-        raise ValueError(
-            f"The loss function is bound to {balance}, whose terms are means over whole rows, and over cp a rank has "
-            "parts of rows: leave it out, and keep experts in use by make_step(balance_rate=...)."
-        )
+def check_length(length: Any, config: Any) -> None:
+    """ValueError where a rope scaling needs the length of whole rows, of which a rank has parts, and nobody says it."""
     ropes = [] if config is None else [value for value in vars(config).values() if isinstance(value, Rope)]
     needy = sorted({rope.kind for rope in ropes} & {"dynamic", "longrope"})
-    if needy and bound.get("length", 0) is None:
+    if needy and length is None:
         raise ValueError(
             f"The rope kind {needy[0]!r} depends on the length of the whole batch, which over cp no rank sees: bind "
             "length= to the loss function."
         )
+
+
+def whole_rows(balance: Balance | None, group: ProcessGroup) -> Balance | None:
+    """The balance terms of rows whose tokens the ranks of `group` hold: each rank's part of their means."""
+    if balance is None:
+        return None
+    return dataclasses.replace(balance, over=functools.partial(collectives.leave, group=group))
 
 
 def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:

@@ -30,7 +30,7 @@ from train.optim import Optimizer
 from train.step import Sums
 
 from .collectives import broadcast, summed
-from .context import context_kernel
+from .context import check_length, context_kernel, whole_rows
 from .dtensors import whole
 from .expert import expert_parallel
 from .gather import gathering_stages
@@ -193,9 +193,10 @@ def _staged(loss_fn: LossFn, placed: Placed, remat: str) -> tuple[Staged, Pipeli
     config, devices, strategy = placed.config, placed.devices, placed.strategy
     mesh, loss = mesh_of(devices), staged(loss_fn)
     if mesh.cp > 1:
-        inner = _name("kernel", loss.kernel)
-        kernel = context_kernel(strategy.context, devices.get_group("cp"), inner=inner)
-        loss = dataclasses.replace(loss, kernel=kernel)
+        check_length(loss.length, config)
+        group = devices.get_group("cp")
+        kernel = context_kernel(strategy.context, group, inner=_name("kernel", loss.kernel))
+        loss = dataclasses.replace(loss, kernel=kernel, balance=whole_rows(loss.balance, group))
     if mesh.ep > 1:
         inner = _name("experts", loss.experts)
         loss = dataclasses.replace(loss, experts=expert_parallel(devices.get_group("ep"), inner=inner))

@@ -27,13 +27,14 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Rules, Sharding
+from train.balance import Balance
 from train.calls import Batch, microbatches, open_keywords
 from train.optim import Optimizer, trainable_mask, wide_dtype, with_paths
 from train.state import State, consume
 from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_sums, update
 
 from .collectives import summed
-from .context import check_bound, context_kernel, shard_batch
+from .context import check_length, context_kernel, shard_batch, whole_rows
 from .dtensors import like, local_tree
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
@@ -180,9 +181,12 @@ def placed_loss(
     """
     mesh = mesh_of(devices)
     if mesh.cp > 1:
-        check_bound(loss_fn, config)
-        inner = _named(loss_fn, "kernel", mesh)
-        loss_fn = _with(loss_fn, kernel=context_kernel(strategy.context, devices.get_group("cp"), inner=inner))
+        bound = {name: keyword.default for name, keyword in inspect.signature(loss_fn).parameters.items()}
+        check_length(bound.get("length", 0), config)
+        group, balance = devices.get_group("cp"), bound.get("balance")
+        kernel = context_kernel(strategy.context, group, inner=_named(loss_fn, "kernel", mesh))
+        rows = {"balance": whole_rows(balance, group)} if isinstance(balance, Balance) else {}
+        loss_fn = _with(loss_fn, kernel=kernel, **rows)
     if mesh.ep > 1:
         inner = _named(loss_fn, "experts", mesh)
         loss_fn = _with(loss_fn, experts=expert_parallel(devices.get_group("ep"), inner=inner))
