@@ -80,7 +80,7 @@ WAYS: dict[str, Way] = {
     "tp x ep": Way("ep=2,tp=2", models=ROUTED),
     "tp x ep, sp": Way("ep=2,tp=2", SP, models=ROUTED),
     "tp x pp": staged("1F1B", "pp=2,tp=2"),
-    "tp x pp, sp": staged("Interleaved1F1B", "pp=2,tp=2", sequence=True),
+    "tp x pp, sp": Way("pp=2,tp=2", {"schedule": "ZBVZeroBubble", **SP}, FOUR, 4, ("llama", "gpt_oss")),
     "cp x ep": Way("ep=2,cp=2", models=ROUTED),
     "cp x pp": staged("GPipe", "pp=2,cp=2"),
     "ep x pp": Way("pp=2,ep=2", {"split": (2, 1)}, FOUR, 3, ROUTED),

@@ -48,6 +48,7 @@ SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 VEE = ("ZBVZeroBubble", "DualPipeV")
 SCHEDULES = (*SINGLE, *LOOPED, *VEE)
+SPLITTING = ("InterleavedZeroBubble", *VEE)  # the backward pass, into that of inputs and that of weights
 
 # What padding is in each entry of a batch; 0 in all others.
 _PADDING = {"labels": IGNORE, "next_labels": IGNORE, "next_tokens": -1}

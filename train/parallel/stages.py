@@ -36,6 +36,7 @@ from .expert import expert_parallel
 from .gather import gathering_stages
 from .mesh import Mesh, Strategy, mesh_of
 from .pipeline import (
+    SPLITTING,
     Pipeline,
     Staged,
     copies,
@@ -210,6 +211,8 @@ def _staged(loss_fn: LossFn, placed: Placed, remat: str) -> tuple[Staged, Pipeli
     gathers, gathered = gathering_stages(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
     again = layer_fn(remat, "none")
     wraps += [gathers] if again is None else [gathers, again]
+    if strategy.schedule in SPLITTING and (strategy.sequence or mesh.rows * mesh.cp > 1):
+        wraps.append(_as_one)
 
     def wrap(block: Block) -> Block:
         for one in wraps:
@@ -224,6 +227,41 @@ def _staged(loss_fn: LossFn, placed: Placed, remat: str) -> tuple[Staged, Pipeli
 
     how = {"layer_fn": wrap, "outside": outside, "leaving": leaving, "dtype": strategy.gather_dtype}
     return loss, pipeline_of(config, mesh, strategy), how
+
+
+def _as_one(block: Block) -> Block:
+    """The block with the leaves of its layer from one node of the graph.
+
+    Schedules that split the backward pass (torch 2.13) go through it once more for weights, for each leaf by itself, and
+    free what they have passed. Leaves that meet in a message would find their way through others' nodes gone; those of
+    one node are taken together.
+    """
+
+    def run(layer: Tree, *args: Any, **more: Any) -> Any:
+        found = iter(_Together.apply(*(leaf for leaf in tree.leaves(layer) if leaf.requires_grad)))
+        return block(tree.map(lambda leaf: next(found) if leaf.requires_grad else leaf, layer), *args, **more)
+
+    return run
+
+
+class _Together(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(leaf.view_as(leaf) for leaf in leaves)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
 
 
 def _name(what: str, value: Any) -> str:
