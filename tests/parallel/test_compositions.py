@@ -17,7 +17,7 @@ from torch import Tensor
 from fnmodels import llama, tree
 from tests.parallel.pool import Ranks
 from tests.parallel.reference import MODELS, batch, errors_of, errors_of_modules, one_process, spec_of, worst
-from train.parallel import Mesh, collectives, context, gather, pipeline, stages, tensor
+from train.parallel import Mesh, collectives, context, gather, passes, pipeline, stages, tensor
 from train.parallel import step as steps
 from train.parallel.pipeline import SCHEDULES, SINGLE
 from train.parallel.region import Region
@@ -217,35 +217,35 @@ def another_head(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_mask(patch: pytest.MonkeyPatch) -> None:
-    prepared = pipeline.microbatches
+    prepared = passes.microbatches
 
     def run(*args: Any) -> list[pipeline.Microbatch]:
         parts = prepared(*args)
         return [dataclasses.replace(part, masks=parts[0].masks, layout=parts[0].layout) for part in parts]
 
-    patch.setattr(pipeline, "microbatches", run)
+    patch.setattr(passes, "microbatches", run)
 
 
 def first_table(patch: pytest.MonkeyPatch) -> None:
-    prepared = pipeline.microbatches
+    prepared = passes.microbatches
 
     def run(*args: Any) -> list[pipeline.Microbatch]:
         parts = prepared(*args)
         return [dataclasses.replace(part, freqs_cis=parts[0].freqs_cis) for part in parts]
 
-    patch.setattr(pipeline, "microbatches", run)
+    patch.setattr(passes, "microbatches", run)
 
 
 def divided_by_microbatches(patch: pytest.MonkeyPatch) -> None:
     """What torch does unless it is told that losses are sums."""
-    made = pipeline._schedule
+    made = passes._schedule
 
     def careless(*args: Any) -> Any:
         schedule = made(*args)
         schedule.scale_grads = True
         return schedule
 
-    patch.setattr(pipeline, "_schedule", careless)
+    patch.setattr(passes, "_schedule", careless)
 
 
 def averaged_modules(patch: pytest.MonkeyPatch) -> None:

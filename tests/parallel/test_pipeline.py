@@ -22,6 +22,7 @@ from tests.parallel.pool import Ranks
 from tests.support import cases, generic_params, positions_of, segments, tokens_of
 from train.balance import Balance
 from train.optim import with_paths
+from train.parallel import passes, staged
 from train.parallel import pipeline as pp
 from train.step import gradient_sums
 
@@ -95,7 +96,7 @@ def gradients(name: str, layers: int, schedule: str, balance: bool = False, drop
     params = pp.share(generic_params(config), config, pipe, dist.get_rank())
     before = tree.map(torch.clone, params)
     of = pp.gradient_sums(loss, optimizer, pipe, counts=balance)
-    with mock.patch.object(pp._Carry, "apply", lambda x, _: x) if dropped else contextlib.nullcontext():
+    with mock.patch.object(staged._Carry, "apply", lambda x, _: x) if dropped else contextlib.nullcontext():
         of(params, split)
         sums = of(params, split)  # again: nothing of the first step is left behind
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(params), tree.leaves(before), strict=True))
@@ -255,7 +256,7 @@ def refused() -> list[str]:
     def ask(schedule: str, parts: list[Batch]) -> None:
         pipe = pp.pipeline(config, 2, schedule)
         params = pp.share(generic_params(config), config, pipe, dist.get_rank())
-        with mock.patch.object(pp, "_schedule", side_effect=AssertionError), pytest.raises(ValueError) as error:
+        with mock.patch.object(passes, "_schedule", side_effect=AssertionError), pytest.raises(ValueError) as error:
             pp.gradient_sums(loss, optimizer, pipe)(params, parts)
         said.append(str(error.value))
 

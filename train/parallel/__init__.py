@@ -2,13 +2,19 @@
 
     mesh          how many processes share what: `Mesh(fsdp=2, tp=2)`; and `Strategy`, how, where there is a choice
     step          `train.make_step(..., mesh=mesh)`, of all of them together
+    forward       evaluation and functions of tokens, likewise
     gather        dp and fsdp: layers gathered where they run
     stateful      the same behind modules, for FSDP2
     tensor        heads and columns of each layer divided, and the stream's columns too: `tensor_parallel`
     vocab         the same of embedding, logits and cross entropy
     region        what these two have between the stream and a process' own part
     context       tokens of a row in different processes: attention that fetches keys, or passes them on
-    pipeline      layers on different processes: parts of the tree, and torch's schedules over them
+    pipeline      layers on different processes: gradients, losses and outputs of this one's stages, made of
+      schedule      which layers are where
+      share         the parts of the tree
+      staged        a loss that can be cut between layers
+      microbatch    what every stage needs of a part of the batch
+      passes        torch's schedules, run over them
     stages        pp in a step: a pipeline whose stages share their layers by all the other ways
     order         what a schedule does in which order: how long ranks wait, how much they hold
     expert        experts in different processes: tokens travel to theirs and back

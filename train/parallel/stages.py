@@ -232,9 +232,9 @@ def _staged(loss_fn: LossFn, placed: Placed, remat: str) -> tuple[Staged, Pipeli
 def _as_one(block: Block) -> Block:
     """The block with the leaves of its layer from one node of the graph.
 
-    Schedules that split the backward pass (torch 2.13) go through it once more for weights, for each leaf by itself, and
-    free what they have passed. Leaves that meet in a message would find their way through others' nodes gone; those of
-    one node are taken together.
+    Schedules that split the backward pass (torch 2.13) go through it once more for weights, for each leaf by itself,
+    and free what they have passed. Leaves that meet in a message would find their way through others' nodes gone; those
+    of one node are taken together.
     """
 
     def run(layer: Tree, *args: Any, **more: Any) -> Any:

@@ -1,0 +1,90 @@
+"""What every stage of a pipeline needs of a part of the batch, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnmodels
+from fnmodels.mask import Layout, MaskLike
+
+from ..calls import Batch
+from ..loss import IGNORE, replayed
+from .schedule import Pipeline, check_microbatches
+from .staged import Staged
+
+# What padding is in each entry of a batch; 0 in all others.
+_PADDING = {"labels": IGNORE, "next_labels": IGNORE, "next_tokens": -1}
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What every stage needs of one part of a batch; all but the layout lead with its rows."""
+
+    batch: Batch
+    inputs: Mapping[str, Tensor]
+    masks: Mapping[str, MaskLike]
+    freqs_cis: Mapping[str, Tensor]
+    layout: Layout | None
+
+
+def microbatches(loss: Staged, pipe: Pipeline, parts: Sequence[Batch]) -> list[Microbatch]:
+    """The parts, prepared. ValueError in a sentence, the same on every rank since all have the same parts.
+
+    Every stage expects hidden states of one shape. So rows must be equally many; parts of unequal length are padded to
+    the longest, which changes no result.
+    """
+    check_microbatches(pipe, len(parts))
+    rows = [len(part["tokens"]) for part in parts]
+    if len(set(rows)) > 1:
+        odd = next(i for i, n in enumerate(rows) if n != rows[0])
+        raise ValueError(
+            f"Microbatch {odd} has {rows[odd]} rows, but the first has {rows[0]}: the rows of a pipeline's batch, "
+            f"{sum(rows)}, must divide by the number of microbatches, {len(rows)}."
+        )
+    longest = max(part["tokens"].shape[1] for part in parts)
+    return [_microbatch(loss, padded(part, longest)) for part in parts]
+
+
+def padded(batch: Batch, length: int) -> Batch:
+    """The batch with rows of `length` tokens, which is padding behind what there is."""
+    size = batch["tokens"].shape[1]
+    if size == length:
+        return batch
+
+    def longer(name: str, tensor: Tensor) -> Tensor:
+        if tensor.ndim < 2 or tensor.shape[1] != size:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} beside tokens of {size} columns, so it cannot be padded to {length}."
+            )
+        return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, length - size), value=_PADDING.get(name, 0))
+
+    return {name: longer(name, tensor) for name, tensor in batch.items()}
+
+
+def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
+    missing = [name for name in ("tokens", "positions", "segment_ids") if name not in batch]
+    if missing:
+        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
+    _check_range("tokens", batch["tokens"], loss.config.vocab_size)
+    if "labels" in batch:
+        labels = batch["labels"]
+        _check_range("labels", labels.where(labels != IGNORE, 0), loss.config.vocab_size)
+    inputs, masks, freqs_cis = fnmodels.prepare(
+        loss.config,
+        batch["tokens"],
+        positions=batch["positions"],
+        segment_ids=batch["segment_ids"],
+        length=loss.length,
+    )
+    layout = fnmodels.document_layout(batch["positions"], batch["segment_ids"])
+    return Microbatch(batch, replayed(inputs, batch), masks, freqs_cis, layout)
+
+
+def _check_range(name: str, ids: Tensor, size: int) -> None:
+    """On the CPU: one stage alone would stumble over it, and the others would wait."""
+    if ids.is_cpu and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
+        raise ValueError(f"The {name} go from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {size - 1}.")

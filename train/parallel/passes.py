@@ -1,0 +1,162 @@
+"""The passes of one rank's stages through a batch, by torch's own schedules.
+
+A schedule is told no more of a microbatch than its number. So nothing passes through torch's chunking, which cuts what
+has no batch dimension in silence; and a mask may be of any form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.front import LayerFn
+from fnmodels.tree import Tree
+
+from ..calls import Batch
+from .microbatch import Microbatch, microbatches
+from .schedule import SINGLE, Pipeline
+from .share import check_share, cut, width_of
+from .staged import Staged, run_stage
+
+
+class _Stage(nn.Module):
+    """What torch's stages want: a module, whose parameters are the leaves of `params` that train.
+
+    index: the number of a microbatch, which is all that the schedule cuts up.
+    """
+
+    def __init__(self, run: Callable[..., tuple[tuple[Tensor, Tensor], dict[str, Tensor]]]) -> None:
+        super().__init__()
+        self.run = run
+        self.params: Tree = {}
+        self.parts: Sequence[Microbatch] = ()
+        self.found: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+    def bind(self, params: Tree, parts: Sequence[Microbatch]) -> None:
+        self.params, self.parts, self.found = params, parts, []
+        self._parameters.clear()
+        for path, leaf in tree.flatten(params).items():
+            if isinstance(leaf, nn.Parameter):
+                self.register_parameter(path.replace(".", "/"), leaf)
+
+    def forward(self, *x: Tensor, index: Tensor) -> Tensor:
+        (out, beside), sums = self.run(self.params, x[0] if x else None, self.parts[int(index)])
+        self.found.append((beside, sums))
+        if torch.is_grad_enabled() and not out.requires_grad:
+            # Nothing before here trains, but the stage behind sends a gradient all the same.
+            out = out.detach().requires_grad_()
+        return out
+
+
+Found = list[list[tuple[Any, dict[str, Tensor]]]]  # of each stage of this rank, of each microbatch, what is beside x
+Run = Callable[[Tree, Sequence[Batch], bool], tuple[list[Tensor], Found]]
+
+
+def runner(
+    loss: Staged,
+    pipe: Pipeline,
+    group: dist.ProcessGroup | None,
+    layer_fn: LayerFn | None,
+    outside: Callable[[Tree], Tree] | None,
+    leaving: Callable[[Tensor], Tensor] | None,
+    counts: bool,
+    dtype: torch.dtype | None,
+) -> Run:
+    """run(params, parts, train) -> (losses of the last stage, `Found`); gradients are left in the leaves."""
+    if dist.get_world_size(group) != pipe.size:
+        raise ValueError(f"The pipeline has {pipe.size} ranks, but its process group {dist.get_world_size(group)}.")
+    if (counts or loss.balance is not None) and not getattr(fnmodels.family_of(loss.config), "ROUTED", False):
+        raise ValueError(f"balance and counts are for models with experts, and {loss.config.model_type} has none.")
+    stages, width = pipe.stages(dist.get_rank(group)), width_of(loss.config)
+    how: dict[str, Any] = {"loss": loss, "layer_fn": layer_fn, "outside": outside, "counts": counts}
+    how["leaving"] = leaving
+    made: dict[Any, tuple[list[_Stage], Any]] = {}
+
+    def run(params: Tree, parts: Sequence[Batch], train: bool) -> tuple[list[Tensor], Found]:
+        check_share(params, loss.config, pipe, stages)
+        ready = microbatches(loss, pipe, parts)
+        cuts = [cut(params, loss.config, pipe, (stage,)) for stage in stages]
+        sizes, device = ready[0].batch["tokens"].shape[:2], ready[0].batch["tokens"].device
+        state = torch.empty(
+            *sizes, width, dtype=dtype or _main_dtype(params["layers"]), device="meta", requires_grad=train
+        )
+        key = (len(ready), state.shape, state.dtype, device, train)
+        if key not in made:
+            modules = [_Stage(_of_layers(run_stage, *pipe.layers[stage], **how)) for stage in stages]
+            made[key] = modules, _schedule(pipe, modules, stages, len(ready), state, device, group, train)
+        modules, schedule = made[key]
+        for module, part in zip(modules, cuts, strict=True):
+            module.bind(part, ready)
+        numbers, losses = torch.arange(len(ready)), list[Tensor]()
+        act = schedule.step if train else schedule.eval
+        act(index=numbers, target=numbers, losses=losses, return_outputs=False)
+        found = [module.found for module in modules]
+        for module in modules:
+            module.bind({}, ())  # nothing of this batch is kept
+        return losses, found
+
+    return run
+
+
+def _of_layers(run: Callable[..., Any], lo: int, hi: int, **how: Any) -> Callable[..., Any]:
+    return lambda params, x, part: run(params, x, part, lo, hi, **how)
+
+
+def _schedule(
+    pipe: Pipeline,
+    modules: Sequence[_Stage],
+    stages: Sequence[int],
+    count: int,
+    state: Tensor,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    train: bool,
+) -> Any:
+    """torch's schedule for `count` microbatches whose hidden states are like `state`."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    last = len(pipe.layers) - 1
+    total = torch.empty((), device="meta", requires_grad=train)
+    made = [
+        PipelineStage(
+            module,
+            stage,
+            last + 1,
+            device,
+            input_args=() if stage == 0 else (state,),
+            output_args=(total,) if stage == last else (state,),
+            group=group,
+        )
+        for module, stage in zip(modules, stages, strict=True)
+    ]
+    kind: Any = get_schedule_class(pipe.schedule)
+    # Losses are sums: torch would divide the gradients by the number of microbatches.
+    how: dict[str, Any] = {"n_microbatches": count, "loss_fn": _the_loss, "scale_grads": False}
+    if pipe.schedule in SINGLE:
+        return kind(made[0], **how)
+    schedule = kind(made, **how)
+    if not train:
+        from torch.distributed.pipelining import schedules
+
+        # Its `eval` goes through the backward passes too, and where two stages of a V meet it wants their gradients.
+        for act in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
+            schedule.register_custom_function(act, lambda *_: None)
+    return schedule
+
+
+def _the_loss(output: Tensor, _: Tensor) -> Tensor:
+    """The last stage has made it already."""
+    return output
+
+
+def _main_dtype(layers: Tree) -> torch.dtype:
+    """That of the largest leaf: others (norms, selection biases) may be kept wider."""
+    largest: Tensor = max(tree.leaves(layers), key=lambda leaf: leaf.numel())
+    return largest.dtype

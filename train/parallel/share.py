@@ -1,0 +1,104 @@
+"""The parts of a params tree that the ranks of a pipeline hold: their layers, and the ends of the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+from .schedule import Pipeline
+
+
+def ends(config: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The entries of params outside of the layers that the first stage holds, and those of the last.
+
+    Found by watching `embed` and `unembed`. What neither reads (heads for further tokens) is with the last; a tied
+    embedding is in both.
+    """
+    return _watched(config)[:2]
+
+
+def width_of(config: Any) -> int:
+    """The width of hidden states."""
+    return _watched(config)[2]
+
+
+@functools.lru_cache(maxsize=16)
+def _watched(config: Any) -> tuple[frozenset[str], frozenset[str], int]:
+    """`ends`, and the width of hidden states."""
+    family = fnmodels.family_of(config)
+    spec = {name: leaf for name, leaf in family.spec(config).items() if name != "layers"}
+    outside = tree.map(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
+    token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    first, last = _Reads(outside), _Reads(outside)
+    x = family.embed(first, {"tokens": token, "positions": token}, config=config)
+    family.unembed(last, x, config=config)
+    return frozenset(first.seen), frozenset(last.seen | (outside.keys() - first.seen)), x.shape[-1]
+
+
+class _Reads(dict[str, Any]):
+    """A dict that remembers what was looked up in it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.seen: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.seen.add(name)
+        return super().__getitem__(name)
+
+
+def share(whole: Tree, config: Any, pipe: Pipeline, rank: int) -> Tree:
+    """A rank's part of `whole`, a tree like the params: the params, a spec, a plan.
+
+    Layers become a dict under their numbers, as strings, so that every leaf keeps its path. A tied embedding is in the
+    parts of the first and the last stage; see `copies`.
+    """
+    return cut(whole, config, pipe, pipe.stages(rank))
+
+
+def cut(whole: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> Tree:
+    first, last = ends(config)
+    names = (first if 0 in stages else frozenset()) | (last if len(pipe.layers) - 1 in stages else frozenset())
+    layers = numbered(whole["layers"])
+    numbers = [index for stage in stages for index in range(*pipe.layers[stage])]
+    lost = [index for index in numbers if index not in layers]
+    if lost:
+        raise ValueError(
+            f"Stages {list(stages)} need layer {lost[0]}, but the params have those with the numbers {sorted(layers)}."
+        )
+    cut = {"layers": {str(index): layers[index] for index in numbers}}
+    return {n: cut.get(n, part) for n, part in whole.items() if n in names or n == "layers"}
+
+
+def check_share(params: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> None:
+    """ValueError for params that are not of these stages alone: of the others nothing would be learned here."""
+    own = cut(params, config, pipe, stages)
+    extra = sorted(params.keys() - own.keys())
+    layers = sorted(set(numbered(params["layers"])) - set(numbered(own["layers"])))
+    if extra or layers:
+        what = repr(extra[0]) if extra else f"layer {layers[0]}"
+        raise ValueError(
+            f"The params hold {what}, which is not of stages {list(stages)}: give each rank its own part, as "
+            "train.parallel.pipeline.share cuts it, or train.parallel.stages.stage_plan."
+        )
+
+
+def numbered(layers: Tree) -> dict[int, Tree]:
+    """{number: layer}, of a list, or of a dict whose keys are numbers or strings of them."""
+    pairs = layers.items() if isinstance(layers, Mapping) else enumerate(layers)
+    return {int(index): layer for index, layer in pairs}
+
+
+def copies(config: Any, pipe: Pipeline, rank: int) -> frozenset[str]:
+    """The entries of this rank's part that another rank has too and counts: leave them out of norms and checkpoints."""
+    if rank != pipe.ranks[-1] or rank == pipe.ranks[0]:
+        return frozenset()
+    first, last = ends(config)
+    return first & last
