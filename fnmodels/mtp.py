@@ -11,7 +11,7 @@ The heads are parameters under "mtp" of a config with `num_nextn_predict_layers`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -90,20 +90,24 @@ def hidden(
     layer_fn: LayerFn | None = None,
     experts: str | Experts = "auto",
     taps: tuple[str, ...] = (),
+    apart: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
 ) -> Any:
     """The states [B, S, D] of each head, a tuple; with taps (states, {"mtp.K.NAME": tensor}).
 
     x: the model's states, `fnmodels.hidden`. next_tokens: [B, S, heads] from `ahead`, below 0 where the document has
     ended; what a head makes of such a place is seen by no other, and counts in no expert. taps: names as the family's
-    TAPS, of every head. Logits of head k are `family.unembed(view(params, k), state, config=config)`.
+    TAPS, of every head. Logits of head k are `family.unembed(view(params, k), state, config=config)`. apart: where x and
+    what layers return are of some columns of each row only, (what takes these of [B, S, D], the way back).
 
     The state that goes from one model to the next is normed, by the first one's final norm and by each head's own, as
     in the implementations that published weights were made for; the paper leaves it open.
     """
     heads = params.get("mtp", ())
-    if not heads or next_tokens.shape != (*x.shape[:2], len(heads)):
+    cut, join = apart or (_same, _same)
+    rows, columns = x.shape[0], x.shape[1] if apart is None else next_tokens.shape[1]
+    if not heads or next_tokens.shape != (rows, columns, len(heads)):
         raise ValueError(
-            f"next_tokens must be {[*x.shape[:2], len(heads)]}, a token for each of the {len(heads)} heads in params "
+            f"next_tokens must be {[rows, columns, len(heads)]}, a token for each of the {len(heads)} heads in params "
             f"(fnmodels.mtp.ahead makes them), not {list(next_tokens.shape)}."
         )
     family, eps = family_of(config), config.rms_norm_eps
@@ -113,12 +117,12 @@ def hidden(
     tapped: dict[str, Tensor] = {}
     for k, head in enumerate(heads):
         known = next_tokens[..., k] >= 0
-        token = family.embed(params, next_tokens[..., k].clamp(min=0), config=config).where(known[..., None], 0)
+        token = cut(family.embed(params, next_tokens[..., k].clamp(min=0), config=config).where(known[..., None], 0))
         both = (rms_norm(token, head["enorm"], eps=eps), rms_norm(before, head["hnorm"], eps=eps))
         # The block is of the last layer's kind, and runs in its place.
         out = run_layers(
             {"layers": {last: head["block"]}},
-            linear(torch.cat(both, dim=-1), head["eh_proj"]),
+            join(linear(torch.cat(both, dim=-1), head["eh_proj"])),
             masks,
             freqs_cis,
             last,
@@ -136,6 +140,10 @@ def hidden(
         tapped |= {f"mtp.{k}.{name}": found[f"layers.{last}.{name}"] for name in taps}
         before = rms_norm(state, head["norm"], eps=eps)
     return (tuple(states), tapped) if taps else tuple(states)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def view(params: Tree, head: int) -> Tree:

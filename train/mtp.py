@@ -16,6 +16,7 @@ from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 from train.balance import Balance, balance_terms
 from train.loss import CHUNK, IGNORE, counted, head_loss, replayed
+from train.parallel.vocab import Vocab
 
 
 def look_ahead(batch: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
@@ -69,6 +70,9 @@ def mtp_loss(
     # Some tap is always asked for, so that both functions return a pair.
     taps = ("hidden", *(f"layers.*.{name}" for name in names))
     x, tapped = fnmodels.hidden(params, replayed(inputs, batch), masks, freqs_cis, **how, taps=taps)
+    table = params["embed_tokens"]
+    columns = isinstance(table, Vocab) and table.region.sequence
+    how["apart"] = (table.region.cut, table.region.join) if columns else None
     states, of_heads = mtp.hidden(params, x, batch["next_tokens"], masks, freqs_cis, **how, taps=("output", *names[2:]))
     given: dict[str, Any] = {"config": config, "chunk": chunk}
     total, count = head_loss(params, x, batch["labels"], **given, weights=batch.get("weights"))

@@ -196,15 +196,15 @@ def test_a_loss_of_ones_own_has_the_same_gradients(ranks: Ranks, name: str) -> N
     assert max(ranks(2)(own_loss, name)) < LIMIT
 
 
-def further_tokens() -> float:
-    """The same of a loss with a head that predicts further tokens, whose block is wrapped as the others."""
-    config = dataclasses.replace(variant(DEEPSEEK), num_nextn_predict_layers=1)
-    tensor, placements, params = distributed(config, sequence=False)
+def further_tokens(sequence: bool) -> float:
+    """The same of a loss with heads that predict further tokens, whose blocks are wrapped as the others."""
+    config = dataclasses.replace(variant(DEEPSEEK), num_nextn_predict_layers=2)
+    tensor, placements, params = distributed(config, sequence=sequence)
     batch, whole = (
-        look_ahead(batch_of(config), 1),
+        look_ahead(batch_of(config), 2),
         tree.map(lambda p: p.clone().requires_grad_(), generic_params(config)),
     )
-    loss = functools.partial(mtp_loss, batch=batch, config=config, length=24, kernel="math")
+    loss = functools.partial(mtp_loss, batch=batch, config=config, length=24, kernel="math", balance=Balance(0.1))
     found, where = gradients(tensor.run(loss)(params)[0], params), tree.flatten(placements)
     return max(
         float((found[path].to_local() - grad[where[path].here()]).abs().max() / grad.abs().max())
@@ -212,8 +212,9 @@ def further_tokens() -> float:
     )
 
 
-def test_heads_for_further_tokens(ranks: Ranks) -> None:
-    assert max(ranks(2)(further_tokens)) < LIMIT
+@MODES
+def test_heads_for_further_tokens(ranks: Ranks, sequence: bool) -> None:
+    assert max(ranks(2)(further_tokens, sequence)) < LIMIT
 
 
 def curvature(name: str, sequence: bool, chunk: int | None) -> dict[str, float]:

@@ -35,6 +35,14 @@ class Region:
         """The sum over the processes, as part of the stream."""
         return collectives.reduce_scatter(y, dim, self.group) if self.sequence else collectives.leave(y, self.group)
 
+    def cut(self, x: Tensor) -> Tensor:
+        """This process' part of the stream where it is there with all its tokens."""
+        return collectives.take(x, 1, self.group) if self.sequence else x
+
+    def join(self, x: Tensor) -> Tensor:
+        """The stream with all its tokens, not inside: its gradient is there in full."""
+        return collectives.join(x, 1, self.group) if self.sequence else x
+
     def joined(self, logits: Tensor) -> Tensor:
         """Everyone's part of the vocabulary [..., V / size], with which all do the same."""
         return collectives.join(logits, -1, self.group)

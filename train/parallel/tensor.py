@@ -119,12 +119,14 @@ class TensorParallel:
                 leaf = Vocab(leaf, self.region)
             elif name.startswith("norm") and self.region.sequence:
                 leaf = self.region.shared(leaf)
+            elif name == "mtp" and self.region.sequence:
+                leaf = [{n: x if n == "block" else self.region.shared(x) for n, x in head.items()} for head in leaf]
             made[name] = leaf
         return made
 
     def whole(self, x: Tensor) -> Tensor:
         """The stream with all its columns, as layers of another stage take it."""
-        return collectives.join(x, 1, self.region.group) if self.region.sequence else x
+        return self.region.join(x)
 
     def _layer(self, layer: Tree) -> Tree:
         """The layer as the block is to see it, with leaves that know where they stand."""
@@ -153,7 +155,7 @@ class TensorParallel:
                 "pad the rows to a multiple."
             )
         if x.shape[1] == length:
-            x = collectives.take(x, 1, self.region.group)
+            x = self.region.cut(x)
         own = slice(self.region.rank * x.shape[1], (self.region.rank + 1) * x.shape[1])
         return x, {name: value if value is None else value[:, own] for name, value in more.items()}
 
