@@ -96,8 +96,8 @@ def hidden(
 
     x: the model's states, `fnmodels.hidden`. next_tokens: [B, S, heads] from `ahead`, below 0 where the document has
     ended; what a head makes of such a place is seen by no other, and counts in no expert. taps: names as the family's
-    TAPS, of every head. Logits of head k are `family.unembed(view(params, k), state, config=config)`. apart: where x and
-    what layers return are of some columns of each row only, (what takes these of [B, S, D], the way back).
+    TAPS, of every head. Logits of head k are `family.unembed(view(params, k), state, config=config)`. apart: (what
+    takes some columns of [B, S, D], the way back), where x and what layers return are of these only.
 
     The state that goes from one model to the next is normed, by the first one's final norm and by each head's own, as
     in the implementations that published weights were made for; the paper leaves it open.
