@@ -29,7 +29,7 @@ def lists() -> list[dict[str, Tensor]]:
 def ran(name: str, text: str, strategy: dict[str, Any]) -> dict[str, float]:
     """{what: how far it is from one process}."""
     config, mesh, how = config_of(name), Mesh.parse(text), Strategy(**strategy)
-    params, whole = placed(name, mesh), generic_params(config)
+    params, whole = placed(name, mesh, strategy=how), generic_params(config)
     routed = "deepseek" in name
     loss = functools.partial(loss_of(name), aux=routed)
     logprobs = functools.partial(token_logprobs, config=config, kernel="math", length=LENGTH)
@@ -54,6 +54,7 @@ def ran(name: str, text: str, strategy: dict[str, Any]) -> dict[str, float]:
         ("llama", "fsdp=2,cp=2", {}),
         ("gpt_oss", "dp=2,tp=2", {"sequence": True}),
         ("deepseek", "dp=2,ep=2", {}),
+        ("deepseek", "pp=2,fsdp=2", {"schedule": "GPipe"}),  # the first stage has no experts
     ],
 )
 def test_they_are_those_of_one_process(ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any]) -> None:
