@@ -7,6 +7,9 @@
 
 A target becomes a node `Lora` of three leaves, at path.weight, path.a and path.b. It stands where a weight stands in
 `F.linear` and computes x W^T + scale (x A^T) B^T there, so that the large product's gradient is never made.
+
+Where the weight is a DTensor, its adapter is too: b is divided as the weight's rows are, a as its columns, so that a
+part of both makes that part of the weight, and everything here is done without a word to other processes.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ from fnmodels.families import family_of
 from fnmodels.leaf import Constant, Leaf, Normal
 from fnmodels.tree import Tree, pytree, static
 from params.files import plain_file, read_json, sync
-from params.format import Outgoing, map_file, mapped_tensor, open_tensors, write_tensors
+from params.format import Box, Outgoing, map_file, mapped_tensor, open_tensors, write_tensors
 from params.index import listed
 from params.init import draw
 from params.saving import filled, reserved, told
+from params.sharding import sharding_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -64,6 +68,11 @@ class Lora:
 
     def merged(self) -> Tensor:
         """The weight with the adapter added, in the weight's dtype; added in fp32 at least."""
+        how = sharding_of(self.weight)
+        if how is not None:
+            with torch.no_grad():  # with gradients to_local would make views
+                weight, a, b = (leaf.to_local() for leaf in (self.weight, self.a, self.b))
+            return how.distribute(Lora(weight, a, b, self.scale).merged())
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         low: Tensor = self.b.to(wide) @ self.a.to(wide)
         return (self.weight.to(wide) + self.scale * low).to(self.weight.dtype)
@@ -94,21 +103,29 @@ def add(
         if path not in chosen:
             return weight
         a, b = _adapter_leaves(chosen[path], rank)
-        # the distribution function of a normal variable is uniform at its draws
-        uniform = torch.special.erf(draw(a, seed, f"{path}.a") / math.sqrt(2)) / math.sqrt(a.shape[1])
-        return Lora(weight, uniform.to(weight), draw(b, seed, f"{path}.b").to(weight), scale)
 
-    return _rewrite(adapted, params)
+        def uniform(part: Box | None) -> Tensor:
+            # the distribution function of a normal variable is uniform at its draws
+            return torch.special.erf(draw(a, seed, f"{path}.a", part) / math.sqrt(2)) / math.sqrt(a.shape[1])
+
+        return Lora(weight, *_beside(weight, (a, b), uniform, lambda part: draw(b, seed, f"{path}.b", part)), scale)
+
+    return rewrite(adapted, params)
 
 
 def merge(params: Tree) -> Tree:
     """Plain weights: each `Lora` becomes the one tensor that it stands for."""
-    return _rewrite(lambda _, leaf: leaf.merged() if isinstance(leaf, Lora) else leaf, params)
+    return rewrite(lambda _, leaf: leaf.merged() if isinstance(leaf, Lora) else leaf, params)
 
 
 def adapters(params: Tree) -> Tree:
     """What of `params` is adapters: the same tree with None for every weight. For keeping what was trained alone."""
-    return _rewrite(lambda _, leaf: replace(leaf, weight=None) if isinstance(leaf, Lora) else None, params)
+    return rewrite(lambda _, leaf: replace(leaf, weight=None) if isinstance(leaf, Lora) else None, params)
+
+
+def weights(params: Tree) -> Tree:
+    """`params` without adapters: for each `Lora` its weight as it is."""
+    return rewrite(lambda _, leaf: leaf.weight if isinstance(leaf, Lora) else leaf, params)
 
 
 def attach(params: Tree, trained: Tree) -> Tree:
@@ -119,7 +136,21 @@ def attach(params: Tree, trained: Tree) -> Tree:
         weight = leaf.weight if isinstance(leaf, Lora) else leaf
         return replace(nodes[path], weight=weight) if path in nodes else weight
 
-    return _rewrite(attached, params)
+    return rewrite(attached, params)
+
+
+def _beside(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box | None], Tensor]) -> tuple[Any, Any]:
+    """(a, b) where the weight is, in its dtype, each by its function of the part that is here (None: all of it)."""
+    how = sharding_of(weight)
+    if how is None:
+        a, b = (of(None).to(weight) for of in make)
+        return a, b
+    placed = []
+    for leaf, of, divided in zip(leaves, make, (1, 0), strict=True):
+        dims = tuple(divided if dim == divided else None for dim in how.dims)
+        own = replace(how, dims=dims, shape=leaf.shape)
+        placed.append(own.distribute(of(own.here()).to(weight.device, weight.dtype)))
+    return placed[0], placed[1]
 
 
 def spec(config: Any, params: Tree) -> Tree:
@@ -131,7 +162,7 @@ def spec(config: Any, params: Tree) -> Tree:
         base = replace(leaf, trainable=False, decay=False)
         return Lora(base, *_adapter_leaves(leaf, len(value.a)), value.scale) if isinstance(value, Lora) else base
 
-    return _rewrite(frozen, params)
+    return rewrite(frozen, params)
 
 
 def save_adapters(path: str | os.PathLike[str], config: Any, params: Tree, *, base: str = "") -> None:
@@ -143,6 +174,9 @@ def save_adapters(path: str | os.PathLike[str], config: Any, params: Tree, *, ba
     adapters = _adapters(params)
     if not adapters:
         raise ValueError("params hold no adapters; params.lora.add makes them.")
+    divided = next((path for path, node in adapters.items() if sharding_of(node.a) is not None), None)
+    if divided is not None:
+        raise ValueError(f"{divided} is a DTensor; only plain tensors can be saved (`full_tensor` makes one).")
     forms = {(len(node.a), node.scale) for node in adapters.values()}
     if len(forms) > 1:
         raise ValueError(f"The adapters have several ranks and scales, {sorted(forms)}; one file holds one.")
@@ -212,10 +246,12 @@ def load_adapters(path: str | os.PathLike[str], config: Any, params: Tree) -> Tr
         raise MismatchError(f"{folder / WEIGHTS}: {len(faults)} adapters do not fit the model:{listed(faults)}")
 
     def adapted(where: str, weight: Any) -> Any:
-        pair = pairs.get(where)
-        return weight if pair is None else Lora(weight, pair["A"].to(weight), pair["B"].to(weight), alpha / rank)
+        if where not in pairs:
+            return weight
+        a, b = (lambda part, x=pairs[where][letter]: x if part is None else x[part].clone() for letter in "AB")
+        return Lora(weight, *_beside(weight, _adapter_leaves(leaves[where], rank), a, b), alpha / rank)
 
-    return _rewrite(adapted, params)
+    return rewrite(adapted, params)
 
 
 def _read_config(file: Path) -> tuple[int, float]:
@@ -264,8 +300,8 @@ def _is_linear(path: str, leaf: Leaf) -> bool:
 def _adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
     """(a, b) of an adapter to the weight `leaf`."""
     (out, into), (rows, columns) = leaf.shape, leaf.axes
-    a = Leaf((rank, into), leaf.dtype, ("rank", columns), Normal(1.0))
-    return a, Leaf((out, rank), leaf.dtype, (rows, "rank"), Constant(0.0))
+    a = Leaf((rank, into), leaf.dtype, ("rank", columns), Normal(1.0), unit=leaf.unit)
+    return a, Leaf((out, rank), leaf.dtype, (rows, "rank"), Constant(0.0), unit=leaf.unit)
 
 
 def _adapters(params: Tree) -> dict[str, Lora]:
@@ -275,7 +311,7 @@ def _adapters(params: Tree) -> dict[str, Lora]:
         if isinstance(leaf, Lora):
             found[path] = leaf
 
-    _rewrite(note, params)
+    rewrite(note, params)
     return found
 
 
@@ -292,10 +328,10 @@ def _modules(config: Any, paths: Iterable[str], *, strict: bool = True) -> dict[
     return found
 
 
-def _rewrite(function: Callable[[str, Any], Any], node: Tree, path: str = "") -> Tree:
+def rewrite(function: Callable[[str, Any], Any], node: Tree, path: str = "") -> Tree:
     """function(path, leaf) everywhere, a `Lora` being one leaf."""
     if isinstance(node, dict):
-        return {key: _rewrite(function, value, f"{path}.{key}" if path else key) for key, value in node.items()}
+        return {key: rewrite(function, value, f"{path}.{key}" if path else key) for key, value in node.items()}
     if isinstance(node, list):
-        return [_rewrite(function, value, f"{path}.{i}") for i, value in enumerate(node)]
+        return [rewrite(function, value, f"{path}.{i}") for i, value in enumerate(node)]
     return function(path, node)

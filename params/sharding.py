@@ -127,6 +127,21 @@ class Sharding:
         return tuple(s.stop - s.start for s in self.part((0,) * len(self.sizes)))
 
 
+def sharding_of(leaf: Any) -> Sharding | None:
+    """How a DTensor lies, which it may not by other placements than Shard and Replicate; None for other tensors."""
+    if not hasattr(leaf, "to_local"):  # without importing what they are
+        return None
+    from torch.distributed.tensor import Replicate, Shard
+
+    other = [placement for placement in leaf.placements if type(placement) not in (Shard, Replicate)]
+    if other:
+        raise ValueError(f"is placed by {other[0]!r}; parameters are divided (Shard) or copied (Replicate).")
+    dims = tuple(p.dim if isinstance(p, Shard) else None for p in leaf.placements)
+    mesh = leaf.device_mesh
+    sizes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    return Sharding(dims, sizes, tuple(leaf.shape), leaf.dtype.itemsize, mesh)
+
+
 def plan(spec: Tree, rules: Rules, mesh: DeviceMesh | Sizes) -> Tree:
     """A `Sharding` for each Leaf of `spec`. mesh: a DeviceMesh with names, or {name: size} to plan without processes.
 

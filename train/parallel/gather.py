@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from params.sharding import Sharding
+from params.sharding import Sharding, sharding_of
 from train.layers import Block, LayerFn
 from train.optim import wide_dtype, with_paths
 
@@ -199,23 +199,18 @@ def _group(sharding: Sharding, name: str) -> Any:
 
 
 def _sharding(path: str, leaf: Any) -> Sharding:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    if not isinstance(leaf, DTensor):
+    try:
+        made = sharding_of(leaf)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+    if made is None:
         raise ValueError(
             f"{path} is a {type(leaf).__name__}; over a mesh parameters are DTensors, as params.init and "
             "params.load_pretrained make them by a plan: plan=params.plan(spec, rules, mesh.device_mesh())."
         )
-    other = [placement for placement in leaf.placements if type(placement) not in (Shard, Replicate)]
-    if other:
-        raise ValueError(f"{path} is placed by {other[0]!r}; parameters are divided (Shard) or copied (Replicate).")
-    dims = tuple(p.dim if isinstance(p, Shard) else None for p in leaf.placements)
-    mesh = leaf.device_mesh
-    sizes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    made = Sharding(dims, sizes, tuple(leaf.shape), leaf.dtype.itemsize, mesh)
     for dim in range(leaf.ndim):
-        names = [name for (name, size), d in zip(sizes, dims, strict=True) if d == dim and size > 1]
-        parts = math.prod(dict(sizes)[name] for name in names)
+        names = [name for (name, size), d in zip(made.sizes, made.dims, strict=True) if d == dim and size > 1]
+        parts = math.prod(dict(made.sizes)[name] for name in names)
         if leaf.shape[dim] % parts:
             raise ValueError(
                 f"{path}: dimension {dim} of {list(leaf.shape)} is not a multiple of the {parts} parts in which "

@@ -37,6 +37,7 @@ from fnmodels.front import Block, LayerFn
 from fnmodels.leaf import Leaf
 from fnmodels.ops.experts import Experts, choose_experts
 from fnmodels.tree import Tree
+from params import lora
 from params.sharding import Sharding
 
 from . import collectives
@@ -116,6 +117,11 @@ class TensorParallel:
         for name, leaf in params.items():
             leaf = leaf if name == "layers" else tree.map(functools.partial(local, dim=self.dim), leaf)
             if name in ("embed_tokens", "lm_head") and "vocab" in self.divided:
+                if isinstance(leaf, lora.Lora):
+                    raise ValueError(
+                        f"{name} has an adapter, and over {self.dim!r} the vocabulary is divided, where adapters are "
+                        "not known: leave it out of their targets, or vocab out of the rules."
+                    )
                 leaf = Vocab(leaf, self.region)
             elif name.startswith("norm") and self.region.sequence:
                 leaf = self.region.shared(leaf)
@@ -140,12 +146,13 @@ class TensorParallel:
             alike = {path: leaf for path, leaf in shared.items() if leaf.dtype == dtype}
             flat |= zip(alike, self.region.all_shared(list(alike.values())), strict=True)
         entry = _Entry(self.region)
-        made: dict[str, Any] = {}
-        for path, leaf in flat.items():
-            use = self.uses[path]
-            leaf = leaf if use.rows is None else leaf[use.rows]
-            made[path] = leaf if use.kind == "plain" else _NODES[use.kind](leaf, entry)
-        return tree.unflatten(made)
+        used = iter([leaf if (rows := self.uses[path].rows) is None else leaf[rows] for path, leaf in flat.items()])
+
+        def standing(path: str, leaf: Any) -> Any:  # a leaf, or a weight with its adapter
+            kind = self.uses[path].kind
+            return leaf if kind == "plain" else _NODES[kind](leaf, entry)
+
+        return lora.rewrite(standing, tree.map(lambda _: next(used), layer))
 
     def _columns(self, x: Tensor, length: int, more: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """This process' columns: of the stream where it comes whole, before the first layer, and of the rest."""
@@ -174,7 +181,7 @@ def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence:
     ValueError in a sentence, before anything is sent, for a plan or a family that cannot run so.
     """
     family = family_of(config)
-    spec, plans = tree.flatten(family.spec(config)), tree.flatten(placements)
+    spec, plans = tree.flatten(family.spec(config)), tree.flatten(lora.weights(placements))
     if spec.keys() != plans.keys():
         raise ValueError("The plan is of another model than the config: make it by params.plan(family.spec(config)).")
     where = _where(plans, dim)
@@ -189,7 +196,8 @@ def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence:
     for path, leaf in spec.items():
         inner = _inner(path)
         if inner is not None:
-            uses[inner] = _use(inner, leaf, where[path] is not None, divided, region)
+            use = uses[inner] = _use(inner, leaf, where[path] is not None, divided, region)
+            uses |= {f"{inner}.{part}": one for part, one in _adapted(use, _is_inside(leaf, divided)).items()}
     return TensorParallel(region, uses, divided, dim)
 
 
@@ -268,8 +276,7 @@ def _use(path: str, leaf: Leaf, is_part: bool, divided: frozenset[str], region: 
         return Use("plain", False)
     if "expert" in axes:
         return Use("plain", not is_part and "expert_mlp" in divided)
-    inside = ("heads" in divided and any(axis in _ATTENTION for axis in axes)) or ("mlp" in divided and "mlp" in axes)
-    if not inside:
+    if not _is_inside(leaf, divided):
         return Use("plain", sequence)
     if axes[0] == "embed":
         return Use("write", False)
@@ -283,6 +290,18 @@ def _use(path: str, leaf: Leaf, is_part: bool, divided: frozenset[str], region: 
         return Use("read", not is_part, rows)
     kind = "norm" if is_part and axes[0] in ("heads", "kv_heads") and "norm" in path else "plain"
     return Use(kind, not is_part, rows)
+
+
+def _is_inside(leaf: Leaf, divided: frozenset[str]) -> bool:
+    axes = leaf.axes
+    return ("heads" in divided and any(axis in _ATTENTION for axis in axes)) or ("mlp" in divided and "mlp" in axes)
+
+
+def _adapted(use: Use, inside: bool) -> dict[str, Use]:
+    """Of a weight that is used so, with an adapter: b has its rows and a its columns, and what is whole is shared."""
+    columns = use.kind == "write"
+    a, b = (not columns, columns or use.shared) if inside else (use.shared, use.shared)
+    return {"weight": Use("plain", use.shared, use.rows), "a": Use("plain", a), "b": Use("plain", b, use.rows)}
 
 
 @dataclass
