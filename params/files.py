@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,10 @@ def _inside(value: Any) -> list[Any]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Readers differ in which of two equal keys they take, so that a check of one says nothing about the other.
-    built: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in built:
-            raise ValueError(f"the key {name[:80]!r} is there twice")
-        built[name] = value
+    built = dict(pairs)
+    if len(built) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {counts.most_common(1)[0][0][:80]!r} is there twice")
     return built
 
 

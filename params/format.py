@@ -274,6 +274,8 @@ def extents(box: Box) -> tuple[int, ...]:
 def span(entry: Entry, box: Box) -> Entry | None:
     """The bytes of a part of a tensor, where they lie together: rows do. None where they do not."""
     shape, lengths = entry.shape, extents(box)
+    if lengths == shape:  # all of it, as nearly always
+        return entry
     several = next((dim for dim, length in enumerate(lengths) if length != 1), len(shape))
     if 0 not in lengths and lengths[several + 1 :] != shape[several + 1 :]:
         return None

@@ -166,9 +166,10 @@ def check(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> Checked
         config, parameters = smaller, slots(smaller, prefix)
     found = {name: value for name, value in found.items() if name not in dropped}
     tied = ties(config, prefix)
-    leftovers = tuple(name for name in found if is_leftover(config, prefix + name))
+    expected = by_name(parameters)
+    leftovers = tuple(name for name in found if name not in expected and is_leftover(config, prefix + name))
     known = {name: value for name, value in found.items() if name not in leftovers}
-    _compare(folder, by_name(parameters), tied, known)
+    _compare(folder, expected, tied, known)
     return Checked(config, files, parameters, found, leftovers, tied, prefix)
 
 
