@@ -1,7 +1,10 @@
 """Norms against their formula in plain operations, and where each kind rounds."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp
 
@@ -31,6 +34,29 @@ def test_formulas(dtype: torch.dtype) -> None:
     for got, want in pairs:
         assert got.dtype == dtype
         torch.testing.assert_close(got, want)
+
+
+def test_large_rows_as_one_function_and_its_derivatives() -> None:
+    """Against exact arithmetic: values, gradients, the gradient of a gradient, and slopes side by side."""
+    x, w = (torch.randn(shape).requires_grad_() for shape in ((2, 512, 256), (256,)))
+    slopes = torch.randn(2, *x.shape)
+
+    def all_of(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> list[Tensor]:
+        y, s = function(x, w), slopes.to(x.dtype)
+        first = torch.autograd.grad(y, (x, w), s[0], create_graph=True)
+        second = torch.autograd.grad((first[0] * s[1]).sum() + first[1].square().sum(), (x, w), retain_graph=True)
+        return [y, *first, *second, *torch.autograd.grad(y, (x, w), s, is_grads_batched=True)]
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return rms_norm(x, w, eps=EPS)
+
+    assert type(norm(x, w).grad_fn).__name__ == "_RMSNormBackward"
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    for got, want in zip(all_of(norm, x, w), all_of(lambda x, w: unit(x) * w, *exact), strict=True):
+        assert (got - want).norm() <= 1e-6 * want.norm()
+    assert torch.equal(grad(lambda x: norm(x, w).sum())(x), grad(lambda x: F.rms_norm(x, w.shape, w, EPS).sum())(x))
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        rms_norm(x, w[:1], eps=EPS)
 
 
 def test_where_bfloat16_rounds() -> None:
