@@ -5,6 +5,7 @@ Losses and per-token outputs share it, so that what a function computes in train
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from fnmodels import document_layout, tree
 from fnmodels.mask import Layout
 from fnmodels.tree import Tree
 
-from .layers import layer_fn
+from .layers import LayerFn, layer_fn
 
 Batch = Mapping[str, Tensor]
 
@@ -53,6 +54,22 @@ def caller(
         return run(params, batch, **chosen)
 
     return call
+
+
+def compiling(function: Callable[..., Any], compile: str) -> Callable[..., Any]:
+    """The function with its layers' blocks compiled, inside of the `layer_fn` that it is given; "none": itself."""
+    if compile == "none":
+        return function
+    compiled, takes = layer_fn("none", "block"), open_keywords(function)
+    assert compiled is not None
+
+    @functools.wraps(function)
+    def run(params: Tree, batch: Batch, *, layer_fn: LayerFn | None = None, layout: Any = None, **more: Any) -> Any:
+        wrap = compiled if layer_fn is None else lambda block: layer_fn(compiled(block))
+        fixed = {"layout": layout if layout and _one_per_shape(layout) else None} if "layout" in takes else {}
+        return function(params, batch, layer_fn=wrap, **fixed, **more)
+
+    return run
 
 
 def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Batch]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .calls import Batch
+from .calls import Batch, compiling
 from .forward import make_forward_only
 from .optim import Optimizer
 from .parallel.dtensors import local_tree
@@ -96,9 +96,9 @@ class Engine:
         from .parallel.step import config_for, own_part, sums_over
 
         placed = self._teaching.placed
-        config_for(self.mesh, loss_fn, self._how["compile"])
         how = {name: self._how[name] for name in ("remat", "counts")}
-        run = sums_over(placed, loss_fn, self.optimizer, **how)
+        config_for(self.mesh, loss_fn, self._how["compile"], how["remat"])
+        run = sums_over(placed, compiling(loss_fn, self._how["compile"]), self.optimizer, **how)
 
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
             parts = own_part(list(batches), placed.devices, order=placed.strategy.order, config=self.config)

@@ -82,7 +82,7 @@ def refused() -> list[str]:
         (lambda: make_forward_only(loss_of(name), mesh=Mesh(dp=2)), batch()),
         (lambda: make_forward_only(loss_of(name), mesh=Mesh(dp=2)), {n: t[:3] for n, t in batch().items()}),
         (lambda: make_eval_step(loss_of(name), mesh=Mesh(fsdp=2)), batch()),
-        (lambda: make_eval_step(loss_of(name), mesh=Mesh(dp=2), compile="block"), batch()),
+        (lambda: make_eval_step(loss_of(name), mesh=Mesh(dp=2), compile="whole"), batch()),
         (lambda: make_eval_step(loss_of(name), strategy=Strategy()), batch()),
     ):
         with pytest.raises(ValueError) as error:

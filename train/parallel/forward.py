@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
-from train.calls import Batch, caller, microbatches
+from train.calls import Batch, caller, compiling, microbatches
 from train.forward import metrics_of, totals
 from train.optim import with_paths
 from train.step import LossFn
@@ -42,6 +42,7 @@ def make_eval_over(
     mesh: Mesh, loss_fn: LossFn, *, compile: str, strategy: Strategy
 ) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
     """`train.make_eval_step` over a mesh."""
+    config, loss_fn = config_for(mesh, loss_fn, compile), compiling(loss_fn, compile)
 
     def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], tuple[Any, ...]]:
         if mesh.pp == 1:
@@ -54,7 +55,7 @@ def make_eval_over(
 
         return sums
 
-    made = _once(mesh, loss_fn, compile, strategy, make)
+    made = _once(mesh, loss_fn, config, strategy, make)
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def make_forward_over(
     mesh: Mesh, function: Callable[..., Any], *, compile: str, strategy: Strategy
 ) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
     """`train.make_forward_only` over a mesh, of functions whose tensors are [B, ...], over cp [B, S, ...]."""
+    config, function = config_for(mesh, function, compile), compiling(function, compile)
 
     def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
         if mesh.pp > 1:
@@ -76,7 +78,7 @@ def make_forward_over(
         call = _caller(function, placed)
         return lambda params, parts: [call(params, part) for part in parts]
 
-    made = _once(mesh, function, compile, strategy, make)
+    made = _once(mesh, function, config, strategy, make)
 
     @torch.no_grad()
     def run(params: Tree, batch: Batch | Sequence[Batch]) -> Any:
@@ -102,10 +104,10 @@ def _caller(function: Callable[..., Any], placed: Placed) -> Callable[[Tree, Bat
 
 
 def _once(
-    mesh: Mesh, function: Callable[..., Any], compile: str, strategy: Strategy, make: Callable[[Placed], T]
+    mesh: Mesh, function: Callable[..., Any], config: Any, strategy: Strategy, make: Callable[[Placed], T]
 ) -> Callable[[Tree], tuple[Placed, T]]:
     """made(params) -> (where they lie, what `make` makes of it), made anew for params that lie elsewhere."""
-    config, known = config_for(mesh, function, compile), list[tuple[Placed, T]]()
+    known: list[tuple[Placed, T]] = []
 
     def made(params: Tree) -> tuple[Placed, T]:
         if not known or known[0][0].shards != shardings(params):

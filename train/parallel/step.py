@@ -28,7 +28,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Rules, Sharding
 from train.balance import Balance
-from train.calls import Batch, microbatches, open_keywords
+from train.calls import Batch, compiling, microbatches, open_keywords
 from train.optim import Optimizer, trainable_mask, wide_dtype, with_paths
 from train.state import State, consume
 from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_sums, update
@@ -71,7 +71,8 @@ def make_step_over(
     State is of this process' layers (`stages`), and `accumulate` is the number of microbatches. Batches that the mesh
     does not divide are refused, and so are optimizers that need more than parts.
     """
-    config, known = config_for(mesh, loss_fn, compile), list[tuple[Teaching, Callable[..., Sums]]]()
+    config, known = config_for(mesh, loss_fn, compile, remat), list[tuple[Teaching, Callable[..., Sums]]]()
+    loss_fn = compiling(loss_fn, compile)
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
         if not known or known[0][0].placed.shards != shardings(state.params):
@@ -88,13 +89,23 @@ def make_step_over(
     return step
 
 
-def config_for(mesh: Mesh, function: Callable[..., Any], compile: str) -> Any:
+def config_for(mesh: Mesh, function: Callable[..., Any], compile: str, remat: str = "none") -> Any:
     """The config that a loss function, or another of (params, batch), holds, where this mesh has to know it, or None.
 
     ValueError for a function that cannot run over it.
     """
-    if compile != "none":
-        raise ValueError(f'compile is {compile!r}; over a mesh it must be "none": what gathers layers is not compiled.')
+    inside = [name for name in ("pp", "ep", "cp", "tp") if mesh.sizes[name] > 1]
+    if compile not in ("none", "block") or (compile == "block" and inside):
+        why = f"over {inside[0]} a layer sends messages of its own" if inside else "what gathers layers does not"
+        raise ValueError(
+            f'compile is {compile!r}; over a mesh it must be "none", or "block" where the mesh is of dp and fsdp: no '
+            f"message goes into a graph, and {why}."
+        )
+    if compile == "block" and remat == "selective":
+        raise ValueError(
+            'remat="selective" chooses among single operations, and over a mesh it is outside of compiled blocks, '
+            'which hide them: take "full" or "every:N".'
+        )
     if "layer_fn" not in open_keywords(function):
         raise ValueError(
             f"Over the mesh {mesh} layers are gathered where they run, so the loss function needs a free keyword "
