@@ -139,7 +139,7 @@ class Engine:
 
         if self.mesh is None:
             return P.export(self.config, self.state.params)
-        from .parallel.stages import fetching
+        from .parallel.everywhere import fetching
 
         leaves, fetch = fetching(self.state.params)
         return P.export(self.config, tree.unflatten(leaves), fetch)

@@ -37,9 +37,10 @@ from train.job import optimizer_for
 from train.loss import next_token_loss
 from train.optim import with_paths
 from train.parallel import Mesh, Strategy
+from train.parallel.everywhere import fetching
 from train.parallel.mesh import warn_of_group
 from train.parallel.pipeline import SCHEDULES, check_microbatches, pipeline
-from train.parallel.stages import fetching, stage_plan
+from train.parallel.stages import stage_plan
 from train.parallel.step import rules_of
 from train.rows import Batch
 from train.settings import Settings
@@ -113,8 +114,10 @@ def checked(
         )
     if settings.lora and processes > 1:
         raise UserError(f"{place}: adapters (--lora) are trained by one process: leave one of the two out")
-    if settings.optimizer != "adamw" and mesh.world > mesh.dp * mesh.cp:
-        raise UserError(f"{place}: --optimizer {settings.optimizer} needs whole matrices, which dp and cp alone leave")
+    if settings.optimizer != "adamw" and mesh.world > mesh.pp * mesh.dp * mesh.cp:
+        raise UserError(
+            f"{place}: --optimizer {settings.optimizer} needs whole matrices, which pp, dp and cp alone leave"
+        )
     if settings.batch_rows % mesh.rows:
         raise UserError(f"{place} takes a batch's rows in {mesh.rows} parts, and --batch-rows is {settings.batch_rows}")
     if mesh.pp == 1:

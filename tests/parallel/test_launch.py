@@ -29,7 +29,7 @@ from train.cli import main
 from train.errors import UserError
 from train.parallel import Mesh
 from train.parallel.dtensors import local_tree
-from train.parallel.stages import fetching
+from train.parallel.everywhere import fetching
 from train.settings import Settings
 from train.state import State
 from train.team import Sharing

@@ -15,6 +15,7 @@
       staged        a loss that can be cut between layers
       microbatch    what every stage needs of a part of the batch
       passes        torch's schedules, run over them
+    everywhere    what stages hold or find, for all processes: whole leaves, counts of all layers
     stages        pp in a step: a pipeline whose stages share their layers by all the other ways
     order         what a schedule does in which order: how long ranks wait, how much they hold
     expert        experts in different processes: tokens travel to theirs and back

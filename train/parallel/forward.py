@@ -26,9 +26,10 @@ from train.step import LossFn
 
 from .collectives import all_gather
 from .dtensors import local_tree
+from .everywhere import aux_of_stages
 from .gather import shardings
 from .mesh import ROWS, Mesh, Strategy
-from .stages import Placed, aux_of_stages, stage_loss, stage_outputs
+from .stages import Placed, stage_loss, stage_outputs
 from .step import config_for, over_processes, own_part, place, placed_loss
 
 if TYPE_CHECKING:

@@ -29,9 +29,8 @@ from train.layers import layer_fn
 from train.optim import Optimizer
 from train.step import Sums
 
-from .collectives import broadcast, summed
+from .collectives import broadcast
 from .context import check_length, context_kernel, whole_rows
-from .dtensors import whole
 from .expert import expert_parallel
 from .gather import gathering_stages
 from .mesh import Mesh, Strategy, mesh_of
@@ -74,32 +73,6 @@ def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
     return tree.map(lambda _: next(made), placements)
 
 
-def fetching(params: Tree) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """({path: a leaf's shape and dtype, on meta}, fetch) of all stages' leaves.
-
-    fetch(path) is the leaf, whole, in every process; it may be what is held here itself.
-    params: DTensors, of one stage or of the whole model. All processes call both alike, one path after the other.
-    """
-    held = tree.flatten(params)
-    devices = next(iter(held.values())).device_mesh
-    group, size, rank = devices.get_group("pp"), devices["pp"].size(), devices.get_local_rank("pp")
-    kinds: list[Any] = [{path: (tuple(leaf.shape), leaf.dtype) for path, leaf in held.items()}] * size
-    if size > 1:
-        dist.all_gather_object(kinds, kinds[0], group=group)
-    stages = {path: stage for stage in reversed(range(size)) for path in kinds[stage]}
-    leaves = {path: kind for of_stage in kinds for path, kind in of_stage.items()}
-
-    def fetch(path: str) -> Tensor:
-        if size == 1:
-            return whole(held[path])
-        shape, dtype = leaves[path]
-        here = stages[path] == rank
-        x = whole(held[path]) if here else torch.empty(shape, dtype=dtype, device=devices.device_type)
-        return broadcast(x, stages[path], group)
-
-    return {path: torch.empty(shape, dtype=dtype, device="meta") for path, (shape, dtype) in leaves.items()}, fetch
-
-
 def stage_sums(
     loss_fn: LossFn, optimizer: Optimizer, placed: Placed, *, remat: str, counts: bool
 ) -> Callable[..., Sums]:
@@ -117,35 +90,6 @@ def counted_elsewhere(placed: Placed) -> frozenset[str]:
     """The entries of this process' params that another stage counts."""
     pipe = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy)
     return copies(placed.config, pipe, placed.devices.get_local_rank("pp"))
-
-
-def aux_of_stages(placed: Placed) -> Callable[[Tree], Tree]:
-    """Of what each stage's sums have as aux, that of the whole model: counts of all its layers, in their order."""
-    mesh, group = mesh_of(placed.devices), placed.devices.get_group("pp")
-    rank, pipe = placed.devices.get_local_rank("pp"), pipeline_of(placed.config, mesh, placed.strategy)
-    kinds = family_of(placed.config).kinds(placed.config)
-    sparse = [index for index, kind in enumerate(kinds) if kind.endswith("_moe")]
-    mine = [index for stage in pipe.stages(rank) for index in range(*pipe.layers[stage]) if index in sparse]
-    rows = [sparse.index(index) for index in mine]
-    known: dict[str, tuple[torch.Size, torch.dtype]] = {}
-
-    def whole_aux(aux: dict[str, Tensor]) -> dict[str, Tensor]:
-        if not known:  # once: a stage without experts has nothing, and must add it up all the same
-            found: list[Any] = [None] * mesh.pp
-            dist.all_gather_object(found, {name: (x.shape[1:], x.dtype) for name, x in aux.items()}, group=group)
-            known.update(sorted(pair for of_stage in found for pair in of_stage.items()))
-        made: dict[str, Tensor] = {}
-        for name, (shape, dtype) in known.items():
-            x = torch.zeros(len(sparse), *shape, dtype=dtype) if name == "counts" else torch.zeros((), dtype=dtype)
-            x = x.to(placed.devices.device_type)
-            if name == "counts" and rows:
-                x[rows] = aux[name]
-            elif name in aux:
-                x = aux[name]
-            made[name] = summed(x, group)
-        return made
-
-    return whole_aux
 
 
 def stage_loss(

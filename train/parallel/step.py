@@ -36,10 +36,11 @@ from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_s
 from .collectives import summed
 from .context import check_length, context_kernel, shard_batch, whole_rows
 from .dtensors import like, local_tree
+from .everywhere import aux_of_stages
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
 from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
-from .stages import Placed, aux_of_stages, counted_elsewhere, stage_sums
+from .stages import Placed, counted_elsewhere, stage_sums
 from .tensor import tensor_axes, tensor_parallel
 
 if TYPE_CHECKING:
