@@ -40,8 +40,8 @@ SMALL = Settings(
     row_length=64,
     batch_rows=16,
     steps=600,
-    evaluations=2,
-    evaluation_rows=8,
+    eval_every=300,
+    eval_rows=8,
     sample_tokens=24,
 )
 PROMPTS, ANSWERS, NEW = 16, 8, 4  # prompts of an update, answers to each, tokens of an answer at most

@@ -21,6 +21,7 @@ from fnmodels.mask import Layout
 from fnmodels.tree import Tree
 from params.save import config_text
 from train import checkpoint, data, evaluate, folder, model, pretrained, sources
+from train.balance import Balance
 from train.combine import partition
 from train.errors import UserError
 from train.files import write_text
@@ -33,7 +34,7 @@ from train.optim import Optimizer, adamw
 from train.progress import tokenizing
 from train.rows import Batch
 from train.schedule import warmup_stable_decay
-from train.settings import Settings, deciding, to_toml
+from train.settings import Settings, deciding, flag, to_toml
 from train.speed import flops_per_token
 from train.tokenizer import tokenizer_config
 
@@ -57,6 +58,7 @@ class Job:
     mixture: Mixture
     heldout: Batch
     loss: Callable[..., tuple[Any, ...]]
+    train_loss: Callable[..., tuple[Any, ...]]  # with what is added for the routers' sake
     optimizer: Optimizer
     trained: int  # parameters
     flops_per_token: float
@@ -92,6 +94,7 @@ def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree
     texts = sources.load(settings.data, without=path, strict=settings.broken == "stop")
     made = model.resumed(path, settings) if recorded else model.begun(settings, texts)
     config, tokenizer, ends = made.config, made.tokenizer, made.ends
+    check_experts(made, settings)
     length = min(settings.row_length, config.max_position_embeddings)
     if not tokenizer.encode(settings.prompt).ids:
         raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
@@ -131,6 +134,7 @@ def prepare(path: Path, settings: Settings, recorded: Json | None) -> tuple[Tree
         mixture=data.mixture(dataset, length),
         heldout=data.heldout(dataset, length),
         loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype))),
+        train_loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype)), balance_of(settings)),
         optimizer=optimizer_for(made.spec, settings),
         trained=sum(math.prod(leaf.shape) for leaf in tree.leaves(made.spec) if leaf.trainable),
         flops_per_token=flops_per_token(config, made.spec, length),
@@ -180,6 +184,22 @@ def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
             )
 
 
+def check_experts(made: Model, settings: Settings) -> None:
+    """UserError where the settings balance what the model does not have."""
+    of = f"and {settings.init or 'the new model'} has none"
+    for name in ("balance_loss", "router_z_loss"):
+        if getattr(settings, name) and not is_routed(made.config):
+            raise UserError(f"{flag(name)} {getattr(settings, name)} is for models with experts, {of}")
+    if settings.balance_rate is not None:
+        if not any(path.endswith("selection_bias") for path in tree.flatten(made.spec)):
+            raise UserError(f"--balance-rate {settings.balance_rate} moves the selection bias of routers, {of}")
+        if settings.lora:
+            raise UserError(
+                f"--balance-rate {settings.balance_rate} moves what is not of the adapters, which alone are kept "
+                "(--lora): leave one of the two out"
+            )
+
+
 def check_length(dataset: data.Dataset, length: int, source: str | None) -> None:
     """UserError where the held-out text does not fill one row: its bits per byte would say nothing."""
     tokens, size = dataset.heldout.total, dataset.train.bytes + dataset.heldout.bytes
@@ -192,14 +212,34 @@ def check_length(dataset: data.Dataset, length: int, source: str | None) -> None
         )
 
 
-def loss_function(config: Any, spec: Tree, dtype: torch.dtype) -> Callable[..., tuple[Any, ...]]:
+def is_routed(config: Any) -> bool:
+    return bool(getattr(fnmodels.family_of(config), "ROUTED", False))
+
+
+def balance_of(settings: Settings) -> Balance | None:
+    """What is added to the loss that trains, for the routers' sake."""
+    if not settings.balance_loss and not settings.router_z_loss:
+        return None
+    return Balance(sequence=settings.balance_loss, z=settings.router_z_loss)
+
+
+def step_options(settings: Settings) -> Json:
+    """Of `make_step`."""
+    return {name: getattr(settings, name) for name in ("accumulate", "clip", "remat", "compile", "balance_rate")}
+
+
+def loss_function(
+    config: Any, spec: Tree, dtype: torch.dtype, balance: Balance | None = None
+) -> Callable[..., tuple[Any, ...]]:
     """Computes in `dtype`; parameters that train, their gradients and the loss stay fp32. With counts of experts."""
-    routed = bool(getattr(fnmodels.family_of(config), "ROUTED", False))
     casts = tree.map(lambda leaf: leaf.dtype.is_floating_point and not leaf.keep_dtype, spec)
 
-    def loss(params: Tree, batch: Batch, *, layout: Layout | None = None) -> tuple[Any, ...]:
+    def loss(
+        params: Tree, batch: Batch, *, layout: Layout | None = None, layer_fn: Any = None, aux: bool = is_routed(config)
+    ) -> tuple[Any, ...]:
         cast = tree.map(lambda param, casts: param.to(dtype) if casts else param, params, casts)
-        return next_token_loss(cast, batch, config=config, layout=layout, aux=routed)
+        how: Json = {"layout": layout, "layer_fn": layer_fn, "balance": balance, "aux": aux}
+        return next_token_loss(cast, batch, config=config, **how)
 
     return loss
 
@@ -210,6 +250,7 @@ def optimizer_for(spec: Tree, settings: Settings) -> Optimizer:
     def rate(peak: float | None) -> Callable[[Tensor], float]:
         assert peak is not None  # as in `resolved`
         shape: Json = {"total": settings.steps, "warmup": warmup, "decay_ratio": settings.decay_ratio}
+        shape |= {"shape": settings.decay_shape, "floor": settings.decay_floor}
         return lambda step: peak * float(warmup_stable_decay(int(step), **shape))
 
     how: Json = {"weight_decay": settings.weight_decay, "spec": spec}

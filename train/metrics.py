@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from train.balance import Balance
 from train.errors import UserError
 from train.files import write_text
 from train.folder import BOARD, METRICS, SAMPLES, SPEED
@@ -72,13 +73,20 @@ def is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def of_step(measured: Mapping[str, Any], bits_per_byte: Callable[[float], float]) -> Row:
+def of_step(
+    measured: Mapping[str, Any], bits_per_byte: Callable[[float], float], balance: Balance | None = None
+) -> Row:
     """What a step returned, as numbers for the row.
 
+    loss: of the tokens alone, without what `balance` adds to it; that stands beside it, without its weights.
     expert_load: in the layer where they differ most, the tokens of the busiest expert over the mean of all experts'.
     """
     row: Row = {"finite": bool(measured["finite"])}
     row |= {name: shortest(measured[name]) for name in ("loss", "lr", "grad_norm")}
+    added = {} if balance is None else {"sequence_balance": balance.sequence, "router_z": balance.z}
+    for name in [name for name, weight in added.items() if weight]:
+        row[name] = short(float(measured["aux"][name] / measured["count"].clamp(min=1)))
+        row["loss"] = short(row["loss"] - added[name] * row[name])
     row["perplexity"] = short(math.exp(row["loss"]) if row["loss"] < 700 else math.inf)
     row["bits_per_byte"] = short(bits_per_byte(row["loss"]))
     if "lr_of" in measured:

@@ -4,6 +4,8 @@ Everything is a function of the settings, which are recorded, and of the step: a
 writes the same metrics as one that was never stopped.
 """
 
+import os
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -16,7 +18,7 @@ from fnmodels.tree import Tree
 from train import checkpoint, evaluate, folder, metrics, model, report, sharded, team
 from train.checkpoint import Checkpoint
 from train.errors import UserError
-from train.job import Job, Json, prepare, resolved
+from train.job import Job, Json, balance_of, prepare, resolved, step_options
 from train.mixture import batch
 from train.progress import progress
 from train.sample import complete
@@ -122,6 +124,12 @@ def choose(
     for name in SIZES:
         if settings.init and name in given:
             raise UserError(f"{given[name][1]} is of a model that is made anew, and --init {settings.init} names one")
+    if settings.accumulate > settings.batch_rows:
+        parts = f"--accumulate {settings.accumulate} takes the rows of a batch in so many parts"
+        raise UserError(f"{parts}, and --batch-rows is {settings.batch_rows}")
+    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    if settings.compile != "none" and not any(map(shutil.which, compilers)):
+        raise UserError(f"--compile {settings.compile} needs a C++ compiler, and there is no {' or '.join(compilers)}")
     return resolved(settings)
 
 
@@ -167,10 +175,10 @@ def train_steps(
 ) -> State:
     """The loop. Appends to `rows` and `costs` what it writes to files; returns at the end or, saved, at a stop."""
     total, first, tokens = job.settings.steps, reached.step, reached.tokens
-    step = shared.step if shared else make_step(job.loss, job.optimizer, clip=job.settings.clip)
+    step = shared.step if shared else make_step(job.train_loss, job.optimizer, **step_options(job.settings))
     loss = shared.loss if shared else job.loss
-    sample = evaluate.spread(job.heldout, job.settings.evaluation_rows)
-    evaluate_every = max(1, total // job.settings.evaluations)
+    sample = evaluate.spread(job.heldout, job.settings.eval_rows)
+    evaluate_every = job.settings.eval_every or max(1, total // 10)
     sample_every, speed = job.settings.sample_every, 0.0
     with (
         metrics.log(job.path, after=first) as log,
@@ -188,7 +196,7 @@ def train_steps(
             done()
             tokens += count
             row: metrics.Row = {"step": index + 1, "tokens": tokens, "epochs": job.epochs(index + 1)}
-            row |= metrics.of_step(measured, job.train_bits_per_byte)
+            row |= metrics.of_step(measured, job.train_bits_per_byte, balance_of(job.settings))
             cost = what_it_cost(job, index + 1, count, time.perf_counter() - began)
             now = cost["tokens_per_second"]
             speed = 0.9 * speed + 0.1 * now if speed else now

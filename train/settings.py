@@ -6,6 +6,7 @@ the defaults, and those that decide its numbers must not be given otherwise.
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -16,6 +17,7 @@ from train import sources
 from train.adapters import FORM, are_adapters
 from train.commands import nearest
 from train.errors import UserError
+from train.schedule import SHAPES
 
 TEXT, MODEL, LEARNING, WATCHING, KEEPING = (
     "text and length",
@@ -86,6 +88,12 @@ def _is_text(value: Any) -> bool:
     return type(value) is str and value != "" and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
+REMAT = Kind(
+    "one of none, full, selective, every:N with a whole number N from 1",
+    "none|full|selective|every:N",
+    str,
+    lambda value: type(value) is str and re.fullmatch(r"none|full|selective|every:[1-9][0-9]{0,3}", value) is not None,
+)
 WORDS = Kind("a text", "TEXT", str, _is_text)
 DATA = Kind("a path", "PATH[:WEIGHT],...", str, WORDS.fits)
 CHECKPOINT = Kind("a path", "CHECKPOINT", str, WORDS.fits)
@@ -143,10 +151,35 @@ class Settings:
     )
     muon_learning_rate: float = setting(0.02, NUMBER, LEARNING, "of the matrices that Muon has, at its peak")
     warmup: int = setting(60, whole(0), LEARNING, "steps up to the peak, at most a tenth of all")
-    decay_ratio: float = setting(0.6, SHARE, LEARNING, "share of the steps in which the rate falls to 0, the last ones")
+    decay_ratio: float = setting(0.6, SHARE, LEARNING, "share of the steps in which the rate falls, the last ones")
+    decay_shape: str = setting("linear", choice(*SHAPES), LEARNING, "how it falls; sqrt is 1 - sqrt(progress)")
+    decay_floor: float = setting(0.0, SHARE, LEARNING, "where it stays, as a share of the peak")
     betas: tuple[float, float] = setting((0.9, 0.95), BETAS, LEARNING, "of AdamW's means")
     weight_decay: float = setting(0.1, NUMBER, LEARNING, "of matrices; norms and biases have none")
     clip: float = setting(1.0, ABOVE_0, LEARNING, "the largest norm of the gradient")
+    balance_loss: float = setting(
+        0.0, NUMBER, LEARNING, "of a model with experts: weight of the loss that uneven use of them costs in each row"
+    )
+    router_z_loss: float = setting(0.0, NUMBER, LEARNING, "of a model with experts: weight of its routers' z-loss")
+    balance_rate: float | None = setting(
+        None,
+        ABOVE_0,
+        LEARNING,
+        "of a model whose routers have a selection bias (DeepSeek V3, GLM-4.5): how far it moves after each step",
+    )
+    accumulate: int = setting(
+        1, whole(1), LEARNING, "parts in which the rows of a batch are taken in turn: less memory, the same step"
+    )
+    remat: str = setting(
+        "none",
+        REMAT,
+        LEARNING,
+        "what of each layer is computed again for the gradient: less memory, the same numbers",
+        free=True,
+    )
+    compile: str = setting(
+        "none", choice("none", "block", "whole"), LEARNING, "what torch.compile takes: each kind of layer, or the loss"
+    )
     dtype: str | None = setting(
         None,
         choice("bfloat16", "float32"),
@@ -154,8 +187,13 @@ class Settings:
         "of the computation, weights and gradients being float32; without it what is fast on this machine",
     )
 
-    evaluations: int = setting(10, whole(1), WATCHING, "how often a sample of the held-out text is evaluated")
-    evaluation_rows: int = setting(16, whole(1), WATCHING, "rows of that sample")
+    eval_every: int | None = setting(
+        None,
+        whole(1),
+        WATCHING,
+        "steps between looks at a sample of the held-out text, the last step being one; without it a tenth of all",
+    )
+    eval_rows: int = setting(16, whole(1), WATCHING, "rows of that sample")
     peak_flops: float | None = setting(
         None,
         ABOVE_0,

@@ -33,7 +33,7 @@ from train import sharded
 from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.forward import make_eval_step
-from train.job import optimizer_for
+from train.job import balance_of, is_routed, optimizer_for, step_options
 from train.loss import next_token_loss
 from train.optim import with_paths
 from train.parallel import Mesh, Strategy
@@ -120,6 +120,11 @@ def checked(
         )
     if settings.batch_rows % mesh.rows:
         raise UserError(f"{place} takes a batch's rows in {mesh.rows} parts, and --batch-rows is {settings.batch_rows}")
+    if settings.compile != "none" and mesh.world > 1:
+        raise UserError(f"{place}: what gathers layers is not compiled: leave --compile {settings.compile} out")
+    if settings.batch_rows // mesh.rows < settings.accumulate:
+        left = f"leaves each {settings.batch_rows // mesh.rows} of the {settings.batch_rows} rows of a batch"
+        raise UserError(f"{place} {left}, which --accumulate {settings.accumulate} cannot take in so many parts")
     if mesh.pp == 1:
         for name, value in (("--schedule", schedule), ("--microbatches", microbatches)):
             if value is not None:
@@ -127,6 +132,8 @@ def checked(
                     f"{name} {value} is for pipelines, and {place} has none: leave it out, or give --mesh pp=2"
                 )
         return Sharing(mesh)
+    if settings.accumulate > 1:
+        raise UserError(f"{place}: the parts of a batch in pipelines are --microbatches: leave --accumulate out")
     if schedule is not None and schedule not in SCHEDULES:
         raise UserError(f"--schedule {schedule} is not one of {', '.join(SCHEDULES)}")
     rows = settings.batch_rows // mesh.rows
@@ -167,11 +174,13 @@ class Member:
         self.plan = self.whole_plan
         if self.mesh.pp > 1:
             self.plan = stage_plan(self.whole_plan, self.config, devices, strategy)
-        routed = bool(getattr(family, "ROUTED", False))
-        loss = functools.partial(next_token_loss, config=self.config, aux=routed)
+        loss = functools.partial(next_token_loss, config=self.config, aux=is_routed(self.config))
         self.optimizer = optimizer_for(family.spec(self.config), settings)
-        how: dict[str, Any] = {"mesh": self.mesh, "strategy": strategy, "accumulate": work.sharing.microbatches}
-        self._step = make_step(loss, self.optimizer, clip=settings.clip, **how)
+        train_loss = functools.partial(loss, balance=balance_of(settings))
+        how = step_options(settings) | {"mesh": self.mesh, "strategy": strategy}
+        if self.mesh.pp > 1:
+            how["accumulate"] = work.sharing.microbatches
+        self._step = make_step(train_loss, self.optimizer, **how)
         self._loss = make_eval_step(loss, mesh=self.mesh, strategy=strategy)
         self.given: Tree = None  # the first process' parameters
         self.state: State

@@ -45,8 +45,8 @@ SIZES = {
     "batch-rows": 4,
     "steps": 6,
     "save-every": 3,
-    "evaluations": 2,
-    "evaluation-rows": 3,  # which two ranks do not divide
+    "eval-every": 3,
+    "eval-rows": 3,  # which two ranks do not divide
     "sample-tokens": 4,
     "dtype": "float32",
 }
@@ -210,6 +210,9 @@ def test_a_mistake_is_one_sentence_and_all_end(tmp_path: Path) -> None:
         ("fsdp=2", {}, "--mesh fsdp=2 is of 2 processes, and there are 4"),
         ("fsdp=4", {"lora": "r=8"}, "adapters (--lora) are trained by one process"),
         ("fsdp=4", {"optimizer": "muon"}, "--optimizer muon needs whole matrices"),
+        ("dp=4", {"accumulate": 2}, "leaves each 1 of the 4 rows of a batch, which --accumulate 2 cannot take"),
+        ("dp=4", {"compile": "block"}, "leave --compile block out"),
+        ("pp=4", {"accumulate": 2}, "the parts of a batch in pipelines are --microbatches"),
         ("dp=4", {"batch_rows": 6}, "takes a batch's rows in 4 parts, and --batch-rows is 6"),
         ("dp=4", {"schedule": "GPipe"}, "--schedule GPipe is for pipelines, and --mesh dp=4 has none"),
         ("pp=4", {"schedule": "GPipes"}, "--schedule GPipes is not one of GPipe, 1F1B, "),

@@ -44,8 +44,8 @@ TINY = Settings(
     row_length=32,
     batch_rows=4,
     steps=80,
-    evaluations=2,
-    evaluation_rows=4,
+    eval_every=40,
+    eval_rows=4,
     sample_tokens=6,
 )
 

@@ -169,6 +169,23 @@ def test_adapters_that_peft_cannot_have_are_refused_before_the_run(tmp_path, tex
     assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
+def test_experts_are_balanced_by_losses_and_by_their_bias(tmp_path, text, capsys):  # noqa: F811
+    case = next(case for case in richest() if case.family == "deepseek")
+    base = checkpoint_of(tmp_path / "base", case.config)
+    assert train(tmp_path / "plain", text, "--init", base, "--steps", 1) == 0
+    flags = ("--balance-loss", 0.5, "--router-z-loss", 0.25, "--balance-rate", 0.125)
+    assert train(tmp_path / "run", text, "--init", base, "--steps", 1, *flags) == 0
+    (plain,), (row,) = rows(tmp_path / "plain"), rows(tmp_path / "run")
+    assert row["sequence_balance"] >= 1 and row["router_z"] > 0
+    assert row["loss"] == pytest.approx(plain["loss"], rel=1e-5)  # of the tokens alone
+    assert row["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+    before, after = (tree.flatten(P.load_pretrained(path)[1]) for path in (base, tmp_path / "run"))
+    moved = [(after[path] - leaf).abs() for path, leaf in before.items() if path.endswith("selection_bias")]
+    assert moved and all(set(m.mul(8).round(decimals=4).tolist()) <= {0.0, 1.0} and m.any() for m in moved)
+    assert train(tmp_path / "l", text, "--init", base, "--lora", "r=2,targets=o_proj", "--balance-rate", 0.1) == 2
+    assert "--balance-rate 0.1 moves what is not of the adapters" in one_sentence(capsys)
+
+
 def test_a_mixture_of_experts_takes_adapters_on_its_attention(tmp_path, text):  # noqa: F811
     case = next(case for case in richest() if case.family == "deepseek")
     base = checkpoint_of(tmp_path / "base", case.config)

@@ -17,6 +17,7 @@ import torch
 import params as P
 from train import checkpoint, job, run
 from train.cli import main
+from train.schedule import warmup_stable_decay
 from train.settings import Settings
 
 TINY = Settings(
@@ -29,8 +30,8 @@ TINY = Settings(
     row_length=32,
     batch_rows=4,
     steps=6,
-    evaluations=2,
-    evaluation_rows=4,
+    eval_every=3,
+    eval_rows=4,
     sample_tokens=6,
 )
 SAME = ("model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl", "summary.json")
@@ -181,6 +182,35 @@ def test_muon_has_the_matrices_at_a_rate_of_its_own(tmp_path, text, monkeypatch,
     capsys.readouterr()
     assert train(tmp_path / "l", text, "--optimizer", "muon", "--init", tmp_path / "whole", "--lora", "r=2") == 2
     assert "--optimizer muon is for whole matrices" in one_sentence(capsys)
+
+
+def test_parts_and_recomputation_change_no_curve_and_the_schedule_is_as_told(tmp_path, text):
+    told = ("--dtype", "float32", "--eval-every", 4, "--decay-shape", "cosine", "--decay-floor", 0.5)
+    assert train(tmp_path / "plain", text, *told) == 0
+    assert train(tmp_path / "parts", text, *told, "--accumulate", 3, "--remat", "every:2") == 0
+    plain, parts = rows(tmp_path / "plain"), rows(tmp_path / "parts")
+    assert [row["step"] for row in plain if "heldout_loss" in row] == [4, 6]
+    for one, other in zip(plain, parts, strict=True):
+        assert all(other[name] == pytest.approx(one[name], rel=1e-4) for name in ("loss", "grad_norm"))
+    shape = {"total": 6, "warmup": 0, "decay_ratio": 0.6, "shape": "cosine", "floor": 0.5}
+    rates = [3e-3 * warmup_stable_decay(step, **shape) for step in range(1, 7)]
+    assert [row["lr"] for row in plain] == pytest.approx(rates, rel=1e-5)
+    assert rates[-1] > 1.5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", ["block", "whole"])
+def test_a_compiled_run_has_the_curve_of_a_plain_one(tmp_path, text, compile):
+    assert train(tmp_path / "plain", text, "--dtype", "float32") == 0
+    assert train(tmp_path / "run", text, "--dtype", "float32", "--compile", compile) == 0
+    for one, other in zip(rows(tmp_path / "plain"), rows(tmp_path / "run"), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
+def test_without_a_compiler_nothing_is_compiled(tmp_path, text, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert train(tmp_path / "run", text, "--compile", "block") == 2
+    assert "--compile block needs a C++ compiler" in one_sentence(capsys)
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_one_does_not(tmp_path, text):
