@@ -28,6 +28,7 @@ from train.parallel import step as steps
 from train.parallel.collectives import summed
 from train.parallel.dtensors import local_tree
 from train.parallel.gather import shardings
+from train.parallel.microbatch import padded
 from train.parallel.stages import stage_plan
 from train.parallel.stateful import Model, shard
 from train.parallel.step import rules_of
@@ -85,6 +86,12 @@ def batch() -> dict[str, Tensor]:
         "segment_ids": made.segment_ids,
         "labels": made.labels,
     }
+
+
+def pieces(lengths: list[int]) -> list[dict[str, Tensor]]:
+    """The batch in as many lists of rows, with padding behind them up to these lengths."""
+    parts = fnmodels.split(batch(), len(lengths))
+    return [dict(padded(part, length)) for part, length in zip(parts, lengths, strict=True)]
 
 
 def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..., Any]:
@@ -149,15 +156,16 @@ def errors_of(
     """{what: how far it is from one process} of a step: gradients and parameters that are here, loss, count, norm.
 
     A gradient's part is compared with that part of the whole, relative to the whole's largest number; what is nothing
-    but rounding to the largest of all.
+    but rounding to the largest of all. options: the step's, and "lengths" of microbatches that the caller has cut.
     """
     mesh, how, one = Mesh.parse(mesh_text), Strategy(**strategy or {}), one_process(name, layers)
     optimizer, params = optimizer_of(name, layers), placed(name, mesh, strategy=how, layers=layers)
     given = OPTIONS.get(name, {}) | (options or {})
+    whole = pieces(given.pop("lengths")) if "lengths" in given else batch()
     step = make_step(loss_of(name, layers), optimizer, clip=CLIP, mesh=mesh, strategy=how, **given)
     grads: list[Tensor] = []
     with watched(grads):
-        state, metrics = step(init_state(params, optimizer), batch())
+        state, metrics = step(init_state(params, optimizer), whole)
     shards, held = tree.flatten(shardings(state.params)), tree.flatten(local_tree(state.params))
     learning = [path for path in held if path in one.grads]
     found = gradient_errors(dict(zip(learning, grads, strict=True)), one, {p: how.here() for p, how in shards.items()})

@@ -13,10 +13,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from fnmodels import llama, tree
+from fnmodels.ops import attention_flex
 from tests.parallel.pool import Ranks
-from tests.parallel.reference import MODELS, batch, errors_of, errors_of_modules, one_process, spec_of, worst
+from tests.parallel.reference import (
+    MODELS,
+    batch,
+    errors_of,
+    errors_of_modules,
+    loss_of,
+    one_process,
+    pieces,
+    placed,
+    spec_of,
+    worst,
+)
+from train import make_eval_step
 from train.parallel import Mesh, collectives, context, gather, passes, pipeline, stages, tensor
 from train.parallel import step as steps
 from train.parallel.pipeline import SCHEDULES, SINGLE
@@ -69,7 +83,7 @@ WAYS: dict[str, Way] = {
     "pp over 4": Way("pp=4", {}, FOUR, 5),
     "pp over 4, a V": Way("pp=4", {"schedule": "ZBVZeroBubble"}, {"accumulate": 8}, 9, ("llama",)),
     # pairs
-    "dp x fsdp": Way("dp=2,fsdp=2", options={"remat": "every:2", "accumulate": 2}),
+    "dp x fsdp": Way("dp=2,fsdp=2", options={"remat": "every:2", "lengths": [16, 19]}),
     "dp x tp, sp": Way("dp=2,tp=2", SP, TWO),
     "dp x pp": staged("GPipe", "pp=2,dp=2"),
     "fsdp x tp": Way("fsdp=2,tp=2", options={"remat": "full"}),
@@ -85,7 +99,7 @@ WAYS: dict[str, Way] = {
     "cp x pp": staged("GPipe", "pp=2,cp=2"),
     "ep x pp": Way("pp=2,ep=2", {"split": (2, 1)}, FOUR, 3, ROUTED),
     # of three
-    "fsdp x tp x pp": Way("pp=2,fsdp=2,tp=2", {"schedule": "1F1B", **SP}, {"accumulate": 2, "remat": "full"}, 3),
+    "fsdp x tp x pp": Way("pp=2,fsdp=2,tp=2", {"schedule": "1F1B", **SP}, {"lengths": [18, 16], "remat": "full"}, 3),
     "fsdp x cp x tp": Way("fsdp=2,cp=2,tp=2", SP),
     "fsdp x ep x pp": Way("pp=2,fsdp=2,ep=2", {}, TWO, 3, ROUTED),
 }
@@ -134,6 +148,20 @@ def test_a_step_is_that_of_one_process(ranks: Ranks, way: str) -> None:
 @pytest.mark.parametrize(("mesh", "remat"), [("fsdp=2", "none"), ("dp=2,fsdp=2", "full")])
 def test_a_step_of_fsdp2_is_that_of_one_process(ranks: Ranks, name: str, mesh: str, remat: str) -> None:
     assert_equal(name, ranks(Mesh.parse(mesh).world)(errors_of_modules, name, mesh, remat))
+
+
+def with_block_masks() -> list[float]:
+    """The loss through stages whose attention has a BlockMask for each microbatch, and that of one process."""
+    mesh, loss = Mesh(pp=2), loss_of("llama", 3, kernel="flex")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_flex, "_compiled_static", lambda: flex_attention)  # that code is tested elsewhere
+        found = make_eval_step(loss, mesh=mesh)(placed("llama", mesh, layers=3), pieces([16, 18]))
+    return [float(found["loss"]), float(one_process("llama", 3).metrics["loss"])]
+
+
+def test_stages_with_block_masks(ranks: Ranks) -> None:
+    for found, expected in ranks(2)(with_block_masks):
+        assert found == pytest.approx(expected, rel=LIMIT)
 
 
 # ------------------------------------------------------------------------------------------------ what would not pass
