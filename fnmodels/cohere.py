@@ -21,7 +21,7 @@ from .decoder import (
     sliding_pattern,
 )
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
+from .leaf import attention_leaves, embedding, gated_mlp_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -118,7 +118,7 @@ def spec(config: Config) -> Tree:
         }
 
     tree: Tree = {
-        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "embed_tokens": embedding(config.vocab_size, D, std),
         "layers": [layer() for _ in range(config.num_hidden_layers)],
         "norm": norm(D, "embed"),
     }

@@ -29,7 +29,7 @@ from .decoder import (
 from .disk import Stored
 from .errors import UnsupportedError
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import gated_mlp_leaves, latent_attention_leaves, moe_leaves, norm, weight
+from .leaf import embedding, gated_mlp_leaves, latent_attention_leaves, moe_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -211,7 +211,7 @@ def spec(config: Config) -> Tree:
         }
 
     tree: Tree = {
-        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "embed_tokens": embedding(config.vocab_size, D, std),
         "layers": [layer(kind) for kind in config.layer_kinds],
         "norm": norm(D, "embed"),
     }

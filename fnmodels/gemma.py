@@ -25,7 +25,7 @@ from .decoder import (
     sliding_pattern,
 )
 from .hf import Fields, rope_from_hf, rope_to_hf, ropes_by_layer_type
-from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
+from .leaf import attention_leaves, embedding, gated_mlp_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, build_mask, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -169,7 +169,7 @@ def spec(config: Config) -> Tree:
         return {name: norm(D, "embed", 0.0) for name in norms} | {"attention": attention, "mlp": mlp}
 
     tree: Tree = {
-        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "embed_tokens": embedding(config.vocab_size, D, std),
         "layers": [layer() for _ in range(config.num_hidden_layers)],
         "norm": norm(D, "embed", 0.0),
     }

@@ -25,7 +25,7 @@ from .decoder import (
 )
 from .disk import Stored
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
-from .leaf import attention_leaves, gated_mlp_leaves, moe_leaves, norm, weight
+from .leaf import attention_leaves, embedding, gated_mlp_leaves, moe_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -153,7 +153,7 @@ def spec(config: Config) -> Tree:
         }
 
     tree: Tree = {
-        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "embed_tokens": embedding(config.vocab_size, D, std),
         "layers": [layer(kind) for kind in config.layer_kinds],
         "norm": norm(D, "embed"),
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 from .disk import Part, Stored
 from .errors import ConfigError
 from .hf import LAYERS_LIMIT, Fields, quantization
-from .leaf import attention_leaves, layer_norm_leaves, plain_mlp_leaves, weight
+from .leaf import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens, look_up
@@ -146,8 +146,8 @@ def spec(config: Config) -> Tree:
         }
 
     tree: Tree = {
-        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
-        "embed_positions": weight((config.max_position_embeddings, D), ("position", "embed"), std),
+        "embed_tokens": embedding(config.vocab_size, D, std),
+        "embed_positions": embedding(config.max_position_embeddings, D, std, axis="position"),
         "layers": [layer() for _ in range(config.num_hidden_layers)],
         **layer_norm_leaves("norm", D, "embed"),
     }

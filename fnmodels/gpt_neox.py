@@ -15,7 +15,7 @@ from .decoder import check_decoder, decoder_sizes, decoder_to_hf
 from .disk import Part, Stored
 from .errors import ConfigError
 from .hf import Fields, parse_rope, rope_to_hf, rope_values, shown
-from .leaf import attention_leaves, layer_norm_leaves, plain_mlp_leaves, weight
+from .leaf import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -131,7 +131,7 @@ def spec(config: Config) -> Tree:
         }
 
     tree: Tree = {
-        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "embed_tokens": embedding(config.vocab_size, D, std),
         "layers": [layer() for _ in range(config.num_hidden_layers)],
         **layer_norm_leaves("norm", D, "embed"),
     }

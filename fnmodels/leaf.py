@@ -32,7 +32,7 @@ class Leaf:
         to a mesh.
     init: how it begins.
     trainable: False for state of the checkpoint that no gradient teaches (a router's selection bias).
-    decay: whether weight decay applies (not to norms and biases).
+    decay: whether weight decay applies (not to norms, biases and embeddings).
     keep_dtype: stays in `dtype` when the model is cast.
     unit: how many neighbors along an axis of heads belong to one head; a plan divides between heads only.
     """
@@ -52,8 +52,13 @@ class Leaf:
 
 
 def weight(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.02, *, unit: int = 1) -> Leaf:
-    """A matrix or table: normal init, decays."""
+    """A matrix: normal init, decays."""
     return Leaf(shape, torch.float32, axes, Normal(std), unit=unit)
+
+
+def embedding(rows: int, size: int, std: float = 0.02, *, axis: str = "vocab") -> Leaf:
+    """A table in which rows are looked up: normal init, no decay, which would shrink a row that no batch has met."""
+    return Leaf((rows, size), torch.float32, (axis, "embed"), Normal(std), decay=False)
 
 
 def norm(size: int, axis: str, value: float = 1.0, *, unit: int = 1) -> Leaf:

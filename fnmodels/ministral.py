@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
-from .leaf import attention_leaves, gated_mlp_leaves, norm, weight
+from .leaf import attention_leaves, embedding, gated_mlp_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -105,7 +105,7 @@ def spec(config: Config) -> Tree:
         }
 
     tree: Tree = {
-        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "embed_tokens": embedding(config.vocab_size, D, std),
         "layers": [layer() for _ in range(config.num_hidden_layers)],
         "norm": norm(D, "embed"),
     }

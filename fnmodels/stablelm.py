@@ -15,7 +15,7 @@ from torch import Tensor
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
 from .errors import ConfigError
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
-from .leaf import attention_leaves, gated_mlp_leaves, layer_norm_leaves, norm, weight
+from .leaf import attention_leaves, embedding, gated_mlp_leaves, layer_norm_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -112,7 +112,7 @@ def spec(config: Config) -> Tree:
         return tree | own_norm
 
     tree: Tree = {
-        "embed_tokens": weight((config.vocab_size, D), ("vocab", "embed"), std),
+        "embed_tokens": embedding(config.vocab_size, D, std),
         "layers": [layer() for _ in range(config.num_hidden_layers)],
         **layer_norm_leaves("norm", D, "embed"),
     }

@@ -155,7 +155,7 @@ class Settings:
     decay_shape: str = setting("linear", choice(*SHAPES), LEARNING, "how it falls; sqrt is 1 - sqrt(progress)")
     decay_floor: float = setting(0.0, SHARE, LEARNING, "where it stays, as a share of the peak")
     betas: tuple[float, float] = setting((0.9, 0.95), BETAS, LEARNING, "of AdamW's means")
-    weight_decay: float = setting(0.1, NUMBER, LEARNING, "of matrices; norms and biases have none")
+    weight_decay: float = setting(0.1, NUMBER, LEARNING, "of matrices; norms, biases and embeddings have none")
     clip: float = setting(1.0, ABOVE_0, LEARNING, "the largest norm of the gradient")
     balance_loss: float = setting(
         0.0, NUMBER, LEARNING, "of a model with experts: weight of the loss that uneven use of them costs in each row"

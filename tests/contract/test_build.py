@@ -225,3 +225,13 @@ def test_the_source_is_pure(file: Path) -> None:
         else:
             continue
         assert roots <= {"torch", "einops", "fnmodels"} | sys.stdlib_module_names, roots
+
+
+def test_matrices_decay_and_norms_biases_and_embeddings_do_not() -> None:
+    for case in cases():
+        for path, leaf in tree.flatten(fnmodels.family_of(case.config).spec(case.config)).items():
+            name = path.rpartition(".")[2]
+            if name.endswith(("_proj", "lm_head")):
+                assert leaf.decay, path
+            if len(leaf.shape) == 1 or name.endswith(("norm", "bias")) or name.startswith("embed_"):
+                assert not leaf.decay, path
