@@ -4,6 +4,7 @@ Of adapters only they are kept, in the saved steps and in the run folder: the we
 are, and a resumed run holds them against the digests that it began with.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import fnmodels
 import params as P
 from fnmodels import llama, tree
 from fnmodels.tree import Tree
+from params.load import check
 from params.manifest import MANIFEST, digest
 from train import adapters, pretrained, sources
 from train.cache import cached
@@ -28,7 +30,8 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """params: on the meta device where a saved step has their values. spec: what trains, and what decays.
+    """params: on the meta device where a saved step has their values, or each of several processes makes its own part
+    of them (`spread`, in the functions below). spec: what trains, and what decays.
 
     source: the folder it is from. left_out: parts that the checkpoint has and a run does not train. weights: {file:
     digest} of what adapters belong to.
@@ -44,15 +47,15 @@ class Model:
     weights: Json | None = None
 
 
-def begun(settings: Settings, texts: sources.Texts) -> Model:
+def begun(settings: Settings, texts: sources.Texts, *, spread: bool = False) -> Model:
     """The model of a run that begins. UserError where the settings name one that cannot be."""
     if settings.init is not None:
         source = Path(settings.init)
-        made = adapted(source, settings) if settings.lora else whole(source)
+        made = adapted(source, settings) if settings.lora else whole(source, spread=spread)
     elif settings.lora is not None:
         raise UserError(f"--lora {settings.lora}: adapters belong to the weights of a checkpoint: name one with --init")
     else:
-        made = new(settings, texts)
+        made = new(settings, texts, spread=spread)
     pretrained.check_vocabulary(made.tokenizer, made.config.vocab_size, made.source or Path("the new model"))
     return made
 
@@ -69,22 +72,33 @@ def resumed(path: Path, settings: Settings) -> Model:
     return Model(config, params, spec_of(config), tokenizer, pretrained.end_ids(path), path)
 
 
-def new(settings: Settings, texts: sources.Texts) -> Model:
+def new(settings: Settings, texts: sources.Texts, *, spread: bool) -> Model:
     """A Llama of the settings' sizes, with a tokenizer made of the text."""
     tokenizer = new_tokenizer(texts, settings.vocab_size)
     ids = special_ids(tokenizer)
     config = llama.Config.from_hf(hf_config(settings, tokenizer.get_vocab_size(), ids))
-    params = P.init(config, settings.seed, dtype=torch.float32)
+    params = P.abstract(config, dtype=torch.float32) if spread else P.init(config, settings.seed, dtype=torch.float32)
     return Model(config, params, spec_of(config), tokenizer, (ids["eos_token_id"],))
 
 
-def whole(source: Path) -> Model:
+def whole(source: Path, *, spread: bool) -> Model:
     """All weights of a checkpoint, in fp32; adapters, where it is a folder of them, merged into what they belong to."""
     tokenizer = pretrained.load_tokenizer(source)
     check_unchanged(source)
     left_out = optional(source)
-    config, params = pretrained.load_model(source, merge=True, dtype=torch.float32, copy=True, drop=left_out)
+    if spread:
+        with ExitStack() as stack:
+            config = check(pretrained.weights_folder(source), stack, left_out).config
+        params = P.abstract(config, dtype=torch.float32)
+    else:
+        config, params = load_whole(source)
     return Model(config, params, spec_of(config), tokenizer, pretrained.end_ids(source), source, left_out)
+
+
+def load_whole(source: Path, *, plan: Tree | None = None) -> tuple[Any, Tree]:
+    """(config, params) as a run trains them, of a `plan` those that it names, of each the part that is here."""
+    how: Json = {"dtype": torch.float32, "copy": True, "drop": optional(source), "plan": plan}
+    return pretrained.load_model(source, merge=True, **how)
 
 
 def adapted(source: Path, settings: Settings) -> Model:

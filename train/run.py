@@ -73,13 +73,14 @@ def train_run(options: Options, defaults: Settings) -> int:
         report.settings(settings)
         print("reading the text", flush=True)
         began = time.monotonic()
-        params, job = prepare(options.run, settings, recorded if saved else None)
+        several = sharing.mesh.world > 1
+        params, job = prepare(options.run, settings, recorded if saved else None, spread=several)
         report.skipped(job)
         report.prepared(job, time.monotonic() - began)
         report.peak(job)
         team.check_fit(sharing, settings, job.config)
-        several = sharing.mesh.world > 1
-        return work(job, params, saved, Team(Work(sharing, settings, job.config), params) if several else None)
+        shared = Team(Work(sharing, settings, job.config), fresh=saved is None) if several else None
+        return work(job, params, saved, shared)
 
 
 def recorded_in(saved: Checkpoint) -> Json:

@@ -4,8 +4,9 @@
 
 The first process alone reads text, prints, and keeps the run folder. What all must do together (a step, a loss, a save)
 are methods of `Member`, and before it calls one the first tells the others which, and with what: so that they need no
-text and no folder but that of the saved steps, and are never at another place of the program than it. A mistake of the
-user is found by the first before the others have begun; whatever else ends one process ends all.
+text and no folder but those of checkpoints, of which each reads its part, and are never at another place of the program
+than it. A mistake of the user is found by the first before the others have begun; whatever else ends one process ends
+all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train import sharded
+from train import model, sharded
 from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.forward import make_eval_step
@@ -40,7 +41,7 @@ from train.parallel import Mesh, Strategy
 from train.parallel.everywhere import fetching
 from train.parallel.mesh import warn_of_group
 from train.parallel.pipeline import SCHEDULES, check_microbatches, pipeline
-from train.parallel.stages import stage_plan
+from train.parallel.stages import init_stage, stage_plan
 from train.parallel.step import rules_of
 from train.rows import Batch
 from train.settings import Settings
@@ -182,24 +183,24 @@ class Member:
             how["accumulate"] = work.sharing.microbatches
         self._step = make_step(train_loss, self.optimizer, **how)
         self._loss = make_eval_step(loss, mesh=self.mesh, strategy=strategy)
-        self.given: Tree = None  # the first process' parameters
+        self.settings = settings
         self.state: State
 
-    def begin(self, values: bool) -> State:
-        """A State at step 0, with the first process' parameters, or without values, for `load`."""
-        kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
-        given = tree.flatten(self.given) if values and self.given is not None else {}
-        mine, made = tree.flatten(self.plan), dict[str, Tensor]()
-        for path, how in tree.flatten(self.whole_plan).items():
-            leaf = given.get(path, torch.empty(how.shape, dtype=kinds[path].dtype) if values else kinds[path])
-            if values:
-                leaf = leaf.contiguous()
-                dist.broadcast(leaf, 0)
-            if path in mine:
-                part = leaf[how.here()]
-                made[path] = how.distribute(part.clone() if values else torch.empty(part.shape, dtype=part.dtype))
-        self.given = None
-        self.state = init_state(with_paths(lambda path, _: made[path], self.plan), self.optimizer)
+    def begin(self, fresh: bool) -> State:
+        """A State at step 0; without values, for `load`, if it is not `fresh`. Each process makes what it holds."""
+        if not fresh:
+            kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
+
+            def empty(path: str, how: P.Sharding) -> Tensor:
+                part = kinds[path][how.here()]
+                return how.distribute(torch.empty(part.shape, dtype=part.dtype))
+
+            params = with_paths(empty, self.plan)
+        elif self.settings.init is not None:
+            _, params = model.load_whole(Path(self.settings.init), plan=self.plan)
+        else:
+            params = init_stage(self.config, self.settings.seed, self.plan)
+        self.state = init_state(params, self.optimizer)
         return self.state
 
     def load(self, found: Checkpoint) -> State:
@@ -237,12 +238,10 @@ class Member:
 class Team:
     """The first process' view: what a Member can, done by all."""
 
-    def __init__(self, work: Work, params: Tree) -> None:
+    def __init__(self, work: Work, *, fresh: bool) -> None:
         _send(("work", (work,)))
         self._member = Member(work)
-        self._member.given = params
-        meta = any(leaf.is_meta for leaf in tree.leaves(params))
-        self.state: State = self.do("begin", not meta)
+        self.state: State = self.do("begin", fresh)
 
     def do(self, act: str, *args: Any) -> Any:
         _send((act, args))

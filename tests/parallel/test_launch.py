@@ -23,10 +23,12 @@ from torch import Tensor
 import params as P
 from fnmodels import llama, tree
 from tests.parallel.pool import ROOT, Ranks
-from train import adamw, init_state, sharded, team
+from tests.parallel.test_load import read_by_process
+from train import adamw, init_state, pretrained, sharded, team
 from train.checkpoint import Checkpoint
 from train.cli import main
 from train.errors import UserError
+from train.optim import with_paths
 from train.parallel import Mesh
 from train.parallel.dtensors import local_tree
 from train.parallel.everywhere import fetching
@@ -51,13 +53,16 @@ SIZES = {
     "dtype": "float32",
 }
 
+MODEL = ("vocab-size", "hidden-size", "intermediate-size", "num-hidden-layers")  # of a new one
+
 
 def words(path: Path, *flags: str) -> list[str]:
     """The command line of the main job, on a text beside the run folder."""
     text = path.parent / "text.txt"
     if not text.exists():
         text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200)))
-    sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+    given = {name: value for name, value in SIZES.items() if "--init" not in flags or name not in MODEL}
+    sizes = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return ["--run", str(path), "--data", str(text), *sizes, *flags]
 
 
@@ -175,6 +180,40 @@ def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
             check_parts(mesh, [result["shapes"] for result in results], whole)
         assert_close(losses(path), expected)
         shutil.rmtree(path / "steps" / "step-00000006")
+
+    init = ("--init", str(tmp_path / "one"))
+    assert main(words(tmp_path / "tuned", *init)) == 0
+    ranks(2)(job, str(tmp_path / "parts"), *init, "--mesh", "fsdp=2")
+    assert_close(losses(tmp_path / "parts"), losses(tmp_path / "tuned"))
+
+
+def begun(folder: str | None, base: str) -> tuple[int, int]:
+    """(bytes that a process reads to begin, how many leaves are its part of what one process begins with)."""
+    mesh, config = Mesh(pp=2, fsdp=2), P.load_config(base)
+    settings = Settings(dtype="float32", learning_rate=1e-3, init=folder, seed=5)
+    member = team.Member(team.Work(Sharing(mesh), settings, config))
+    before = read_by_process()
+    state = member.begin(True)
+    read = read_by_process() - before
+    whole = pretrained.load_model(Path(folder), merge=True)[1] if folder else P.init(config, 5)
+    plans, flat = tree.flatten(member.plan), tree.flatten(whole)
+    here = tree.flatten(local_tree(state.params))
+    assert here.keys() == plans.keys()
+    assert all(torch.equal(leaf, flat[path][plans[path].here()]) for path, leaf in here.items())
+    return read, len(here)
+
+
+def test_each_process_reads_or_draws_its_own_part(ranks: Ranks, tmp_path: Path) -> None:
+    base, adapters = tmp_path / "base", tmp_path / "adapters"
+    config = llama.Config(512, 64, 256, 4, 4, 2)
+    params = P.init(config, 1)
+    P.save_pretrained(base, config, params)
+    adapted = with_paths(lambda p, x: x + 1 if p.endswith(".b") else x, P.lora.add(config, params, rank=2))
+    P.lora.save_adapters(adapters, config, adapted, base=str(base))
+    size = (base / "model.safetensors").stat().st_size
+    for folder in (str(base), str(adapters), None):
+        for read, leaves in ranks(4)(begun, folder, str(base)):
+            assert 10 < leaves < len(tree.leaves(params)) and read < 0.4 * size
 
 
 def check_parts(mesh: str, shapes: list[dict[str, list[int]]], whole: dict[str, Tensor]) -> None:
