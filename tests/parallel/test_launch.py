@@ -81,8 +81,24 @@ def launch(path: Path, processes: int, *flags: str) -> subprocess.CompletedProce
     )
 
 
+def run_main(path: str, *flags: str) -> tuple[int, str, str]:
+    """The main job by the pool's processes, as guests in their group: (exit code, what was said, errors)."""
+    said, errors = io.StringIO(), io.StringIO()
+    environment = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    environment["XDG_CACHE_HOME"] = str(Path(path).parent / "cache")
+    with (
+        mock.patch.dict(os.environ, environment),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(errors),
+        pytest.warns(UserWarning, match="The process group that is there is used as it is") as warned,
+    ):
+        code = main(words(Path(path), *flags))
+    assert len(warned) == 1 and dist.is_initialized()
+    return code, said.getvalue(), errors.getvalue()
+
+
 def job(path: str, *flags: str) -> dict[str, Any]:
-    """The main job by the pool's processes, as guests in their group: {what was said, loaded, is held here}."""
+    """{what was said, loaded, is held here} of a run."""
     members: list[team.Member] = []
     loaded: dict[str, str] = {}
 
@@ -98,21 +114,12 @@ def job(path: str, *flags: str) -> dict[str, Any]:
                 loaded.update({f"{name}.{path}": digest(fetch(path)) for path in paths})
             return state
 
-    said, errors = io.StringIO(), io.StringIO()
-    environment = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    environment["XDG_CACHE_HOME"] = str(Path(path).parent / "cache")
-    with (
-        mock.patch.dict(os.environ, environment),
-        mock.patch.object(team, "Member", Watched),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(errors),
-        pytest.warns(UserWarning, match="The process group that is there is used as it is") as warned,
-    ):
-        assert main(words(Path(path), *flags)) == 0, errors.getvalue()
-    assert len(warned) == 1 and dist.is_initialized()
+    with mock.patch.object(team, "Member", Watched):
+        code, said, errors = run_main(path, *flags)
+    assert code == 0, errors
     (member,) = members
     shapes = {name: list(leaf.shape) for name, leaf in tree.flatten(local_tree(member.state.params)).items()}
-    return {"said": said.getvalue(), "loaded": loaded, "shapes": shapes}
+    return {"said": said, "loaded": loaded, "shapes": shapes}
 
 
 def held(state: State) -> dict[str, Any]:
@@ -170,11 +177,12 @@ def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
     state = sharded.load(found, init_state(plain, optimizer))
     values = {f"{name}.{path}": leaf for name, part in held(state).items() for path, leaf in tree.flatten(part).items()}
     saved = {name: digest(leaf) for name, leaf in values.items()}
+    flags = {"pp=2": ("--schedule", "GPipe", "--microbatches", "2")}
     for mesh in ("fsdp=2,tp=2", "fsdp=2", "pp=2", None):
         if mesh is None:
             assert main([*words(path), "--resume"]) == 0
         else:
-            results = ranks(Mesh.parse(mesh).world)(job, str(path), "--resume", "--mesh", mesh)
+            results = ranks(Mesh.parse(mesh).world)(job, str(path), "--resume", "--mesh", mesh, *flags.get(mesh, ()))
             assert all(result["loaded"] == saved for result in results)
             assert "resuming at step 3 of 6" in results[0]["said"] and not any(result["said"] for result in results[1:])
             check_parts(mesh, [result["shapes"] for result in results], whole)
@@ -230,15 +238,13 @@ def check_parts(mesh: str, shapes: list[dict[str, list[int]]], whole: dict[str, 
                 assert sizes.fsdp * sizes.tp * math.prod(shape) == whole[name].numel(), name
 
 
-@pytest.mark.slow
-def test_a_mistake_is_one_sentence_and_all_end(tmp_path: Path) -> None:
-    done = launch(tmp_path / "run", 2, "--mesh", "fsdp=3")
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("fnmodels-train: ")]
-    assert said == [
+def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> None:
+    (code, _, said), (other, *nothing) = ranks(2)(run_main, str(tmp_path / "run"), "--mesh", "fsdp=3")
+    assert code == other == 2 and nothing == ["", ""]
+    assert said == (
         "fnmodels-train: --mesh fsdp=3 is of 3 processes, and there are 2: start them with torchrun --nproc-per-node 3 "
-        "-m train -- and the flags."
-    ]
+        "-m train -- and the flags.\n"
+    )
 
 
 @pytest.mark.parametrize(
