@@ -18,7 +18,7 @@ from fnmodels.ops.attention import attention
 from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, SameSpan, Window
 from tests import support
 from tests.parallel.pool import Ranks, devices
-from train.parallel import Mesh, Strategy, collectives, context
+from train.parallel import Mesh, Strategy, collectives, context, ring
 from train.parallel.step import placed_loss
 
 METHODS = ("gather", "ulysses", "ring")
@@ -204,7 +204,7 @@ def test_attention_on_every_mask_that_is_data(ranks: Ranks, method: str, inner: 
 
 def few_queries_at_a_time() -> float:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context, "QUERIES", 3)  # of the eight that a rank has
+        patch.setattr(ring, "QUERIES", 3)  # of the eight that a rank has
         return attention_alone("ring", "math")
 
 

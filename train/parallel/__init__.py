@@ -9,6 +9,7 @@
     vocab         the same of embedding, logits and cross entropy
     region        what these two have between the stream and a process' own part
     context       tokens of a row in different processes: attention that fetches keys, or passes them on
+    ring          the last of these, whose partial sums are merged
     pipeline      layers on different processes: gradients, losses and outputs of this one's stages, made of
       schedule      which layers are where
       share         the parts of the tree

@@ -42,9 +42,7 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, *, dtype: torch.dtype |
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """The sum of everyone's x, of which each process gets its equal part along `dim`. Backward: `all_gather`."""
-    size = dist.get_world_size(group)
-    if x.shape[dim] % size:
-        raise ValueError(f"Dimension {dim} of {list(x.shape)} is not a multiple of the {size} processes that share it.")
+    _check_parts(x, dim, group)
     return _linear(x, _ReduceScatter(dim % x.ndim, group, x.dtype, x.dtype))
 
 
@@ -65,9 +63,7 @@ def leave(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def take(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Of x, the same in all processes, each takes its equal part along `dim`. Backward: the gradients, joined."""
-    size = dist.get_world_size(group)
-    if x.shape[dim] % size:
-        raise ValueError(f"Dimension {dim} of {list(x.shape)} is not a multiple of the {size} processes that share it.")
+    _check_parts(x, dim, group)
     return _linear(x, _Take(dim % x.ndim, group))
 
 
@@ -78,9 +74,7 @@ def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def all_to_all(x: Tensor, group: ProcessGroup, *, split: int, join: int) -> Tensor:
     """The r-th equal part of x along `split` goes to process r; what comes is joined along `join` in their order."""
-    size = dist.get_world_size(group)
-    if x.shape[split] % size:
-        raise ValueError(f"Dimension {split} of {list(x.shape)} is not a multiple of the {size} processes it goes to.")
+    _check_parts(x, split, group)
     return _linear(x, _AllToAll(split % x.ndim, join % x.ndim, group))
 
 
@@ -92,6 +86,12 @@ def exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGrou
     if sum(sent) != len(x):
         raise ValueError(f"{sum(sent)} rows are to be sent, but there are {len(x)}.")
     return _linear(x, _Exchange(tuple(sent), tuple(received), group))
+
+
+def _check_parts(x: Tensor, dim: int, group: ProcessGroup) -> None:
+    size = dist.get_world_size(group)
+    if x.shape[dim] % size:
+        raise ValueError(f"Dimension {dim} of {list(x.shape)} is not a multiple of the {size} processes that share it.")
 
 
 @torch.no_grad()
@@ -139,11 +139,10 @@ def shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 
 class Linear(Protocol):
-    """A linear map over the processes. `batched`: the same with a new dimension in front, or behind the first."""
+    """A linear map over the processes."""
 
     def run(self, x: Tensor) -> Tensor: ...
     def transposed(self) -> Linear: ...
-    def batched(self) -> tuple[Linear, int]: ...
 
 
 def _linear(x: Tensor, how: Linear) -> Tensor:
@@ -169,8 +168,8 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def vmap(_: Any, in_dims: tuple[int, None], x: Tensor, how: Linear) -> tuple[Tensor, int]:
-        batched, place = how.batched()
-        return _linear(x.movedim(in_dims[0], place), batched), place
+        many, place = _batched(how)
+        return _linear(x.movedim(in_dims[0], place), many), place
 
 
 class _EnterAll(torch.autograd.Function):
@@ -216,9 +215,6 @@ class _AllGather:
     def transposed(self) -> Linear:
         return _ReduceScatter(self.dim, self.group, self.target, self.source)
 
-    def batched(self) -> tuple[Linear, int]:
-        return replace(self, dim=self.dim + 1), 0
-
 
 @dataclass(frozen=True)
 class _ReduceScatter:
@@ -238,9 +234,6 @@ class _ReduceScatter:
     def transposed(self) -> Linear:
         return _AllGather(self.dim, self.group, self.target, self.source)
 
-    def batched(self) -> tuple[Linear, int]:
-        return replace(self, dim=self.dim + 1), 0
-
 
 @dataclass(frozen=True)
 class _Copy:
@@ -251,9 +244,6 @@ class _Copy:
 
     def transposed(self) -> Linear:
         return _Sum(self.group)
-
-    def batched(self) -> tuple[Linear, int]:
-        return self, 0
 
 
 @dataclass(frozen=True)
@@ -268,9 +258,6 @@ class _Sum:
     def transposed(self) -> Linear:
         return _Copy(self.group)
 
-    def batched(self) -> tuple[Linear, int]:
-        return self, 0
-
 
 @dataclass(frozen=True)
 class _Take:
@@ -283,9 +270,6 @@ class _Take:
     def transposed(self) -> Linear:
         return _Join(self.dim, self.group)
 
-    def batched(self) -> tuple[Linear, int]:
-        return replace(self, dim=self.dim + 1), 0
-
 
 @dataclass(frozen=True)
 class _Join:
@@ -297,9 +281,6 @@ class _Join:
 
     def transposed(self) -> Linear:
         return _Take(self.dim, self.group)
-
-    def batched(self) -> tuple[Linear, int]:
-        return replace(self, dim=self.dim + 1), 0
 
 
 @dataclass(frozen=True)
@@ -317,9 +298,6 @@ class _AllToAll:
     def transposed(self) -> Linear:
         return replace(self, split=self.join, join=self.split)
 
-    def batched(self) -> tuple[Linear, int]:
-        return replace(self, split=self.split + 1, join=self.join + 1), 0
-
 
 @dataclass(frozen=True)
 class _Exchange:
@@ -335,5 +313,15 @@ class _Exchange:
     def transposed(self) -> Linear:
         return replace(self, sent=self.received, received=self.sent)
 
-    def batched(self) -> tuple[Linear, int]:
-        return self, 1  # rows stay first
+
+def _batched(how: Linear) -> tuple[Linear, int]:
+    """The same map of many x side by side, and the dimension along which these are."""
+    match how:
+        case _Exchange():
+            return how, 1  # rows stay first
+        case _AllToAll():
+            return replace(how, split=how.split + 1, join=how.join + 1), 0
+        case _AllGather() | _ReduceScatter() | _Take() | _Join():
+            return replace(how, dim=how.dim + 1), 0
+        case _:
+            return how, 0

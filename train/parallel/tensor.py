@@ -318,9 +318,10 @@ class _Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class _Read:
-    """Rows [out / size, in] of a linear map, or all of one whose results are used inside."""
+class _Map:
+    """A part of a linear map's weight. product(map, x, bias): what F.linear is to make of it."""
 
+    product: Callable[..., Tensor]
     weight: Any
     entry: _Entry
 
@@ -328,25 +329,18 @@ class _Read:
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is not F.linear or isinstance(args[0], cls):
             return NotImplemented
-        return F.linear(args[1].entry(args[0]), args[1].weight, *args[2:], **(kwargs or {}))
+        return args[1].product(args[1], args[0], *args[2:], **(kwargs or {}))
 
 
-@dataclass(frozen=True, eq=False)
-class _Write:
-    """Columns [out, in / size] of a linear map; the bias is added once, to the sum."""
+def _read(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """With rows [out / size, in], or with all of a map whose results are used inside."""
+    return F.linear(own.entry(x), own.weight, bias)
 
-    weight: Any
-    entry: _Entry
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is not F.linear or isinstance(args[0], cls):
-            return NotImplemented
-        return args[1].linear(args[0], *args[2:], **(kwargs or {}))
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = self.entry.region.leave(F.linear(x, self.weight))
-        return y if bias is None else y + bias
+def _write(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """With columns [out, in / size]; the bias is added once, to the sum."""
+    y = own.entry.region.leave(F.linear(x, own.weight))
+    return y if bias is None else y + bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,7 +372,11 @@ class _Norm:
         return x * torch.rsqrt(mean + eps) * own.weight
 
 
-_NODES: dict[str, Callable[[Any, _Entry], Any]] = {"read": _Read, "write": _Write, "norm": _Norm}
+_NODES: dict[str, Callable[[Any, _Entry], Any]] = {
+    "read": functools.partial(_Map, _read),
+    "write": functools.partial(_Map, _write),
+    "norm": _Norm,
+}
 
 
 def _experts(

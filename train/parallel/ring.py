@@ -1,0 +1,197 @@
+"""Attention whose keys and values pass from rank to rank, and what each gives is merged (arXiv 2310.01889).
+
+Its maths are its own, because partial sums are merged: forward and first derivatives, of any mask that is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fnmodels.mask import Mask
+from fnmodels.ops.norm import upcast
+
+from . import collectives
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# What own queries, some at a time, see of own keys, of those of the rank before, and so on: bool [B, 1, q, K], or None
+# for nothing.
+Seen = tuple[tuple[Tensor | None, ...], ...]
+QUERIES = 1024  # whose scores are held at a time
+
+
+def look(whole: Mask, share: int, group: ProcessGroup) -> Seen:
+    """Of the mask of all ranks' queries and keys, of which each rank has `share` one after another."""
+    rank, ranks = group.rank(), group.size()
+    mine = slice(rank * share, (rank + 1) * share)
+    starts = [(rank - turn) % ranks * share for turn in range(ranks)]
+    turns = [whole.part(mine, slice(start, start + share)).dense().split(QUERIES, 2) for start in starts]
+    return tuple(tuple(allowed if allowed.any() else None for allowed in turn) for turn in turns)
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Seen,
+    group: ProcessGroup,
+    inner: str,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The result [B, Q, N, Hv] of own queries on all keys. seen: `look`'s; inner: of no use here."""
+    groups, repeats = k.shape[2], q.shape[2] // k.shape[2]
+    rows = rearrange(q, "b q (g r) h -> b g (q r) h", g=groups)
+    k, v = (rearrange(t, "b k g h -> b g k h") for t in (k, v))
+    if sinks is not None:
+        sinks = upcast(sinks).view(groups, 1, repeats).expand(len(q), -1, q.shape[1], -1).flatten(2)[..., None]
+    out, *_ = _Ring.apply(group, seen, scale, softcap, repeats, rows, k, v, sinks)
+    return rearrange(out, "b g (q r) h -> b q (g r) h", r=repeats)
+
+
+def _passing(tensor: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
+    """The tensor, that of the rank before, and so on; the next one is under way while one is used."""
+    for left in reversed(range(group.size())):
+        coming = collectives.shift(tensor, group) if left else None
+        yield tensor
+        if coming is not None:
+            tensor = coming()
+
+
+def _scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """(scores [B, G, Q R, K], -inf where masked; the softcap's slope there)."""
+    scores, slope = upcast(q @ k.mT) * scale, None
+    if softcap is not None:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1 - bent.square()
+    split = scores.unflatten(2, (allowed.shape[2], -1))
+    return split.masked_fill(~allowed[:, :, :, None], -torch.inf).flatten(2, 3), slope
+
+
+def _finite(top: Tensor) -> Tensor:
+    """What to subtract from scores: where nothing is visible 0, so that weights are exp(-inf) and not NaN."""
+    return top.masked_fill(top == -torch.inf, 0)
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        'Attention with method="ring" has first derivatives only: no forward mode, no second derivative, no vmap.'
+    )
+
+
+_REFUSED: Any = staticmethod(_refuse)
+
+
+class _Ring(torch.autograd.Function):
+    """(result [B, G, Q R, Hv], largest score and sum of weights [B, G, Q R, 1]) of rows [B, G, Q R, H] on all keys.
+
+    Kept are t = max(s) and z = sum(e^(s - t)), that is lse = t + log z in two numbers: rounded in one, large scores
+    would cost a digit of every gradient. A turn with the scores s' merges t* = max(t, s') and z* = z e^(t - t*) +
+    sum(e^(s' - t*)). A row that sees nothing has lse = -inf and result 0. A sink is where t and z = 1 begin.
+    """
+
+    @staticmethod
+    def forward(
+        group: ProcessGroup,
+        seen: Seen,
+        scale: float,
+        softcap: float | None,
+        repeats: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        wide = upcast(q.new_zeros(()))
+        top = wide.new_full((*q.shape[:-1], 1), -torch.inf) if sinks is None else sinks
+        total = wide.new_full(top.shape, float(sinks is not None))
+        out = wide.new_zeros(*q.shape[:-1], v.shape[-1])
+        widths, size = (k.shape[-1], v.shape[-1]), QUERIES * repeats
+        states = list(zip(*(t.split(size, 2) for t in (top, total, out)), strict=True))
+        for turn, both in zip(seen, _passing(torch.cat((k, v), -1), group), strict=True):
+            keys, values = both.split(widths, -1)
+            for i, (rows, allowed) in enumerate(zip(q.split(size, 2), turn, strict=True)):
+                if allowed is None:
+                    continue
+                before, total, out = states[i]
+                scores, _ = _scores(rows, keys, allowed, scale, softcap)
+                top = torch.maximum(before, scores.amax(-1, keepdim=True))
+                weights, shrink = (scores - _finite(top)).exp(), (before - _finite(top)).exp()
+                total = total * shrink + weights.sum(-1, keepdim=True)
+                states[i] = top, total, out * shrink + upcast(weights.to(v.dtype) @ values)
+        top, total, out = (torch.cat(parts, 2) for parts in zip(*states, strict=True))
+        total = total.masked_fill(total == 0, 1)
+        return (out / total).to(v.dtype), _finite(top), total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.how = inputs[:5]
+        ctx.save_for_backward(*inputs[5:], *output)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if slope is None:
+            return (None,) * 9
+        *grads, d_sinks = _RingBackward.apply(*ctx.how, slope, *ctx.saved_tensors)
+        return *(None,) * 5, *grads, d_sinks if ctx.needs_input_grad[-1] else None
+
+    jvp = vmap = _REFUSED
+
+
+class _RingBackward(torch.autograd.Function):
+    """A function of its own, so that a second derivative is refused where it would miss the messages."""
+
+    @staticmethod
+    def forward(
+        group: ProcessGroup,
+        seen: Seen,
+        scale: float,
+        softcap: float | None,
+        repeats: int,
+        slope: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+        top: Tensor,
+        total: Tensor,
+    ) -> tuple[Tensor, ...]:
+        widths, size = (k.shape[-1], v.shape[-1]), QUERIES * repeats
+        delta = (upcast(slope) * upcast(out)).sum(-1, keepdim=True)
+        d_q = torch.zeros_like(upcast(q))
+        both = torch.cat((k, v), -1)
+        d_both = torch.zeros_like(upcast(both))
+        of_rows = [t.split(size, 2) for t in (q, slope, top, total, delta, d_q)]
+        for turn, part in zip(seen, _passing(both, group), strict=True):
+            keys, values = part.split(widths, -1)
+            for allowed, query, d_out, most, norm, mean, d_query in zip(turn, *of_rows, strict=True):
+                if allowed is None:
+                    continue
+                scores, bend = _scores(query, keys, allowed, scale, softcap)
+                weights = (scores - most).exp() / norm
+                d_scores = weights * (upcast(d_out @ values.mT) - mean) * scale
+                d_scores = (d_scores if bend is None else d_scores * bend).to(q.dtype)
+                d_query += d_scores @ keys
+                d_both += torch.cat((d_scores.mT @ query, weights.to(v.dtype).mT @ d_out), -1)
+            # The sums travel with the keys that they belong to, and after as many turns as ranks they are at home.
+            d_both = collectives.shift(d_both, group)()
+        d_k, d_v = d_both.split(widths, -1)
+        d_sinks = delta.new_zeros(()) if sinks is None else -(sinks - top).exp() / total * delta
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    backward = jvp = vmap = _REFUSED
