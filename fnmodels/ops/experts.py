@@ -23,10 +23,13 @@ from torch import Tensor
 
 from .attention import Kernel
 from .dispatch import Dispatched, combine, dispatch
+from .dispatch_host import Packed, pack, unpack
 from .experts_loop import Act, loop_mlps
 from .first_order import first_order
 
 Experts = Callable[..., Tensor]
+
+_ROWS = 16
 
 
 def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor, kernel: Kernel) -> Experts:
@@ -62,11 +65,12 @@ def loop_experts(
             'experts="loop" reads on the host how many tokens each expert has, which vmap and compiled graphs do not '
             'allow: experts="dense" has static shapes (and is what kernel="math" takes).'
         )
-    rows, sent, weights = sorted_rows(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
-    sizes = sent.counts.tolist()  # under no transform and in no graph: refused above
-    padding = len(rows) - sum(sizes)
-    out = loop_mlps(dict(experts), rows[: len(rows) - padding], sizes, act)
-    return combine(F.pad(out, (0, 0, 0, padding)) if padding else out, sent, weights)
+    names = list(experts)
+    x, weights, *leaves = first_order("loop", x, weights, *experts.values(), vmap=False)
+    experts = dict(zip(names, leaves, strict=True))
+    rows, packed, weights = packed_rows(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
+    out = loop_mlps(experts, rows, packed.counts.tolist(), act)
+    return unpack(out, packed, weights)
 
 
 def grouped_experts(
@@ -97,24 +101,33 @@ def grouped_experts(
     names = list(experts)
     x, weights, *leaves = first_order("grouped", x, weights, *experts.values(), vmap=False)
     experts = dict(zip(names, leaves, strict=True))
-    rows, sent, weights = sorted_rows(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
-    # On a CPU nobody waits for the number of rows that experts own: the others are left out.
-    static = x.is_cuda or torch.compiler.is_compiling() or not readable(sent.counts)
-    padding = 0 if static else len(rows) - int(sent.counts.sum())
-    rows = rows[: len(rows) - padding]
+    count = len(experts["gate_proj"])
+    if not (x.is_cuda or torch.compiler.is_compiling()) and readable(indices) and readable(valid):
+        rows, packed, weights = packed_rows(x, weights, indices, valid, count, input_weighted)
+        return unpack(_grouped_mlps(experts, rows, packed.counts, act), packed, weights)
+    rows, sent, weights = sorted_rows(x, weights, indices, valid, count, input_weighted)
     owned = torch.arange(len(rows), device=rows.device) < sent.counts.sum()
 
     def cleared(rows: Tensor) -> Tensor:
         """Rows past the last offset come back as uninitialized memory; set to 0 they have no gradient either."""
-        return rows.where(owned[:, None], 0) if static else rows
+        return rows.where(owned[:, None], 0)
 
-    rows = cleared(rows)
-    offsets = sent.counts.cumsum(0).to(torch.int32)
+    return combine(_grouped_mlps(experts, cleared(rows), sent.counts, act, cleared), sent, weights)
+
+
+def _grouped_mlps(
+    experts: Mapping[str, Tensor],
+    rows: Tensor,
+    counts: Tensor,
+    act: Act,
+    cleared: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> Tensor:
+    offsets = counts.cumsum(0).to(torch.int32)
     expert = None
     if any(name.endswith("bias") for name in experts):
-        ids = torch.arange(len(sent.counts), device=rows.device)
+        ids = torch.arange(len(counts), device=rows.device)
         padded = torch.cat((ids, ids.new_zeros(1)))
-        sizes = torch.cat((sent.counts, (len(rows) - sent.counts.sum())[None]))
+        sizes = torch.cat((counts, (len(rows) - counts.sum())[None]))
         expert = padded.repeat_interleave(sizes, output_size=len(rows))
 
     def linear(rows: Tensor, name: str) -> Tensor:
@@ -124,9 +137,7 @@ def grouped_experts(
             return out
         return cleared(out) + bias.index_select(0, expert)
 
-    inner = cleared(act(linear(rows, "gate"), linear(rows, "up")))
-    out = linear(inner, "down")
-    return combine(F.pad(out, (0, 0, 0, padding)) if padding else out, sent, weights)
+    return linear(cleared(act(linear(rows, "gate"), linear(rows, "up"))), "down")
 
 
 def dense_experts(
@@ -169,6 +180,24 @@ def sorted_rows(
         rows = rows * weights.flatten().index_select(0, sent.order)[:, None].to(rows.dtype)
         weights = torch.ones_like(weights)
     return rows, sent, weights
+
+
+def packed_rows(
+    x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, experts: int, input_weighted: bool
+) -> tuple[Tensor, Packed, Tensor]:
+    """As `sorted_rows`, where counts may be read on the host.
+
+    Products in half precision are of multiples of 16 rows. For every shape that it has not met lately oneDNN writes
+    code, which takes 0.6 ms where an expert's product takes 0.05, and each expert has another number of tokens in each
+    step: a bf16 training step of benchmarks/moe.py takes 1.0 s of processor time so, and 1.9 s without. Experts that
+    have fewer rows than that on average, as in decoding, have few shapes, and do not get more rows.
+    """
+    many = x.dtype.itemsize == 2 and indices.numel() >= _ROWS * experts
+    rows, packed = pack(x, indices, valid, experts, multiple=_ROWS if many else 1)
+    if input_weighted:
+        rows = rows * weights.flatten().index_select(0, packed.choice)[:, None].to(rows.dtype)
+        weights = torch.ones_like(weights)
+    return rows, packed, weights
 
 
 def _batched(experts: Mapping[str, Tensor], x: Tensor, name: str) -> Tensor:

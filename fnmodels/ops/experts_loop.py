@@ -81,14 +81,6 @@ class _Loop(torch.autograd.Function):
         grads = _Backward.apply(ctx.act, ctx.sizes, ctx.names, needs, slope, *ctx.saved_tensors)
         return *nothing, *(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse("loop")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
-        refuse("loop")
-
 
 class _Backward(torch.autograd.Function):
     """A function of its own, so that its products may write into slices wherever gradients are being recorded."""
@@ -136,12 +128,4 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Any) -> NoReturn:
-        refuse("loop")
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse("loop")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> NoReturn:
         refuse("loop")

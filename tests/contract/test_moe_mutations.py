@@ -104,13 +104,12 @@ def padding_that_counts(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M1", products, there_and_back)
 def padding_sent_to_an_expert(patch: pytest.MonkeyPatch) -> None:
-    right = dispatch_module.dispatch
+    def wrong(right: Any, x: Tensor, indices: Tensor, valid: Tensor, experts: int, **how: Any) -> Any:
+        return right(x, indices.clamp(min=0), torch.ones_like(valid), experts, **how)
 
-    def wrong(x: Tensor, indices: Tensor, valid: Tensor, experts: int) -> Any:
-        return right(x, indices.clamp(min=0), torch.ones_like(valid), experts)
-
-    patch.setattr(experts_module, "dispatch", wrong)
-    patch.setattr(test_ops, "dispatch", wrong)
+    for module in (experts_module, test_ops):
+        for name in ("dispatch", "pack"):
+            patch.setattr(module, name, functools.partial(wrong, getattr(module, name)))
 
 
 @bug("M1", padding("loop"))
@@ -144,14 +143,18 @@ def zero_times_infinity(patch: pytest.MonkeyPatch) -> None:
 
 
 def _reordered(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
-    right = dispatch_module.combine
+    combine, unpack = dispatch_module.combine, experts_module.unpack
 
     def wrong(rows: Tensor, sent: Any, weights: Tensor) -> Tensor:
-        order = change(sent.order)
-        return right(rows, dispatch_module.Dispatched(order, sent.counts, sent.valid), weights)
+        return combine(rows, dataclasses.replace(sent, order=change(sent.order)), weights)
+
+    def wrongly_unpacked(rows: Tensor, packed: Any, weights: Tensor) -> Tensor:
+        place = change(packed.place.flatten()).view_as(packed.place)
+        return unpack(rows, dataclasses.replace(packed, place=place), weights)
 
     for module in (experts_module, test_moe, test_ops):
         patch.setattr(module, "combine", wrong)
+    patch.setattr(experts_module, "unpack", wrongly_unpacked)
 
 
 @bug("M2", ranks, there_and_back, naive("loop"), parallel)

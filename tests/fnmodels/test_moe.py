@@ -13,6 +13,7 @@ from torch.func import grad, jvp, vmap
 from fnmodels import tree
 from fnmodels.leaf import moe_leaves
 from fnmodels.ops.dispatch import combine, dispatch, virtual_padding
+from fnmodels.ops.dispatch_host import pack, unpack
 from fnmodels.ops.experts import choose_experts, dense_experts, grouped_experts, loop_experts
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe import moe
@@ -156,6 +157,16 @@ def test_there_and_back(tokens: int, k: int, spread: str, padded: str) -> None:
     assert (of_row.diff() >= 0).all() and torch.equal(of_row.bincount(minlength=E), sent.counts)
     back = combine(rows, sent, torch.full((tokens, k), 1 / k, dtype=torch.float64))
     assert off(back, torch.where(valid[:, None], x, 0)) < 1e-15
+    for multiple in (1, 4):
+        packed_rows, packed = pack(given, torch.where(valid[:, None], indices, -7), valid, E, multiple=multiple)
+        assert torch.equal(packed.counts, sent.counts + -sent.counts % multiple)
+        assert torch.equal(packed_rows[packed.real], rows[:kept]) and len(packed_rows) == int(packed.counts.sum())
+        # a copy is a row of its own expert, and what becomes of it is not looked at
+        of_row = indices.flatten()[packed.choice]
+        assert torch.equal(of_row, torch.arange(E).repeat_interleave(packed.counts))
+        weights = torch.full((tokens, k), 1 / k, dtype=torch.float64).where(valid[:, None], torch.nan)
+        again = unpack(packed_rows.where(packed.real[:, None], torch.nan), packed, weights)
+        assert off(again, torch.where(valid[:, None], x, 0)) < 1e-15
 
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(8, 4), (7, 4), (1, 4), (5, 4), (9, 4), (0, 3), (10, 3), (3, 1)])
@@ -262,6 +273,37 @@ def test_half_precision_sums_its_choices_in_single() -> None:
             got = path(experts, x, w, indices, valid, act=SILU)
             assert got.dtype == torch.bfloat16
             assert float((got.double() - want).abs().max()) < 0.02 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("path", ["loop", "grouped"])
+@pytest.mark.parametrize("inputs", [False, True])
+def test_products_in_half_precision_have_few_shapes(path: str, inputs: bool) -> None:
+    """Each expert's rows are filled up to 16 n; values and gradients are those of plain dispatch and double precision.
+
+    Fewer than 16 rows for each expert, as in decoding, stay as they are.
+    """
+    shapes: list[int] = []
+    act = lambda gate, up: shapes.append(gate.shape[0]) or SILU(gate, up)  # noqa: E731
+
+    def run(function: Callable[..., Tensor], dtype: torch.dtype, tokens: int = 67) -> list[Tensor]:
+        experts, x, weights, indices, valid = problem(torch.bfloat16, True, tokens)
+        given = [x, weights.float(), *experts.values()]
+        flat = [t.to(torch.promote_types(dtype, t.dtype)).requires_grad_() for t in given]
+        leaves = dict(zip(experts, flat[2:], strict=True))
+        y = function(leaves, *flat[:2], indices, valid, act=act, input_weighted=inputs)
+        slope = noise(*y.shape, seed=2).bfloat16().to(y.dtype)
+        return [y.detach(), *torch.autograd.grad(y, flat, slope)]
+
+    got = run(PATHS[path], torch.bfloat16)
+    rows = [size for size in shapes if size]
+    assert rows and all(size % 16 == 0 for size in rows)
+    want, plain = run(dense_experts, torch.float64), run(grouped_statically, torch.bfloat16)
+    for ours, exact, other in zip(got, want, plain, strict=True):
+        error, before = ((t.double() - exact).norm() / exact.norm() for t in (ours, other))
+        assert error < 0.01 and error < 1.25 * before
+    shapes.clear()
+    run(PATHS[path], torch.bfloat16, 9)
+    assert any(size % 16 for size in shapes)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -391,7 +433,7 @@ def test_who_is_chosen_and_who_says_no() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r'experts="grouped" is compiled in bf16 only.*float32'):
         compiled(experts, x, weights, indices, valid)
     half = problem(torch.bfloat16, False)
-    assert torch.equal(compiled(*half), grouped_experts(*half, act=SILU))
+    assert off(compiled(*half), grouped_experts(*half, act=SILU)) < 2e-2  # products are rounded, or only sums
     narrow = {name: leaf[..., :6].contiguous() for name, leaf in experts.items()}
     with pytest.raises(ValueError, match="takes fp32 and half precision, not torch"):
         grouped_experts(*problem(torch.float64, False), act=SILU)
