@@ -10,6 +10,7 @@ from .adafactor import adafactor
 from .balance import Balance, balance_loss, router_z_loss, update_bias
 from .chain import chain, clip_norm
 from .combine import partition, with_ema, with_master
+from .distill import distill, distillation_loss, token_divergence
 from .forward import make_eval_step, make_forward_only
 from .lion import lion
 from .logprobs import document_sums, head_logprobs, logprobs, token_logprobs
@@ -25,7 +26,7 @@ from .optim import (
     sgd,
     trainable_mask,
 )
-from .policy import distillation_loss, dpo_loss, group_advantages, policy_loss, token_divergence
+from .policy import dpo_loss, group_advantages, policy_loss
 from .randomness import random_state, set_random_state
 from .rounding import stochastic_round, with_stochastic_rounding
 from .saver import Saver
@@ -47,6 +48,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_norm",
     "cross_entropy",
+    "distill",
     "distillation_loss",
     "document_sums",
     "dpo_loss",

@@ -6,6 +6,7 @@
     settings.toml                                         all that it was told, for --config
     metrics.jsonl, tensorboard/, loss.png, summary.json   what became of it
     samples.jsonl, trace.json                             its speech on the way and a profile, where asked for
+    skipped.txt                                           what of the text could not be learnt from, a line each
     speed.jsonl                                           what each step cost: the clock's part, never the same twice
 
 A saved step holds the parameters too, although the checkpoint beside it has them already: it is one rename that saves
@@ -32,6 +33,7 @@ METRICS = "metrics.jsonl"
 SPEED = "speed.jsonl"
 SAMPLES = "samples.jsonl"
 TRACE = "trace.json"
+SKIPPED = "skipped.txt"
 BOARD = "tensorboard"
 PICTURE = "loss.png"
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)

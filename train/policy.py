@@ -1,4 +1,4 @@
-"""Losses on log-probabilities: preferences, policy gradients, distillation.
+"""Losses on log-probabilities: preferences and policy gradients.
 
 Each takes tensors aligned as `token_logprobs` gives them and returns (sum, count, metrics), metrics being sums over the
 same tokens or pairs, so that a step over microbatches divides everything once by the global count.
@@ -27,7 +27,7 @@ def dpo_loss(
     All [N]: summed log-probabilities of the answers (see `document_sums`). label_smoothing: the probability that a
     preference is wrong (conservative DPO, arXiv 2305.18290 appendix). Metrics: margin and accuracy.
     """
-    _same_shape(
+    same_shape(
         chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
     )
     margin = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
@@ -62,7 +62,7 @@ def policy_loss(
     """
     given = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "valid": valid}
     given |= {"reference_logp": reference_logp} if reference_logp is not None else {}
-    _same_shape(**given, **({} if entropy is None else {"entropy": entropy}))
+    same_shape(**given, **({} if entropy is None else {"entropy": entropy}))
     if kl and reference_logp is None:
         raise ValueError(f"kl is {kl}, so reference_logp must be given.")
     if entropy_bonus and entropy is None:
@@ -100,32 +100,7 @@ def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e
     return centered / (wide.std(1, keepdim=True, correction=0) + eps)
 
 
-def distillation_loss(
-    student: Tensor, teacher: Tensor, valid: Tensor, *, direction: str = "forward", temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """(sum over valid tokens of the divergence in nats, count), of logits [..., V] of student and teacher.
-
-    direction: "forward" KL(teacher || student), which covers the teacher's modes (arXiv 1503.02531); "reverse"
-    KL(student || teacher), which seeks them (arXiv 2306.08543). Scaled by temperature^2, so that gradients keep
-    their size (arXiv 1503.02531). No gradient reaches the teacher. For chunks over tokens see `chunks.per_token`.
-    """
-    if direction not in ("forward", "reverse"):
-        raise ValueError(f'direction is {direction!r}; it must be "forward" or "reverse".')
-    _same_shape(student=student, teacher=teacher)
-    divergence = token_divergence(student, teacher.detach(), direction=direction, temperature=temperature)
-    return torch.where(valid, divergence, 0.0).sum(), valid.sum()
-
-
-def token_divergence(student: Tensor, teacher: Tensor, *, direction: str, temperature: float = 1.0) -> Tensor:
-    """The divergence of `distillation_loss` for each token, [...]."""
-    wide = torch.promote_types(student.dtype, torch.float32)
-    p, q = (torch.log_softmax(z.to(wide) / temperature, -1) for z in (teacher, student))
-    if direction == "reverse":
-        p, q = q, p
-    return (p.exp() * (p - q)).sum(-1) * temperature**2
-
-
-def _same_shape(**tensors: Tensor) -> None:
+def same_shape(**tensors: Tensor) -> None:
     """Otherwise they would broadcast, and a token's reward reach another."""
     shapes = {name: list(t.shape) for name, t in tensors.items()}
     if len({tuple(shape) for shape in shapes.values()}) > 1:

@@ -8,6 +8,7 @@ from pathlib import Path
 import params as P
 from train import folder
 from train.commands import sentence
+from train.files import write_text
 from train.job import Job, Json
 from train.metrics import Row
 from train.plot import Run, loss_picture
@@ -37,8 +38,9 @@ def damaged(problems: list[str]) -> None:
 def skipped(job: Job) -> None:
     found = job.texts.skipped + job.dataset.skipped
     if found:
-        shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-        print(f"skipped {len(found)} files or records: {shown}")
+        write_text(job.path / folder.SKIPPED, "".join(f"{what}\n" for what in found))
+        more = f", ...; all are in {job.path / folder.SKIPPED}" if len(found) > 5 else ""
+        print(f"skipped {len(found)} files or records: {', '.join(found[:5])}{more}")
 
 
 def settings(chosen: Settings) -> None:

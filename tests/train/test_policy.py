@@ -1,11 +1,11 @@
-"""Preference, policy and distillation losses against their formulas written out token by token."""
+"""Preference and policy losses against their formulas written out token by token."""
 
 import math
 
 import pytest
 import torch
 
-from train import distillation_loss, dpo_loss, group_advantages, policy_loss
+from train import dpo_loss, group_advantages, policy_loss
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -91,17 +91,3 @@ def test_group_advantages() -> None:
     assert group_advantages(torch.tensor([[0, 1]]), normalize=False).tolist() == [[-0.5, 0.5]]
     with pytest.raises(ValueError, match="prompts"):
         group_advantages(torch.zeros(3))
-
-
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_distillation_is_torchs_divergence(direction: str) -> None:
-    student, teacher = _normal(2, 3, 7).requires_grad_(), _normal(2, 3, 7).requires_grad_()
-    valid = torch.tensor([[True, True, False], [False, True, True]])
-    total, count = distillation_loss(student, teacher, valid, direction=direction, temperature=2.0)
-    p, q = (torch.distributions.Categorical(logits=z / 2.0) for z in (teacher, student))
-    kl = torch.distributions.kl_divergence(*((p, q) if direction == "forward" else (q, p)))
-    torch.testing.assert_close(total, 4.0 * kl[valid].sum())
-    assert int(count) == 4
-    assert torch.autograd.grad(total, teacher, allow_unused=True) == (None,)
-    with pytest.raises(ValueError, match="direction"):
-        distillation_loss(student, teacher, valid, direction="sideways")

@@ -217,6 +217,8 @@ def test_what_is_broken_may_stop_the_run(tmp_path: Path, capsys: pytest.CaptureF
         assert train(tmp_path / "run", path, "--init", tmp_path / "first", "--broken", "stop") == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+    assert train(tmp_path / "run", broken) == 0
+    assert (tmp_path / "run" / "skipped.txt").read_text().startswith("b.jsonl, line 151 (not JSON")
 
 
 def test_a_dataset_is_a_source_among_others(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Distillation: a model learns the distributions of another one, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels.mask import Layout
+from fnmodels.ops.attention import Kernel
+from fnmodels.ops.experts import Experts
+from fnmodels.tree import Tree
+
+from .chunks import per_token
+from .loss import CHUNK, counted, head_name, hidden_states
+from .parallel.vocab import Vocab
+from .policy import Sums, same_shape
+
+DIRECTIONS = ("forward", "reverse")
+
+
+def distill(
+    params: Tree,
+    batch: Mapping[str, Tensor],
+    *,
+    config: Any,
+    teacher: Tree,
+    teacher_config: Any = None,
+    direction: str = "forward",
+    temperature: float = 1.0,
+    kernel: Kernel = "auto",
+    layout: Layout | None = None,
+    layer_fn: Any = None,
+    chunk: int | None = CHUNK,
+    length: int | Tensor | None = None,
+    experts: str | Experts = "auto",
+) -> tuple[Tensor, Tensor, Sums]:
+    """(sum over the labels that count of the divergence from the teacher in nats, count, {agree}): for `make_step`.
+
+    teacher: parameters of a model with the same vocabulary; teacher_config: its config where it is another one.
+    direction, temperature: see `distillation_loss`. agree: tokens for which both find the same one likeliest. The rest
+    is as in `next_token_loss`: labels say where something is learnt, and never what. Both models' logits exist for
+    `chunk` tokens at a time, in the backward too; chunk=None holds all, in plain operations.
+    """
+    theirs = config if teacher_config is None else teacher_config
+    if theirs.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"The teacher's vocabulary has {theirs.vocab_size} entries, the student's {config.vocab_size}."
+        )
+    if isinstance(params.get(head_name(config)), Vocab):
+        raise ValueError("Distillation needs whole rows of logits, which tp divides: leave it out of the mesh.")
+    _check(direction, temperature)
+    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "length": length, "experts": experts}
+    x = hidden_states(params, batch, config=config, layer_fn=layer_fn, **how)
+    with torch.no_grad():
+        y = hidden_states(teacher, batch, config=theirs, layer_fn=None, **how)
+
+    def logits(weights: Tree, x: Tensor, config: Any) -> Tensor:
+        rows = x if x.ndim == 3 else x[None]  # a chunk is a row of its own
+        return fnmodels.family_of(config).unembed(weights, rows, config=config).reshape(*x.shape[:-1], -1)
+
+    def one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            wanted = logits(teacher, y, theirs)
+        found = logits(params, x, config)
+        divergence = token_divergence(found, wanted, direction=direction, temperature=temperature)
+        return divergence, found.argmax(-1) == wanted.argmax(-1)
+
+    divergence, agree = per_token(one, (x, y), batch["labels"].shape, chunk)
+    valid, weights = counted(batch["labels"], batch.get("weights")), batch.get("weights")
+    total = torch.where(valid, divergence if weights is None else divergence * weights, 0.0).sum()
+    return total, valid.sum(), {"agree": (agree & valid).sum()}
+
+
+def distillation_loss(
+    student: Tensor, teacher: Tensor, valid: Tensor, *, direction: str = "forward", temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(sum over valid tokens of the divergence in nats, count), of logits [..., V] of student and teacher.
+
+    direction: "forward" KL(teacher || student), which covers the teacher's modes (arXiv 1503.02531); "reverse"
+    KL(student || teacher), which seeks them (arXiv 2306.08543). Scaled by temperature^2, so that gradients keep
+    their size (arXiv 1503.02531). No gradient reaches the teacher. `distill` does it in chunks, from parameters.
+    """
+    _check(direction, temperature)
+    same_shape(student=student, teacher=teacher)
+    divergence = token_divergence(student, teacher.detach(), direction=direction, temperature=temperature)
+    return torch.where(valid, divergence, 0.0).sum(), valid.sum()
+
+
+def token_divergence(student: Tensor, teacher: Tensor, *, direction: str, temperature: float = 1.0) -> Tensor:
+    """The divergence of `distillation_loss` for each token, [...]."""
+    wide = torch.promote_types(student.dtype, torch.float32)
+    p, q = (torch.log_softmax(z.to(wide) / temperature, -1) for z in (teacher, student))
+    if direction == "reverse":
+        p, q = q, p
+    return (p.exp() * (p - q)).sum(-1) * temperature**2
+
+
+def _check(direction: str, temperature: float) -> None:
+    if direction not in DIRECTIONS:
+        raise ValueError(f'direction is {direction!r}; it must be "forward" or "reverse".')
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0.")
