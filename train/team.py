@@ -121,8 +121,16 @@ def checked(
         )
     if settings.batch_rows % mesh.rows:
         raise UserError(f"{place} takes a batch's rows in {mesh.rows} parts, and --batch-rows is {settings.batch_rows}")
-    if settings.compile != "none" and mesh.world > 1:
-        raise UserError(f"{place}: what gathers layers is not compiled: leave --compile {settings.compile} out")
+    several, inside = mesh.world > 1, mesh.world > mesh.dp * mesh.fsdp
+    if several and (settings.compile == "whole" or (settings.compile == "block" and inside)):
+        raise UserError(
+            f"{place}: no message goes into a compiled graph, so that blocks alone are compiled, over dp and fsdp: "
+            f"leave --compile {settings.compile} out"
+        )
+    if several and settings.compile == "block" and settings.remat == "selective":
+        raise UserError(
+            f"{place}: --remat selective chooses among single operations, which compiled blocks hide: take full"
+        )
     if settings.batch_rows // mesh.rows < settings.accumulate:
         left = f"leaves each {settings.batch_rows // mesh.rows} of the {settings.batch_rows} rows of a batch"
         raise UserError(f"{place} {left}, which --accumulate {settings.accumulate} cannot take in so many parts")

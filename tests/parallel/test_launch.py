@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ import params as P
 from fnmodels import llama, tree
 from tests.parallel.pool import ROOT, Ranks
 from tests.parallel.test_load import read_by_process
+from tests.parallel.test_simulate import compare, counted, here, size
 from train import adamw, init_state, pretrained, sharded, team
 from train.checkpoint import Checkpoint
 from train.cli import main
@@ -32,7 +34,9 @@ from train.optim import with_paths
 from train.parallel import Mesh
 from train.parallel.dtensors import local_tree
 from train.parallel.everywhere import fetching
+from train.rows import Batch
 from train.settings import Settings
+from train.simulate import Work, simulate
 from train.state import State
 from train.team import Sharing
 
@@ -98,14 +102,21 @@ def run_main(path: str, *flags: str) -> tuple[int, str, str]:
 
 
 def job(path: str, *flags: str) -> dict[str, Any]:
-    """{what was said, loaded, is held here} of a run."""
+    """{what was said, loaded, is held here; the messages of a step} of a run."""
     members: list[team.Member] = []
     loaded: dict[str, str] = {}
+    messages: dict[str, Counter[str]] = {}
 
     class Watched(team.Member):
         def __init__(self, work: team.Work) -> None:
             super().__init__(work)
             members.append(self)
+
+        def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
+            with counted() as found:
+                result = super().step(batch)
+            messages.update(found)
+            return result
 
         def load(self, found: Checkpoint) -> State:
             state = super().load(found)
@@ -119,7 +130,9 @@ def job(path: str, *flags: str) -> dict[str, Any]:
     assert code == 0, errors
     (member,) = members
     shapes = {name: list(leaf.shape) for name, leaf in tree.flatten(local_tree(member.state.params)).items()}
-    return {"said": said, "loaded": loaded, "shapes": shapes}
+    own = {"parameters": member.state.params, "optimizer": member.state.opt_state}
+    sizes = {name: size(tree.map(here, values)) for name, values in own.items()}
+    return {"said": said, "loaded": loaded, "shapes": shapes, **messages, **sizes}
 
 
 def held(state: State) -> dict[str, Any]:
@@ -186,6 +199,7 @@ def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
             assert all(result["loaded"] == saved for result in results)
             assert "resuming at step 3 of 6" in results[0]["said"] and not any(result["said"] for result in results[1:])
             check_parts(mesh, [result["shapes"] for result in results], whole)
+            check_messages(Mesh.parse(mesh), results, config)
         assert_close(losses(path), expected)
         shutil.rmtree(path / "steps" / "step-00000006")
 
@@ -227,15 +241,24 @@ def test_each_process_reads_or_draws_its_own_part(ranks: Ranks, tmp_path: Path) 
 def check_parts(mesh: str, shapes: list[dict[str, list[int]]], whole: dict[str, Tensor]) -> None:
     """Each process has its layers alone, of them its parts; the embedding is at both ends, since it is tied."""
     sizes = Mesh.parse(mesh)
-    for rank, here in enumerate(shapes):
+    for rank, own in enumerate(shapes):
         first = {"embed_tokens"} if rank == 0 else {"embed_tokens", "norm"}
         if sizes.pp > 1:
-            assert here.keys() == first | {name for name in whole if name.startswith(f"layers.{rank}.")}
+            assert own.keys() == first | {name for name in whole if name.startswith(f"layers.{rank}.")}
         else:
-            assert here.keys() == whole.keys()
-        for name, shape in here.items():
+            assert own.keys() == whole.keys()
+        for name, shape in own.items():
             if name.endswith("_proj") or name == "embed_tokens":
                 assert sizes.fsdp * sizes.tp * math.prod(shape) == whole[name].numel(), name
+
+
+def check_messages(mesh: Mesh, results: list[dict[str, Any]], config: Any) -> None:
+    """Of the run's steps, as many and as large as the plan says; and what each process holds."""
+    parts = 2 if mesh.pp > 1 else 1
+    work = Work(SIZES["batch-rows"], SIZES["row-length"], parts, dtype=torch.float32)
+    for place, facts in enumerate(simulate(config, mesh, work)):
+        same = mesh.world // mesh.pp
+        compare(results[place * same : (place + 1) * same], facts)
 
 
 def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> None:
@@ -256,7 +279,9 @@ def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> 
         ("fsdp=4", {"lora": "r=8"}, "adapters (--lora) are trained by one process"),
         ("fsdp=4", {"optimizer": "muon"}, "--optimizer muon needs whole matrices"),
         ("dp=4", {"accumulate": 2}, "leaves each 1 of the 4 rows of a batch, which --accumulate 2 cannot take"),
-        ("dp=4", {"compile": "block"}, "leave --compile block out"),
+        ("dp=4", {"compile": "whole"}, "leave --compile whole out"),
+        ("tp=4", {"compile": "block"}, "leave --compile block out"),
+        ("dp=4", {"compile": "block", "remat": "selective"}, "--remat selective chooses among single operations"),
         ("pp=4", {"accumulate": 2}, "the parts of a batch in pipelines are --microbatches"),
         ("dp=4", {"batch_rows": 6}, "takes a batch's rows in 4 parts, and --batch-rows is 6"),
         ("dp=4", {"schedule": "GPipe"}, "--schedule GPipe is for pipelines, and --mesh dp=4 has none"),
