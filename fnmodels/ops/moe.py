@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..tree import Tree
 from .attention import Kernel
+from .eager import alone
 from .experts import Experts, choose_experts, readable
 from .experts_loop import Act
 from .linear import linear
@@ -59,7 +60,7 @@ def moe(
         )
     if routing is not None:
         _check_range(routing, valid, len(layer["router"]))
-    x = x.where(valid[..., None], 0)
+    x = _cleared(x, valid)
     cast = upcast if wide_router else _same
     bias = layer.get("router_bias")
     logits = linear(cast(x), cast(layer["router"]), None if bias is None else cast(bias))
@@ -71,6 +72,11 @@ def moe(
         y = y + _shared(layer, x, act)
     aux = {"counts": count_tokens(indices, valid, logits.shape[-1]), "router_logits": logits}
     return y, aux | {"expert_indices": indices, "expert_weights": weights}
+
+
+def _cleared(x: Tensor, valid: Tensor) -> Tensor:
+    """x, 0 at padding. Where a look shows that there is none, two copies (the gradient's too) are not made."""
+    return x if alone(x, valid) and bool(valid.all()) else x.where(valid[..., None], 0)
 
 
 def _check_range(routing: Tensor, valid: Tensor, experts: int) -> None:
