@@ -8,7 +8,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .optim import Optimizer, clip_by_global_norm
+from .optim import Optimizer, Whole, clip_by_global_norm, on_parts, takes_parts
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
@@ -47,6 +47,9 @@ def chain(*transforms: Optimizer) -> Optimizer:
             old.copy_(new if skip is None else torch.where(skip, old, new))
         last.apply_(grads, opt_state[-1], params, skip=skip)
 
+    def of_parts(whole: Whole) -> Optimizer:
+        return chain(*(made for transform in transforms if (made := on_parts(transform, whole))))
+
     lr, rates = last.lr, last.rates
     return Optimizer(
         init,
@@ -56,6 +59,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
         last.trainable,
         None if rates is None else lambda opt_state: rates(opt_state[-1]),
         elementwise=all(transform.elementwise for transform in transforms),
+        of_parts=of_parts if all(takes_parts(transform) for transform in transforms) else None,
     )
 
 

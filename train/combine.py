@@ -11,7 +11,16 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .optim import Optimizer, apply_updates, trainable_mask, wide_dtype, with_paths
+from .optim import (
+    Optimizer,
+    Whole,
+    apply_updates,
+    on_parts,
+    takes_parts,
+    trainable_mask,
+    wide_dtype,
+    with_paths,
+)
 
 
 def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
@@ -79,7 +88,14 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
         return {pattern: optimizer.lr(state) for (pattern, optimizer), state in pairs if optimizer.lr is not None}
 
     elementwise = all(optimizer.elementwise for optimizer in trained.values())
-    return Optimizer(init, update, apply_ if in_place else None, lr, trainable, rates, elementwise)
+
+    def of_parts(whole: Whole) -> Optimizer:
+        return partition(
+            {p: None if optimizer is None else on_parts(optimizer, whole) for p, optimizer in groups.items()}
+        )
+
+    parted = of_parts if all(takes_parts(optimizer) for optimizer in trained.values()) else None
+    return Optimizer(init, update, apply_ if in_place else None, lr, trainable, rates, elementwise, parted)
 
 
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
@@ -111,7 +127,7 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
                 continue
             average.lerp_(param.to(average.dtype), torch.as_tensor(share, dtype=average.dtype, device=average.device))
 
-    return around(optimizer, init, update, apply_)
+    return around(optimizer, init, update, apply_, lambda inner: with_ema(inner, decay))
 
 
 def with_master(optimizer: Optimizer) -> Optimizer:
@@ -140,7 +156,7 @@ def with_master(optimizer: Optimizer) -> Optimizer:
         for wide, param in zip(tree.leaves(opt_state["master"]), tree.leaves(params), strict=True):
             param.copy_(wide)
 
-    return around(optimizer, init, update, apply_)
+    return around(optimizer, init, update, apply_, with_master)
 
 
 def around(
@@ -148,13 +164,18 @@ def around(
     init: Callable[[Tree], Tree],
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
     apply_: Callable[..., None],
+    again: Callable[[Optimizer], Optimizer] | None = None,
 ) -> Optimizer:
-    """An optimizer around another, whose state stands under "inner"; rates and what trains are the other's."""
+    """An optimizer around another, whose state stands under "inner"; rates and what trains are the other's.
+
+    again: puts the same around another one, that of parts; None: it takes whole leaves.
+    """
     inner, inner_rates = optimizer.lr, optimizer.rates
     lr = None if inner is None else lambda opt_state: inner(opt_state["inner"])
     rates = None if inner_rates is None else lambda opt_state: inner_rates(opt_state["inner"])
-    own = apply_ if optimizer.apply_ is not None else None
-    return Optimizer(init, update, own, lr, optimizer.trainable, rates, optimizer.elementwise)
+    own, other = apply_ if optimizer.apply_ is not None else None, optimizer.of_parts
+    parted = None if other is None or again is None else lambda whole: again(other(whole))
+    return Optimizer(init, update, own, lr, optimizer.trainable, rates, optimizer.elementwise, parted)
 
 
 def _wide_copy(param: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class Engine:
         else:
             from .parallel.step import update_over
 
-            self.state, metrics = update_over(self._teaching, self.optimizer, self.state, sums, **how)
+            self.state, metrics = update_over(self._teaching, self.state, sums, **how)
         return metrics
 
     def zero_grad(self) -> None:

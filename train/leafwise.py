@@ -14,6 +14,7 @@ from fnmodels.tree import Tree
 from .optim import (
     Optimizer,
     Rate,
+    Whole,
     check_numbers,
     check_rate,
     first_step,
@@ -48,12 +49,15 @@ def leafwise(
     weight_decay: float,
     spec: Tree | None,
     elementwise: bool = False,
+    of_whole: Callable[[Tensor], Tensor] | None = None,
+    whole: Whole = lambda path, function, x: function(x),
 ) -> Optimizer:
     """An Optimizer from what happens to one leaf; the arithmetic is fp32 at least, the state keeps its dtype.
 
     In place it goes leaf by leaf, so that what it holds beside parameters and state is of one or two.
     Decoupled weight decay, -rate x weight_decay x parameter, comes on top of the rule. lr, spec: as in `adamw`.
-    elementwise: see `Optimizer`.
+    elementwise: see `Optimizer`. of_whole: turns what the rule returns, a direction, into the change for a rate of -1,
+    matrix by matrix; the rule itself is then elementwise. whole: how that is done to parts, as in `Optimizer.of_parts`.
     State: {step, and per name of the rule's state a tree like the parameters', None where a leaf has none}.
     """
     check_rate(lr)
@@ -75,6 +79,8 @@ def leafwise(
             old = {name: values[path] for name, values in states.items() if path in values}
             param = flat[path].to(wide)
             change, new = rule(grad.to(wide), {name: s.to(wide) for name, s in old.items()}, param, step, rate)
+            if of_whole is not None:
+                change = -rate * whole(path, of_whole, change).to(wide)
             if weight_decay and (decays is None or decays[path]):
                 change = change - rate * weight_decay * param
             yield Change(path, change, flat[path], old, new)
@@ -97,8 +103,17 @@ def leafwise(
                 write(state, made.new[name])
         opt_state["step"].add_(1 if skip is None else (~skip).to(opt_state["step"]))
 
+    def of_parts(whole: Whole) -> Optimizer:
+        return leafwise(init_leaf, rule, lr, weight_decay=weight_decay, spec=spec, of_whole=of_whole, whole=whole)
+
     return Optimizer(
-        init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=elementwise
+        init,
+        update,
+        apply_,
+        lambda opt_state: rate_at(lr, opt_state["step"] + 1),
+        trainable,
+        elementwise=elementwise,
+        of_parts=None if of_whole is None else of_parts,
     )
 
 

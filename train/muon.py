@@ -31,6 +31,7 @@ def muon(
     match_adamw: scales the rate by 0.2 sqrt(max(out, in)), so that AdamW's rates fit (arXiv 2502.16982); otherwise by
     sqrt(max(1, out / in)). steps: of Newton and Schulz, in bf16. lr, spec: as in `adamw`.
 
+    Over a mesh that divides matrices each is put together, in bf16, by every process that has a part of it.
     For hidden matrices only: embeddings, heads, norms and biases go to AdamW, see `partition`. A vector raises.
     """
     check_numbers(momentum=momentum, eps=eps)
@@ -46,12 +47,14 @@ def muon(
     def rule(grad: Tensor, state: State, param: Tensor, _: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
         moment = state["momentum"].lerp(grad, 1 - momentum)
         direction = grad.lerp(moment, momentum) if nesterov else moment
-        rows, columns = param.shape[-2:]
-        scale = 0.2 * math.sqrt(max(rows, columns)) if match_adamw else math.sqrt(max(1.0, rows / columns))
-        change = orthogonalize(direction, steps=steps, eps=eps).to(grad.dtype)
-        return -rate * scale * change, {"momentum": moment}
+        return direction.to(torch.bfloat16), {"momentum": moment}
 
-    return leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
+    def scaled(direction: Tensor) -> Tensor:
+        rows, columns = direction.shape[-2:]
+        scale = 0.2 * math.sqrt(max(rows, columns)) if match_adamw else math.sqrt(max(1.0, rows / columns))
+        return scale * orthogonalize(direction, steps=steps, eps=eps).float()
+
+    return leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, of_whole=scaled)
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tensor:

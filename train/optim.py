@@ -25,6 +25,8 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 Rate = float | Callable[[Tensor], "float | Tensor"]
+# whole(path, function, x): of function(the matrices [.., out, in] of the leaf at path) the part that x is of them
+Whole = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class Optimizer:
         trains.
     rates(opt_state) -> {name: rate} of its groups, where it has several.
     elementwise: whether a number's update depends on that number, its gradient and its state alone, so that a part of a
-        leaf is updated as it would be in the whole; what does not say so takes no divided parameters.
+        leaf is updated as it would be in the whole.
+    of_parts(whole) -> the same optimizer of parts of leaves, where it needs functions of whole matrices; what has none
+        and is not elementwise takes no divided parameters.
     """
 
     init: Callable[[Tree], Tree]
@@ -50,6 +54,18 @@ class Optimizer:
     trainable: Tree | Callable[[Tree], Tree] | None = None
     rates: Callable[[Tree], dict[str, float | Tensor]] | None = None
     elementwise: bool = False
+    of_parts: Callable[[Whole], Optimizer] | None = None
+
+
+def on_parts(optimizer: Optimizer, whole: Whole) -> Optimizer | None:
+    """The optimizer for parts of leaves; None where it takes whole ones alone."""
+    if optimizer.elementwise:
+        return optimizer
+    return None if optimizer.of_parts is None else optimizer.of_parts(whole)
+
+
+def takes_parts(optimizer: Optimizer) -> bool:
+    return optimizer.elementwise or optimizer.of_parts is not None
 
 
 def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None = None) -> Tree:

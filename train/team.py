@@ -115,10 +115,6 @@ def checked(
         )
     if settings.lora and processes > 1:
         raise UserError(f"{place}: adapters (--lora) are trained by one process: leave one of the two out")
-    if settings.optimizer != "adamw" and mesh.world > mesh.pp * mesh.dp * mesh.cp:
-        raise UserError(
-            f"{place}: --optimizer {settings.optimizer} needs whole matrices, which pp, dp and cp alone leave"
-        )
     if settings.batch_rows % mesh.rows:
         raise UserError(f"{place} takes a batch's rows in {mesh.rows} parts, and --batch-rows is {settings.batch_rows}")
     several, inside = mesh.world > 1, mesh.world > mesh.dp * mesh.fsdp

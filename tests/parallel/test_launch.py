@@ -277,7 +277,6 @@ def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> 
         ("fdsp=4", {}, "--mesh fdsp=4: 'fdsp' is no dimension of a mesh"),
         ("fsdp=2", {}, "--mesh fsdp=2 is of 2 processes, and there are 4"),
         ("fsdp=4", {"lora": "r=8"}, "adapters (--lora) are trained by one process"),
-        ("fsdp=4", {"optimizer": "muon"}, "--optimizer muon needs whole matrices"),
         ("dp=4", {"accumulate": 2}, "leaves each 1 of the 4 rows of a batch, which --accumulate 2 cannot take"),
         ("dp=4", {"compile": "whole"}, "leave --compile whole out"),
         ("tp=4", {"compile": "block"}, "leave --compile block out"),

@@ -29,11 +29,11 @@ from fnmodels.tree import Tree
 from params.sharding import Rules, Sharding
 from train.balance import Balance
 from train.calls import Batch, compiling, microbatches, open_keywords
-from train.optim import Optimizer, trainable_mask, wide_dtype, with_paths
+from train.optim import Optimizer, Whole, on_parts, trainable_mask, wide_dtype, with_paths
 from train.state import State, consume
 from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_sums, update
 
-from .collectives import summed
+from .collectives import all_gather, summed
 from .context import check_length, context_kernel, shard_batch, whole_rows
 from .dtensors import like, local_tree
 from .everywhere import aux_of_stages
@@ -85,7 +85,7 @@ def make_step_over(
         teaching, sums_of = known[0]
         parts = microbatches(own_part(batch, teaching.placed.devices, order=strategy.order, config=config), accumulate)
         sums = sums_of(local_tree(state.params), parts, divide=False)
-        return update_over(teaching, optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
+        return update_over(teaching, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
 
     return step
 
@@ -126,19 +126,21 @@ class Teaching:
     """What updates need to know of the processes' parts."""
 
     placed: Placed
+    optimizer: Optimizer  # of the parts
     norm_of: Callable[[list[Tensor]], Tensor]
     whole_aux: Callable[[Tree], Tree] | None  # of the aux of stages
 
 
 def teach(placed: Placed, optimizer: Optimizer) -> Teaching:
-    """ValueError for an optimizer that needs more than the parts."""
-    if not optimizer.elementwise:
+    """ValueError for an optimizer that needs more than the parts, or matrices put together from them."""
+    parted = on_parts(optimizer, _on_matrices(placed.shards))
+    if parted is None:
         _check_whole(placed.shards)
     staged = placed.devices["pp"].size() > 1
     trains, elsewhere = tree.flatten(placed.trains), counted_elsewhere(placed) if staged else frozenset[str]()
     learning = {path: how for path, how in tree.flatten(placed.shards).items() if trains[path]}
     norm_of = norm_over(list(learning.values()), [path.partition(".")[0] not in elsewhere for path in learning])
-    return Teaching(placed, norm_of, aux_of_stages(placed) if staged else None)
+    return Teaching(placed, parted or optimizer, norm_of, aux_of_stages(placed) if staged else None)
 
 
 def sums_over(
@@ -155,7 +157,6 @@ def sums_over(
 
 def update_over(
     teaching: Teaching,
-    optimizer: Optimizer,
     state: State,
     sums: Sums,
     *,
@@ -166,7 +167,7 @@ def update_over(
     """`train.step.update` with the sums that each process has."""
     held, placed = local_tree(state), teaching.placed
     everyone = _global(sums, placed.devices)
-    after, metrics = update(optimizer, held, everyone, clip=clip, inplace=inplace, norm_of=teaching.norm_of)
+    after, metrics = update(teaching.optimizer, held, everyone, clip=clip, inplace=inplace, norm_of=teaching.norm_of)
     if balance_rate is not None:
         moved = _balanced(after.params, placed.shards, metrics["aux"]["counts"], balance_rate, ~metrics["finite"])
         after = State(after.step, moved, after.opt_state)
@@ -326,8 +327,29 @@ def _check_whole(shards: Tree) -> None:
         if divided:
             raise ValueError(
                 f"The optimizer needs whole leaves, and {path} is divided over {divided[0]}: take one whose update is "
-                "elementwise (adamw, sgd, lion), or a mesh that only copies parameters (dp)."
+                "elementwise (adamw, sgd, lion), muon, or a mesh that only copies parameters (dp)."
             )
+
+
+def _on_matrices(shards: Tree) -> Whole:
+    """Functions of whole matrices, of which each process has a part: it puts them together, and keeps its part.
+
+    Stacks of matrices that are divided between these stay so.
+    """
+    placed = tree.flatten(shards)
+
+    def run(path: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        how: Sharding = placed[path]
+        assert how.mesh is not None
+        together = x
+        for index in reversed(range(len(how.dims))):  # the last dimension of the mesh divided what the others left
+            dim = how.dims[index]
+            if dim is not None and dim >= x.ndim - 2 and how.sizes[index][1] > 1:
+                together = all_gather(together, dim, how.mesh.get_group(index))
+        rows, columns = how.here()[-2:]
+        return function(together)[..., rows, columns]
+
+    return run
 
 
 def _balanced(params: Tree, shards: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
