@@ -12,9 +12,10 @@ from .chain import chain, clip_norm
 from .combine import partition, with_ema, with_master
 from .distill import distill, distillation_loss, token_divergence
 from .forward import make_eval_step, make_forward_only
+from .head import head_loss
 from .lion import lion
 from .logprobs import document_sums, head_logprobs, logprobs, token_logprobs
-from .loss import cross_entropy, head_loss, next_token_loss
+from .loss import next_token_loss
 from .mtp import look_ahead, mtp_loss
 from .muon import muon
 from .optim import (
@@ -33,6 +34,7 @@ from .saver import Saver
 from .schedule import warmup_stable_decay
 from .state import State, init_state
 from .step import make_step
+from .token_loss import cross_entropy
 
 __all__ = [
     "Balance",

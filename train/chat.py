@@ -29,7 +29,7 @@ from torch import Tensor
 
 from train.encoder import Talk, encode_talks
 from train.errors import UserError
-from train.loss import IGNORE
+from train.token_loss import IGNORE
 
 Message = Mapping[str, Any]
 

@@ -15,9 +15,11 @@ from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
 from .chunks import per_token
-from .loss import CHUNK, counted, head_name, hidden_states
+from .head import CHUNK, head_name
+from .loss import hidden_states
 from .parallel.vocab import Vocab
 from .policy import Sums, same_shape
+from .token_loss import counted
 
 DIRECTIONS = ("forward", "reverse")
 

@@ -19,9 +19,11 @@ from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
 from .chunks import per_token
-from .loss import CHUNK, IGNORE, check_labels, head_name, hidden_states
+from .head import CHUNK, head_name
+from .loss import hidden_states
 from .parallel.vocab import Vocab, opened
 from .scores import Scores, scores
+from .token_loss import IGNORE, check_labels
 
 
 def token_logprobs(

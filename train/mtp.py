@@ -15,8 +15,10 @@ from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 from train.balance import Balance, balance_terms
-from train.loss import CHUNK, IGNORE, counted, head_loss, replayed
+from train.head import CHUNK, head_loss
+from train.loss import replayed
 from train.parallel.vocab import Vocab
+from train.token_loss import IGNORE, counted
 
 
 def look_ahead(batch: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:

@@ -12,8 +12,10 @@ import fnmodels
 from fnmodels.tree import Tree
 
 from .chunks import per_token
-from .loss import CHUNK, IGNORE, hidden_states
+from .head import CHUNK
+from .loss import hidden_states
 from .scores import scores
+from .token_loss import IGNORE
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, at least one id; continuation
 

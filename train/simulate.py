@@ -34,7 +34,7 @@ from params.sharding import Sharding
 from train.commands import Parser, at_least, run_command
 from train.errors import UserError
 from train.files import write_atomic
-from train.loss import CHUNK, head_loss
+from train.head import CHUNK, head_loss
 from train.parallel import pipeline as pp
 from train.parallel.mesh import DATA, Mesh
 from train.parallel.order import Action, idle, order, peak

@@ -11,7 +11,7 @@ import fnmodels
 import train
 from fnmodels import tree
 from tests.support import Batch, Case, batch_of, generic_params, off, segments, structures, tokens_of
-from train.loss import cross_entropy, next_token_loss
+from train import cross_entropy, next_token_loss
 from train.optim import sgd
 
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)

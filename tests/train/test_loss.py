@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
 from fnmodels import llama, tree
-from train.loss import cross_entropy, head_loss, next_token_loss
+from train import cross_entropy, head_loss, next_token_loss
 
 V, D, B, S = 37, 16, 3, 10
 

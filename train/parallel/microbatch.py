@@ -12,7 +12,8 @@ import fnmodels
 from fnmodels.mask import Layout, MaskLike
 
 from ..calls import Batch
-from ..loss import IGNORE, replayed
+from ..loss import replayed
+from ..token_loss import IGNORE
 from .schedule import Pipeline, check_microbatches
 from .staged import Staged
 

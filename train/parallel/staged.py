@@ -19,8 +19,10 @@ from fnmodels.tree import Tree
 
 from ..balance import Balance, balance_terms
 from ..calls import Batch
+from ..head import head_loss
 from ..logprobs import head_logprobs, token_logprobs
-from ..loss import counted, head_loss, next_token_loss
+from ..loss import next_token_loss
+from ..token_loss import counted
 from .share import numbered
 
 if TYPE_CHECKING:

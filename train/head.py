@@ -1,0 +1,211 @@
+"""The head's loss: where a language model's memory goes.
+
+[B, S, V] logits and their gradient are larger than everything else together. `head_loss` therefore takes the tokens in
+chunks and, where a gradient is wanted, makes it on the spot: the gradient of a cross entropy is known as soon as the
+logits are, so the backward has only to scale it. Nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+from .parallel.vocab import Vocab, opened
+from .token_loss import IGNORE, Terms, check_labels, count_labels, cross_entropy_sum, loss_and_slope, wide_of
+
+CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
+
+Head = Callable[[list[Tensor], Tensor], Tensor]
+
+
+def head_name(config: Any) -> str:
+    """The entry of params that makes logits."""
+    return "embed_tokens" if getattr(config, "tie_word_embeddings", False) else "lm_head"
+
+
+def head_loss(
+    params: Tree,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    config: Any,
+    chunk: int | None = CHUNK,
+    weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy` of `family.unembed` on hidden states x [B, S, D], holding the logits of `chunk` tokens at a time.
+
+    chunk=None holds all of [B, S, V] and consists of plain operations. With a number every transform of torch.func
+    works too, but only plain reverse mode is chunked: vmap, jvp and second derivatives take the memory of chunk=None.
+    Inside torch.compile the chunks are checkpointed instead. Where the head is a `Vocab` (tensor parallelism) each
+    process makes its part of the logits.
+    """
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
+    name = head_name(config)
+    table, rows = params.get(name), None
+    if isinstance(table, Vocab):
+        rows = table.part
+        params, x = opened(params, name, x)
+    check_labels(labels, x.shape[:-1], "hidden states")
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(f"weights must be {list(labels.shape)} like the labels, not {list(weights.shape)}.")
+    terms, count = Terms(label_smoothing, z_loss, rows), count_labels(labels, weights)
+    family = fnmodels.family_of(config)
+    # The head never reads the layers, and what is not handed in gets no gradient buffer.
+    rest = {name: value for name, value in params.items() if name != "layers"}
+    flat = tree.flatten(rest)
+    leaves = list(flat.values())
+
+    def head(leaves: list[Tensor], x: Tensor) -> Tensor:
+        values = iter(leaves)
+        return family.unembed(tree.map(lambda _: next(values), rest), x, config=config)
+
+    if chunk is None:
+        return cross_entropy_sum(head(leaves, x), labels, weights, terms), count
+    # detached, for a weight teaches nothing; without any, each valid label has 1
+    factors = (labels != IGNORE).to(wide_of(x)) if weights is None else weights.detach().to(wide_of(x))
+    tokens, targets, factors = x.flatten(0, 1)[None], labels.flatten()[None], factors.flatten()[None]
+    needs = tuple(t.requires_grad for t in (tokens, *leaves))
+    if torch.is_grad_enabled() and any(needs) and not torch.compiler.is_compiling():
+        return _HeadLoss.apply(head, chunk, needs, terms, targets, factors, tokens, *leaves)[0], count
+    loss = torch.zeros((), dtype=wide_of(x), device=x.device)
+
+    def one(x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return cross_entropy_sum(head(leaves, x), labels, weights, terms)
+
+    for part in zip(*(t.split(chunk, 1) for t in (tokens, targets, factors)), strict=True):
+        loss = loss + (checkpoint(one, *part, use_reentrant=False) if torch.compiler.is_compiling() else one(*part))
+    return loss, count
+
+
+_STATICS = 6  # arguments of _HeadLoss before x
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Loss and, in the same pass over the chunks, its gradients: outputs here, so that setup_context can keep them.
+
+    Outputs: (loss, gradient of x, gradients of the leaves); the gradient of what needs none, or is not used, is an
+    empty tensor. They are differentiable: second derivatives, jvp and vmap go through `_dense`, the same function in
+    plain operations.
+    """
+
+    @staticmethod
+    def forward(
+        head: Head,
+        chunk: int,
+        needs: tuple[bool, ...],
+        terms: Terms,
+        labels: Tensor,
+        weights: Tensor,
+        x: Tensor,
+        *leaves: Tensor,
+    ) -> tuple[Tensor, ...]:
+        loss: Any = 0.0
+        parts: list[Tensor] = []
+        sums: list[Tensor | None] = [None] * len(leaves)
+        for lo in range(0, x.shape[1], chunk):
+            ins = [t.detach().requires_grad_(n) for t, n in zip((x[:, lo : lo + chunk], *leaves), needs, strict=True)]
+            with torch.enable_grad():
+                logits = head(ins[1:], ins[0])
+            part, slope = loss_and_slope(
+                logits.detach(), labels[:, lo : lo + chunk], weights[:, lo : lo + chunk], terms
+            )
+            loss = loss + part
+            wanted = [i for i, n in enumerate(needs) if n]
+            grads = torch.autograd.grad(logits, [ins[i] for i in wanted], slope, allow_unused=True)
+            del logits, slope
+            for i, grad in zip(wanted, grads, strict=True):
+                if grad is None:
+                    continue
+                if i == 0:
+                    parts.append(grad)
+                else:
+                    sums[i - 1] = _accumulate(sums[i - 1], grad, last=lo == 0 and x.shape[1] <= chunk)
+        empty = x.new_zeros(0)
+        dx = torch.cat(parts, 1) if parts else empty
+        d_leaves = [empty if s is None else s.to(leaf.dtype) for s, leaf in zip(sums, leaves, strict=True)]
+        return torch.as_tensor(loss, dtype=wide_of(x), device=x.device), dx, *d_leaves
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.head, ctx.chunk, ctx.needs, ctx.terms, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.save_for_forward(*tensors, *output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        size = len(ctx.needs)
+        labels, weights, *saved = ctx.saved_tensors
+        primals, firsts = saved[:size], saved[size:]
+        of_loss, *of_firsts = slopes
+        if all(s is None for s in of_firsts):
+            grads = [None if d.numel() == 0 or of_loss is None else d * of_loss.to(d.dtype) for d in firsts]
+            return *(None,) * _STATICS, *grads
+        outputs, pull, *_ = torch.func.vjp(_dense(ctx.head, labels, weights, ctx.needs, ctx.terms), *primals)
+        given = [
+            torch.zeros_like(out) if s is None or s.shape != out.shape else s
+            for s, out in zip(slopes, outputs, strict=True)
+        ]
+        return *(None,) * _STATICS, *pull(tuple(given))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        size = len(ctx.needs)
+        labels, weights, *saved = ctx.saved_tensors
+        primals, firsts = saved[:size], saved[size:]
+        moves = tangents[_STATICS:]
+        given = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, moves, strict=True))
+        dense = _dense(ctx.head, labels, weights, ctx.needs, ctx.terms)
+        loss, *rest = torch.func.jvp(dense, tuple(primals), given)[1]
+        return loss, *(t if t.shape == d.shape else torch.zeros_like(d) for t, d in zip(rest, firsts, strict=True))
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        head: Head,
+        chunk: int,
+        needs: tuple[bool, ...],
+        terms: Terms,
+        *tensors: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        def run(labels: Tensor, weights: Tensor, *primals: Tensor) -> tuple[Tensor, ...]:
+            return _dense(head, labels, weights, needs, terms)(*primals)
+
+        outputs = torch.func.vmap(run, in_dims=tuple(in_dims[4:]))(*tensors)
+        return outputs, (0,) * len(outputs)
+
+
+def _dense(
+    head: Head, labels: Tensor, weights: Tensor, needs: tuple[bool, ...], terms: Terms
+) -> Callable[..., tuple[Tensor, ...]]:
+    """(x, *leaves) -> (loss, gradients) as `_HeadLoss`, in plain operations and with all logits at once."""
+    wanted = tuple(i for i, n in enumerate(needs) if n)
+
+    def value(*primals: Tensor) -> Tensor:
+        return cross_entropy_sum(head(list(primals[1:]), primals[0]), labels, weights, terms)
+
+    def run(*primals: Tensor) -> tuple[Tensor, ...]:
+        grads, loss = torch.func.grad_and_value(value, argnums=wanted)(*primals)
+        found = dict(zip(wanted, grads, strict=True))
+        return loss, *(found[i] if i in found else p.new_zeros(0) for i, p in enumerate(primals))
+
+    return run
+
+
+def _accumulate(total: Tensor | None, grad: Tensor, *, last: bool) -> Tensor:
+    """Sums over chunks in fp32 at least; a lone chunk is passed on as it is."""
+    if total is None:
+        return grad if last else grad.to(wide_of(grad), copy=True)
+    return total.add_(grad)

@@ -1,0 +1,146 @@
+"""The loss of tokens from their logits, and its gradient without autograd.
+
+As all losses here it is a sum beside a count, so that whoever splits a batch divides once by the global count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .parallel.vocab import Part
+
+IGNORE = -100
+ROWS = 64  # tokens; see `loss_and_slope`
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a token's loss has beside -log p(label); see `cross_entropy`. part: logits are of that part alone."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    part: Part | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 1.")
+        if self.z_loss < 0.0:
+            raise ValueError(f"z_loss is {self.z_loss}; it must be at least 0.")
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(sum, count) over labels [...] that are not -100; logits [..., V], taken in fp32 at least. Plain operations.
+
+    weights [...]: multiplies each token's loss; a label of weight 0 does not count. label_smoothing: this share of the
+    target is spread evenly over the vocabulary (arXiv 1512.00567). z_loss: times log(sum(exp(logits)))^2, which keeps
+    logits from drifting (PaLM, arXiv 2204.02311, with 1e-4).
+    """
+    return cross_entropy_sum(logits, labels, weights, Terms(label_smoothing, z_loss)), count_labels(labels, weights)
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None, terms: Terms) -> Tensor:
+    wide, targets = logits.flatten(0, -2).to(wide_of(logits)), labels.flatten()
+    if terms.part is not None:
+        return _partial_cross_entropy(wide, targets, weights, terms, terms.part)
+    plain = weights is None and not terms.z_loss
+    losses = F.cross_entropy(
+        wide,
+        targets,
+        ignore_index=IGNORE,
+        reduction="sum" if plain else "none",
+        label_smoothing=terms.label_smoothing,
+    )
+    if plain:
+        return losses
+    if terms.z_loss:
+        losses = losses + terms.z_loss * torch.where(targets != IGNORE, wide.logsumexp(-1).square(), 0.0)
+    return (losses if weights is None else losses * weights.flatten()).sum()
+
+
+def _partial_cross_entropy(wide: Tensor, targets: Tensor, weights: Tensor | None, terms: Terms, part: Part) -> Tensor:
+    """As `cross_entropy_sum`, of the vocabulary's part; the same in all processes."""
+    valid = targets != IGNORE
+    total, at, mean = part.totals(wide, torch.where(valid, targets, 0))
+    losses = total - (1 - terms.label_smoothing) * at - terms.label_smoothing * mean
+    losses = torch.where(valid, losses + terms.z_loss * total.square(), 0.0)
+    return (losses if weights is None else losses * weights.flatten()).sum()
+
+
+def count_labels(labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """How many labels count: a 0-d int64 tensor."""
+    return counted(labels, weights).sum()
+
+
+def counted(labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Which labels count: neither -100 nor of weight 0."""
+    valid = labels != IGNORE
+    return valid if weights is None else valid & (weights != 0)
+
+
+def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
+    """Shape and dtype only: labels of another shape would broadcast, or be read in another order, without a word."""
+    if labels.shape != shape:
+        raise ValueError(f"labels must be {list(shape)} like the {of}, not {list(labels.shape)}.")
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, not {str(labels.dtype).removeprefix('torch.')}.")
+
+
+def loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """(sum of the losses, its gradient in the logits' dtype); logits [1, T, V], not part of any graph."""
+    if logits.dtype == wide_of(logits) or logits.device.type != "cpu" or terms.part is not None:
+        loss, slope = _rows_loss_and_slope(logits, labels, weights, terms)
+        return loss, slope.to(logits.dtype)
+    # On a CPU the fp32 copy of bf16 logits must stay in the cache, or it costs four times as much as the rest.
+    loss, slope = torch.zeros((), dtype=wide_of(logits)), torch.empty_like(logits)
+    for rows, target, factor, into in zip(*(t.split(ROWS, 1) for t in (logits, labels, weights, slope)), strict=True):
+        part, made = _rows_loss_and_slope(rows, target, factor, terms)
+        loss += part
+        into.copy_(made)
+    return loss, slope
+
+
+def _rows_loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """As `loss_and_slope`, at once and with the gradient in fp32 at least.
+
+    One softmax gives both: log(sum(exp)) is the largest logit less the log of the largest probability. That costs two
+    cheap maxima where a log-softmax would cost a second pass of exponentials.
+    """
+    valid, spread = labels != IGNORE, terms.label_smoothing
+    z, target = logits.to(wide_of(logits)), torch.where(valid, labels, 0)
+    slope = torch.full_like(target, spread - 1, dtype=z.dtype)
+    if terms.part is None:
+        p, vocabulary = torch.softmax(z, -1), z.shape[-1]
+        total = z.amax(-1) - p.amax(-1).log()  # log(sum(exp(z)))
+        losses = total - (1 - spread) * z.gather(-1, target[..., None])[..., 0]
+        if spread:
+            losses = losses - spread * z.mean(-1)
+    else:
+        total, at, mean = terms.part.totals(z, target)
+        p, vocabulary = (z - total[..., None]).exp(), terms.part.vocabulary
+        losses = total - (1 - spread) * at - spread * mean
+        target, own = terms.part.local(target)
+        slope = slope * own
+    if terms.z_loss:
+        losses = losses + terms.z_loss * total.square()
+        p.mul_((1 + 2 * terms.z_loss * total)[..., None])
+    p.scatter_add_(-1, target[..., None], slope[..., None])
+    if spread:
+        p.sub_(spread / vocabulary)
+    factors = torch.where(valid, weights, 0.0)
+    p.mul_(factors[..., None])
+    return (torch.where(valid, losses, 0.0) * factors).sum(), p
+
+
+def wide_of(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
