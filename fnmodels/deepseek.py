@@ -29,7 +29,7 @@ from .decoder import (
 from .disk import Stored
 from .errors import UnsupportedError
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import embedding, gated_mlp_leaves, latent_attention_leaves, moe_leaves, norm, weight
+from .leaf import decoder_leaves, gated_mlp_leaves, latent_attention_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -210,17 +210,8 @@ def spec(config: Config) -> Tree:
             else gated_mlp_leaves(D, config.intermediate_size, std=std),
         }
 
-    tree: Tree = {
-        "embed_tokens": embedding(config.vocab_size, D, std),
-        "layers": [layer(kind) for kind in config.layer_kinds],
-        "norm": norm(D, "embed"),
-    }
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
-    if config.num_nextn_predict_layers:
-        heads = range(config.num_nextn_predict_layers)
-        tree["mtp"] = [mtp.leaves(D, layer(config.layer_kinds[-1]), std=std) for _ in heads]
-    return tree
+    layers = [layer(kind) for kind in config.layer_kinds]
+    return decoder_leaves(config, layers) | mtp.heads(config, layer(config.layer_kinds[-1]))
 
 
 def hf_names(config: Config) -> dict[str, Stored]:

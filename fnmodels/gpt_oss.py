@@ -25,7 +25,7 @@ from .decoder import (
 )
 from .disk import Part, Stored
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
-from .leaf import Leaf, Normal, attention_leaves, embedding, moe_leaves, norm, weight
+from .leaf import Leaf, Normal, attention_leaves, decoder_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -139,14 +139,7 @@ def spec(config: Config) -> Tree:
             "mlp": moe_leaves(D, experts, inner, std=std, biases=True, router_bias=True),
         }
 
-    tree: Tree = {
-        "embed_tokens": embedding(config.vocab_size, D, std),
-        "layers": [layer() for _ in range(config.num_hidden_layers)],
-        "norm": norm(D, "embed"),
-    }
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
-    return tree
+    return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .tree import Tree
+
 
 @dataclass(frozen=True)
 class Normal:
@@ -74,6 +76,16 @@ def bias(size: int, axis: str, *, unit: int = 1) -> Leaf:
 def layer_norm_leaves(name: str, size: int, axis: str) -> dict[str, Leaf]:
     """A LayerNorm's weight `name` and its bias beside it."""
     return {name: norm(size, axis), f"{name}_bias": bias(size, axis)}
+
+
+def decoder_leaves(config: Any, layers: list[Tree]) -> Tree:
+    """A decoder's parameters, weights [out, in]: embedding, `layers`, final norm, and a head that is not the embedding.
+
+    config has vocab_size, hidden_size, initializer_range and tie_word_embeddings.
+    """
+    V, D, std = config.vocab_size, config.hidden_size, config.initializer_range
+    tree = {"embed_tokens": embedding(V, D, std), "layers": layers, "norm": norm(D, "embed")}
+    return tree if config.tie_word_embeddings else tree | {"lm_head": weight((V, D), ("vocab", "embed"), std)}
 
 
 def attention_leaves(

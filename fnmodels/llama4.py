@@ -30,7 +30,7 @@ from .decoder import (
 from .disk import Part, Stored
 from .errors import ConfigError
 from .hf import Fields, quantization, rope_from_hf, rope_to_hf, shown
-from .leaf import attention_leaves, embedding, gated_mlp_leaves, moe_leaves, norm, weight
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, build_mask
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -201,14 +201,7 @@ def spec(config: Config) -> Tree:
             "mlp": mlp,
         }
 
-    tree: Tree = {
-        "embed_tokens": embedding(config.vocab_size, D, std),
-        "layers": [layer(kind) for kind in config.layer_kinds],
-        "norm": norm(D, "embed"),
-    }
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
-    return tree
+    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:

@@ -19,7 +19,7 @@ from .decoder import (
 )
 from .disk import Stored
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import attention_leaves, embedding, moe_leaves, norm, weight
+from .leaf import attention_leaves, decoder_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -114,14 +114,7 @@ def spec(config: Config) -> Tree:
             "mlp": moe_leaves(D, config.num_local_experts, config.intermediate_size, std=std),
         }
 
-    tree: Tree = {
-        "embed_tokens": embedding(config.vocab_size, D, std),
-        "layers": [layer() for _ in range(config.num_hidden_layers)],
-        "norm": norm(D, "embed"),
-    }
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
-    return tree
+    return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:

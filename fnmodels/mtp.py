@@ -29,15 +29,17 @@ from .ops.norm import rms_norm
 from .tree import Tree
 
 
-def leaves(width: int, block: Tree, *, std: float) -> Tree:
-    """One head around the leaves of a `block` of the model."""
-    return {
-        "enorm": norm(width, "embed"),
-        "hnorm": norm(width, "embed"),
-        "eh_proj": weight((width, 2 * width), ("embed", "token_and_state"), std),
+def heads(config: Any, block: Tree) -> Tree:
+    """Their leaves, {"mtp": [one each]}, around those of a `block` of the model; {} where the config has no heads."""
+    D, std = config.hidden_size, config.initializer_range
+    head = {
+        "enorm": norm(D, "embed"),
+        "hnorm": norm(D, "embed"),
+        "eh_proj": weight((D, 2 * D), ("embed", "token_and_state"), std),
         "block": block,
-        "norm": norm(width, "embed"),
+        "norm": norm(D, "embed"),
     }
+    return {"mtp": [head] * config.num_nextn_predict_layers} if config.num_nextn_predict_layers else {}
 
 
 def layer_path(path: str, layers: int) -> str:

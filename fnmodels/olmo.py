@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
 from .hf import Fields, rope_from_hf, rope_to_hf, ropes_by_layer_type
-from .leaf import attention_leaves, embedding, gated_mlp_leaves, norm, weight
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -114,14 +114,7 @@ def spec(config: Config) -> Tree:
             "post_feedforward_layernorm": norm(D, "embed"),
         }
 
-    tree: Tree = {
-        "embed_tokens": embedding(config.vocab_size, D, std),
-        "layers": [layer() for _ in range(config.num_hidden_layers)],
-        "norm": norm(D, "embed"),
-    }
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
-    return tree
+    return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
 
 
 def hf_names(config: Config) -> dict[str, str]:

@@ -16,7 +16,7 @@ from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, 
 from .disk import Stored
 from .errors import ConfigError, UnsupportedError
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
-from .leaf import attention_leaves, embedding, gated_mlp_leaves, norm, weight
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -122,14 +122,7 @@ def spec(config: Config) -> Tree:
             "mlp": gated_mlp_leaves(D, config.intermediate_size, std=std),
         }
 
-    tree: Tree = {
-        "embed_tokens": embedding(config.vocab_size, D, std),
-        "layers": [layer() for _ in range(config.num_hidden_layers)],
-        "norm": norm(D, "embed"),
-    }
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
-    return tree
+    return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
