@@ -226,10 +226,11 @@ def mapped_tensor(mapping: memoryview, entry: Entry) -> Tensor:
     if not count:
         return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     if entry.start % entry.dtype.itemsize:
-        data = torch.frombuffer(bytearray(mapping[entry.start : entry.stop]), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(mapping[entry.start : entry.stop]), dtype=entry.dtype)
     else:
-        data = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=entry.start)
-    return data.view(entry.dtype).view(entry.shape)
+        count //= entry.dtype.itemsize
+        data = torch.frombuffer(mapping, dtype=entry.dtype, count=count, offset=entry.start)
+    return data.view(entry.shape)
 
 
 def scratch() -> Tensor:
