@@ -31,7 +31,8 @@ def layer_fn(remat: str, compile: str) -> LayerFn | None:
         raise ValueError(f"remat is {remat!r}; N must be at least 1.")
     if remat == "none" and compile != "block":
         return None
-    compiled = _compile_once(_selective if remat == "selective" else lambda block: block)
+    graphs = functools.partial(_selective, graph=True)
+    compiled = _compile_once(graphs if remat == "selective" else lambda block: block)
 
     def wrap(block: Block) -> Block:
         if compile == "block":
@@ -54,8 +55,11 @@ def _every(block: Block, every: int) -> Block:
     return run
 
 
-def _selective(block: Block) -> Block:
-    """Keeps what is dear to compute, the results of matmuls and attention; recomputes norms, rotary and activations."""
+def _selective(block: Block, *, graph: bool = False) -> Block:
+    """Keeps what is dear to compute, the results of matmuls and attention; recomputes norms, rotary and activations.
+
+    graph: the block is to be compiled, where large products are an operator of ours (`fnmodels.ops.linear`).
+    """
     aten = torch.ops.aten
     names = (
         "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_dot_product_flash_attention_for_cpu "
@@ -63,6 +67,10 @@ def _selective(block: Block) -> Block:
         "_scaled_dot_product_cudnn_attention"
     )
     saved = [getattr(aten, name).default for name in names.split() if hasattr(aten, name)]
+    if graph:
+        import fnmodels.ops.linear_op  # noqa: F401 - the operator; it imports dynamo
+
+        saved.append(torch.ops.fnmodels.linear.default)
     contexts = functools.partial(create_selective_checkpoint_contexts, saved)
     return lambda *args, **more: checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **more)
 

@@ -27,3 +27,14 @@ def alone(*tensors: Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not any(functorch.is_legacy_batchedtensor(t) for t in tensors)
     )
+
+
+def in_graph(*tensors: Tensor) -> bool:
+    """As `alone`, for an operator of ours in a graph that torch.compile traces: none of torch.func's transforms in it.
+
+    False for torch.export, whose graphs run elsewhere and for sizes that are not known yet.
+    """
+    from .tracing import transforms  # here, for it imports dynamo
+
+    plain = all(type(t) in _PLAIN and t.is_cpu for t in tensors)
+    return plain and not torch.compiler.is_exporting() and not torch.is_autocast_enabled("cpu") and not transforms()

@@ -2,7 +2,8 @@
 
 On a CPU torch leaves bf16 to oneDNN but fp32 to MKL, which is slower on AMD's processors: 82 to 89 GFLOP/s a core
 where oneDNN has 93 to 103, measured at 2,048 tokens and widths of 256 to 8,192. These products are three quarters of a
-training step. So large ones, and the gradients of their inputs, take the operator that Inductor emits for oneDNN.
+training step. So large ones, and the gradients of their inputs, take the operator that Inductor emits for oneDNN; in
+graphs it stands behind one of ours (`linear_op`).
 `torch.backends.mkldnn.flags(enabled=False)` leaves all to MKL again.
 """
 
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .eager import alone
+from .eager import alone, in_graph
 
+_ONEDNN = torch.backends.mkldnn.is_available()
 _LEAST = 1 << 24  # multiplications: of a smaller product, what a Function costs in Python is more than a tenth
 
 
@@ -24,21 +26,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     So a leaf that is no tensor (`params.lora`) meets F.linear, and all transforms do.
     """
-    return _Linear.apply(x, weight, bias) if _pays(x, weight, bias) else F.linear(x, weight, bias)
+    if not _pays(x, weight, bias):
+        return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        from .linear_op import compiled_linear  # here, for it imports dynamo
+
+        return compiled_linear(x, weight, bias)
+    product: Tensor = _Linear.apply(x, weight, bias)
+    return product
 
 
 def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     given = (x, weight) if bias is None else (x, weight, bias)
     return (
-        x.dtype is torch.float32
-        and alone(*given)
+        _ONEDNN
+        and x.dtype is torch.float32
+        and (in_graph(*given) if torch.compiler.is_compiling() else alone(*given) and torch._C._get_mkldnn_enabled())
         and all(t.dtype is torch.float32 for t in given)
         and x.ndim > 1
         and weight.ndim == 2
         and x.shape[-1] == weight.shape[1]
         and x.numel() * weight.shape[0] >= _LEAST
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.backends.mkldnn.enabled)
     )
 
 

@@ -115,3 +115,29 @@ def test_slopes_side_by_side() -> None:
 def test_shapes_that_do_not_fit_meet_torchs_words() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         linear(X, W[:, :-1])
+
+
+def test_in_a_graph_it_is_an_operator() -> None:
+    """Not under a transform inside of the graph, and not in an exported one, whose sizes may be open."""
+    from torch._dynamo.testing import AotEagerAndRecordGraphs
+
+    def traced(function: Callable[..., Tensor], *args: Tensor) -> tuple[bool, Tensor]:
+        backend = AotEagerAndRecordGraphs()
+        torch._dynamo.reset()
+        out = torch.compile(function, backend=backend, fullgraph=True)(*args)
+        graphs = backend.graphs + backend.fw_graphs + backend.bw_graphs
+        return any("fnmodels.linear" in str(graph.graph) for graph in graphs), out
+
+    leaves = [t.clone().requires_grad_() for t in (X, W, BIAS)]
+    used, y = traced(linear, *leaves)
+    assert used
+    slope = torch.randn_like(y)
+    exact = [t.double() for t in torch.autograd.grad(F.linear(*leaves), leaves, slope)]
+    for got, want in zip(torch.autograd.grad(y, leaves, slope), exact, strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+    assert not traced(torch.func.grad(lambda x: linear(x, W).sum()), X)[0]
+    rows = torch.export.Dim("rows")
+    module = torch.nn.Module()
+    module.forward = lambda x: linear(x, W)  # type: ignore[method-assign]
+    exported = torch.export.export(module, (X[0],), dynamic_shapes=({0: rows},))
+    assert "fnmodels" not in str(exported.graph)
