@@ -221,7 +221,7 @@ def errors_of_modules(name: str, mesh_text: str, remat: str = "none") -> Errors:
 
 
 def full(leaf: Any) -> Tensor:
-    whole: Tensor = leaf.full_tensor()
+    whole: Tensor = leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
     return whole
 
 

@@ -22,6 +22,8 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from train.layers import Block, LayerFn
 
+from .mesh import mesh_of
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,10 +56,15 @@ class Branch(nn.Module):
 
 
 class Model(Branch):
-    """A whole tree of parameters with its "layers". spec: the family's, which says what has a gradient."""
+    """A whole tree of parameters with its "layers".
+
+    spec: the family's, which says what has a gradient, and what no policy may cast: `kept`, which learns nothing.
+    """
 
     def __init__(self, params: Tree, spec: Tree) -> None:
         super().__init__(params, tree.map(lambda leaf: leaf.trainable, spec))
+        leaves = tree.flatten(spec)
+        self.kept = {parameter for path, parameter in self.named_parameters() if leaves[path].keep_dtype}
 
     def forward(self, function: Callable[..., Any], *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
         """function(params, ..., layer_fn=...), in whose params each layer is its module, called around the block.
@@ -86,14 +93,25 @@ def shard(
 
     Its policy: parameters are gathered in `dtype` (None: their own), gradients are reduced in fp32, and what goes into
     a layer is left as it is, rotary tables in fp32 among it. Gradients are summed and not averaged, for losses are
-    sums. reshard: `fully_shard`'s reshard_after_forward.
+    sums. reshard: `fully_shard`'s reshard_after_forward. What keeps its dtype (`selection_bias`) is left out, and
+    stays a whole tensor in every process. ValueError for a mesh with more dimensions than these two: nothing would add
+    up the gradients of their processes.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    more = {name: n for name, n in mesh_of(devices).sizes.items() if n > 1 and name not in ("dp", "fsdp")}
+    if more:
+        name, size = next(iter(more.items()))
+        raise ValueError(
+            f"{name} is {size}, but fully_shard is over dp and fsdp alone, and adds up gradients over these: take "
+            "train.make_step(..., mesh=mesh), which knows all dimensions, or a mesh of dp and fsdp."
+        )
     mesh = devices["dp", "fsdp"] if devices["dp"].size() > 1 else devices["fsdp"]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for parameter in model.kept:
+        parameter.data = parameter.data.to(devices.device_type)  # as fully_shard does with the others
     for module in (*layers_of(model), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=model.kept)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # or a factor would need a reduction that gloo lacks
