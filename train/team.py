@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 import fnmodels
 import params as P
@@ -32,6 +34,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from train import model, sharded
 from train.checkpoint import Checkpoint
+from train.commands import sentence
 from train.errors import UserError
 from train.forward import make_eval_step
 from train.job import balance_of, is_routed, optimizer_for, step_options
@@ -48,6 +51,7 @@ from train.settings import Settings
 from train.state import State, init_state
 from train.step import make_step
 
+JOINING = datetime.timedelta(seconds=60)  # for all to find each other
 PATIENCE = datetime.timedelta(hours=2)  # for the first one's text; a process that ends is noticed at once
 Message = tuple[str, tuple[Any, ...]]
 
@@ -64,11 +68,35 @@ def joined() -> Iterator[None]:
         warn_of_group()
         yield
         return
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    rank, processes = world()
+    try:
+        # Its key-value store lets all wait for each other for a shorter time than they do afterwards.
+        store = _met(rank, processes)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        reason = f"process {rank} of {processes} could not join the others: {error}"
+        if rank:  # the first may not be there to say it
+            print(f"fnmodels-train: {sentence(reason)}", file=sys.__stderr__, flush=True)
+        raise UserError(reason) from error
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _met(rank: int, processes: int) -> Store:
+    """The store of all processes, once all are there. ValueError, RuntimeError (DistError) where they do not come."""
+    found, *_ = next(rendezvous("env://", rank, processes, timeout=JOINING))
+    # torchrun keeps the store when it starts the processes anew, and with it the addresses of those that are gone.
+    store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+    keys = {f"here {other}": other for other in range(processes)}
+    store.set(f"here {rank}", "")
+    try:
+        store.wait(list(keys), JOINING)
+    except dist.DistError as error:
+        missing = ", ".join(str(other) for key, other in keys.items() if not store.check([key]))
+        raise ValueError(f"of them {missing} did not come in {JOINING.total_seconds():g} seconds") from error
+    return store
 
 
 @dataclass(frozen=True)

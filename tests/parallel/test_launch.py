@@ -1,6 +1,7 @@
 """Runs by several processes: the curve of one, nothing but the first one's words, and saved steps for any number."""
 
 import contextlib
+import datetime
 import hashlib
 import io
 import json
@@ -8,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -268,6 +270,32 @@ def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> 
         "fnmodels-train: --mesh fsdp=3 is of 3 processes, and there are 2: start them with torchrun --nproc-per-node 3 "
         "-m train -- and the flags.\n"
     )
+
+
+def test_processes_that_do_not_find_each_other_are_told_so_and_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each says it, since the first may be the one that is not there."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
+    with socket.socket() as bound:  # nobody listens
+        bound.bind(("127.0.0.1", 0))
+        places = {"torchrun": store.port, "nobody": bound.getsockname()[1]}
+        monkeypatch.setattr(team, "JOINING", datetime.timedelta(seconds=1))
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        for rank, place, expected in (
+            (1, None, "environment variable MASTER_ADDR expected, but not set."),
+            (1, "nobody", f"(127.0.0.1, {places['nobody']})"),
+            (0, "torchrun", "could not join the others: of them 1, 2 did not come in 1 seconds."),
+        ):
+            monkeypatch.setenv("RANK", str(rank))
+            if place:
+                monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+                monkeypatch.setenv("MASTER_PORT", str(places[place]))
+            assert main(words(tmp_path / "run", "--mesh", "fsdp=3")) == 2
+            (said,) = re.findall(rf"^fnmodels-train: process {rank} of 3 .*$", capfd.readouterr().err, re.MULTILINE)
+            assert expected in said
+    assert not dist.is_initialized() and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
