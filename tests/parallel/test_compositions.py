@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
 from fnmodels import llama, tree
 from fnmodels.ops import attention_flex
+from tests.parallel import reference
 from tests.parallel.pool import Ranks
 from tests.parallel.reference import (
     MODELS,
@@ -32,7 +34,7 @@ from tests.parallel.reference import (
     worst,
 )
 from train import make_eval_step
-from train.parallel import Mesh, collectives, context, gather, passes, pipeline, stages, tensor
+from train.parallel import NAMES, Mesh, collectives, context, gather, passes, pipeline, stages, tensor
 from train.parallel import step as steps
 from train.parallel.pipeline import SCHEDULES, SINGLE
 from train.parallel.region import Region
@@ -149,6 +151,18 @@ def test_a_step_is_that_of_one_process(ranks: Ranks, way: str) -> None:
 @pytest.mark.parametrize(("mesh", "remat"), [("fsdp=2", "none"), ("dp=2,fsdp=2", "full")])
 def test_a_step_of_fsdp2_is_that_of_one_process(ranks: Ranks, name: str, mesh: str, remat: str) -> None:
     assert_equal(name, ranks(Mesh.parse(mesh).world)(errors_of_modules, name, mesh, remat))
+
+
+def beside_others() -> dict[str, float]:
+    """Two trainers share the processes; each has a mesh of half of them, another model and other gradients."""
+    everyone = init_device_mesh("cpu", (2, 1, 1, 2, 1, 1, 1), mesh_dim_names=("trainer", *NAMES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "devices", lambda _: everyone[NAMES])
+        return errors_of(("llama", "gpt_oss")[everyone.get_local_rank("trainer")], "fsdp=2")
+
+
+def test_a_mesh_of_some_processes_sums_over_these(ranks: Ranks) -> None:
+    assert worst(ranks(4)(beside_others))[0] < LIMIT
 
 
 def with_block_masks() -> list[float]:

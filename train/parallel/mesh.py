@@ -101,7 +101,10 @@ class Mesh:
             )
         world = dist.get_world_size()
         if world != self.world:
-            raise ValueError(f"The mesh {self} is of {self.world} processes, but the process group has {world}.")
+            raise ValueError(
+                f"The mesh {self} is of {self.world} processes, but the process group has {world}: for a part of them "
+                f"make a DeviceMesh of all, and slice {', '.join(NAMES)} from it."
+            )
         if device is None:
             device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         return init_device_mesh(device, tuple(self.sizes.values()), mesh_dim_names=NAMES)

@@ -139,7 +139,8 @@ def teach(placed: Placed, optimizer: Optimizer) -> Teaching:
     staged = placed.devices["pp"].size() > 1
     trains, elsewhere = tree.flatten(placed.trains), counted_elsewhere(placed) if staged else frozenset[str]()
     learning = {path: how for path, how in tree.flatten(placed.shards).items() if trains[path]}
-    norm_of = norm_over(list(learning.values()), [path.partition(".")[0] not in elsewhere for path in learning])
+    once = [path.partition(".")[0] not in elsewhere for path in learning]
+    norm_of = norm_over(list(learning.values()), placed.devices, once)
     return Teaching(placed, parted or optimizer, norm_of, aux_of_stages(placed) if staged else None)
 
 
@@ -263,11 +264,14 @@ def own_rows(batch: Any, devices: DeviceMesh) -> Any:
     return tree.map(lambda tensor: tensor.chunk(number)[index], batch)
 
 
-def norm_over(placed: Sequence[Sharding], counted: Sequence[bool] | None = None) -> Callable[[list[Tensor]], Tensor]:
-    """`global_norm` of gradients of which each process holds parts, placed so: a copy counts once.
+def norm_over(
+    placed: Sequence[Sharding], devices: DeviceMesh, counted: Sequence[bool] | None = None
+) -> Callable[[list[Tensor]], Tensor]:
+    """`global_norm` of gradients of which each process of `devices` holds parts, placed so: a copy counts once.
 
     counted: False for what another stage counts.
     """
+    groups = _whole_groups(devices)
     here = [True] * len(placed) if counted is None else counted
 
     def norm_of(grads: list[Tensor]) -> Tensor:
@@ -276,12 +280,16 @@ def norm_over(placed: Sequence[Sharding], counted: Sequence[bool] | None = None)
         for grad, how, counts in zip(grads, placed, here, strict=True):
             if counts and _is_first_copy(how):
                 square += torch.linalg.vector_norm(grad, dtype=wide_dtype(grad.dtype)).double().square()
-        # one sum over all, so that no two processes can see another norm, and skip another step
-        world = dist.group.WORLD
-        assert world is not None
-        return summed(square, world).sqrt().to(wide)
+        return summed(square, *groups).sqrt().to(wide)
 
     return norm_of
+
+
+def _whole_groups(devices: DeviceMesh) -> list[Any]:
+    """The groups over which a sum, one after the other, is that of all processes of the mesh, and of no others."""
+    if devices.size() == dist.get_world_size():
+        return [dist.group.WORLD]  # one sum, so that no two processes can see another norm, and skip another step
+    return [devices.get_group(index) for index in range(devices.ndim) if devices.size(index) > 1]
 
 
 def _is_first_copy(how: Sharding) -> bool:
