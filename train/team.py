@@ -271,13 +271,16 @@ class Team:
     """The first process' view: what a Member can, done by all."""
 
     def __init__(self, work: Work, *, fresh: bool) -> None:
-        _send(("work", (work,)))
-        self._member = Member(work)
+        with _acting():
+            _send(("work", (work,)))
+            self._member = Member(work)
         self.state: State = self.do("begin", fresh)
 
     def do(self, act: str, *args: Any) -> Any:
-        _send((act, args))
-        return getattr(self._member, act)(*args)
+        """As the Member's. ActFailed where it raises: the others may be in the middle of the act, or fail as well."""
+        with _acting():
+            _send((act, args))
+            return getattr(self._member, act)(*args)
 
     def loss(self, _: Tree, batch: Batch, *, layout: Any = None) -> tuple[Tensor, Tensor]:
         """As a Job's: of the parameters that the processes hold."""
@@ -289,19 +292,55 @@ class Team:
         return found
 
 
+class ActFailed(BaseException):
+    """What an act of all has raised in the first process. No Exception: nothing between here and `lead` goes on."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+@contextmanager
+def _acting() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        raise ActFailed(error) from error
+
+
 def lead(run: Callable[[], int]) -> int:
-    """`run` in the first process, and its exit code in all. UserError where another process has ended."""
-    code = 2  # what a UserError becomes
+    """`run` in the first process, and its exit code in all. UserError where another process has ended.
+
+    The others are told of an end where they listen, between two acts. Within one they see that this process goes.
+    """
     try:
         code = run()
-    except RuntimeError as error:
-        if "onnection" not in str(error):
-            raise
-        raise UserError(f"another process of the run has ended, and so does this one: {error}") from error
-    finally:
-        with suppress(RuntimeError):  # they are gone
-            _send(("end", (code,)))
-    return code
+    except ActFailed as failed:
+        error = failed.error
+    except BaseException:
+        _end(2)  # what a UserError becomes
+        raise
+    else:
+        _end(code)
+        return code
+    if is_lost(error):
+        raise UserError(f"another process of the run has ended or hangs, and so this one ends: {error}") from error
+    raise error
+
+
+def _end(code: int) -> None:
+    with suppress(RuntimeError):  # they are gone
+        _send(("end", (code,)))
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Whether it, or what it came of, is of the connection with another process."""
+    words = ("gloo", "pair closure", "timed out")
+    while error is not None:
+        said = str(error).lower()
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in said for w in words)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def follow() -> int:
@@ -320,7 +359,9 @@ def follow() -> int:
             else:
                 getattr(member, act)(*args)
     except Exception as error:
-        print(f"process {world()[0]} of the run has ended: {error}", file=sys.__stderr__, flush=True)
+        lost = "ends, for another has ended or hangs" if is_lost(error) else "has failed"
+        said = sentence(f"process {world()[0]} of the run {lost}: {str(error) or repr(error)}")
+        print(f"fnmodels-train: {said}", file=sys.__stderr__, flush=True)
         return 1
     finally:
         for number, handler in before.items():

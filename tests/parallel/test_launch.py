@@ -299,6 +299,44 @@ def test_processes_that_do_not_find_each_other_are_told_so_and_end(
 
 
 @pytest.mark.parametrize(
+    ("error", "where", "raised", "sent"),
+    [
+        (RuntimeError("[gloo/tcp/pair.cc:537] Broken pipe"), "act", UserError, ["work", "begin"]),
+        (RuntimeError("Application timeout caused pair closure"), "act", UserError, ["work", "begin"]),
+        (dist.DistNetworkError("Socket closed"), "act", UserError, ["work", "begin"]),
+        (KeyError("a bug"), "act", KeyError, ["work", "begin"]),
+        (KeyboardInterrupt(), "act", KeyboardInterrupt, ["work", "begin"]),
+        (KeyError("a bug"), "between", KeyError, ["end"]),
+        (RuntimeError("[gloo/tcp/pair.cc:537] Broken pipe"), "between", RuntimeError, ["end"]),
+    ],
+)
+def test_the_others_are_told_of_an_end_only_where_they_listen(
+    error: BaseException, where: str, raised: type[BaseException], sent: list[str]
+) -> None:
+    """In the middle of an act a message more would be taken for a part of it: they see that the first one is gone."""
+
+    def run() -> int:
+        if where == "between":
+            raise error
+        team.Team(mock.Mock(), fresh=True)
+        raise AssertionError
+
+    acts: list[str] = []
+    member = mock.Mock(**{"return_value.begin.side_effect": error})
+    with (
+        mock.patch.object(team, "_send", lambda message: acts.append(message[0])),
+        mock.patch.object(team, "Member", member),
+        pytest.raises(raised) as caught,
+    ):
+        team.lead(run)
+    assert acts == sent
+    if raised is UserError:
+        assert str(caught.value).startswith("another process of the run has ended or hangs, and so this one ends: ")
+    else:
+        assert caught.value is error
+
+
+@pytest.mark.parametrize(
     ("mesh", "settings", "said"),
     [
         (None, {}, "there are 4 processes: say how they share the work, as with --mesh fsdp=4"),
