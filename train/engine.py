@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fnmodels import tree
@@ -74,21 +75,25 @@ class Engine:
         """Add the gradients of a list of microbatches, [B, S] or [1, T] and of any lengths, to those held.
 
         loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; give the same function each time, for what is
-        compiled is kept with it. Returns what this call added: {total, count} and aux.
+        compiled is kept with it. Returns what this call added: {total, count}, and aux where the loss has one.
         """
         if not batches:
             raise ValueError("forward_backward needs at least one microbatch.")
         if loss_fn not in self._runs:
             self._runs[loss_fn] = self._summing(loss_fn)
         held = self._sums
-        before = (held.total, held.count) if held is not None else (0, 0)
-        self._sums = self._runs[loss_fn](self.state.params, batches, held, divide=False)
-        total, count = self._sums.total - before[0], self._sums.count - before[1]
+        before = (held.total, held.count, held.aux) if held is not None else (0, 0, None)
+        self._sums = sums = self._runs[loss_fn](self.state.params, batches, held, divide=False)
+        total, count, aux = sums.total - before[0], sums.count - before[1], sums.aux
+        if before[2] is not None:
+            aux = tree.map(torch.sub, aux, before[2])
         if self.mesh is not None:
             from .parallel.step import over_processes
 
-            total, count = over_processes(self._teaching.placed.devices, total, count)
-        return {"total": total, "count": count}
+            total, count, aux = over_processes(self._teaching.placed.devices, total, count, aux)
+            if aux is not None and self._teaching.whole_aux is not None:
+                aux = self._teaching.whole_aux(aux)
+        return {"total": total, "count": count} | ({} if aux is None else {"aux": aux})
 
     def _summing(self, loss_fn: LossFn) -> Callable[..., Sums]:
         if self.mesh is None:
@@ -125,11 +130,15 @@ class Engine:
         self._sums = None
 
     def infer(self, batches: Sequence[Batch], function: Callable[..., Any]) -> list[Any]:
-        """[function(params, batch)] without gradients: log-probabilities, a loss, logits; see `make_forward_only`."""
+        """[function(params, batch)] without gradients: log-probabilities, a loss, logits; see `make_forward_only`.
+
+        Over a mesh, and where it is compiled, give the same function each time: what is made of it is kept with it.
+        """
         compile = self._how["compile"]
         where: dict[str, Any] = {"mesh": self.mesh, "strategy": self.strategy}
         run = self._infers.get(function) or make_forward_only(function, compile=compile, **where)
-        if compile != "none":  # what is compiled is worth keeping; a function is not, nor what it holds
+        if compile != "none" or self.mesh is not None:
+            # What is compiled, or made of stages and schedules, is worth keeping; a function is not, nor what it holds.
             self._infers[function] = run
         return run(self.state.params, list(batches)) if batches else []
 

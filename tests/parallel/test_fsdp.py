@@ -307,6 +307,9 @@ def refusals() -> None:
     odd = tree.map(lambda t: t[:7], batch())
     refuse(r"'tokens' has 7 rows, and the mesh fsdp=2 takes them in 2 equal parts", state, odd)
     refuse("'tokens' has 7 rows", state, [batch(), odd])
+    for key, value in (("tokens", -1), ("labels", 64)):  # in rows that one process alone takes
+        wrong = batch() | {key: batch()[key].index_fill(0, torch.tensor([7]), value)}
+        refuse(f"The {key} go from .* the model knows 0 to 63", state, wrong)
     plain = init_state(generic_params(config_of(name)), optimizer)
     refuse("embed_tokens is a Tensor; over a mesh parameters are DTensors", plain, batch())
     refuse("made for the mesh dp=2, and the State's parameters lie on fsdp=2", state, batch(), mesh=Mesh(dp=2))

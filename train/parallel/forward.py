@@ -10,7 +10,6 @@ Each process is given the whole batch, takes its part as in a step, and what com
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +29,7 @@ from .everywhere import aux_of_stages
 from .gather import shardings
 from .mesh import ROWS, Mesh, Strategy
 from .stages import Placed, stage_loss, stage_outputs
-from .step import config_for, over_processes, own_part, place, placed_loss
+from .step import config_for, config_in, over_processes, own_part, place, placed_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -121,8 +120,7 @@ def _once(
 
 def _learning(function: Callable[..., Any]) -> Callable[[Tree], Tree]:
     """Which leaves training would send in another dtype: those that learn, as far as the config tells."""
-    bound = inspect.signature(function).parameters.get("config")
-    config = None if bound is None or bound.default is bound.empty else bound.default
+    config = config_in(function)
     spec = {} if config is None else tree.flatten(family_of(config).spec(config))
     fixed = {path for path, leaf in spec.items() if not leaf.trainable}
     return lambda params: with_paths(lambda path, _: path not in fixed, params)

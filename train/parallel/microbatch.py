@@ -70,10 +70,7 @@ def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
     missing = [name for name in ("tokens", "positions", "segment_ids") if name not in batch]
     if missing:
         raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
-    _check_range("tokens", batch["tokens"], loss.config.vocab_size)
-    if "labels" in batch:
-        labels = batch["labels"]
-        _check_range("labels", labels.where(labels != IGNORE, 0), loss.config.vocab_size)
+    check_ids(batch, loss.config.vocab_size)
     inputs, masks, freqs_cis = fnmodels.prepare(
         loss.config,
         batch["tokens"],
@@ -85,7 +82,17 @@ def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
     return Microbatch(batch, replayed(inputs, batch), masks, freqs_cis, layout)
 
 
-def _check_range(name: str, ids: Tensor, size: int) -> None:
-    """On the CPU: one stage alone would stumble over it, and the others would wait."""
-    if ids.is_cpu and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
-        raise ValueError(f"The {name} go from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {size - 1}.")
+def check_ids(batch: Batch, size: int) -> None:
+    """ValueError for tokens and labels outside of the vocabulary, on the CPU.
+
+    One process alone would stumble over them, and the others would wait. On other devices looking would wait too, and
+    the kernel that meets such an id ends its process, and with it the others.
+    """
+    for name in ("tokens", "labels"):
+        ids = batch.get(name)
+        if ids is None or not ids.is_cpu or not ids.numel() or ids.is_floating_point():
+            continue
+        known = ids if name == "tokens" else ids.where(ids != IGNORE, 0)
+        low, high = int(known.min()), int(known.max())
+        if low < 0 or high >= size:
+            raise ValueError(f"The {name} go from {low} to {high}; the model knows 0 to {size - 1}.")

@@ -85,7 +85,7 @@ def gradient_sums(
     total: the last stage's sum, and what each rank's layers add to the loss; count: the last stage's, 0 elsewhere. Both
     are to be added up over the ranks. grads: of the local leaves that train, in fp32 at least, never divided; those of
     a tied embedding are the sum of both ends', on both of their ranks. aux, with counts: {"counts": [sparse layers of
-    this rank, E], and of the balance terms this rank's part}.
+    this rank, E], and of the balance terms this rank's part}; with `Staged.aux` the head's metrics on the last rank.
     """
     loss = staged(loss_fn)
     run = runner(loss, pipe, group, layer_fn, outside, leaving, counts, dtype)
@@ -108,7 +108,7 @@ def gradient_sums(
         total, count, found = _summed(*run(tree.map(leaf, params), parts, True))
         grads = {path: _gradient(leaf) for path, leaf in leaves.items()}
         _sum_ends([grad for path, grad in grads.items() if path.partition(".")[0] in tied], pipe, group)
-        aux = found if counts else None
+        aux = found if counts or loss.aux else None
         if into is None:
             return Sums(total, count, aux, list(grads.values()), False)
         into.total, into.count, into.aux = into.total + total, into.count + count, tree.map(torch.add, into.aux, aux)
@@ -131,12 +131,13 @@ def loss_sums(
     dtype: torch.dtype | None = None,
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
     """sums(params, parts) -> (sum, count, aux) without gradients, otherwise as `gradient_sums`."""
-    run = runner(staged(loss_fn), _forward(pipe), group, layer_fn, outside, leaving, counts, dtype)
+    loss = staged(loss_fn)
+    run = runner(loss, _forward(pipe), group, layer_fn, outside, leaving, counts, dtype)
 
     @torch.no_grad()
     def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
         total, count, found = _summed(*run(params, parts, False))
-        return total, count, found if counts else None
+        return total, count, found if counts or loss.aux else None
 
     return sums
 
@@ -160,7 +161,7 @@ def outputs(
     def head(params: Tree, x: Tensor, batch: Batch) -> tuple[Tensor, Any]:
         return x.new_zeros(()), given.head(params, x, batch)
 
-    run = runner(replace(given, head=head), _forward(pipe), group, layer_fn, outside, leaving, False, dtype)
+    run = runner(replace(given, head=head, aux=False), _forward(pipe), group, layer_fn, outside, leaving, False, dtype)
 
     @torch.no_grad()
     def found(params: Tree, parts: Sequence[Batch]) -> list[Any] | None:

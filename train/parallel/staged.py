@@ -35,6 +35,8 @@ class Staged:
 
     head(params, x, batch) -> (sum, count): of the last stage's leaves outside of the layers and the final hidden
     states; for `outputs` whatever is wanted. kernel, length, experts, balance: as in `train.next_token_loss`.
+    aux: the head returns (sum, count, metrics), a dict of 0-d sums, which stand beside those of balance and are named
+    otherwise.
     """
 
     config: Any
@@ -43,6 +45,7 @@ class Staged:
     length: int | Tensor | None = None
     experts: str | Experts = "auto"
     balance: Balance | None = None
+    aux: bool = False
 
 
 def staged(loss_fn: Callable[..., Any] | Staged) -> Staged:
@@ -134,7 +137,9 @@ def run_stage(
     x, tapped = found if names else (found, {})
     added, sums = _balance(loss, part, tapped)
     if hi == len(family.kinds(config)):
-        total, count = loss.head(rest, x, part.batch)
+        total, count, *metrics = loss.head(rest, x, part.batch)
+        if loss.aux:
+            sums |= {name: value.detach() for name, value in metrics[0].items()}
         return (total if added is None else total + added, count), sums
     x = x if leaving is None else leaving(x)
     if added is None:

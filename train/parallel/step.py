@@ -40,6 +40,8 @@ from .everywhere import aux_of_stages
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
 from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
+from .microbatch import check_ids
+from .staged import Staged
 from .stages import Placed, counted_elsewhere, stage_sums
 from .tensor import tensor_axes, tensor_parallel
 
@@ -91,10 +93,7 @@ def make_step_over(
 
 
 def config_for(mesh: Mesh, function: Callable[..., Any], compile: str, remat: str = "none") -> Any:
-    """The config that a loss function, or another of (params, batch), holds, where this mesh has to know it, or None.
-
-    ValueError for a function that cannot run over it.
-    """
+    """`config_in` a loss function, or another of (params, batch). ValueError for one that cannot run over this mesh."""
     inside = [name for name in ("pp", "ep", "cp", "tp") if mesh.sizes[name] > 1]
     if compile not in ("none", "block") or (compile == "block" and inside):
         why = f"over {inside[0]} a layer sends messages of its own" if inside else "what gathers layers does not"
@@ -107,12 +106,32 @@ def config_for(mesh: Mesh, function: Callable[..., Any], compile: str, remat: st
             'remat="selective" chooses among single operations, and over a mesh it is outside of compiled blocks, '
             'which hide them: take "full" or "every:N".'
         )
+    if isinstance(function, Staged):
+        if mesh.pp == 1:
+            raise ValueError(
+                f"A Staged is for stages, and the mesh {mesh} has none: give the function of (params, batch) itself."
+            )
+        return function.config
     if "layer_fn" not in open_keywords(function):
         raise ValueError(
             f"Over the mesh {mesh} layers are gathered where they run, so the loss function needs a free keyword "
             "`layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
         )
-    return _bound(function, "config", mesh) if mesh.tp * mesh.cp * mesh.pp > 1 else None
+    config = config_in(function)
+    if config is None and mesh.tp * mesh.cp * mesh.pp > 1:
+        raise ValueError(
+            f"The mesh {mesh} divides what is inside of the model, so the loss function must hold its config: "
+            "functools.partial(loss_fn, config=config)."
+        )
+    return config
+
+
+def config_in(function: Callable[..., Any] | Staged) -> Any:
+    """The config that a function of (params, batch) holds, or None."""
+    if isinstance(function, Staged):
+        return function.config
+    found = inspect.signature(function).parameters.get("config")
+    return None if found is None or found.default is found.empty else found.default
 
 
 def place(mesh: Mesh, params: Tree, config: Any, strategy: Strategy, trainable: Any) -> Placed:
@@ -229,20 +248,15 @@ def _named(loss_fn: LossFn, name: str, mesh: Mesh) -> str:
     return default
 
 
-def _bound(loss_fn: LossFn, name: str, mesh: Mesh) -> Any:
-    found = inspect.signature(loss_fn).parameters.get(name)
-    if found is None or found.default in (None, inspect.Parameter.empty):
-        raise ValueError(
-            f"The mesh {mesh} divides what is inside of the model, so the loss function must hold its {name}: "
-            f"functools.partial(loss_fn, {name}={name})."
-        )
-    return found.default
-
-
 def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None) -> Any:
-    """This process' rows and columns of the whole batch, or of each microbatch in a list; see `own_rows`."""
+    """This process' rows and columns of the whole batch, or of each microbatch in a list; see `own_rows`.
+
+    ValueError, in all processes alike, for tokens and labels anywhere in it that the model of `config` does not know.
+    """
     if isinstance(batch, (list, tuple)):
         return [own_part(part, devices, order=order, config=config) for part in batch]
+    if config is not None:
+        check_ids(batch, config.vocab_size)
     rows, ranks = own_rows(batch, devices), mesh_of(devices).cp
     return rows if ranks == 1 else shard_batch(rows, devices.get_local_rank("cp"), ranks, order=order, config=config)
 
