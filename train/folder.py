@@ -57,6 +57,16 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def begun_by(folder: Path, start: str) -> bool:
+    """Whether the last one that was let into the folder was of this `start`."""
+    return (folder / LOCK).read_text(encoding="utf-8") == start
+
+
+def let_in(folder: Path, start: str) -> None:
+    """The lock says by which start of processes the folder was taken."""
+    (folder / LOCK).write_text(start, encoding="utf-8")
+
+
 def refuse_to_mix(folder: Path, *, resume: bool) -> None:
     """A new run wants an empty folder; a resumed one must not overwrite a checkpoint that no run of ours made."""
     names = {path.name for path in folder.iterdir()} - {LOCK}

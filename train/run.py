@@ -55,9 +55,12 @@ class Options:
 
 def train_run(options: Options, defaults: Settings) -> int:
     """Start or resume the run; returns the exit code."""
-    given = told(options)
+    given, start = told(options), team.start()
     with folder.locked(options.run):
+        if team.started_anew() and folder.begun_by(options.run, start):
+            options = replace(options, resume=True)
         folder.refuse_to_mix(options.run, resume=options.resume)
+        folder.let_in(options.run, start)
         saved, problems = checkpoint.newest(options.run / folder.STEPS) if options.resume else (None, [])
         report.damaged(problems)
         if options.resume and saved is None:

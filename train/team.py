@@ -15,6 +15,7 @@ import datetime
 import functools
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -59,6 +60,16 @@ Message = tuple[str, tuple[Any, ...]]
 def world() -> tuple[int, int]:
     """(number of this process, how many there are), as torchrun says."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def started_anew() -> bool:
+    """Whether torchrun has started the processes before (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def start() -> str:
+    """What all the starts by one torchrun have in common, and those by another have not: its name may be `none`."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"
 
 
 @contextmanager
@@ -322,8 +333,8 @@ def lead(run: Callable[[], int]) -> int:
     else:
         _end(code)
         return code
-    if is_lost(error):
-        raise UserError(f"another process of the run has ended or hangs, and so this one ends: {error}") from error
+    if lost := loss_of_another(error):
+        raise UserError(f"another process of the run has ended or hangs, and so this one ends: {lost}") from error
     raise error
 
 
@@ -332,15 +343,17 @@ def _end(code: int) -> None:
         _send(("end", (code,)))
 
 
-def is_lost(error: BaseException | None) -> bool:
-    """Whether it, or what it came of, is of the connection with another process."""
+def loss_of_another(error: BaseException | None) -> str | None:
+    """What it, or what it came of, says of the connection with another process; None where that is not its matter."""
     words = ("gloo", "pair closure", "timed out")
     while error is not None:
-        said = str(error).lower()
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in said for w in words)):
-            return True
+        said = str(error)
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(word in said.lower() for word in words)
+        ):
+            return said.partition(". This is typically")[0]  # gloo's guesses
         error = error.__cause__ or error.__context__
-    return False
+    return None
 
 
 def follow() -> int:
@@ -359,8 +372,9 @@ def follow() -> int:
             else:
                 getattr(member, act)(*args)
     except Exception as error:
-        lost = "ends, for another has ended or hangs" if is_lost(error) else "has failed"
-        said = sentence(f"process {world()[0]} of the run {lost}: {str(error) or repr(error)}")
+        lost = loss_of_another(error)
+        what = f"ends, for another has ended or hangs: {lost}" if lost else f"has failed: {str(error) or repr(error)}"
+        said = sentence(f"process {world()[0]} of the run {what}")
         print(f"fnmodels-train: {said}", file=sys.__stderr__, flush=True)
         return 1
     finally:

@@ -28,7 +28,7 @@ from fnmodels import llama, tree
 from tests.parallel.pool import ROOT, Ranks
 from tests.parallel.test_load import read_by_process
 from tests.parallel.test_simulate import compare, counted, here, size
-from train import adamw, init_state, pretrained, sharded, team
+from train import adamw, folder, init_state, pretrained, sharded, team
 from train.checkpoint import Checkpoint
 from train.cli import main
 from train.errors import UserError
@@ -72,10 +72,31 @@ def words(path: Path, *flags: str) -> list[str]:
     return ["--run", str(path), "--data", str(text), *sizes, *flags]
 
 
-def launch(path: Path, processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """The main job under torchrun."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "train", "--"]
+KILLED = """\
+import os, signal, sys
+from train import cli, team
+
+step, made = team.Member.step, []
+
+def killed(member, batch):
+    made.append(batch)
+    if len(made) == 5 and os.environ["RANK"] == "3" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(member, batch)
+
+team.Member.step = killed
+sys.exit(cli.main())
+"""
+
+
+def launch(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The main job by four processes under torchrun, which starts them anew after one is killed in its fifth step."""
+    program = path.parent / "killed.py"
+    program.write_text(KILLED)
+    how = ["--standalone", "--nproc-per-node", "4", "--max-restarts", "1"]
+    start = ["-m", "torch.distributed.run", *how, str(program), "--"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(path.parent / "cache"), "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = str(ROOT)
     return subprocess.run(
         [sys.executable, *start, *words(path, *flags)],
         env={**environment, "OMP_NUM_THREADS": "1"},
@@ -163,10 +184,19 @@ def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(words(tmp_path / "one")) == 0
     expected, path = losses(tmp_path / "one"), tmp_path / "four"
-    done = launch(path, 4, "--mesh", "pp=2,fsdp=2")
+    done = launch(path, "--mesh", "pp=2,fsdp=2")
     assert done.returncode == 0, done.stderr
     assert_close(losses(path), expected)
-    assert done.stdout.count("reading the text") == 1 and len(re.findall(r"^step 6/6", done.stdout, re.MULTILINE)) == 1
+    # of the first start and of the second one
+    assert done.stdout.count("reading the text") == 2 and done.stdout.count("resuming at step 3 of 6") == 1
+    assert len(re.findall(r"^step 6/6", done.stdout, re.MULTILINE)) == 1
+    # The others have ended by themselves, and not by torchrun half a minute later. It asks them to end, which the first
+    # one heeds when it is on its way out already, and then says nothing more.
+    ends = re.findall(
+        r"^fnmodels-train: process (\d) of the run ends, for another has ended", done.stderr, re.MULTILINE
+    )
+    assert sorted(ends) == ["1", "2"], done.stderr
+    assert done.stderr.count("Traceback") == 0, done.stderr
     (config, weights), (_, plain) = P.load_pretrained(path), P.load_pretrained(tmp_path / "one")
     flat, whole = tree.flatten(weights), tree.flatten(plain)
     for name, leaf in whole.items():
@@ -192,8 +222,8 @@ def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
     state = sharded.load(found, init_state(plain, optimizer))
     values = {f"{name}.{path}": leaf for name, part in held(state).items() for path, leaf in tree.flatten(part).items()}
     saved = {name: digest(leaf) for name, leaf in values.items()}
-    flags = {"pp=2": ("--schedule", "GPipe", "--microbatches", "2")}
-    for mesh in ("fsdp=2,tp=2", "fsdp=2", "pp=2", None):
+    flags = {"pp=2,fsdp=2": ("--schedule", "GPipe", "--microbatches", "2")}
+    for mesh in ("fsdp=2,tp=2", "pp=2,fsdp=2", "fsdp=2", None):
         if mesh is None:
             assert main([*words(path), "--resume"]) == 0
         else:
@@ -202,6 +232,20 @@ def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
             assert "resuming at step 3 of 6" in results[0]["said"] and not any(result["said"] for result in results[1:])
             check_parts(mesh, [result["shapes"] for result in results], whole)
             check_messages(Mesh.parse(mesh), results, config)
+            # One that trains the whole model is none of them.
+            kept = {"parameters": size(plain), "optimizer": size(state.opt_state)}
+            alone = {
+                "shapes": {name: list(leaf.shape) for name, leaf in whole.items()},
+                "count": {},
+                "bytes": {},
+                **kept,
+            }
+            with pytest.raises(AssertionError):
+                check_parts(mesh, [*(result["shapes"] for result in results[:-1]), alone["shapes"]], whole)
+            with pytest.raises(AssertionError):
+                check_messages(Mesh.parse(mesh), [*results[:-1], alone], config)
+            with pytest.raises(AssertionError):
+                check_messages(Mesh.parse(mesh), [results[0] | kept, *results[1:]], config)
         assert_close(losses(path), expected)
         shutil.rmtree(path / "steps" / "step-00000006")
 
@@ -235,8 +279,8 @@ def test_each_process_reads_or_draws_its_own_part(ranks: Ranks, tmp_path: Path) 
     adapted = with_paths(lambda p, x: x + 1 if p.endswith(".b") else x, P.lora.add(config, params, rank=2))
     P.lora.save_adapters(adapters, config, adapted, base=str(base))
     size = (base / "model.safetensors").stat().st_size
-    for folder in (str(base), str(adapters), None):
-        for read, leaves in ranks(4)(begun, folder, str(base)):
+    for init in (str(base), str(adapters), None):
+        for read, leaves in ranks(4)(begun, init, str(base)):
             assert 10 < leaves < len(tree.leaves(params)) and read < 0.4 * size
 
 
@@ -244,9 +288,10 @@ def check_parts(mesh: str, shapes: list[dict[str, list[int]]], whole: dict[str, 
     """Each process has its layers alone, of them its parts; the embedding is at both ends, since it is tied."""
     sizes = Mesh.parse(mesh)
     for rank, own in enumerate(shapes):
-        first = {"embed_tokens"} if rank == 0 else {"embed_tokens", "norm"}
+        stage = rank * sizes.pp // sizes.world
+        ends = {"embed_tokens"} if stage == 0 else {"embed_tokens", "norm"}
         if sizes.pp > 1:
-            assert own.keys() == first | {name for name in whole if name.startswith(f"layers.{rank}.")}
+            assert own.keys() == ends | {name for name in whole if name.startswith(f"layers.{stage}.")}
         else:
             assert own.keys() == whole.keys()
         for name, shape in own.items():
@@ -298,6 +343,23 @@ def test_processes_that_do_not_find_each_other_are_told_so_and_end(
     assert not dist.is_initialized() and not (tmp_path / "run").exists()
 
 
+def test_only_what_torchrun_has_begun_is_gone_on_with_unasked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "config.json").touch()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for begun, said in (
+        ("none elsewhere 1", "the folder is not empty: add --resume to go on with its run"),
+        (team.start(), "the folder holds files that no run wrote"),  # as with --resume
+    ):
+        folder.let_in(path, begun)
+        assert main(words(path)) == 2
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "where", "raised", "sent"),
     [
@@ -334,6 +396,17 @@ def test_the_others_are_told_of_an_end_only_where_they_listen(
         assert str(caught.value).startswith("another process of the run has ended or hangs, and so this one ends: ")
     else:
         assert caught.value is error
+
+
+def test_what_an_error_in_a_stage_came_of_is_said() -> None:
+    bug, wrapped = ValueError("a bug"), RuntimeError("[Stage 1] failed to run forward")
+    assert team.loss_of_another(bug) is None
+    wrapped.__cause__ = bug
+    assert team.loss_of_another(wrapped) is None
+    bug.__context__ = RuntimeError(
+        "[gloo/pair.cc:537] Read error: reset by peer. This is typically caused by a worker."
+    )
+    assert team.loss_of_another(wrapped) == "[gloo/pair.cc:537] Read error: reset by peer"
 
 
 @pytest.mark.parametrize(
