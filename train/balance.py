@@ -25,8 +25,9 @@ class Balance:
 
     sequence: `balance_loss` of each row. batch: that of all rows of one call together, so that it depends on how a
     batch is split for accumulation, as the others do not. z: `router_z_loss`. scores: see `balance_loss`. over: adds up
-    whole numbers over processes that have other tokens of the same rows (a step over `cp` sets it); the terms are then
-    this process' parts of those of the rows.
+    whole numbers over processes that have other tokens of the same rows, across: over those that have other rows of the
+    same batch (a step over a mesh sets them); the terms are then this process' parts of those of the rows, or of the
+    batch.
     """
 
     sequence: float = 0.0
@@ -34,6 +35,7 @@ class Balance:
     z: float = 0.0
     scores: str = "softmax"
     over: Adding | None = None
+    across: Adding | None = None
 
     def __post_init__(self) -> None:
         for name in ("sequence", "batch", "z"):
@@ -115,11 +117,19 @@ def balance_terms(
         total = total + balance.sequence * aux["sequence_balance"]
     if balance.batch:
         flat = [[t.flatten(0, 1)[None] for t in (x, i, valid)] for x, i in zip(logits, indices, strict=True)]
-        losses = [balance_loss(*row, **how) for row in flat]
-        aux["batch_balance"] = torch.stack(losses).mean() * labelled.sum()
+        everywhere = _in_turn(over, balance.across)
+        losses = [balance_loss(*row, scores=balance.scores, over=everywhere) for row in flat]
+        every = labelled.sum() if balance.across is None else balance.across(labelled.sum())
+        aux["batch_balance"] = torch.stack(losses).mean() * every
         total = total + balance.batch * aux["batch_balance"]
     if balance.z:
         losses = [router_z_loss(x, valid, over=over) for x in logits]
         aux["router_z"] = (torch.stack(losses).mean(0) * labelled).sum()
         total = total + balance.z * aux["router_z"]
     return total, aux
+
+
+def _in_turn(first: Adding | None, second: Adding | None) -> Adding | None:
+    if first is None or second is None:
+        return first or second
+    return lambda x: second(first(x))

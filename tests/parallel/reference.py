@@ -37,16 +37,22 @@ from train.step import Sums, gradient_sums, update
 # A tied embedding, biases, normed heads and a window; latents, a dense first layer, a shared expert and a bias of the
 # experts' choice, which no gradient moves; sinks, experts with biases and two kinds of layers.
 MODELS = {"llama": "qwen3_bias_sliding", "deepseek": "deepseek_v3", "gpt_oss": "gpt_oss"}
+# What microbatches change: a loss of all rows together, tables that the longest position decides.
+WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic"}
 OPTIONS: dict[str, dict[str, Any]] = {"deepseek": {"balance_rate": 0.01}}
 TERMS: dict[str, dict[str, Any]] = {
     "llama": {"label_smoothing": 0.1, "z_loss": 1e-2},
     "deepseek": {"balance": Balance(sequence=0.3, z=0.1, scores="sigmoid")},
+    "batch": {"balance": Balance(sequence=0.1, batch=0.5, z=0.1)},
+    "length": {"length": None},
 }
 # 2 divides their heads, experts and vocabularies, 4 but for the KV heads.
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "deepseek": {"attention_bias": True, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     "gpt_oss": {"num_local_experts": 8},
+    "batch": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+    "length": {},
 }
 LENGTH = 24  # what some rope scalings need: of the whole run, not of a rank's part
 CLIP = 0.5  # below the norms
@@ -56,7 +62,9 @@ Errors = dict[str, float]
 @functools.cache
 def config_of(name: str, layers: int | None = None) -> Any:
     """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
-    config = dataclasses.replace(even(MODELS[name]), **CHANGES[name])
+    config = dataclasses.replace(even((MODELS | WHOLE)[name]), **CHANGES[name])
+    if name == "length":
+        config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, original_max_position_embeddings=4))
     if layers is None:
         return config
     again = config.layer_kinds[1:] if name == "deepseek" else config.layer_kinds  # whose first layer alone is dense
@@ -95,8 +103,8 @@ def pieces(lengths: list[int]) -> list[dict[str, Tensor]]:
 
 
 def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..., Any]:
-    options = {"kernel": "math", **TERMS.get(name, {}), **options}
-    return functools.partial(next_token_loss, config=config_of(name, layers), length=LENGTH, **options)
+    options = {"kernel": "math", "length": LENGTH, **TERMS.get(name, {}), **options}
+    return functools.partial(next_token_loss, config=config_of(name, layers), **options)
 
 
 def spec_of(name: str, layers: int | None = None) -> Any:

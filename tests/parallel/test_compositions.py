@@ -165,6 +165,16 @@ def test_a_mesh_of_some_processes_sums_over_these(ranks: Ranks) -> None:
     assert worst(ranks(4)(beside_others))[0] < LIMIT
 
 
+@pytest.mark.parametrize(("name", "mesh"), [("batch", "pp=2,ep=2"), ("batch", "fsdp=2,cp=2"), ("length", "pp=2,dp=2")])
+def test_what_depends_on_the_whole_batch(ranks: Ranks, name: str, mesh: str) -> None:
+    """A balance of all its rows, and tables that its longest position decides: each rank has a part alone."""
+    assert worst(ranks(4)(errors_of, name, mesh, {"schedule": "GPipe"}))[0] < LIMIT
+
+
+def test_the_longest_position_of_all_columns_decides(ranks: Ranks) -> None:
+    assert worst(ranks(2)(errors_of, "length", "cp=2"))[0] < LIMIT
+
+
 def with_block_masks() -> list[float]:
     """The loss through stages whose attention has a BlockMask for each microbatch, and that of one process."""
     mesh, loss = Mesh(pp=2), loss_of("llama", 3, kernel="flex")
@@ -226,7 +236,7 @@ def unpermuted_table(patch: pytest.MonkeyPatch) -> None:
 
 def balance_of_columns(patch: pytest.MonkeyPatch) -> None:
     """Each rank takes its columns for whole rows."""
-    patch.setattr(steps, "whole_rows", lambda balance, _: balance)
+    patch.setattr(steps, "whole_balance", lambda balance, _: balance)
 
 
 def unanswered(patch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,8 @@ from fnmodels.mask import Mask
 from fnmodels.ops.attention import attention
 from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, SameSpan, Window
 from tests import support
-from tests.parallel.pool import Ranks, devices
-from train.parallel import Mesh, Strategy, collectives, context, ring
-from train.parallel.step import placed_loss
+from tests.parallel.pool import Ranks
+from train.parallel import collectives, context, ring
 
 METHODS = ("gather", "ulysses", "ring")
 # (a variant of tests/variants, changes): as many heads as the largest mesh divides
@@ -325,19 +324,6 @@ def _leaf(out: Tensor) -> Tensor:
 
 def test_what_cannot_be_done_is_said(ranks: Ranks) -> None:
     ranks(2)(refusals)
-
-
-def without_a_length() -> None:
-    """The step asks before it sends anything."""
-    mesh, dynamic = devices(Mesh(cp=2)), config_of("llama_dynamic")
-    loss = functools.partial(train.next_token_loss, config=dynamic)
-    with pytest.raises(ValueError, match="The rope kind 'dynamic' depends on the length of the whole batch"):
-        placed_loss(loss, None, mesh, Strategy(), config=dynamic)
-    placed_loss(functools.partial(loss, length=24), None, mesh, Strategy(), config=dynamic)
-
-
-def test_a_length_that_no_rank_can_see_must_be_said(ranks: Ranks) -> None:
-    ranks(2)(without_a_length)
 
 
 def shares(order: Callable[..., Any] | Any, ranks: int, **more: Any) -> list[dict[str, Tensor]]:

@@ -12,10 +12,10 @@ rotary tables are those of its tokens, in whatever order these are. What is left
     ring      keys and values pass from rank to rank, and what each gives is merged (arXiv 2310.01889)
 
 Losses are sums: totals, counts and gradients are to be summed over the ranks, and divided once. What a loss function
-makes of whole rows a rank cannot know: of balance losses, which are means over rows, `whole_rows` makes each rank's
+makes of whole rows a rank cannot know: of balance losses, which are means over rows, `whole_balance` makes each rank's
 part; the length that some rope scalings need (dynamic, longrope) it must be told, `length=int(batch["positions"].max())
-+ 1`; `check_length` asks. Kernels run in eager mode; those of "gather" and "ulysses" have every derivative that `inner`
-has.
++ 1`, or `longest` of its part. Kernels run in eager mode; those of "gather" and "ulysses" have every derivative that
+`inner` has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -40,9 +40,11 @@ from fnmodels.ops.rotary import Rope
 from train.balance import Balance
 
 from . import collectives, ring
+from .mesh import DATA, ROWS, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 Method = Literal["gather", "ulysses", "ring"]
@@ -95,22 +97,33 @@ def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: Any
     return balanced_order(fullest, ranks, block=block)
 
 
-def check_length(length: Any, config: Any) -> None:
-    """ValueError where a rope scaling needs the length of whole rows, of which a rank has parts, and nobody says it."""
+def asks_length(length: Any, config: Any) -> bool:
+    """Whether a rope scaling needs the length of the whole batch, of which a process has a part, and nobody says it."""
     ropes = [] if config is None else [value for value in vars(config).values() if isinstance(value, Rope)]
-    needy = sorted({rope.kind for rope in ropes} & {"dynamic", "longrope"})
-    if needy and length is None:
-        raise ValueError(
-            f"The rope kind {needy[0]!r} depends on the length of the whole batch, which over cp no rank sees: bind "
-            "length= to the loss function."
-        )
+    return length is None and any(rope.kind in ("dynamic", "longrope") for rope in ropes)
 
 
-def whole_rows(balance: Balance | None, group: ProcessGroup) -> Balance | None:
-    """The balance terms of rows whose tokens the ranks of `group` hold: each rank's part of their means."""
+def longest(devices: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Of each one's part of the positions [B, S] of a batch: the length of the whole, as the model itself finds it."""
+    groups = [devices.get_group(name) for name in DATA if mesh_of(devices).sizes[name] > 1]
+
+    def length(positions: Tensor) -> Tensor:
+        here = positions.max() + 1 if positions.numel() else positions.new_ones(())
+        return functools.reduce(collectives.maximum, groups, here)
+
+    return length
+
+
+def whole_balance(balance: Balance | None, devices: DeviceMesh) -> Balance | None:
+    """The balance terms of rows, and of a batch, whose tokens the processes share: each one's part of their means."""
     if balance is None:
         return None
-    return dataclasses.replace(balance, over=functools.partial(collectives.leave, group=group))
+    return dataclasses.replace(balance, over=_adding(devices, ("cp",)), across=_adding(devices, ROWS))
+
+
+def _adding(devices: DeviceMesh, names: Sequence[str]) -> Callable[[Tensor], Tensor] | None:
+    groups = [devices.get_group(name) for name in names if mesh_of(devices).sizes[name] > 1]
+    return (lambda x: functools.reduce(collectives.leave, groups, x)) if groups else None
 
 
 def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:

@@ -76,7 +76,7 @@ def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
         batch["tokens"],
         positions=batch["positions"],
         segment_ids=batch["segment_ids"],
-        length=loss.length,
+        length=loss.length(batch["positions"]) if callable(loss.length) else loss.length,
     )
     layout = fnmodels.document_layout(batch["positions"], batch["segment_ids"])
     return Microbatch(batch, replayed(inputs, batch), masks, freqs_cis, layout)

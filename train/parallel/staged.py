@@ -34,15 +34,15 @@ class Staged:
     """A loss in the form that a pipeline can run: layers, and what comes behind them.
 
     head(params, x, batch) -> (sum, count): of the last stage's leaves outside of the layers and the final hidden
-    states; for `outputs` whatever is wanted. kernel, length, experts, balance: as in `train.next_token_loss`.
-    aux: the head returns (sum, count, metrics), a dict of 0-d sums, which stand beside those of balance and are named
-    otherwise.
+    states; for `outputs` whatever is wanted. kernel, length, experts, balance: as in `train.next_token_loss`; length:
+    also a function of a microbatch's positions. aux: the head returns (sum, count, metrics), a dict of 0-d sums, which
+    stand beside those of balance and are named otherwise.
     """
 
     config: Any
     head: Callable[[Tree, Tensor, Batch], Any]
     kernel: Kernel = "auto"
-    length: int | Tensor | None = None
+    length: int | Tensor | Callable[[Tensor], Tensor] | None = None
     experts: str | Experts = "auto"
     balance: Balance | None = None
     aux: bool = False

@@ -30,7 +30,7 @@ from train.optim import Optimizer
 from train.step import Sums
 
 from .collectives import broadcast
-from .context import check_length, context_kernel, whole_rows
+from .context import asks_length, context_kernel, longest, whole_balance
 from .expert import expert_parallel
 from .gather import gathering_stages
 from .mesh import Mesh, Strategy, mesh_of
@@ -137,11 +137,13 @@ def _staged(loss_fn: LossFn, placed: Placed, remat: str) -> tuple[Staged, Pipeli
 
     config, devices, strategy = placed.config, placed.devices, placed.strategy
     mesh, loss = mesh_of(devices), staged(loss_fn)
+    loss = dataclasses.replace(loss, balance=whole_balance(loss.balance, devices))
+    if asks_length(loss.length, config):
+        loss = dataclasses.replace(loss, length=longest(devices))
     if mesh.cp > 1:
-        check_length(loss.length, config)
         group = devices.get_group("cp")
         kernel = context_kernel(strategy.context, group, inner=_name("kernel", loss.kernel))
-        loss = dataclasses.replace(loss, kernel=kernel, balance=whole_rows(loss.balance, group))
+        loss = dataclasses.replace(loss, kernel=kernel)
     if mesh.ep > 1:
         inner = _name("experts", loss.experts)
         loss = dataclasses.replace(loss, experts=expert_parallel(devices.get_group("ep"), inner=inner))

@@ -34,7 +34,7 @@ from train.state import State, consume
 from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_sums, update
 
 from .collectives import all_gather, summed
-from .context import check_length, context_kernel, shard_batch, whole_rows
+from .context import asks_length, context_kernel, longest, shard_batch, whole_balance
 from .dtensors import like, local_tree
 from .everywhere import aux_of_stages
 from .expert import expert_parallel
@@ -213,13 +213,14 @@ def placed_loss(
     Each way of sharing wraps the function whole, from the inside out: attention, experts, parts of layers, gathering.
     """
     mesh = mesh_of(devices)
+    bound = {name: keyword.default for name, keyword in inspect.signature(loss_fn).parameters.items()}
+    if asks_length(bound.get("length", 0), bound.get("config")):
+        loss_fn = _with_length(loss_fn, longest(devices))
+    if isinstance(bound.get("balance"), Balance):
+        loss_fn = _with(loss_fn, balance=whole_balance(bound["balance"], devices))
     if mesh.cp > 1:
-        bound = {name: keyword.default for name, keyword in inspect.signature(loss_fn).parameters.items()}
-        check_length(bound.get("length", 0), config)
-        group, balance = devices.get_group("cp"), bound.get("balance")
-        kernel = context_kernel(strategy.context, group, inner=_named(loss_fn, "kernel", mesh))
-        rows = {"balance": whole_rows(balance, group)} if isinstance(balance, Balance) else {}
-        loss_fn = _with(loss_fn, kernel=kernel, **rows)
+        group = devices.get_group("cp")
+        loss_fn = _with(loss_fn, kernel=context_kernel(strategy.context, group, inner=_named(loss_fn, "kernel", mesh)))
     if mesh.ep > 1:
         inner = _named(loss_fn, "experts", mesh)
         loss_fn = _with(loss_fn, experts=expert_parallel(devices.get_group("ep"), inner=inner))
@@ -232,6 +233,14 @@ def _with(loss_fn: LossFn, **chosen: Any) -> LossFn:
     @functools.wraps(loss_fn)
     def run(params: Tree, batch: Batch, **more: Any) -> Any:
         return loss_fn(params, batch, **more | chosen)
+
+    return run
+
+
+def _with_length(loss_fn: LossFn, length: Callable[[Tensor], Tensor]) -> LossFn:
+    @functools.wraps(loss_fn)
+    def run(params: Tree, batch: Batch, **more: Any) -> Any:
+        return loss_fn(params, batch, **more | {"length": length(batch["positions"])})
 
     return run
 
