@@ -9,9 +9,11 @@
 
 It holds a `State` and the sums of the gradients, and nothing global: several live side by side.
 
-With `mesh=` all processes of a group that somebody else has made drive it alike, each with the whole microbatches, and
-metrics, what `infer` returns and what `export` hands out are whole in each. params are DTensors, with `pp` of this
-process' layers: `params.init(config, 0, plan=...)`, `train.parallel.stages.init_stage`.
+With `mesh=` all processes of a group that somebody else has made drive it alike, each with the whole microbatches, of
+rows that the mesh divides; metrics, what `infer` returns and what `export` hands out are whole in each. With
+`strategy=Strategy(rows="own")` each has microbatches of its own, [1, T] packed or of any rows, equally many in all, and
+`infer` returns what comes of these. params are DTensors, with `pp` of this process' layers:
+`params.init(config, 0, plan=...)`, `train.parallel.stages.init_stage`.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class Engine:
         check_strategy(mesh, strategy)
         self.config, self.optimizer, self.clip, self.balance_rate = config, optimizer, clip, balance_rate
         self.mesh, self.strategy = mesh, strategy
+        # Others may have some where this process has none: then all must be told.
+        self._own_rows = strategy is not None and strategy.rows == "own"
         self.state: State = init_state(params, optimizer)
         self._teaching: Any = None
         if mesh is not None:
@@ -77,7 +81,7 @@ class Engine:
         loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; give the same function each time, for what is
         compiled is kept with it. Returns what this call added: {total, count}, and aux where the loss has one.
         """
-        if not batches:
+        if not batches and not self._own_rows:
             raise ValueError("forward_backward needs at least one microbatch.")
         if loss_fn not in self._runs:
             self._runs[loss_fn] = self._summing(loss_fn)
@@ -98,7 +102,7 @@ class Engine:
     def _summing(self, loss_fn: LossFn) -> Callable[..., Sums]:
         if self.mesh is None:
             return gradient_sums(loss_fn, self.optimizer, **self._how)
-        from .parallel.step import config_for, own_part, sums_over
+        from .parallel.step import config_for, own_parts, sums_over
 
         placed = self._teaching.placed
         how = {name: self._how[name] for name in ("remat", "counts")}
@@ -106,8 +110,7 @@ class Engine:
         run = sums_over(placed, compiling(loss_fn, self._how["compile"]), self.optimizer, **how)
 
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
-            parts = own_part(list(batches), placed.devices, order=placed.strategy.order, config=self.config)
-            return run(local_tree(params), parts, held, divide=divide)
+            return run(local_tree(params), own_parts(list(batches), placed), held, divide=divide)
 
         return sums
 
@@ -140,7 +143,7 @@ class Engine:
         if compile != "none" or self.mesh is not None:
             # What is compiled, or made of stages and schedules, is worth keeping; a function is not, nor what it holds.
             self._infers[function] = run
-        return run(self.state.params, list(batches)) if batches else []
+        return run(self.state.params, list(batches)) if batches or self._own_rows else []
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(name on disk, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""

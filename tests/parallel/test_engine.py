@@ -139,6 +139,51 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
     return found
 
 
+def own(text: str) -> dict[str, float]:
+    """Each process has documents that no other has: how far its engine is from one with all of them."""
+    config, mesh, how = even("llama_tied"), Mesh.parse(text), Strategy(rows="own")
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
+    whole, optimizer = generic_params(config), train.sgd(0.5)
+    places = iter(tree.leaves(plan))
+    given = tree.map(lambda leaf: (place := next(places)).distribute(leaf[place.here()].clone()), whole)
+    loss = functools.partial(train.next_token_loss, config=config, kernel="math")
+    logprobs = functools.partial(train.token_logprobs, config=config, kernel="math")
+    parts = [
+        tree.map(lambda t, i=i: t[:1, : 12 - 2 * i], p) for i, p in enumerate(fnmodels.split(batch_of(config, 4), 4))
+    ]
+    row = devices(mesh).get_local_rank("fsdp")
+    mine = parts[2 * row : 2 * row + 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours = Engine(config, given, optimizer, mesh=mesh, strategy=how)
+    theirs = Engine(config, whole, optimizer)
+    found = {"count": float(ours.forward_backward(mine, loss)["count"] - theirs.forward_backward(parts, loss)["count"])}
+    shards, one = tree.flatten(shardings(ours.params)), added_up(theirs)
+    for path, grad in added_up(ours).items():
+        found[path] = float((grad - one[path][shards[path].here()]).abs().max() / one[path].abs().max())
+    found["norm"] = abs(float(ours.optim_step()["grad_norm"] / theirs.optim_step()["grad_norm"]) - 1)
+    for (logp, *_), (expected, *_) in zip(ours.infer(mine, logprobs), theirs.infer(mine, logprobs), strict=True):
+        found["logp"] = float((logp - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    odd = {name: t.index_fill(1, torch.tensor([3]), 64) if name == "tokens" else t for name, t in mine[0].items()}
+    last = row == mesh.fsdp - 1
+    for wrong, said in (
+        (mine[: 2 - last], "Process 0 gives 2 microbatches and process"),
+        ([] if last else mine, "The list of microbatches is empty"),
+        ([odd] if last else mine[:1], "The tokens go from .* to 64"),
+        ([mine[0] | {"more": mine[0]["labels"]}] if last else mine[:1], "must have the same entries"),
+        (parts[dist.get_rank() :][:1], "Processes 0 and 1 share rows" if mesh.cp > 1 else None),
+    ):
+        if said is not None:
+            with pytest.raises(ValueError, match=said):
+                ours.forward_backward(wrong, loss)
+    return found
+
+
+def test_processes_may_have_rows_of_their_own(ranks: Ranks) -> None:
+    for found in ranks(4)(own, "fsdp=2,cp=2"):
+        assert not {what: far for what, far in found.items() if not abs(far) < 1e-5}
+
+
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy", "clip"),
     [

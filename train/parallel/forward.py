@@ -4,7 +4,8 @@
     run = train.make_forward_only(functools.partial(token_logprobs, config=config), mesh=mesh)
     logp, entropy, valid = run(state.params, batch)           # [B, S] of the whole batch
 
-Each process is given the whole batch, takes its part as in a step, and what comes of it is joined.
+Each process is given the whole batch, takes its part as in a step, and what comes of it is joined. With
+`Strategy(rows="own")` it is given its rows, and gets what comes of these.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
-from train.calls import Batch, caller, compiling, microbatches
+from train.calls import Batch, caller, compiling
 from train.forward import metrics_of, totals
 from train.optim import with_paths
 from train.step import LossFn
@@ -29,7 +30,7 @@ from .everywhere import aux_of_stages
 from .gather import shardings
 from .mesh import ROWS, Mesh, Strategy
 from .stages import Placed, stage_loss, stage_outputs
-from .step import config_for, config_in, over_processes, own_part, place, placed_loss
+from .step import config_for, config_in, over_processes, own_parts, place, placed_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +61,7 @@ def make_eval_over(
     @torch.no_grad()
     def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
         placed, run = made(params)
-        parts = own_part(microbatches(batch), placed.devices, order=strategy.order, config=placed.config)
+        parts = own_parts(batch, placed)
         return metrics_of(*over_processes(placed.devices, *run(local_tree(params), parts)))
 
     return eval_step
@@ -83,17 +84,19 @@ def make_forward_over(
     @torch.no_grad()
     def run(params: Tree, batch: Batch | Sequence[Batch]) -> Any:
         placed, call = made(params)
-        given = [dict(part) for part in microbatches(batch)]
+        many = isinstance(batch, (list, tuple))
+        given = [dict(part) for part in (batch if many else [batch])]  # type: ignore[arg-type]  # as in `microbatches`
         if mesh.cp > 1:
             given = [part | {PLACES: _places(part["tokens"])} for part in given]
-        parts = own_part(given, placed.devices, order=strategy.order, config=placed.config)
+        parts = [dict(part) for part in own_parts(given, placed)]
         places = [part.pop(PLACES, None) for part in parts]
         found = call(local_tree(params), parts)
+        divided = [name for name in ROWS if placed.devices[name].size() > 1 and strategy.rows == "whole"]
         joined = [
-            tree.map(lambda x, part=part, at=at: _joined(x, len(part["tokens"]), at, placed.devices), one)
+            tree.map(lambda x, part=part, at=at: _joined(x, len(part["tokens"]), at, divided, placed.devices), one)
             for one, part, at in zip(found, parts, places, strict=True)
         ]
-        return joined if isinstance(batch, (list, tuple)) else joined[0]
+        return joined if many else joined[0]
 
     return run
 
@@ -130,9 +133,8 @@ def _places(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
-def _joined(x: Tensor, rows: int, places: Tensor | None, devices: DeviceMesh) -> Tensor:
-    """What all processes have of a tensor, with its columns where they were."""
-    divided = [name for name in ROWS if devices[name].size() > 1]
+def _joined(x: Tensor, rows: int, places: Tensor | None, divided: Sequence[str], devices: DeviceMesh) -> Tensor:
+    """What the processes that divide rows have of a tensor, with its columns where they were."""
     wanted = [rows] if places is None else [*places.shape]
     if (divided or places is not None) and list(x.shape[: len(wanted)]) != wanted:
         what = "[B, S, ...]" if places is not None else "[B, ...]"

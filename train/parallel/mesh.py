@@ -116,6 +116,8 @@ class Strategy:
 
     gather_dtype: the dtype in which parameters are sent and used (bf16: half the bytes); None: their own. Gradients are
         reduced in fp32 at least.
+    rows: what a process is given. "whole": the batch of all, of which it takes its rows; "own": its rows, of any
+        number and length, which processes that differ in pp, cp or tp alone share (`train.parallel.given`).
     sequence: what `tp` has between the sublayers is divided by columns too (`train.parallel.tensor`).
     context: how attention over `cp` fetches what it looks at, and order: which tokens a process has; with "ulysses",
         where all have all of them, None keeps documents in order, as "blocks" needs it (`train.parallel.context`).
@@ -123,6 +125,7 @@ class Strategy:
     """
 
     gather_dtype: torch.dtype | None = None
+    rows: Literal["whole", "own"] = "whole"
     sequence: bool = False
     context: Literal["gather", "ulysses", "ring"] = "gather"
     order: Literal["mask", "head_tail"] | None = "mask"

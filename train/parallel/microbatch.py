@@ -39,6 +39,11 @@ def microbatches(loss: Staged, pipe: Pipeline, parts: Sequence[Batch]) -> list[M
     the longest, which changes no result.
     """
     check_microbatches(pipe, len(parts))
+    return [_microbatch(loss, part) for part in bucketed(parts)]
+
+
+def bucketed(parts: Sequence[Batch]) -> list[Batch]:
+    """The parts, all as long as the longest. ValueError where their rows are not equally many."""
     rows = [len(part["tokens"]) for part in parts]
     if len(set(rows)) > 1:
         odd = next(i for i, n in enumerate(rows) if n != rows[0])
@@ -47,7 +52,7 @@ def microbatches(loss: Staged, pipe: Pipeline, parts: Sequence[Batch]) -> list[M
             f"{sum(rows)}, must divide by the number of microbatches, {len(rows)}."
         )
     longest = max(part["tokens"].shape[1] for part in parts)
-    return [_microbatch(loss, padded(part, longest)) for part in parts]
+    return [padded(part, longest) for part in parts]
 
 
 def padded(batch: Batch, length: int) -> Batch:

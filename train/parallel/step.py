@@ -39,8 +39,9 @@ from .dtensors import like, local_tree
 from .everywhere import aux_of_stages
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
+from .given import agreed
 from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
-from .microbatch import check_ids
+from .microbatch import bucketed, check_ids
 from .staged import Staged
 from .stages import Placed, counted_elsewhere, stage_sums
 from .tensor import tensor_axes, tensor_parallel
@@ -85,7 +86,7 @@ def make_step_over(
             sums_of = sums_over(teaching.placed, loss_fn, optimizer, remat=remat, counts=balance_rate is not None)
             known[:] = [(teaching, sums_of)]
         teaching, sums_of = known[0]
-        parts = microbatches(own_part(batch, teaching.placed.devices, order=strategy.order, config=config), accumulate)
+        parts = own_parts(batch, teaching.placed, accumulate)
         sums = sums_of(local_tree(state.params), parts, divide=False)
         return update_over(teaching, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
 
@@ -257,6 +258,26 @@ def _named(loss_fn: LossFn, name: str, mesh: Mesh) -> str:
     return default
 
 
+def own_parts(batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 1) -> list[Batch]:
+    """This process' microbatches, of what it is given: see `Strategy.rows`. ValueError in all processes alike."""
+    how, devices = placed.strategy, placed.devices
+    if how.rows == "whole":
+        return microbatches(own_part(batch, devices, order=how.order, config=placed.config), accumulate)
+    if how.rows != "own":
+        raise ValueError(f'rows is {how.rows!r}; it must be "whole" or "own".')
+
+    def cut(parts: Sequence[Batch]) -> list[Batch]:
+        for part in parts:
+            if placed.config is not None:
+                check_ids(part, placed.config.vocab_size)
+        if devices["pp"].size() > 1:
+            bucketed(parts)  # for what it refuses
+        return [own_columns(part, devices, order=how.order, config=placed.config) for part in parts]
+
+    whole = functools.partial(microbatches, batch, accumulate)
+    return agreed(whole, cut, devices, _row_of(devices)[0], _whole_groups(devices))
+
+
 def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None) -> Any:
     """This process' rows and columns of the whole batch, or of each microbatch in a list; see `own_rows`.
 
@@ -266,17 +287,18 @@ def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any 
         return [own_part(part, devices, order=order, config=config) for part in batch]
     if config is not None:
         check_ids(batch, config.vocab_size)
-    rows, ranks = own_rows(batch, devices), mesh_of(devices).cp
+    return own_columns(own_rows(batch, devices), devices, order=order, config=config)
+
+
+def own_columns(rows: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None) -> Any:
+    """This process' columns of its rows. ValueError where cp does not divide them."""
+    ranks = mesh_of(devices).cp
     return rows if ranks == 1 else shard_batch(rows, devices.get_local_rank("cp"), ranks, order=order, config=config)
 
 
 def own_rows(batch: Any, devices: DeviceMesh) -> Any:
     """This process' rows of the whole batch. ValueError where they do not divide."""
-    names = [name for name in ROWS if name in (devices.mesh_dim_names or ())]
-    index, number = 0, 1
-    for name in names:
-        size = devices.size(devices.mesh_dim_names.index(name))  # type: ignore[union-attr]
-        index, number = index * size + devices.get_local_rank(name), number * size
+    index, number = _row_of(devices)
     for path, tensor in tree.flatten(batch).items():
         if not tensor.ndim or tensor.shape[0] % number:
             rows = f"{tensor.shape[0]} rows" if tensor.ndim else "no rows"
@@ -285,6 +307,16 @@ def own_rows(batch: Any, devices: DeviceMesh) -> Any:
                 f"give a multiple of {number}."
             )
     return tree.map(lambda tensor: tensor.chunk(number)[index], batch)
+
+
+def _row_of(devices: DeviceMesh) -> tuple[int, int]:
+    """(which part of the rows this process has, how many there are)."""
+    names = [name for name in ROWS if name in (devices.mesh_dim_names or ())]
+    index, number = 0, 1
+    for name in names:
+        size = devices.size(devices.mesh_dim_names.index(name))  # type: ignore[union-attr]
+        index, number = index * size + devices.get_local_rank(name), number * size
+    return index, number
 
 
 def norm_over(
