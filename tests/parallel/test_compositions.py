@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.attention.flex_attention import flex_attention
 
 from fnmodels import llama, tree
@@ -34,7 +35,7 @@ from tests.parallel.reference import (
     worst,
 )
 from train import make_eval_step
-from train.parallel import NAMES, Mesh, collectives, context, gather, passes, pipeline, stages, tensor
+from train.parallel import NAMES, Mesh, collectives, context, gather, passes, pipeline, ring, stages, tensor
 from train.parallel import step as steps
 from train.parallel.pipeline import SCHEDULES, SINGLE
 from train.parallel.region import Region
@@ -239,6 +240,42 @@ def balance_of_columns(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(steps, "whole_balance", lambda balance, _: balance)
 
 
+def heads_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """What comes back of an exchange is joined in the order of other ranks."""
+    exchanged = collectives.all_to_all
+
+    def run(x: Tensor, group: Any, *, split: int, join: int) -> Tensor:
+        found = exchanged(x, group, split=split, join=join)
+        return torch.cat(found.chunk(group.size(), join)[::-1], join) if join == 2 else found
+
+    patch.setattr(collectives, "all_to_all", run)
+
+
+def mean_of_experts(patch: pytest.MonkeyPatch) -> None:
+    """The gradient of experts, which is whole where they lie, is divided by the ranks whose tokens it is of."""
+    joined = gather._joined
+
+    def run(parts: list[gather.Part], *how: Any) -> list[Tensor]:
+        where = [dict(zip((n for n, _ in p.sharding.sizes), p.sharding.dims, strict=True)) for p in parts]
+        pairs = zip(joined(parts, *how), where, strict=True)
+        return [(x + x.detach()) / 2 if dims["ep"] is not None else x for x, dims in pairs]
+
+    patch.setattr(gather, "_joined", run)
+
+
+def weights_once(patch: pytest.MonkeyPatch) -> None:
+    """The pass for weights is left out for all microbatches but the first."""
+    passed = PipelineStage.backward_weight_one_chunk
+
+    def run(self: Any, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if bwd_chunk_id:
+            self.backward_state.pop(bwd_chunk_id)
+        else:
+            passed(self, bwd_chunk_id, last_backward)
+
+    patch.setattr(PipelineStage, "backward_weight_one_chunk", run)
+
+
 def unanswered(patch: pytest.MonkeyPatch) -> None:
     """The gradient of tokens that experts got is not sent back."""
     exchange = collectives.exchange
@@ -320,6 +357,15 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] 
     "keys have one rank's gradient": (unsummed_keys, "cp gather", "llama", "gradient of layers.0.attention.k_proj"),
     "an unpermuted table": (unpermuted_table, "cp gather", "llama", "gradient of layers.0.attention.q_proj"),
     "a balance of own columns": (balance_of_columns, "cp gather", "deepseek", "gradient of layers.1.mlp.router"),
+    "what a ring has merged does not shrink": (
+        lambda p: p.setattr(ring, "_shrink", lambda before, _: torch.ones_like(before)),
+        "cp ring",
+        "llama",
+        "gradient of layers.0.attention.q_proj",
+    ),
+    "another rank's heads": (heads_in_another_order, "cp ulysses", "llama", "gradient of layers.0.attention.o_proj"),
+    "means of experts": (mean_of_experts, "fsdp x ep", "gpt_oss", "gradient of layers.1.mlp.experts.down_bias"),
+    "the weights of one microbatch": (weights_once, "pp ZBVZeroBubble", "llama", GRADIENT),
     "experts send nothing back": (unanswered, "ep", "deepseek", "gradient of layers.0.mlp.down_proj"),
     "shared leaves are not summed": (
         lambda p: p.setattr(Region, "all_shared", lambda self, values: values),

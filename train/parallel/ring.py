@@ -81,6 +81,11 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -torch.inf, 0)
 
 
+def _shrink(before: Tensor, top: Tensor) -> Tensor:
+    """What is merged already counts so much less, now that the largest score is `top`."""
+    return (before - _finite(top)).exp()
+
+
 def _refuse(*_: Any) -> NoReturn:
     raise NotImplementedError(
         'Attention with method="ring" has first derivatives only: no forward mode, no second derivative, no vmap.'
@@ -124,7 +129,7 @@ class _Ring(torch.autograd.Function):
                 before, total, out = states[i]
                 scores, _ = _scores(rows, keys, allowed, scale, softcap)
                 top = torch.maximum(before, scores.amax(-1, keepdim=True))
-                weights, shrink = (scores - _finite(top)).exp(), (before - _finite(top)).exp()
+                weights, shrink = (scores - _finite(top)).exp(), _shrink(before, top)
                 total = total * shrink + weights.sum(-1, keepdim=True)
                 states[i] = top, total, out * shrink + upcast(weights.to(v.dtype) @ values)
         top, total, out = (torch.cat(parts, 2) for parts in zip(*states, strict=True))
