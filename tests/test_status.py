@@ -47,6 +47,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     """Two files of tests and a README whose table says nothing yet."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("FNMODELS_UPDATE_DOCS", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to import than all that is tested here
     for name, text in {
         "pyproject.toml": "[tool.pytest.ini_options]\naddopts = ['--import-mode=importlib']\n",
         "README.md": f"Above.\n{BEGIN}{table({})}{END}Below.\n",
@@ -76,7 +77,7 @@ def row(project: pytest.Pytester, model_type: str) -> list[str]:
 
 def update(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setenv("FNMODELS_UPDATE_DOCS", "1")
-    project.runpytest_inprocess(*arguments)
+    project.runpytest_subprocess(*arguments)
     monkeypatch.delenv("FNMODELS_UPDATE_DOCS")
 
 
@@ -85,7 +86,7 @@ def test_a_full_run_writes_what_it_showed(project: pytest.Pytester, monkeypatch:
     assert row(project, "llama")[2:] == ["yes", "not yet", "not yet", "not yet", "500M to 7B (2)", "7B"]
     assert row(project, "gpt2")[2:] == ["yes", "yes", "not yet", "not yet", "none", "none"]
     assert row(project, "qwen3")[2:] == [*["not yet"] * 4, "none", "none"]
-    project.runpytest_inprocess("tests").assert_outcomes(passed=4)
+    project.runpytest_subprocess("tests").assert_outcomes(passed=4)
     write(project, broken="llama", packing="pytest.skip('no device')")
     update(project, monkeypatch)
     assert row(project, "llama")[2] == "no" and row(project, "gpt2")[2:4] == ["yes", "no"]
@@ -99,13 +100,13 @@ def test_a_full_run_fails_where_the_readme_says_more_or_less(
     right = readme.read_text()
     for wrong in (right.replace("| yes | yes |", "| yes | not yet |"), right.replace("none | none", "7B | 7B")):
         readme.write_text(wrong)
-        check_refused(project.runpytest_inprocess())
+        check_refused(project.runpytest_subprocess())
         assert readme.read_text() == wrong
 
 
 @pytest.mark.slow
 def test_several_processes_are_one_run(project: pytest.Pytester) -> None:
-    result = project.runpytest_subprocess("-n", "2")
+    result = project.runpytest_subprocess("-p", "xdist", "-n", "2")
     check_refused(result)
     result.stdout.fnmatch_lines(["+ | llama | * | yes | not yet | not yet | not yet | 500M to 7B (2) | 7B |"])
 
@@ -121,8 +122,8 @@ def test_a_run_of_some_tests_neither_writes_nor_fails(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = (project.path / "README.md").read_text()
-    for narrow in (("-k", "logits"), ("-m", "not slow"), ("--ignore", "tests/parity"), ("--co",)):
-        result = project.runpytest_inprocess(*narrow)
+    for narrow in (("-k", "logits"), ("--ignore", "tests/parity"), ("--co",)):
+        result = project.runpytest_subprocess(*narrow)
         assert result.ret == pytest.ExitCode.OK, narrow
     update(project, monkeypatch, "tests/parity")
     assert (project.path / "README.md").read_text() == before

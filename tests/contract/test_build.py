@@ -180,7 +180,11 @@ def held_tensors() -> list[str]:
 
 
 def test_no_tensor_is_kept() -> None:
-    """No module holds a tensor, and no family's forward leaves any behind."""
+    check_no_tensor_is_kept(*richest())
+
+
+def check_no_tensor_is_kept(*models: Case) -> None:
+    """No module holds a tensor, and no model's forward leaves any behind."""
     assert held_tensors() == []
 
     def alive() -> int:
@@ -189,7 +193,7 @@ def test_no_tensor_is_kept() -> None:
 
     runs = [
         (batch_of(case.config, MIXED), generic_params(case.config), kernel)
-        for case in richest()
+        for case in models
         for kernel in KERNELS
         if supports(case, kernel)
     ]

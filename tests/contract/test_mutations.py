@@ -189,7 +189,7 @@ def a_leaf_that_nobody_reads(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@bug("B1", "llama", test_build.test_no_tensor_is_kept)
+@bug("B1", "llama", test_build.check_no_tensor_is_kept)
 def an_activation_kept(patch: pytest.MonkeyPatch) -> None:
     kept: list[Tensor] = []
     patch.setattr(f"{LLAMA}.KEPT", kept, raising=False)
