@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .first_order import FirstOrder
+
 _AT_ONCE = 512  # rows of a gradient
 
 
@@ -79,7 +81,7 @@ def _add_up(rows: Tensor, weights: Tensor | None, place: Tensor, padding: Tensor
     return F.embedding_bag(place, rows, mode="sum", per_sample_weights=weights).index_fill_(0, padding, 0)
 
 
-class _Pack(torch.autograd.Function):
+class _Pack(FirstOrder):
     @staticmethod
     def forward(x: Tensor, choice: Tensor, place: Tensor, padding: Tensor) -> Tensor:
         return x.index_select(0, choice // place.shape[1])
@@ -94,14 +96,10 @@ class _Pack(torch.autograd.Function):
         return _add_up(slope, None, place, padding), None, None, None
 
 
-class _Unpack(torch.autograd.Function):
+class _Unpack(FirstOrder):
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, choice: Tensor, real: Tensor, place: Tensor, padding: Tensor) -> Tensor:
         return _add_up(rows, weights, place, padding)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:

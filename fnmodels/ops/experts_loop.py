@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .first_order import refuse
+from .first_order import FirstOrder, refuse
 
 Act = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,7 +48,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-class _Loop(torch.autograd.Function):
+class _Loop(FirstOrder):
     """Outputs: (result, gate, up), the latter two for the backward only."""
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Loop(torch.autograd.Function):
         return *nothing, *(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(FirstOrder):
     """A function of its own, so that its products may write into slices wherever gradients are being recorded."""
 
     @staticmethod

@@ -40,6 +40,22 @@ def refuse(kernel: str) -> NoReturn:
     )
 
 
+class FirstOrder(torch.autograd.Function):
+    """Base of the Functions of experts behind `first_order`, where no vmap and no jvp arrives. Keeps its inputs."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *given: Any) -> NoReturn:
+        refuse("loop")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("loop")
+
+
 class _Guard(torch.autograd.Function):
     """Identity; its backward puts `_Stop` on the gradients, which a second backward meets before the kernel's own."""
 

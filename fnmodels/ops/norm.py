@@ -29,7 +29,7 @@ def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     call of the linearized function anew, so that the second one would be wrong without an error.
     """
     if weight is not None and _pays(x, weight):
-        normed: Tensor = _RMSNorm.apply(x, weight, eps)
+        normed: Tensor = _RMSNorm.apply(x, weight, eps)[0]
         return normed
     if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -54,15 +54,28 @@ class _RMSNorm(torch.autograd.Function):
     and d_x = s slope weight - (s^3 / n) (p . weight) x.
     """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        ctx.eps = eps
-        return (x * scale).mul_(weight)
+    generate_vmap_rule = True
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        return (x * scale).mul_(weight), scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, ctx.eps = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, weight, output[1])
+        ctx.save_for_forward(x, weight, output[1])
+
+    @staticmethod
+    def jvp(ctx: Any, of_x: Tensor, of_weight: Tensor, _: None) -> tuple[Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        of_scale = scale.pow(3) * (x * of_x).mean(-1, keepdim=True)
+        return (of_x * scale - x * of_scale) * weight + x * scale * of_weight, None
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         if torch.is_grad_enabled():  # a derivative of this is wanted too
             scale = _scale(x, ctx.eps)
