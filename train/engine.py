@@ -18,6 +18,7 @@ rows that the mesh divides; metrics, what `infer` returns and what `export` hand
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ class Engine:
             how = strategy or Strategy()
             self._teaching = teach(place(mesh, self.state.params, config, how, optimizer.trainable), optimizer)
         self._how: dict[str, Any] = {"remat": remat, "compile": compile, "counts": balance_rate is not None}
-        self._runs: dict[LossFn, Callable[..., Sums]] = {}
+        self._runs: dict[LossFn, tuple[Callable[..., Sums], Any]] = {}  # and the Teaching, which knows its aux
         self._infers: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._sums: Sums | None = None
 
@@ -87,7 +88,8 @@ class Engine:
             self._runs[loss_fn] = self._summing(loss_fn)
         held = self._sums
         before = (held.total, held.count, held.aux) if held is not None else (0, 0, None)
-        self._sums = sums = self._runs[loss_fn](self.state.params, batches, held, divide=False)
+        run, self._teaching = self._runs[loss_fn]
+        self._sums = sums = run(self.state.params, batches, held, divide=False)
         total, count, aux = sums.total - before[0], sums.count - before[1], sums.aux
         if before[2] is not None:
             aux = tree.map(torch.sub, aux, before[2])
@@ -99,9 +101,10 @@ class Engine:
                 aux = self._teaching.whole_aux(aux)
         return {"total": total, "count": count} | ({} if aux is None else {"aux": aux})
 
-    def _summing(self, loss_fn: LossFn) -> Callable[..., Sums]:
+    def _summing(self, loss_fn: LossFn) -> tuple[Callable[..., Sums], Any]:
         if self.mesh is None:
-            return gradient_sums(loss_fn, self.optimizer, **self._how)
+            return gradient_sums(loss_fn, self.optimizer, **self._how), None
+        from .parallel.everywhere import aux_of_stages
         from .parallel.step import config_for, own_parts, sums_over
 
         placed = self._teaching.placed
@@ -112,7 +115,8 @@ class Engine:
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
             return run(local_tree(params), own_parts(list(batches), placed), held, divide=divide)
 
-        return sums
+        whole_aux = aux_of_stages(placed) if self.mesh.pp > 1 else None
+        return sums, dataclasses.replace(self._teaching, whole_aux=whole_aux)
 
     def optim_step(self) -> dict[str, Any]:
         """One update with the mean of everything added since the last; the metrics of `make_step`."""

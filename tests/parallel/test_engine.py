@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import warnings
@@ -120,6 +121,11 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
         measured, metrics = ours.optim_step(), theirs.optim_step()
         for key in ("loss", "count", "grad_norm"):
             found[f"{key} of a step"] = abs(float(measured[key] / metrics[key]) - 1)
+    if not routed:  # another loss, with metrics of its own
+        head = lambda *args: (*of_stages.head(*args)[:2], {"another": torch.ones(())})  # noqa: E731
+        added = ours.forward_backward(judged(rollouts(config)[0]), dataclasses.replace(of_stages, head=head))
+        assert {name: float(value) for name, value in added["aux"].items()} == {"another": 8.0}
+        ours.zero_grad()
     after = tree.flatten(theirs.params)
     for path, leaf in tree.flatten(local_tree(ours.params)).items():
         found[path] = float((leaf - after[path][shards[path].here()]).abs().max() / after[path].abs().max())
