@@ -40,8 +40,6 @@ from train.parallel import step as steps
 from train.parallel.pipeline import SCHEDULES, SINGLE
 from train.parallel.region import Region
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 LIMIT = 1e-5
 
 

@@ -30,8 +30,6 @@ from train.parallel.gather import shardings
 from train.parallel.stages import stage_plan
 from train.parallel.step import rules_of
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def surroundings() -> list[Any]:
     """What a guest leaves as it was."""

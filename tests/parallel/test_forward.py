@@ -17,8 +17,6 @@ from train import make_eval_step, make_forward_only, token_logprobs
 from train.parallel import Mesh, Strategy
 from train.parallel.step import place
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def lists() -> list[dict[str, Tensor]]:
     """Microbatches with other rows and lengths."""

@@ -42,8 +42,6 @@ from train.simulate import Work, simulate
 from train.state import State
 from train.team import Sharing
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 SIZES = {
     "vocab-size": 300,
     "hidden-size": 32,

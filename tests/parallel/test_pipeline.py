@@ -26,8 +26,6 @@ from train.parallel import passes, staged
 from train.parallel import pipeline as pp
 from train.step import gradient_sums
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 # A tied embedding; a dense first layer, shared experts and a selection bias; sinks, a router bias and two kinds.
 FAMILIES = ("llama_tied", "deepseek_v3", "gpt_oss")
 CLOSE = 1e-5  # of the largest entry of a leaf's gradient

@@ -29,8 +29,6 @@ from train.parallel.stages import init_stage, stage_plan
 from train.parallel.step import rules_of
 from train.simulate import RankFacts, Work, simulate
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ROWS, LENGTH = 8, 12
 

@@ -21,8 +21,6 @@ from train.parallel.gather import shardings
 from train.parallel.stages import init_stage, stage_plan
 from train.parallel.step import rules_of
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def even(name: str) -> Any:
     """With a vocabulary, heads and experts that 2 divides."""

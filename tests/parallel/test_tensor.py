@@ -24,8 +24,6 @@ from train.layers import layer_fn
 from train.parallel import Mesh, collectives
 from train.parallel.tensor import TensorParallel, tensor_axes, tensor_parallel
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 # Tied embedding, biases and normed heads; latents, a shared expert, a selection bias; sinks and biases everywhere.
 LLAMA, DEEPSEEK, GPT_OSS = NAMES = ("qwen3_bias_sliding", "deepseek_v3", "gpt_oss")
 LIMIT = 1e-5
