@@ -1,9 +1,8 @@
 """Gemma 1, 2 and 3 (text): arXiv 2403.08295, 2408.00118, 2503.19786.
 
-A decoder whose norms multiply by 1 + weight and whose embedding is scaled by sqrt(D). Gemma 2 puts a norm on both sides
-of each sublayer, caps logits, and lets every second layer look back a window only; Gemma 3 normalizes queries and keys
-in place of capping them, has five sliding layers to one full, and a rotary table for each. EmbeddingGemma is Gemma 3
-that looks both ways.
+A decoder whose norms multiply by 1 + weight and whose embedding is scaled by sqrt(D). Gemma 2 has norms on both sides
+of sublayers, caps logits, and lets every second layer look back a window only; Gemma 3 normalizes queries and keys in
+place of capping them, has five sliding layers to one full, and a rotary table for each. EmbeddingGemma looks both ways.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .decoder import (
     sliding_pattern,
 )
 from .hf import Fields, rope_from_hf, rope_to_hf, ropes_by_layer_type
-from .leaf import attention_leaves, embedding, gated_mlp_leaves, norm, weight
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
 from .mask import Create, Layout, MaskLike, build_mask, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -88,17 +87,16 @@ class Config:
         first, third = model_type == "gemma", model_type == "gemma3_text"
         positions = 131072 if third else 8192
         sizes = decoder_sizes(fields, max_positions=positions, tied=True, kv_heads=16 if first else 4, head_dim=256)
-        layers, head_dim, positions = sizes["num_hidden_layers"], sizes["head_dim"], sizes["max_position_embeddings"]
+        layers, head_dim = sizes["num_hidden_layers"], sizes["head_dim"]
+        how = {"head_dim": head_dim, "max_positions": sizes["max_position_embeddings"]}
         if third:
             slides = patterned_layers(fields, sliding_pattern(fields, 6), layers)
             thetas = {"full_attention": 1e6, "sliding_attention": fields.number("rope_local_base_freq", 1e4)}
-            ropes = ropes_by_layer_type(
-                fields, thetas, scaled="full_attention", head_dim=head_dim, max_positions=positions
-            )
+            ropes = ropes_by_layer_type(fields, thetas, scaled="full_attention", **how)
             rope, local = ropes["full_attention"], ropes["sliding_attention"]
         else:
             slides = [False] * layers if first else sliding_layers(fields, [i % 2 == 0 for i in range(layers)])
-            rope = local = rope_from_hf(fields, head_dim=head_dim, max_positions=positions, theta=1e4)
+            rope = local = rope_from_hf(fields, theta=1e4, **how)
         activation = fields.choice("hidden_act" if first else "hidden_activation", tuple(ACTIVATIONS), _GELU)
         if first:
             fields.expect("hidden_activation", None, _GELU)
@@ -139,7 +137,7 @@ class Config:
         if self.model_type != "gemma":
             whole = int(self.query_scalar) if self.query_scalar.is_integer() else self.query_scalar  # HF wants an int
             own |= {"query_pre_attn_scalar": whole, "sliding_window": self.sliding_window}
-            own |= {"layer_types": layer_types([kind == "sliding" for kind in self.layer_kinds])}
+            own["layer_types"] = layer_types([kind == "sliding" for kind in self.layer_kinds])
             own |= {"final_logit_softcapping": self.final_softcap, "attn_logit_softcapping": self.attention_softcap}
         if self.model_type == "gemma3_text":
             own["use_bidirectional_attention"] = self.bidirectional
@@ -168,14 +166,8 @@ def spec(config: Config) -> Tree:
         mlp = gated_mlp_leaves(D, config.intermediate_size, std=std)
         return {name: norm(D, "embed", 0.0) for name in norms} | {"attention": attention, "mlp": mlp}
 
-    tree: Tree = {
-        "embed_tokens": embedding(config.vocab_size, D, std),
-        "layers": [layer() for _ in range(config.num_hidden_layers)],
-        "norm": norm(D, "embed", 0.0),
-    }
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
-    return tree
+    layers = [layer() for _ in range(config.num_hidden_layers)]
+    return decoder_leaves(config, layers) | {"norm": norm(D, "embed", 0.0)}
 
 
 def hf_names(config: Config) -> dict[str, str]:
@@ -202,8 +194,8 @@ def attention_masks(
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 table [B, S, R/2, 2]}."""
     ropes = {"full": config.rope, "sliding": config.local_rope}
-    used = sorted(set(config.layer_kinds))
-    return {kind: rotary_table(ropes[kind], config.head_dim, positions, length) for kind in used}
+    used, H = sorted(set(config.layer_kinds)), config.head_dim
+    return {kind: rotary_table(ropes[kind], H, positions, length) for kind in used}
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
@@ -228,9 +220,8 @@ def block(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One layer: x [B, S, D] -> (x, {tap: tensor})."""
     weights, eps = layer["attention"], config.rms_norm_eps
-    q, k, v = project_qkv(
-        weights, rms_norm_zero_centered(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim
-    )
+    normed = rms_norm_zero_centered(x, layer["input_layernorm"], eps=eps)
+    q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
     if config.qk_norm:
         q = rms_norm_zero_centered(q, weights["q_norm"], eps=eps)
         k = rms_norm_zero_centered(k, weights["k_norm"], eps=eps)
@@ -243,9 +234,8 @@ def block(
         attended = rms_norm_zero_centered(attended, layer["post_attention_layernorm"], eps=eps)
         before_mlp = "pre_feedforward_layernorm"
     middle = x + attended
-    fed = gated_mlp(
-        layer["mlp"], rms_norm_zero_centered(middle, layer[before_mlp], eps=eps), activation=config.hidden_act
-    )
+    normed = rms_norm_zero_centered(middle, layer[before_mlp], eps=eps)
+    fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
     if config.sandwich:
         fed = rms_norm_zero_centered(fed, layer["post_feedforward_layernorm"], eps=eps)
     named = {"attention": attended, "middle": middle, "mlp": fed}

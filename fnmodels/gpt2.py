@@ -137,12 +137,11 @@ def spec(config: Config) -> Tree:
 
     def layer() -> Tree:
         attention = attention_leaves(D, heads, heads, config.head_dim, std=std, qkv_bias=True, o_bias=True)
-        mlp = plain_mlp_leaves(D, inner, std=std)
         return {
             **layer_norm_leaves("input_layernorm", D, "embed"),
             "attention": attention | {"o_proj": weight((D, D), ("embed", "heads"), ends, unit=config.head_dim)},
             **layer_norm_leaves("post_attention_layernorm", D, "embed"),
-            "mlp": mlp | {"down_proj": weight((D, inner), ("embed", "mlp"), ends)},
+            "mlp": plain_mlp_leaves(D, inner, std=std) | {"down_proj": weight((D, inner), ("embed", "mlp"), ends)},
         }
 
     tree: Tree = {

@@ -16,7 +16,7 @@ from . import decoder
 from .disk import Stored
 from .errors import ConfigError
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import attention_leaves, embedding, gated_mlp_leaves, moe_leaves, norm, weight
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -171,10 +171,7 @@ def spec(config: Config) -> Tree:
             "mlp": mlp,
         }
 
-    table, layers = embedding(config.vocab_size, D, std), [layer(kind) for kind in config.layer_kinds]
-    tree = {"embed_tokens": table, "layers": layers, "norm": norm(D, "embed")}
-    head = {} if config.tie_word_embeddings else {"lm_head": weight((config.vocab_size, D), ("vocab", "embed"), std)}
-    return tree | head
+    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
