@@ -516,7 +516,7 @@ def test_resume_refuses_a_step_that_no_run_saved(tmp_path, text, capsys, progres
     capsys.readouterr()
     assert train(path, None, "--resume") == 2
     settings = isinstance(progress.get("run"), dict) and isinstance(progress["run"].get("settings"), dict)
-    said = "is of a version with other settings (batch_rows," if settings else "does not say which run saved the step"
+    said = "is of a version with other settings (accumulate," if settings else "does not say which run saved the step"
     assert f"progress.json {said}" in one_sentence(capsys)
 
 
