@@ -371,7 +371,7 @@ def follow() -> int:
                 member = Member(*args)
             else:
                 getattr(member, act)(*args)
-    except Exception as error:
+    except Exception as error:  # whatever it is ends this process, with a sentence, and so the run
         lost = loss_of_another(error)
         what = f"ends, for another has ended or hangs: {lost}" if lost else f"has failed: {str(error) or repr(error)}"
         said = sentence(f"process {world()[0]} of the run {what}")
