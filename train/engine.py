@@ -22,7 +22,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels import tree
@@ -34,7 +33,7 @@ from .optim import Optimizer
 from .parallel.dtensors import local_tree
 from .parallel.mesh import Mesh, Strategy, warn_of_group
 from .state import State, init_state
-from .step import LossFn, Sums, check_strategy, gradient_sums, update
+from .step import LossFn, Sums, check_strategy, gradient_sums, joined, update
 
 
 class Engine:
@@ -65,11 +64,13 @@ class Engine:
 
             warn_of_group()
             how = strategy or Strategy()
-            self._teaching = teach(place(mesh, self.state.params, config, how, optimizer.trainable), optimizer)
+            teaching = teach(place(mesh, self.state.params, config, how, optimizer.trainable), optimizer)
+            self._teaching = dataclasses.replace(teaching, whole_aux=None)  # it is whole already
         self._how: dict[str, Any] = {"remat": remat, "compile": compile, "counts": balance_rate is not None}
-        self._runs: dict[LossFn, tuple[Callable[..., Sums], Any]] = {}  # and the Teaching, which knows its aux
+        self._runs: dict[LossFn, tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]] = {}
         self._infers: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self._sums: Sums | None = None
+        self._sums: Sums | None = None  # aux: what this process has of it, and only where the balance needs it
+        self._aux: Tree = None  # whole: of all that was added
 
     @property
     def params(self) -> Tree:
@@ -80,28 +81,33 @@ class Engine:
         """Add the gradients of a list of microbatches, [B, S] or [1, T] and of any lengths, to those held.
 
         loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; give the same function each time, for what is
-        compiled is kept with it. Returns what this call added: {total, count}, and aux where the loss has one.
+        compiled is kept with it. Returns what this call added: {total, count}, and aux where the loss has one; the
+        metrics of `optim_step` have the sums of all calls, whatever names each loss has.
         """
         if not batches and not self._own_rows:
             raise ValueError("forward_backward needs at least one microbatch.")
         if loss_fn not in self._runs:
             self._runs[loss_fn] = self._summing(loss_fn)
-        held = self._sums
-        before = (held.total, held.count, held.aux) if held is not None else (0, 0, None)
-        run, self._teaching = self._runs[loss_fn]
-        self._sums = sums = run(self.state.params, batches, held, divide=False)
-        total, count, aux = sums.total - before[0], sums.count - before[1], sums.aux
-        if before[2] is not None:
-            aux = tree.map(torch.sub, aux, before[2])
+        run, whole_aux = self._runs[loss_fn]
+        held, into = self._sums, None
+        if held is not None:
+            into = dataclasses.replace(held, aux=None)
+        sums = run(self.state.params, batches, into, divide=False)
+        total, count, aux = sums.total, sums.count, sums.aux
+        if held is not None:
+            total, count = total - held.total, count - held.count
         if self.mesh is not None:
             from .parallel.step import over_processes
 
             total, count, aux = over_processes(self._teaching.placed.devices, total, count, aux)
-            if aux is not None and self._teaching.whole_aux is not None:
-                aux = self._teaching.whole_aux(aux)
+            if aux is not None and whole_aux is not None:
+                aux = whole_aux(aux)
+        mine = None if self.balance_rate is None else joined(None if held is None else held.aux, sums.aux)
+        self._sums, self._aux = dataclasses.replace(sums, aux=mine), joined(self._aux, aux)
         return {"total": total, "count": count} | ({} if aux is None else {"aux": aux})
 
-    def _summing(self, loss_fn: LossFn) -> tuple[Callable[..., Sums], Any]:
+    def _summing(self, loss_fn: LossFn) -> tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]:
+        """(`gradient_sums`, what makes its aux that of all stages)."""
         if self.mesh is None:
             return gradient_sums(loss_fn, self.optimizer, **self._how), None
         from .parallel.everywhere import aux_of_stages
@@ -115,14 +121,14 @@ class Engine:
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
             return run(local_tree(params), own_parts(list(batches), placed), held, divide=divide)
 
-        whole_aux = aux_of_stages(placed) if self.mesh.pp > 1 else None
-        return sums, dataclasses.replace(self._teaching, whole_aux=whole_aux)
+        return sums, aux_of_stages(placed) if self.mesh.pp > 1 else None
 
     def optim_step(self) -> dict[str, Any]:
         """One update with the mean of everything added since the last; the metrics of `make_step`."""
         if self._sums is None:
             raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
-        sums, self._sums = self._sums, None
+        sums, aux = self._sums, self._aux
+        self.zero_grad()
         how: dict[str, Any] = {"clip": self.clip, "balance_rate": self.balance_rate}
         if self.mesh is None:
             self.state, metrics = update(self.optimizer, self.state, sums, **how)
@@ -130,11 +136,11 @@ class Engine:
             from .parallel.step import update_over
 
             self.state, metrics = update_over(self._teaching, self.state, sums, **how)
-        return metrics
+        return metrics if aux is None else metrics | {"aux": aux}
 
     def zero_grad(self) -> None:
         """Forget the gradients that were added since the last update."""
-        self._sums = None
+        self._sums = self._aux = None
 
     def infer(self, batches: Sequence[Batch], function: Callable[..., Any]) -> list[Any]:
         """[function(params, batch)] without gradients: log-probabilities, a loss, logits; see `make_forward_only`.

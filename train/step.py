@@ -126,6 +126,15 @@ class Sums:
     divided: bool
 
 
+def joined(held: Tree, found: Tree) -> Tree:
+    """The sum of two trees of sums. What one of them alone has a name for stays as it is; None is nothing."""
+    if held is None or found is None:
+        return found if held is None else held
+    if isinstance(held, dict) and isinstance(found, dict):
+        return held | found | {name: joined(held[name], found[name]) for name in held.keys() & found.keys()}
+    return tree.map(torch.add, held, found)
+
+
 def gradient_sums(
     loss_fn: LossFn, optimizer: Optimizer, *, remat: str = "none", compile: str = "none", counts: bool = False
 ) -> Callable[..., Sums]:
@@ -146,7 +155,7 @@ def gradient_sums(
                 into = Sums(total, count, aux, wide, lone)
                 continue
             into.total, into.count = into.total + total, into.count + count
-            into.aux = tree.map(torch.add, into.aux, aux)
+            into.aux = joined(into.aux, aux)
             for held, grad in zip(into.grads, grads, strict=True):
                 held.add_(grad)
             del grads  # before the next part makes its own

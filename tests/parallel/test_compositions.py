@@ -99,7 +99,7 @@ WAYS: dict[str, Way] = {
     "tp x pp, sp": Way("pp=2,tp=2", {"schedule": "ZBVZeroBubble", **SP}, FOUR, 4, ("llama", "gpt_oss")),
     "cp x ep": Way("ep=2,cp=2", models=ROUTED),
     "cp x pp": staged("GPipe", "pp=2,cp=2"),
-    "ep x pp": Way("pp=2,ep=2", {"split": (2, 1)}, FOUR, 3, ROUTED),
+    "ep x pp": Way("pp=2,ep=2", {"split": (1, 2)}, FOUR, 3, ROUTED),
     # of three
     "fsdp x tp x pp": Way("pp=2,fsdp=2,tp=2", {"schedule": "1F1B", **SP}, {"lengths": [18, 16], "remat": "full"}, 3),
     "fsdp x cp x tp": Way("fsdp=2,cp=2,tp=2", SP),

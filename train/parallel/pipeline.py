@@ -31,7 +31,7 @@ from fnmodels.tree import Tree
 
 from ..calls import Batch
 from ..optim import Optimizer, trainable_mask, wide_dtype
-from ..step import Sums
+from ..step import Sums, joined
 from .microbatch import Microbatch, microbatches, padded
 from .passes import Found, runner
 from .schedule import LOOPED, SCHEDULES, SINGLE, SPLITTING, VEE, Pipeline, check_microbatches, pipeline
@@ -111,7 +111,7 @@ def gradient_sums(
         aux = found if counts or loss.aux else None
         if into is None:
             return Sums(total, count, aux, list(grads.values()), False)
-        into.total, into.count, into.aux = into.total + total, into.count + count, tree.map(torch.add, into.aux, aux)
+        into.total, into.count, into.aux = into.total + total, into.count + count, joined(into.aux, aux)
         for held, grad in zip(into.grads, grads.values(), strict=True):
             held.add_(grad)
         return into

@@ -190,7 +190,8 @@ def update_over(
     everyone = _global(sums, placed.devices)
     after, metrics = update(teaching.optimizer, held, everyone, clip=clip, inplace=inplace, norm_of=teaching.norm_of)
     if balance_rate is not None:
-        moved = _balanced(after.params, placed.shards, metrics["aux"]["counts"], balance_rate, ~metrics["finite"])
+        counts = metrics["aux"].get("counts", everyone.total.new_zeros(0))  # none of a stage without experts
+        moved = _balanced(after.params, placed.shards, counts, balance_rate, ~metrics["finite"])
         after = State(after.step, moved, after.opt_state)
     if teaching.whole_aux is not None and "aux" in metrics:
         metrics["aux"] = teaching.whole_aux(metrics["aux"])
