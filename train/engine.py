@@ -55,8 +55,6 @@ class Engine:
         check_strategy(mesh, strategy)
         self.config, self.optimizer, self.clip, self.balance_rate = config, optimizer, clip, balance_rate
         self.mesh, self.strategy = mesh, strategy
-        # Others may have some where this process has none: then all must be told.
-        self._own_rows = strategy is not None and strategy.rows == "own"
         self.state: State = init_state(params, optimizer)
         self._teaching: Any = None
         if mesh is not None:
@@ -84,7 +82,7 @@ class Engine:
         compiled is kept with it. Returns what this call added: {total, count}, and aux where the loss has one; the
         metrics of `optim_step` have the sums of all calls, whatever names each loss has.
         """
-        if not batches and not self._own_rows:
+        if not batches and self.mesh is None:  # over a mesh others may have some: all are told
             raise ValueError("forward_backward needs at least one microbatch.")
         if loss_fn not in self._runs:
             self._runs[loss_fn] = self._summing(loss_fn)
@@ -153,7 +151,8 @@ class Engine:
         if compile != "none" or self.mesh is not None:
             # What is compiled, or made of stages and schedules, is worth keeping; a function is not, nor what it holds.
             self._infers[function] = run
-        return run(self.state.params, list(batches)) if batches or self._own_rows else []
+        own = self.strategy is not None and self.strategy.rows == "own"  # others may have some, and must be told
+        return run(self.state.params, list(batches)) if batches or own else []
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(name on disk, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""

@@ -310,6 +310,9 @@ def refusals() -> None:
     for key, value in (("tokens", -1), ("labels", 64)):  # in rows that one process alone takes
         wrong = batch() | {key: batch()[key].index_fill(0, torch.tensor([7]), value)}
         refuse(f"The {key} go from .* the model knows 0 to 63", state, wrong)
+    mine = batch() | {"labels": batch()["labels"].index_fill(0, torch.tensor([7 * dist.get_rank()]), -100)}
+    refuse("Processes 0 and 1 were given different batches: their labels differ", state, mine)
+    refuse("their labels and positions and segment_ids and tokens differ", state, odd if dist.get_rank() else batch())
     plain = init_state(generic_params(config_of(name)), optimizer)
     refuse("embed_tokens is a Tensor; over a mesh parameters are DTensors", plain, batch())
     refuse("made for the mesh dp=2, and the State's parameters lie on fsdp=2", state, batch(), mesh=Mesh(dp=2))

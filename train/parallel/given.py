@@ -1,7 +1,8 @@
-"""Rows that a process has already, `Strategy(rows="own")`: what all must agree on before the first message of a step.
+"""What all processes must agree on before a step: that they were given the same, or what goes together.
 
-Of a whole batch every process sees whether it will do. Of others' rows it knows nothing: so each says what it was given
-and what is wrong with it, in one message, and all go on or raise alike.
+Of a whole batch every process sees whether it will do; that it is the same in all, one sum says. Of others' rows, with
+`Strategy(rows="own")`, it knows nothing: so each says what it was given and what is wrong with it, in one message. All
+go on or raise alike.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,39 @@ from torch import Tensor
 from fnmodels import tree
 from train.calls import Batch
 
+from .collectives import maximum
 from .mesh import mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequence[Any]) -> None:
+    """ValueError, in all processes of `groups` alike, where they were not given the same batch, or lists of batches.
+
+    Each takes its part: of batches that differ they would learn something that is nobody's batch. One message of two
+    numbers; who differs in what is asked only then. Floats may be computed, and differ in the last bit: see `_sum`.
+    """
+    parts = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {"whole": batch}
+    of_each = {(str(n), path): _sum([{path: x}]) for n, part in parts.items() for path, x in tree.flatten(part).items()}
+    mine = zlib.crc32(repr(sorted(of_each.items())).encode())
+    ends = torch.tensor([mine, -mine], device=devices.device_type)
+    for group in groups:
+        ends = maximum(ends, group)
+    high, low = ends.tolist()
+    if high == -low:
+        return
+    told = sorted(_everyone((dist.get_rank(), of_each), groups), key=lambda one: one[0])
+    first, its = told[0]
+    other, theirs = next(one for one in told if one[1] != its)
+    names = {path for (_, path), _ in its.items() ^ theirs.items()}
+    raise ValueError(
+        f"Processes {first} and {other} were given different batches: their {' and '.join(sorted(names))} differ. Over "
+        f"the mesh {mesh_of(devices)} each is given the whole batch, the same in all, of which it takes its part; for "
+        'rows that each has for itself there is Strategy(rows="own").'
+    )
 
 
 @dataclass(frozen=True, order=True)
@@ -57,13 +87,18 @@ def agreed(
         mine = Told(dist.get_rank(), row, names, len(whole), _sum(whole))
     except ValueError as error:
         mine = Told(dist.get_rank(), row, wrong=str(error))
+    _check(sorted(_everyone(mine, groups)), str(mesh_of(devices)))
+    return parts
+
+
+def _everyone(mine: T, groups: Sequence[Any]) -> list[T]:
+    """What every process has."""
     told = [mine]
     for group in groups:
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, told, group=group)
         told = [one for of_process in found for one in of_process]
-    _check(sorted(told), str(mesh_of(devices)))
-    return parts
+    return told
 
 
 def _check(told: Sequence[Told], mesh: str) -> None:
@@ -101,5 +136,6 @@ def _sum(parts: Sequence[Batch]) -> int:
     return found
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def _bytes(tensor: Tensor) -> Any:
+    """What holds them, without a copy."""
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -39,7 +39,7 @@ from .dtensors import like, local_tree
 from .everywhere import aux_of_stages
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
-from .given import agreed
+from .given import agreed, check_same
 from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
 from .microbatch import bucketed, check_ids
 from .staged import Staged
@@ -263,6 +263,7 @@ def own_parts(batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 
     """This process' microbatches, of what it is given: see `Strategy.rows`. ValueError in all processes alike."""
     how, devices = placed.strategy, placed.devices
     if how.rows == "whole":
+        check_same(batch, devices, _whole_groups(devices))
         return microbatches(own_part(batch, devices, order=how.order, config=placed.config), accumulate)
     if how.rows != "own":
         raise ValueError(f'rows is {how.rows!r}; it must be "whole" or "own".')
