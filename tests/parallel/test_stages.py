@@ -36,6 +36,9 @@ def whole() -> str:
     optimizer = train.adamw(1e-2, spec=spec)
     state = train.init_state(P.init(config, 0, plan=P.plan(spec, rules_of(mesh, config), devices(mesh))), optimizer)
     step = train.make_step(functools.partial(train.next_token_loss, config=config), optimizer, mesh=mesh, accumulate=2)
+    odd = tree.map(lambda t: t[:3], batch_of(config, 2))
+    with pytest.raises(ValueError, match="3 rows, which 2 microbatches over the mesh pp=2 do not divide"):
+        step(state, odd)
     with pytest.raises(ValueError) as error:
         step(state, batch_of(config, 2))
     return str(error.value)

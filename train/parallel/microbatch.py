@@ -35,40 +35,35 @@ class Microbatch:
 def microbatches(loss: Staged, pipe: Pipeline, parts: Sequence[Batch]) -> list[Microbatch]:
     """The parts, prepared. ValueError in a sentence, the same on every rank since all have the same parts.
 
-    Every stage expects hidden states of one shape. So rows must be equally many; parts of unequal length are padded to
-    the longest, which changes no result.
+    Every stage expects hidden states of one shape. So parts of fewer rows, or of less length, are padded to what the
+    largest has, which changes no result.
     """
     check_microbatches(pipe, len(parts))
     return [_microbatch(loss, part) for part in bucketed(parts)]
 
 
 def bucketed(parts: Sequence[Batch]) -> list[Batch]:
-    """The parts, all as long as the longest. ValueError where their rows are not equally many."""
-    rows = [len(part["tokens"]) for part in parts]
-    if len(set(rows)) > 1:
-        odd = next(i for i, n in enumerate(rows) if n != rows[0])
-        raise ValueError(
-            f"Microbatch {odd} has {rows[odd]} rows, but the first has {rows[0]}: the rows of a pipeline's batch, "
-            f"{sum(rows)}, must divide by the number of microbatches, {len(rows)}."
-        )
-    longest = max(part["tokens"].shape[1] for part in parts)
-    return [padded(part, longest) for part in parts]
+    """The parts, all as long as the longest, and of as many rows as the one that has most."""
+    rows, longest = (max(part["tokens"].shape[dim] for part in parts) for dim in (0, 1))
+    return [padded(part, longest, rows) for part in parts]
 
 
-def padded(batch: Batch, length: int) -> Batch:
-    """The batch with rows of `length` tokens, which is padding behind what there is."""
-    size = batch["tokens"].shape[1]
-    if size == length:
+def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
+    """The batch with rows of `length` tokens, and `rows` of them: padding stands behind what there is."""
+    sizes = tuple(batch["tokens"].shape[:2])
+    wanted = (sizes[0] if rows is None else rows, length)
+    if sizes == wanted:
         return batch
 
-    def longer(name: str, tensor: Tensor) -> Tensor:
-        if tensor.ndim < 2 or tensor.shape[1] != size:
+    def larger(name: str, tensor: Tensor) -> Tensor:
+        if tuple(tensor.shape[:2]) != sizes:
             raise ValueError(
-                f"{name} is {list(tensor.shape)} beside tokens of {size} columns, so it cannot be padded to {length}."
+                f"{name} is {list(tensor.shape)} beside tokens {list(sizes)}, so it cannot be padded to {list(wanted)}."
             )
-        return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, length - size), value=_PADDING.get(name, 0))
+        behind = (0, wanted[1] - sizes[1], 0, wanted[0] - sizes[0])
+        return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + behind, value=_PADDING.get(name, 0))
 
-    return {name: longer(name, tensor) for name, tensor in batch.items()}
+    return {name: larger(name, tensor) for name, tensor in batch.items()}
 
 
 def _microbatch(loss: Staged, batch: Batch) -> Microbatch:

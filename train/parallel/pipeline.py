@@ -78,7 +78,7 @@ def gradient_sums(
     """sums(params, parts, into=None) -> Sums of this rank of a list of microbatches, added to `into` (and used up).
 
     loss_fn: see `staged`. group: the ranks of the pipeline; None: all. params: this rank's `share`. parts: dicts of
-    [B, S], the same on every rank and all with as many rows; see `microbatches`.
+    [B, S], the same on every rank, of any sizes; see `microbatches`.
     layer_fn: as in `fnmodels.forward`. outside, leaving: see `run_stage`. dtype: of hidden states between stages; None:
     that of the layers' weights.
 
@@ -154,7 +154,8 @@ def outputs(
 ) -> Callable[[Tree, Sequence[Batch]], list[Any] | None]:
     """run(params, parts) -> what the function returns of each microbatch, in the last stage's rank; None elsewhere.
 
-    function: see `staged_outputs`; its tensors [B, S, ...] are cut where a microbatch was padded. No gradients.
+    function: see `staged_outputs`; its tensors [B, S, ...] are cut where a microbatch was padded, and so are others of
+    as many rows. No gradients.
     """
     given = staged_outputs(function)
 
@@ -168,14 +169,21 @@ def outputs(
         losses, of_stages = run(params, parts, False)
         if not losses:
             return None
-        lengths = [part["tokens"].shape[1] for part in parts]
-        cut = lambda x, n: x[:, :n] if x.ndim > 1 and x.shape[1] == max(lengths) else x  # noqa: E731
+        sizes = [tuple(part["tokens"].shape[:2]) for part in parts]
+        largest = tuple(map(max, *sizes)) if len(sizes) > 1 else sizes[0]
         return [
-            tree.map(functools.partial(cut, n=length), out)
-            for length, (out, _) in zip(lengths, of_stages[-1], strict=True)
+            tree.map(functools.partial(_cut, padded=largest, size=size), out)
+            for size, (out, _) in zip(sizes, of_stages[-1], strict=True)
         ]
 
     return found
+
+
+def _cut(x: Tensor, padded: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """Of a microbatch that was padded, what it had before."""
+    if x.ndim > 1 and x.shape[1] == padded[1]:
+        x = x[:, : size[1]]
+    return x[: size[0]] if x.ndim and x.shape[0] == padded[0] else x
 
 
 def _forward(pipe: Pipeline) -> Pipeline:

@@ -264,7 +264,10 @@ def own_parts(batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 
     how, devices = placed.strategy, placed.devices
     if how.rows == "whole":
         check_same(batch, devices, _whole_groups(devices))
-        return microbatches(own_part(batch, devices, order=how.order, config=placed.config), accumulate)
+        own = own_part(batch, devices, order=how.order, config=placed.config)
+        if devices["pp"].size() > 1 and not isinstance(batch, (list, tuple)):
+            _check_division(own, mesh_of(devices), accumulate)
+        return microbatches(own, accumulate)
     if how.rows != "own":
         raise ValueError(f'rows is {how.rows!r}; it must be "whole" or "own".')
 
@@ -278,6 +281,17 @@ def own_parts(batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 
 
     whole = functools.partial(microbatches, batch, accumulate)
     return agreed(whole, cut, devices, _row_of(devices)[0], _whole_groups(devices))
+
+
+def _check_division(own: Batch, mesh: Mesh, accumulate: int) -> None:
+    """ValueError for rows that the microbatches of a pipeline do not divide: it would compute padding for them."""
+    rows = len(next(iter(own.values())))
+    if rows % accumulate:
+        raise ValueError(
+            f"The batch has {rows * mesh.rows} rows, which {accumulate} microbatches over the mesh {mesh} do not "
+            f"divide: give a multiple of {mesh.rows * accumulate}, or a list of microbatches, whose smaller ones are "
+            "padded."
+        )
 
 
 def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None) -> Any:
