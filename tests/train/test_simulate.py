@@ -20,7 +20,8 @@ from tests.support import cases, tokens_of
 from train.parallel import Mesh
 from train.parallel import pipeline as pp
 from train.parallel.order import idle, order, peak
-from train.simulate import RankFacts, Work, _Flash, main, saved_bytes, shown, simulate, table
+from train.simulate import RankFacts, Work, main, saved_bytes, shown, simulate, table
+from train.simulate.kept import _Flash
 
 
 def config_of(name: str, layers: int) -> Any:

@@ -1,0 +1,77 @@
+"""The command: flags, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import fnmodels
+import params as P
+from train.commands import Parser, at_least, run_command
+from train.errors import UserError
+from train.parallel import pipeline as pp
+from train.parallel.mesh import Mesh
+
+from .facts import Work
+from .show import picture, table, traffic
+from .simulation import simulate
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def parser() -> Parser:
+    made = Parser(prog="python -m train.simulate", description="What each rank of a mesh will hold, send and wait for.")
+    made.add_argument("--preset", required=True, metavar="NAME", help="a model of fnmodels.presets()")
+    made.add_argument("--mesh", default="", metavar="AXES", help="pp=8,fsdp=4,ep=16 and so on")
+    made.add_argument("--rows", type=at_least(1), metavar="N", help="of the global batch; default: one per microbatch")
+    made.add_argument("--length", type=at_least(1), default=4096, metavar="N", help="tokens of a row (default 4096)")
+    made.add_argument("--microbatches", type=at_least(1), metavar="N", help="per rank; default: twice the stages, or 1")
+    made.add_argument("--schedule", default="1F1B", metavar="NAME", help=f"{', '.join(pp.SCHEDULES)}; default 1F1B")
+    made.add_argument("--virtual", type=at_least(1), metavar="N", help="stages per rank of a looped schedule")
+    made.add_argument("--remat", default="none", choices=("none", "full"), help="what is recomputed (default none)")
+    made.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of activations and of weights in use")
+    made.add_argument("--memory", type=at_least(0.0), default=80.0, metavar="GIB", help="of a device (default 80)")
+    made.add_argument("--picture", type=Path, metavar="PNG", help="draw the memory of the ranks there")
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        config, mesh = fnmodels.preset(arguments.preset), Mesh.parse(arguments.mesh)
+        if arguments.schedule not in pp.SCHEDULES:
+            raise ValueError(f"there is no schedule {arguments.schedule!r}; there are {', '.join(pp.SCHEDULES)}.")
+        per_rank = 1 if arguments.schedule in pp.SINGLE else arguments.virtual or 2
+        microbatches = arguments.microbatches or (2 * mesh.pp * per_rank if mesh.pp > 1 else 1)
+        work = Work(
+            arguments.rows or mesh.rows * microbatches,
+            arguments.length,
+            microbatches,
+            arguments.schedule,
+            arguments.virtual,
+            remat=arguments.remat,
+            dtype=DTYPES[arguments.dtype],
+        )
+        found = simulate(config, mesh, work)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    title = f"{arguments.preset} on {mesh}, {mesh.world:,} ranks"
+    tokens = work.rows * work.length
+    print(
+        f"{title}\n{P.count(config):,} parameters; a step is {work.rows:,} rows of {work.length:,}, {tokens:,} tokens, "
+        f"in {microbatches} microbatches on each rank; {work.schedule if mesh.pp > 1 else 'no pipeline'}, "
+        f"remat {work.remat}, {arguments.dtype}\n"
+    )
+    memory = arguments.memory * 2**30
+    print(f"bytes held by one rank of each place in the pipeline\n{table(found, memory)}\n")
+    print(f"messages of a step, of the rank with the most; bytes are of whole tensors\n{traffic(found)}")
+    if arguments.picture:
+        picture(arguments.picture, found, memory, title)
+        print(f"\npicture: {arguments.picture}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command("python -m train.simulate", parser, run, argv, needs=("matplotlib",))
