@@ -99,14 +99,14 @@ def value_of(kind: Kind) -> Callable[[str], Any]:
 def run(arguments: argparse.Namespace, defaults: Settings) -> int:
     flags = vars(arguments)
     given = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh", "schedule", "microbatches")}
-    from train import team
+    from train import joining, team
     from train.run import Options, train_run
 
     options = Options(flags=flags, **given)
-    rank, processes = team.world()
+    rank, processes = joining.world()
     if processes == 1:
         return train_run(options, defaults)
-    with team.joined():
+    with joining.joined():
         if rank:
             return team.follow()
         return team.lead(partial(train_run, options, defaults))

@@ -15,20 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.tree import Tree
-from train import checkpoint, evaluate, folder, metrics, model, report, sharded, team
+from train import checkpoint, evaluate, folder, joining, metrics, model, report, sharded
 from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.job import Job, Json, balance_of, prepare, resolved, step_options
+from train.member import Work
 from train.mixture import batch
 from train.progress import progress
 from train.sample import complete
 from train.saver import Saver
 from train.settings import FREE, KINDS, SIZES, Settings, absolute, flag, from_json, read_toml
+from train.sharing import check_fit, checked
 from train.speed import peak_memory
 from train.state import State, init_state
 from train.step import make_step
 from train.stop import stop_requests
-from train.team import Team, Work
+from train.team import Team
 from train.trace import traced
 
 
@@ -55,9 +57,9 @@ class Options:
 
 def train_run(options: Options, defaults: Settings) -> int:
     """Start or resume the run; returns the exit code."""
-    given, start = told(options), team.start()
+    given, start = told(options), joining.start()
     with folder.locked(options.run):
-        if team.started_anew() and folder.begun_by(options.run, start):
+        if joining.started_anew() and folder.begun_by(options.run, start):
             options = replace(options, resume=True)
         folder.refuse_to_mix(options.run, resume=options.resume)
         folder.let_in(options.run, start)
@@ -67,7 +69,7 @@ def train_run(options: Options, defaults: Settings) -> int:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
         recorded = recorded_in(saved) if saved else folder.read_json(options.run / folder.RUN)
         settings = choose(options.run, given, recorded, defaults, must_agree=saved is not None)
-        sharing = team.checked(options.mesh, settings, options.schedule, options.microbatches)
+        sharing = checked(options.mesh, settings, options.schedule, options.microbatches)
         summary = folder.read_json(options.run / folder.SUMMARY) if saved else None
         if summary is not None and report.is_result(summary) and saved is not None and saved.step == settings.steps:
             print(f"the run is finished: {settings.steps} steps")
@@ -81,7 +83,7 @@ def train_run(options: Options, defaults: Settings) -> int:
         report.skipped(job)
         report.prepared(job, time.monotonic() - began)
         report.peak(job)
-        team.check_fit(sharing, settings, job.config)
+        check_fit(sharing, settings, job.config)
         shared = Team(Work(sharing, settings, job.config), fresh=saved is None) if several else None
         return work(job, params, saved, shared)
 

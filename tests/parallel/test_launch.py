@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import params as P
+import train.member
 from fnmodels import llama, tree
 from tests.parallel.pool import ROOT, Ranks
 from tests.parallel.test_load import read_by_process
 from tests.parallel.test_simulate import compare, counted, here, size
-from train import adamw, folder, init_state, pretrained, sharded, team
+from train import adamw, folder, init_state, joining, pretrained, sharded, team
 from train.checkpoint import Checkpoint
 from train.cli import main
 from train.errors import UserError
@@ -38,9 +39,9 @@ from train.parallel.dtensors import local_tree
 from train.parallel.everywhere import fetching
 from train.rows import Batch
 from train.settings import Settings
+from train.sharing import Sharing, check_fit, checked
 from train.simulate import Work, simulate
 from train.state import State
-from train.team import Sharing
 
 SIZES = {
     "vocab-size": 300,
@@ -72,9 +73,10 @@ def words(path: Path, *flags: str) -> list[str]:
 
 KILLED = """\
 import os, signal, sys
-from train import cli, team
+from train import cli
+from train.member import Member
 
-step, made = team.Member.step, []
+step, made = Member.step, []
 
 def killed(member, batch):
     made.append(batch)
@@ -82,7 +84,7 @@ def killed(member, batch):
         os.kill(os.getpid(), signal.SIGKILL)
     return step(member, batch)
 
-team.Member.step = killed
+Member.step = killed
 sys.exit(cli.main())
 """
 
@@ -124,12 +126,12 @@ def run_main(path: str, *flags: str) -> tuple[int, str, str]:
 
 def job(path: str, *flags: str) -> dict[str, Any]:
     """{what was said, loaded, is held here; the messages of a step} of a run."""
-    members: list[team.Member] = []
+    members: list[train.member.Member] = []
     loaded: dict[str, str] = {}
     messages: dict[str, Counter[str]] = {}
 
-    class Watched(team.Member):
-        def __init__(self, work: team.Work) -> None:
+    class Watched(train.member.Member):
+        def __init__(self, work: train.member.Work) -> None:
             super().__init__(work)
             members.append(self)
 
@@ -257,7 +259,7 @@ def begun(folder: str | None, base: str) -> tuple[int, int]:
     """(bytes that a process reads to begin, how many leaves are its part of what one process begins with)."""
     mesh, config = Mesh(pp=2, fsdp=2), P.load_config(base)
     settings = Settings(dtype="float32", learning_rate=1e-3, init=folder, seed=5)
-    member = team.Member(team.Work(Sharing(mesh), settings, config))
+    member = train.member.Member(train.member.Work(Sharing(mesh), settings, config))
     before = read_by_process()
     state = member.begin(True)
     read = read_by_process() - before
@@ -323,7 +325,7 @@ def test_processes_that_do_not_find_each_other_are_told_so_and_end(
     with socket.socket() as bound:  # nobody listens
         bound.bind(("127.0.0.1", 0))
         places = {"torchrun": store.port, "nobody": bound.getsockname()[1]}
-        monkeypatch.setattr(team, "JOINING", datetime.timedelta(seconds=1))
+        monkeypatch.setattr(joining, "JOINING", datetime.timedelta(seconds=1))
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         for rank, place, expected in (
@@ -351,7 +353,7 @@ def test_only_what_torchrun_has_begun_is_gone_on_with_unasked(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for begun, said in (
         ("none elsewhere 1", "the folder is not empty: add --resume to go on with its run"),
-        (team.start(), "the folder holds files that no run wrote"),  # as with --resume
+        (joining.start(), "the folder holds files that no run wrote"),  # as with --resume
     ):
         folder.let_in(path, begun)
         assert main(words(path)) == 2
@@ -431,7 +433,7 @@ def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = {name: settings.pop(name) for name in ("schedule", "microbatches") if name in settings}
     with pytest.raises(UserError, match=re.escape(said)):
-        team.checked(mesh, Settings(**settings), **flags)
+        checked(mesh, Settings(**settings), **flags)
 
 
 @pytest.mark.parametrize(
@@ -445,6 +447,6 @@ def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
 )
 def test_a_model_that_does_not_divide_is_named(sharing: Sharing, said: str) -> None:
     config = llama.Config(64, 16, 24, 2, 4, 2, max_position_embeddings=30)
-    team.check_fit(Sharing(Mesh(cp=2)), Settings(), config)
+    check_fit(Sharing(Mesh(cp=2)), Settings(), config)
     with pytest.raises(UserError, match=said):
-        team.check_fit(sharing, Settings(), config)
+        check_fit(sharing, Settings(), config)

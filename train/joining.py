@@ -1,0 +1,74 @@
+"""How the processes that torchrun has started find each other: once, and anew after one of them has ended."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from train.commands import sentence
+from train.errors import UserError
+from train.parallel.mesh import warn_of_group
+
+JOINING = datetime.timedelta(seconds=60)  # for all to find each other
+PATIENCE = datetime.timedelta(hours=2)  # for the first one's text; a process that ends is noticed at once
+
+
+def world() -> tuple[int, int]:
+    """(number of this process, how many there are), as torchrun says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def started_anew() -> bool:
+    """Whether torchrun has started the processes before (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def start() -> str:
+    """What all the starts by one torchrun have in common, and those by another have not: its name may be `none`."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """In a process group of all that torchrun has started; in that which there is where somebody has made one."""
+    if dist.is_initialized():
+        warn_of_group()
+        yield
+        return
+    rank, processes = world()
+    try:
+        # Its key-value store lets all wait for each other for a shorter time than they do afterwards.
+        store = _met(rank, processes)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        reason = f"process {rank} of {processes} could not join the others: {error}"
+        if rank:  # the first may not be there to say it
+            print(f"fnmodels-train: {sentence(reason)}", file=sys.__stderr__, flush=True)
+        raise UserError(reason) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _met(rank: int, processes: int) -> Store:
+    """The store of all processes, once all are there. ValueError, RuntimeError (DistError) where they do not come."""
+    found, *_ = next(rendezvous("env://", rank, processes, timeout=JOINING))
+    # torchrun keeps the store when it starts the processes anew, and with it the addresses of those that are gone.
+    store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+    keys = {f"here {other}": other for other in range(processes)}
+    store.set(f"here {rank}", "")
+    try:
+        store.wait(list(keys), JOINING)
+    except dist.DistError as error:
+        missing = ", ".join(str(other) for key, other in keys.items() if not store.check([key]))
+        raise ValueError(f"of them {missing} did not come in {JOINING.total_seconds():g} seconds") from error
+    return store

@@ -1,0 +1,116 @@
+"""One of the processes of a run: what it holds of the model, and its part of what all do together."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from fnmodels.tree import Tree
+from train import model, sharded
+from train.checkpoint import Checkpoint
+from train.forward import make_eval_step
+from train.job import balance_of, is_routed, optimizer_for, step_options
+from train.loss import next_token_loss
+from train.optim import with_paths
+from train.parallel import Strategy
+from train.parallel.everywhere import fetching
+from train.parallel.stages import init_stage, stage_plan
+from train.parallel.step import rules_of
+from train.rows import Batch
+from train.settings import Settings
+from train.sharing import Sharing
+from train.state import State, init_state
+from train.step import make_step
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every process must know of the run."""
+
+    sharing: Sharing
+    settings: Settings
+    config: Any
+
+
+class Member:
+    """One process' part of the run. All call the same methods in the same order."""
+
+    def __init__(self, work: Work) -> None:
+        settings, self.config, self.mesh = work.settings, work.config, work.sharing.mesh
+        family, devices = fnmodels.family_of(self.config), self.mesh.device_mesh()
+        dtype = getattr(torch, str(settings.dtype))
+        strategy = Strategy(
+            gather_dtype=None if dtype is torch.float32 else dtype,
+            schedule=work.sharing.schedule,
+        )
+        self.whole_plan = P.plan(family.spec(self.config), rules_of(self.mesh, self.config), devices)
+        self.plan = self.whole_plan
+        if self.mesh.pp > 1:
+            self.plan = stage_plan(self.whole_plan, self.config, devices, strategy)
+        loss = functools.partial(next_token_loss, config=self.config, aux=is_routed(self.config))
+        self.optimizer = optimizer_for(family.spec(self.config), settings)
+        train_loss = functools.partial(loss, balance=balance_of(settings))
+        how = step_options(settings) | {"mesh": self.mesh, "strategy": strategy}
+        if self.mesh.pp > 1:
+            how["accumulate"] = work.sharing.microbatches
+        self._step = make_step(train_loss, self.optimizer, **how)
+        self._loss = make_eval_step(loss, mesh=self.mesh, strategy=strategy)
+        self.settings = settings
+        self.state: State
+
+    def begin(self, fresh: bool) -> State:
+        """A State at step 0; without values, for `load`, if it is not `fresh`. Each process makes what it holds."""
+        if not fresh:
+            kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
+
+            def empty(path: str, how: P.Sharding) -> Tensor:
+                part = kinds[path][how.here()]
+                return how.distribute(torch.empty(part.shape, dtype=part.dtype))
+
+            params = with_paths(empty, self.plan)
+        elif self.settings.init is not None:
+            _, params = model.load_whole(Path(self.settings.init), plan=self.plan)
+        else:
+            params = init_stage(self.config, self.settings.seed, self.plan)
+        self.state = init_state(params, self.optimizer)
+        return self.state
+
+    def load(self, found: Checkpoint) -> State:
+        self.state = sharded.load(found, self.state)
+        return self.state
+
+    def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
+        self.state, metrics = self._step(self.state, batch)
+        return self.state, metrics
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum, count) of a batch with any number of rows."""
+        missing = -len(batch["tokens"]) % self.mesh.rows
+        if missing:
+            more = tree.map(lambda t: t[:1].expand(missing, *t.shape[1:]), batch)
+            more = {**more, "labels": torch.full_like(more["labels"], -100)}
+            batch = tree.map(lambda *pair: torch.cat(pair), dict(batch), more)
+        found = self._loss(self.state.params, batch)
+        return found["total"], found["count"]
+
+    def save(self, folder: Path, step: int, progress: dict[str, Any], keep: int) -> None:
+        sharded.save(folder, step, self.state, progress, keep=keep)
+
+    def whole(self) -> Tree:
+        """All parameters, in the first process; None in the others."""
+        first, (_, fetch) = dist.get_rank() == 0, fetching(self.state.params)
+
+        def one(path: str, _: Any) -> Tensor | None:
+            full = fetch(path)
+            return full.clone() if first else None  # never the part itself, into which the next step writes
+
+        return with_paths(one, self.whole_plan)
