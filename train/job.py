@@ -92,10 +92,10 @@ def resolved(settings: Settings) -> Settings:
 def prepare(path: Path, settings: Settings, recorded: Json | None, *, spread: bool = False) -> tuple[Tree, Job]:
     """Text, tokenizer and model: new ones, those of --init, or on resume (`recorded`) those in the run folder.
 
-    spread: without values of parameters, of which each of several processes makes its part.
+    spread: without values of weights, of which each of several processes makes its part.
     """
     texts = sources.load(settings.data, without=path, strict=settings.broken == "stop")
-    made = model.resumed(path, settings) if recorded else model.begun(settings, texts, spread=spread)
+    made = model.resumed(path, settings, spread=spread) if recorded else model.begun(settings, texts, spread=spread)
     config, tokenizer, ends = made.config, made.tokenizer, made.ends
     check_experts(made, settings)
     length = min(settings.row_length, config.max_position_embeddings)

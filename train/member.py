@@ -52,12 +52,12 @@ class Member:
             gather_dtype=None if dtype is torch.float32 else dtype,
             schedule=work.sharing.schedule,
         )
-        self.whole_plan = P.plan(family.spec(self.config), rules_of(self.mesh, self.config), devices)
-        self.plan = self.whole_plan
+        self.plan = P.plan(family.spec(self.config), rules_of(self.mesh, self.config), devices)  # of the weights
         if self.mesh.pp > 1:
-            self.plan = stage_plan(self.whole_plan, self.config, devices, strategy)
+            self.plan = stage_plan(self.plan, self.config, devices, strategy)
         loss = functools.partial(next_token_loss, config=self.config, aux=is_routed(self.config))
-        self.optimizer = optimizer_for(family.spec(self.config), settings)
+        self.spec = model.spec_for(self.config, settings)
+        self.optimizer = optimizer_for(self.spec, settings)
         train_loss = functools.partial(loss, balance=balance_of(settings))
         how = step_options(settings) | {"mesh": self.mesh, "strategy": strategy}
         if self.mesh.pp > 1:
@@ -68,8 +68,10 @@ class Member:
         self.state: State
 
     def begin(self, fresh: bool) -> State:
-        """A State at step 0; without values, for `load`, if it is not `fresh`. Each process makes what it holds."""
-        if not fresh:
+        """A State at step 0; if it is not `fresh`, without the values that `load` finds. Each makes what it holds."""
+        if self.settings.lora is not None:
+            _, params = model.load_adapted(Path(str(self.settings.init)), self.settings, plan=self.plan)
+        elif not fresh:
             kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
 
             def empty(path: str, how: P.Sharding) -> Tensor:
@@ -85,7 +87,7 @@ class Member:
         return self.state
 
     def load(self, found: Checkpoint) -> State:
-        self.state = sharded.load(found, self.state)
+        self.state = model.restored(self.state, sharded.load(found, model.kept(self.state)))
         return self.state
 
     def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
@@ -103,14 +105,21 @@ class Member:
         return found["total"], found["count"]
 
     def save(self, folder: Path, step: int, progress: dict[str, Any], keep: int) -> None:
-        sharded.save(folder, step, self.state, progress, keep=keep)
+        sharded.save(folder, step, model.kept(self.state), progress, keep=keep)
 
     def whole(self) -> Tree:
         """All parameters, in the first process; None in the others."""
+        return self._in_first(self.spec)
+
+    def trained(self) -> Tree:
+        """As `whole`, of adapters they alone."""
+        return self._in_first(model.trained(self.spec))
+
+    def _in_first(self, like: Tree) -> Tree:
         first, (_, fetch) = dist.get_rank() == 0, fetching(self.state.params)
 
         def one(path: str, _: Any) -> Tensor | None:
             full = fetch(path)
             return full.clone() if first else None  # never the part itself, into which the next step writes
 
-        return with_paths(one, self.whole_plan)
+        return with_paths(one, like)

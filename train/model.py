@@ -21,6 +21,7 @@ from params.manifest import MANIFEST, digest
 from train import adapters, pretrained, sources
 from train.cache import cached
 from train.errors import UserError
+from train.parallel.dtensors import map_local
 from train.settings import Settings
 from train.state import State
 from train.tokenizer import special_ids, train
@@ -51,7 +52,7 @@ def begun(settings: Settings, texts: sources.Texts, *, spread: bool = False) -> 
     """The model of a run that begins. UserError where the settings name one that cannot be."""
     if settings.init is not None:
         source = Path(settings.init)
-        made = adapted(source, settings) if settings.lora else whole(source, spread=spread)
+        made = adapted(source, settings, spread=spread) if settings.lora else whole(source, spread=spread)
     elif settings.lora is not None:
         raise UserError(f"--lora {settings.lora}: adapters belong to the weights of a checkpoint: name one with --init")
     else:
@@ -60,10 +61,10 @@ def begun(settings: Settings, texts: sources.Texts, *, spread: bool = False) -> 
     return made
 
 
-def resumed(path: Path, settings: Settings) -> Model:
+def resumed(path: Path, settings: Settings, *, spread: bool = False) -> Model:
     """The model of the run in the folder `path`, whose values are in its saved steps."""
     if settings.lora:
-        made = adapted(Path(str(settings.init)), settings)
+        made = adapted(Path(str(settings.init)), settings, spread=spread)
         tokenizer = pretrained.load_tokenizer(path)  # held against the one that the run began with
         return replace(made, tokenizer=tokenizer)
     config, tokenizer = P.load_config(path), pretrained.load_tokenizer(path)
@@ -87,12 +88,17 @@ def whole(source: Path, *, spread: bool) -> Model:
     check_unchanged(source)
     left_out = optional(source)
     if spread:
-        with ExitStack() as stack:
-            config = check(pretrained.weights_folder(source), stack, left_out).config
+        config = config_of(source, left_out)
         params = P.abstract(config, dtype=torch.float32)
     else:
         config, params = load_whole(source)
     return Model(config, params, spec_of(config), tokenizer, pretrained.end_ids(source), source, left_out)
+
+
+def config_of(source: Path, left_out: tuple[str, ...]) -> Any:
+    """That of a folder, without what is left out, after a look whether the weights are what it calls for."""
+    with ExitStack() as stack:
+        return check(pretrained.weights_folder(source), stack, left_out).config
 
 
 def load_whole(source: Path, *, plan: Tree | None = None) -> tuple[Any, Tree]:
@@ -101,30 +107,57 @@ def load_whole(source: Path, *, plan: Tree | None = None) -> tuple[Any, Tree]:
     return pretrained.load_model(source, merge=True, **how)
 
 
-def adapted(source: Path, settings: Settings) -> Model:
-    """A checkpoint's weights in the dtype of the computation, for they stay, and new adapters in fp32."""
+def adapted(source: Path, settings: Settings, *, spread: bool) -> Model:
+    """A checkpoint's weights and new adapters, which have values however the weights are spread."""
     if settings.optimizer != "adamw":
         raise UserError(f"--optimizer {settings.optimizer} is for whole matrices: adapters (--lora) take adamw")
     tokenizer = pretrained.load_tokenizer(source)
     if pretrained.weights_folder(source) != source:
         raise UserError(f"--init {source} holds adapters; --lora needs the checkpoint of whole weights they are of")
     check_unchanged(source)
-    wanted, left_out = adapters.parse(str(settings.lora)), optional(source)
-    config, params = P.load_pretrained(source, dtype=getattr(torch, str(settings.dtype)), copy=True, drop=left_out)
+    left_out = optional(source)
+    if spread:
+        config = config_of(source, left_out)
+        params = with_adapters(config, without_values(config, settings), settings)
+    else:
+        config, params = load_adapted(source, settings)
+    spec = P.lora.spec(config, params)
+    weights = {path.name: digest(path) for path in sorted(source.glob("*.safetensors"))}
+    return Model(config, params, spec, tokenizer, pretrained.end_ids(source), source, left_out, weights)
+
+
+def load_adapted(source: Path, settings: Settings, *, plan: Tree | None = None) -> tuple[Any, Tree]:
+    """(config, params) with new adapters: weights in the dtype of the computation, for they stay. plan: as above."""
+    dtype = getattr(torch, str(settings.dtype))
+    config, params = P.load_pretrained(source, dtype=dtype, copy=True, drop=optional(source), plan=plan)
+    return config, with_adapters(config, params, settings)
+
+
+def with_adapters(config: Any, params: Tree, settings: Settings) -> Tree:
+    """`params` beside new adapters in fp32, by --lora; UserError where it names no weight that can have one."""
+    wanted = adapters.parse(str(settings.lora))
     how: Json = {"rank": wanted.rank, "alpha": wanted.alpha, "targets": wanted.targets, "seed": settings.seed}
     try:
         params = P.lora.add(config, params, **how)
     except ValueError as error:
         raise UserError(f"--lora {settings.lora}: {error}") from error
-    spec = P.lora.spec(config, params)
-    params = tree.map(lambda leaf, param: param.float() if leaf.trainable else param, spec, params)
-    weights = {path.name: digest(path) for path in sorted(source.glob("*.safetensors"))}
-    return Model(config, params, spec, tokenizer, pretrained.end_ids(source), source, left_out, weights)
+    return P.lora.attach(params, map_local(torch.Tensor.float, P.lora.adapters(params)))
+
+
+def without_values(config: Any, settings: Settings) -> Tree:
+    """Weights that take no memory, for adapters to stand beside."""
+    abstract = P.abstract(config, dtype=getattr(torch, str(settings.dtype)))
+    return tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), abstract)
 
 
 def kept(state: State) -> State:
     """What of the state is saved: of adapters they alone, and their optimizer's state."""
-    return State(state.step, P.lora.adapters(state.params), state.opt_state) if has_adapters(state.params) else state
+    return State(state.step, trained(state.params), state.opt_state)
+
+
+def trained(params: Tree) -> Tree:
+    """What of parameters, or of their spec, a run keeps: of adapters they alone."""
+    return P.lora.adapters(params) if has_adapters(params) else params
 
 
 def restored(state: State, saved: State) -> State:
@@ -148,6 +181,13 @@ def has_adapters(params: Tree) -> bool:
 
 def spec_of(config: Any) -> Tree:
     return fnmodels.family_of(config).spec(config)
+
+
+def spec_for(config: Any, settings: Settings) -> Tree:
+    """Of what a run with these settings has, adapters included."""
+    if settings.lora is None:
+        return spec_of(config)
+    return P.lora.spec(config, with_adapters(config, without_values(config, settings), settings))
 
 
 def optional(source: Path) -> tuple[str, ...]:

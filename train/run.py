@@ -153,7 +153,7 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) 
             by_one = (saved.path / checkpoint.STATE).exists()
             state = model.restored(state, (checkpoint if by_one else sharded).load(saved, like=model.kept(state)))
         checkpoint.set_aside(job.path / folder.STEPS, after=saved.step)
-        write_out(job, whole(state.params, shared))  # a kill may have come between the step and this
+        write_out(job, state.params, shared)  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
     rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
     costs = metrics.cut_beside(job.path / folder.SPEED, reached.step)
@@ -242,13 +242,13 @@ def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics.Ro
 def save(job: Job, keep: int, state: State, reached: Reached) -> None:
     """The step first, in one rename; the checkpoint for others to read is made from the same step after it."""
     checkpoint.save(job.path / folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
-    write_out(job, state.params)
+    write_out(job, state.params, None)
 
 
 def save_together(job: Job, shared: Team, state: State, reached: Reached) -> None:
     """The same by several processes, each of which writes what it holds; training waits."""
     shared.do("save", job.path / folder.STEPS, reached.step, progress_of(job, reached), job.settings.keep)
-    write_out(job, whole(state.params, shared))
+    write_out(job, state.params, shared)
 
 
 def progress_of(job: Job, reached: Reached) -> Json:
@@ -260,8 +260,8 @@ def whole(params: Tree, shared: Team | None) -> Tree:
     return shared.do("whole") if shared else params
 
 
-def write_out(job: Job, params: Tree) -> None:
-    model.write(job.path, job.config, params, job.settings.init)
+def write_out(job: Job, params: Tree, shared: Team | None) -> None:
+    model.write(job.path, job.config, shared.do("trained") if shared else params, job.settings.init)
 
 
 def summarize(job: Job, params: Tree, shared: Team | None) -> Json:

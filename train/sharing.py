@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import fnmodels
 import params as P
+from train import model
 from train.errors import UserError
 from train.joining import world
 from train.parallel import Mesh
@@ -48,8 +48,6 @@ def checked(
             f"{place} is of {mesh.world} processes, and there {'is' if processes == 1 else 'are'} {processes}: start "
             f"them with torchrun --nproc-per-node {mesh.world} -m train -- and the flags"
         )
-    if settings.lora and processes > 1:
-        raise UserError(f"{place}: adapters (--lora) are trained by one process: leave one of the two out")
     if settings.batch_rows % mesh.rows:
         raise UserError(f"{place} takes a batch's rows in {mesh.rows} parts, and --batch-rows is {settings.batch_rows}")
     several, inside = mesh.world > 1, mesh.world > mesh.dp * mesh.fsdp
@@ -92,8 +90,13 @@ def check_fit(sharing: Sharing, settings: Settings, config: Any) -> None:
     if length % mesh.cp:
         raise UserError(f"--mesh {mesh} takes a row's tokens in {mesh.cp} parts, and a row has {length}")
     try:
-        P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), mesh.sizes)
+        P.plan(model.spec_of(config), rules_of(mesh, config), mesh.sizes)
         if mesh.pp > 1:
             check_microbatches(pipeline(config, mesh.pp, sharing.schedule), sharing.microbatches)
     except ValueError as error:
         raise UserError(f"--mesh {mesh}: {error}") from error
+    if mesh.tp > 1 and isinstance(model.spec_for(config, settings).get("lm_head"), P.lora.Lora):
+        raise UserError(
+            f"--mesh {mesh}: over tp the vocabulary is divided, where lm_head has no adapter: leave it out of the "
+            f"targets of --lora {settings.lora}"
+        )
