@@ -10,12 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .disk import Part, Stack, Stored, fuse
+from .disk import Part, fuse
 from .errors import ConfigError
 from .hf import LAYERS_LIMIT, Fields, quantization
 from .leaf import Leaf
-
-HEADS_LIMIT = 16  # heads for further tokens: published models have one to three
 
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
@@ -106,34 +104,6 @@ def decoder_to_hf(config: Any, architecture: str, **rest: Any) -> dict[str, Any]
     return out
 
 
-def check_experts(experts: int, chosen: int) -> None:
-    """For `Config.__post_init__`: how many experts a layer has, and how many of them a token goes to."""
-    for value in (experts, chosen):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= experts:
-            raise ConfigError(f"{chosen!r} of {experts!r} experts are to be chosen; both must be integers, at least 1.")
-
-
-def experts_limit(layers: int) -> int:
-    """How many experts a layer may have in a model of so many layers, since their tensors are listed one by one.
-
-    Twice as many as the largest published ones: 512 in a layer, 23,424 in all.
-    """
-    return max(1, min(1024, 50_000 // layers))
-
-
-def experts_from_hf(fields: Fields, experts: int, chosen: int, layers: int) -> tuple[int, int]:
-    """(number of experts, how many a token goes to) in a model of so many layers; `experts` and `chosen` are defaults.
-
-    The first has another name in each family, and in transformers more than one.
-    """
-    high = experts_limit(layers)
-    names = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if fields.take(n, None) is not None]
-    found = {fields.integer(name, experts, high=high) for name in names or ["num_experts"]}
-    if len(found) > 1:
-        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree.")
-    return found.pop(), fields.integer("num_experts_per_tok", chosen, high=high)
-
-
 def sliding_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
     """Which layers look back a window only: `layer_types` where it is given, else the family's rule."""
     types = fields.take("layer_types", None)
@@ -166,20 +136,6 @@ def patterned_layers(fields: Fields, pattern: int, layers: int) -> list[bool]:
     return slides
 
 
-def sparse_layers(fields: Fields, layers: int) -> list[bool]:
-    """Which layers have experts: every `decoder_sparse_step`th one, but for those in `mlp_only_layers`."""
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
-    chosen = numbers_of_layers(fields, "mlp_only_layers", dense, layers)
-    return [i not in chosen and (i + 1) % step == 0 for i in range(layers)]
-
-
-def numbers_of_layers(fields: Fields, name: str, value: Any, layers: int) -> set[int]:
-    """A list of some of the layers by their numbers, checked."""
-    if isinstance(value, list) and len(value) <= layers and all(type(i) is int and 0 <= i < layers for i in value):
-        return set(value)
-    raise ConfigError(f"{fields.where}: {name!r} must be a list of at most {layers} numbers of layers, below {layers}.")
-
-
 def layer_types(slides: Sequence[bool]) -> list[str]:
     """The list that `sliding_layers` reads back."""
     return ["sliding_attention" if s else "full_attention" for s in slides]
@@ -201,43 +157,3 @@ def fused(flat: Mapping[str, Leaf], where: str, name: str, leaves: Sequence[str]
     return fuse(
         decoder_name(f"{where}.{name}"), {f"{where}.{leaf}": flat[f"{where}.{leaf}"].shape[0] for leaf in leaves}
     )
-
-
-def expert_names(prefix: str, experts: int, name: str) -> Stack:
-    """A leaf [E, ...] that is a tensor of each expert on disk: model.layers.3.mlp.experts.0.gate_proj.weight and so on.
-
-    prefix: "model.layers.3.mlp.experts". name: what follows the expert's number, "gate_proj.weight".
-    """
-    return Stack(tuple(f"{prefix}.{index}.{name}" for index in range(experts)))
-
-
-def moe_name(path: str, experts: int) -> Stored:
-    """`decoder_name` where experts are tensors of their own: mlp.gate, mlp.experts.7.up_proj and the rest."""
-    head, _, last = path.rpartition(".")
-    if head.endswith("mlp.experts"):
-        return expert_names(f"model.{head}", experts, f"{last}.weight")
-    if path.endswith("mlp.selection_bias"):
-        return f"model.{head}.gate.e_score_correction_bias"
-    return decoder_name(path.replace(".mlp.router", ".mlp.gate"))
-
-
-def dense_first(fields: Fields, layers: int, default: int) -> tuple[str, ...]:
-    """The kind of each layer, of which the first `first_k_dense_replace` are dense."""
-    dense = min(fields.integer("first_k_dense_replace", default, low=0), layers)
-    return ("full",) * dense + ("full_moe",) * (layers - dense)
-
-
-def check_groups(config: Any) -> None:
-    """For `Config.__post_init__`: ConfigError where as many experts cannot be chosen from as many groups of them."""
-    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
-    check_experts(experts, chosen)
-    groups, kept = config.n_group, config.topk_group
-    for name in ("n_group", "topk_group", "moe_intermediate_size", "n_shared_experts"):
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
-    if experts % groups or kept > groups or chosen > experts // groups * kept:
-        raise ConfigError(
-            f"num_experts_per_tok {chosen} of n_routed_experts {experts} cannot be chosen from topk_group {kept} of "
-            f"n_group {groups} equal groups."
-        )

@@ -8,28 +8,17 @@ Choice may be limited to the best groups of experts. V3 has heads that predict f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import mtp
-from .decoder import (
-    HEADS_LIMIT,
-    check_decoder,
-    check_groups,
-    decoder_sizes,
-    decoder_to_hf,
-    dense_first,
-    experts_limit,
-    moe_name,
-)
+from . import mixture, mtp
+from .decoder import check_decoder, decoder_sizes, decoder_to_hf
 from .disk import Stored
 from .errors import UnsupportedError
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import decoder_leaves, gated_mlp_leaves, latent_attention_leaves, moe_leaves, norm
+from .leaf import decoder_leaves, latent_attention_leaves, layer_leaves
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -51,14 +40,6 @@ ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wi
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # what files may hold or not, and the field that counts it
 LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that some files hold
-
-# How training spread the experts and kept them in balance; loss coefficients.
-_IGNORED = ("ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef")
-# Those that every published file says, so that no default is needed.
-_SIZES = (
-    *("kv_lora_rank", "v_head_dim"),
-    *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
-)
 
 
 @dataclass(frozen=True)
@@ -110,7 +91,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_decoder(self, KINDS)
-        check_groups(self)
+        mixture.check_groups(self)
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
@@ -119,110 +100,83 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         v2 = model_type == "deepseek_v2"
         nope, rotating = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
-        sizes = decoder_sizes(
-            fields, max_positions=2048 if v2 else 4096, tied=False, kv_heads=0 if v2 else 128, head_dim=rotating
-        )
+        positions, kv_heads = (2048, 0) if v2 else (4096, 128)
+        sizes = decoder_sizes(fields, max_positions=positions, tied=False, kv_heads=kv_heads, head_dim=rotating)
         # Names that other families read; here they follow from others, and transformers ignores what they say.
-        follow = {"head_dim": rotating, "num_key_value_heads": sizes["num_attention_heads"]}
-        for name, value in follow.items():
+        for name, value in (("head_dim", rotating), ("num_key_value_heads", sizes["num_attention_heads"])):
             if sizes.pop(name) != value:
                 raise UnsupportedError(f"{fields.where}: {name!r} must be {value} in this family.")
         fields.expect("qk_head_dim", nope + rotating)
         fields.expect("moe_layer_freq", 1)
-        fields.expect("scoring_func", "softmax" if v2 else "sigmoid")
-        if v2:
-            fields.expect("mlp_bias", False)
-            fields.expect("norm_topk_prob", False)  # transformers ignores it, the published code does another thing
-            fields.expect("rope_interleave", True)
-            limited = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
-            groups = [fields.integer(name, 1) for name in ("n_group", "topk_group")]
-            groups = groups if limited else [1, 1]
-        else:
-            fields.expect("topk_method", "noaux_tc")
-            groups = [fields.integer(name) for name in ("n_group", "topk_group")]
-        heads = 0 if v2 else fields.integer("num_nextn_predict_layers", 1, low=0, high=HEADS_LIMIT)
-        counts: dict[str, Any] = {name: fields.integer(name) for name in _SIZES}
-        fields.integer("n_routed_experts", high=experts_limit(sizes["num_hidden_layers"] + heads))
+        layers = sizes["num_hidden_layers"]
+        experts = _v2_experts(fields, layers) if v2 else mixture.grouped_from_hf(fields, layers, dense=3, scale=2.5)
         config = Config(
             **sizes,
+            **experts,
+            kv_lora_rank=fields.integer("kv_lora_rank"),
+            q_lora_rank=fields.integer("q_lora_rank", 0 if "q_lora_rank" in values else 1536, low=0) or None,  # null
             qk_nope_head_dim=nope,
             qk_rope_head_dim=rotating,
-            **counts,
-            # null says that there is no latent; left out it is the reference's
-            q_lora_rank=(fields.integer("q_lora_rank", 0, low=0) or None) if "q_lora_rank" in values else 1536,
-            softmax_scores=v2,
-            n_group=groups[0],
-            topk_group=groups[1],
-            norm_topk_prob=not v2 and fields.boolean("norm_topk_prob", True),
-            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0 if v2 else 2.5),
+            v_head_dim=fields.integer("v_head_dim"),
             rope=rope_from_hf(fields, head_dim=rotating, max_positions=sizes["max_position_embeddings"], theta=1e4),
-            rope_interleave=v2 or fields.boolean("rope_interleave", True),
+            rope_interleave=fields.boolean("rope_interleave", True),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             attention_bias=fields.boolean("attention_bias", False),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-            layer_kinds=dense_first(fields, sizes["num_hidden_layers"], 0 if v2 else 3),
-            num_nextn_predict_layers=heads,
             model_type=model_type,
         )
-        object.__setattr__(config, "extra", fields.finish(ignored=_IGNORED))
+        # how training spread the experts and kept them in balance
+        object.__setattr__(config, "extra", fields.finish(ignored=("ep_size", "aux_loss_alpha", "seq_aux")))
         return config
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
-        names = (
-            *("rms_norm_eps", "attention_bias", "hidden_act", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
-            *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", *_SIZES),
-        )
-        own = {name: getattr(self, name) for name in names}
-        own["scoring_func"] = "softmax" if self.softmax_scores else "sigmoid"
-        own |= {"rope_parameters": rope_to_hf(self.rope), "first_k_dense_replace": self.layer_kinds.count("full")}
+        names = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        names += ["rms_norm_eps", "attention_bias", "hidden_act"]
+        own = mixture.grouped_to_hf(self) | {name: getattr(self, name) for name in names}
+        own["rope_parameters"] = rope_to_hf(self.rope)
         if self.model_type == "deepseek_v2":
-            own["topk_method"] = "greedy" if self.n_group == 1 else "group_limited_greedy"
-            return decoder_to_hf(self, "DeepseekV2ForCausalLM", **own)
-        own |= {"topk_method": "noaux_tc", "rope_interleave": self.rope_interleave}
-        own["num_nextn_predict_layers"] = self.num_nextn_predict_layers
-        return decoder_to_hf(self, "DeepseekV3ForCausalLM", **own)
+            method = "greedy" if self.n_group == 1 else "group_limited_greedy"
+            return decoder_to_hf(self, "DeepseekV2ForCausalLM", scoring_func="softmax", topk_method=method, **own)
+        own |= {"rope_interleave": self.rope_interleave, "num_nextn_predict_layers": self.num_nextn_predict_layers}
+        return decoder_to_hf(self, "DeepseekV3ForCausalLM", scoring_func="sigmoid", topk_method="noaux_tc", **own)
+
+
+def _v2_experts(fields: Fields, layers: int) -> dict[str, Any]:
+    """As `grouped_from_hf`, for V2: it scores by softmax, and limits groups where `topk_method` says so."""
+    fields.expect("scoring_func", "softmax")
+    fields.expect("norm_topk_prob", False)  # transformers ignores it, the published code does another thing
+    fields.expect("rope_interleave", True)
+    fields.expect("mlp_bias", False)
+    limited = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
+    groups = {name: fields.integer(name, 1) for name in ("n_group", "topk_group")}
+    own = {"softmax_scores": True, "norm_topk_prob": False} | (groups if limited else dict.fromkeys(groups, 1))
+    return mixture.shared_from_hf(fields, layers, dense=0, scale=1.0) | own
 
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    D, std = config.hidden_size, config.initializer_range
+    D, heads, std = config.hidden_size, config.num_attention_heads, config.initializer_range
+    ranks: Any = {"q_rank": config.q_lora_rank, "kv_rank": config.kv_lora_rank}
 
     def layer(kind: str) -> Tree:
-        experts = functools.partial(moe_leaves, D, config.n_routed_experts, config.moe_intermediate_size, std=std)
-        shared, biased = config.n_shared_experts * config.moe_intermediate_size, not config.softmax_scores
-        return {
-            "input_layernorm": norm(D, "embed"),
-            "attention": latent_attention_leaves(
-                D,
-                config.num_attention_heads,
-                q_rank=config.q_lora_rank,
-                kv_rank=config.kv_lora_rank,
-                nope_dim=config.qk_nope_head_dim,
-                rope_dim=config.qk_rope_head_dim,
-                value_dim=config.v_head_dim,
-                std=std,
-                biases=config.attention_bias,
-            ),
-            "post_attention_layernorm": norm(D, "embed"),
-            "mlp": experts(shared=shared, selection_bias=biased)
-            if kind == "full_moe"
-            else gated_mlp_leaves(D, config.intermediate_size, std=std),
-        }
+        biases, biased = config.attention_bias, not config.softmax_scores
+        attention = latent_attention_leaves(D, heads, **ranks, **_widths(config), std=std, biases=biases)
+        return layer_leaves(D, attention, mixture.grouped_leaves(config, kind, selection_bias=biased))
 
     layers = [layer(kind) for kind in config.layer_kinds]
     return decoder_leaves(config, layers) | mtp.heads(config, layer(config.layer_kinds[-1]))
 
 
+def _widths(config: Config) -> dict[str, int]:
+    """Of a head: the part of queries and keys that has no position, the part that rotates, and a value."""
+    return {"nope_dim": config.qk_nope_head_dim, "rope_dim": config.qk_rope_head_dim, "value_dim": config.v_head_dim}
+
+
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}; experts are a tensor each."""
-
-    def name(path: str) -> Stored:
-        path = mtp.layer_path(path, config.num_hidden_layers).replace(".shared_expert.", ".shared_experts.")
-        stored = moe_name(path, config.n_routed_experts)
-        return stored.replace("kv_a_proj", "kv_a_proj_with_mqa") if isinstance(stored, str) else stored
-
-    return {path: name(path) for path in flatten(spec(config))}
+    names = mixture.grouped_names(config, flatten(spec(config)))
+    return {p: n.replace("kv_a_proj", "kv_a_proj_with_mqa") if isinstance(n, str) else n for p, n in names.items()}
 
 
 def hf_copies(config: Config) -> dict[str, str]:
@@ -270,51 +224,24 @@ def block(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One layer: x [B, S, D] -> (x, {tap: tensor}); a sparse one always returns counts and router_logits."""
     eps, weights = config.rms_norm_eps, layer["attention"]
-    q, k, v = latent_qkv(
-        weights,
-        rms_norm(x, layer["input_layernorm"], eps=eps),
-        freqs,
-        nope_dim=config.qk_nope_head_dim,
-        rope_dim=config.qk_rope_head_dim,
-        value_dim=config.v_head_dim,
-        rotate=apply_rotary_interleaved if config.rope_interleave else apply_rotary,
-    )
+    rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
+    normed = rms_norm(x, layer["input_layernorm"], eps=eps)
+    q, k, v = latent_qkv(weights, normed, freqs, **_widths(config), rotate=rotate)
     scale = latent_scale(config.rope, q.shape[-1])
     attended = project_out(weights, attention(q, k, v, mask, kernel=kernel, scale=scale, layout=layout))
     middle = x + attended
     normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
     named = {"attention": attended, "middle": middle}
-    if kind == "full_moe":
-        named["mlp"], aux = moe(
-            layer["mlp"],
-            normed,
-            _router(layer["mlp"], config, ROUTER.output_dtype(x.dtype)),
-            valid=valid,
-            routing=routing,
-            experts=experts,
-            act=functools.partial(glu, activation=config.hidden_act),
-            kernel=kernel,
-            wide_router=ROUTER.wide_projection,
-        )
-        named |= aux
-        taps = (*KEPT, *taps)
-    else:
+    if kind == "full":
         named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
-    return middle + named["mlp"], {name: named[name] for name in taps}
-
-
-def _router(mlp: Tree, config: Config, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    bias = {} if config.softmax_scores else {"bias": mlp["selection_bias"]}
-    return functools.partial(
-        sigmoid_top_k if bias else softmax_top_k,
-        k=config.num_experts_per_tok,
-        renormalize=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-        groups=config.n_group,
-        kept_groups=config.topk_group,
-        dtype=dtype,
-        **bias,
-    )
+        return middle + named["mlp"], {name: named[name] for name in taps}
+    how = mixture.grouped_choice(config, ROUTER.output_dtype(x.dtype))
+    how |= {} if config.softmax_scores else {"bias": layer["mlp"]["selection_bias"]}
+    route = functools.partial(softmax_top_k if config.softmax_scores else sigmoid_top_k, **how)
+    act = functools.partial(glu, activation=config.hidden_act)
+    given: Any = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel}
+    fed, routed = moe(layer["mlp"], normed, route, act=act, wide_router=ROUTER.wide_projection, **given)
+    return middle + fed, {name: (named | routed | {"mlp": fed})[name] for name in (*KEPT, *taps)}
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

@@ -12,20 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from . import mtp
-from .decoder import (
-    HEADS_LIMIT,
-    check_decoder,
-    check_groups,
-    decoder_sizes,
-    decoder_to_hf,
-    dense_first,
-    experts_limit,
-    moe_name,
-)
+from . import mixture, mtp
+from .decoder import check_decoder, decoder_sizes, decoder_to_hf
 from .disk import Stored
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
-from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, moe_leaves, norm
+from .leaf import attention_leaves, decoder_leaves, layer_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -47,10 +38,6 @@ TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # what files may hold or not, and the field that counts it
 
 _PARTIAL = 0.5  # the share of a head that rotates, where config.json does not say
-_SIZES = (
-    *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
-    *("n_group", "topk_group"),
-)
 
 
 @dataclass(frozen=True)
@@ -88,7 +75,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_decoder(self, KINDS)
-        check_groups(self)
+        mixture.check_groups(self)
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
@@ -96,38 +83,25 @@ class Config:
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8)
-        fields.expect("scoring_func", "sigmoid")
-        fields.expect("topk_method", "noaux_tc")
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
         inner = Fields({"partial_rotary_factor": _PARTIAL} | rope_values(fields), f"{fields.where}, rope")
-        heads = fields.integer("num_nextn_predict_layers", 1, low=0, high=HEADS_LIMIT)
-        counts: dict[str, Any] = {name: fields.integer(name) for name in _SIZES}
-        fields.integer("n_routed_experts", high=experts_limit(sizes["num_hidden_layers"] + heads))
         config = Config(
             **sizes,
-            **counts,
-            norm_topk_prob=fields.boolean("norm_topk_prob", True),
-            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+            **mixture.grouped_from_hf(fields, sizes["num_hidden_layers"], dense=1, scale=1.0),
             rope=parse_rope(inner, theta=1e4, partial=True, **where),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
             attention_bias=fields.boolean("attention_bias", False),
             use_qk_norm=fields.boolean("use_qk_norm", False),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-            layer_kinds=dense_first(fields, sizes["num_hidden_layers"], 1),
-            num_nextn_predict_layers=heads,
             model_type=model_type,
         )
-        object.__setattr__(config, "extra", fields.finish(ignored=("output_router_logits", "router_aux_loss_coef")))
+        object.__setattr__(config, "extra", fields.finish())
         return config
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        names = (
-            *("rms_norm_eps", "attention_bias", "use_qk_norm", "hidden_act", "norm_topk_prob"),
-            *("routed_scaling_factor", "num_nextn_predict_layers", *_SIZES),
-        )
-        own = {name: getattr(self, name) for name in names}
-        own["first_k_dense_replace"] = self.layer_kinds.count("full")
+        names = ("rms_norm_eps", "attention_bias", "use_qk_norm", "hidden_act", "num_nextn_predict_layers")
+        own = mixture.grouped_to_hf(self) | {name: getattr(self, name) for name in names}
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # said even where it is all
         return decoder_to_hf(self, "Glm4MoeForCausalLM", rope_parameters=rope, **own)
 
@@ -141,16 +115,7 @@ def spec(config: Config) -> Tree:
         attention = attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=bias)
         if config.use_qk_norm:
             attention |= {"q_norm": norm(H, "head_dim"), "k_norm": norm(H, "head_dim")}
-        F = config.moe_intermediate_size
-        shared = config.n_shared_experts * F
-        return {
-            "input_layernorm": norm(D, "embed"),
-            "attention": attention,
-            "post_attention_layernorm": norm(D, "embed"),
-            "mlp": moe_leaves(D, config.n_routed_experts, F, std=std, shared=shared, selection_bias=True)
-            if kind == "full_moe"
-            else gated_mlp_leaves(D, config.intermediate_size, std=std),
-        }
+        return layer_leaves(D, attention, mixture.grouped_leaves(config, kind, selection_bias=True))
 
     layers = [layer(kind) for kind in config.layer_kinds]
     return decoder_leaves(config, layers) | mtp.heads(config, layer(config.layer_kinds[-1]))
@@ -158,12 +123,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}; experts are a tensor each."""
-
-    def name(path: str) -> Stored:
-        path = mtp.layer_path(path, config.num_hidden_layers).replace(".shared_expert.", ".shared_experts.")
-        return moe_name(path, config.n_routed_experts)
-
-    return {path: name(path) for path in flatten(spec(config))}
+    return mixture.grouped_names(config, flatten(spec(config)))
 
 
 def hf_copies(config: Config) -> dict[str, str]:
@@ -220,33 +180,15 @@ def block(
     middle = x + attended
     normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
     named = {"attention": attended, "middle": middle}
-    if kind == "full_moe":
-        route = functools.partial(
-            sigmoid_top_k,
-            k=config.num_experts_per_tok,
-            bias=layer["mlp"]["selection_bias"],
-            renormalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-            groups=config.n_group,
-            kept_groups=config.topk_group,
-            dtype=ROUTER.output_dtype(x.dtype),
-        )
-        named["mlp"], aux = moe(
-            layer["mlp"],
-            normed,
-            route,
-            valid=valid,
-            routing=routing,
-            experts=experts,
-            act=functools.partial(glu, activation=config.hidden_act),
-            kernel=kernel,
-            wide_router=ROUTER.wide_projection,
-        )
-        named |= aux
-        taps = (*KEPT, *taps)
-    else:
+    if kind == "full":
         named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
-    return middle + named["mlp"], {name: named[name] for name in taps}
+        return middle + named["mlp"], {name: named[name] for name in taps}
+    how = mixture.grouped_choice(config, ROUTER.output_dtype(x.dtype))
+    route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **how)
+    act = functools.partial(glu, activation=config.hidden_act)
+    given: Any = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel}
+    fed, routed = moe(layer["mlp"], normed, route, act=act, wide_router=ROUTER.wide_projection, **given)
+    return middle + fed, {name: (named | routed | {"mlp": fed})[name] for name in (*KEPT, *taps)}
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

@@ -13,20 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .decoder import (
-    check_decoder,
-    check_experts,
-    decoder_name,
-    decoder_sizes,
-    decoder_to_hf,
-    experts_from_hf,
-    layer_types,
-    sliding_layers,
-)
+from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
 from .disk import Part, Stored
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
 from .leaf import Leaf, Normal, attention_leaves, decoder_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
+from .mixture import check_experts, experts_from_hf
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts

@@ -88,6 +88,16 @@ def decoder_leaves(config: Any, layers: list[Tree]) -> Tree:
     return tree if config.tie_word_embeddings else tree | {"lm_head": weight((V, D), ("vocab", "embed"), std)}
 
 
+def layer_leaves(width: int, attention: Tree, mlp: Tree) -> Tree:
+    """A layer with a norm before each sublayer, as most have it."""
+    return {
+        "input_layernorm": norm(width, "embed"),
+        "attention": attention,
+        "post_attention_layernorm": norm(width, "embed"),
+        "mlp": mlp,
+    }
+
+
 def attention_leaves(
     width: int, heads: int, kv_heads: int, head_dim: int, *, std: float, qkv_bias: bool = False, o_bias: bool = False
 ) -> dict[str, Leaf]:

@@ -18,20 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decoder import (
-    check_decoder,
-    check_experts,
-    decoder_name,
-    decoder_sizes,
-    decoder_to_hf,
-    experts_from_hf,
-    numbers_of_layers,
-)
+from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
 from .disk import Part, Stored
 from .errors import ConfigError
 from .hf import Fields, quantization, rope_from_hf, rope_to_hf, shown
 from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, build_mask
+from .mixture import check_experts, experts_from_hf, numbers_of_layers
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts

@@ -8,19 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .decoder import (
-    check_decoder,
-    check_experts,
-    decoder_name,
-    decoder_sizes,
-    decoder_to_hf,
-    expert_names,
-    experts_from_hf,
-)
+from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
 from .disk import Stored
 from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import attention_leaves, decoder_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
+from .mixture import check_experts, expert_names, experts_from_hf
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import decoder
+from . import decoder, mixture
 from .disk import Stored
 from .errors import ConfigError
 from .hf import Fields, rope_from_hf, rope_to_hf
@@ -74,7 +74,7 @@ class Config:
 
     def __post_init__(self) -> None:
         decoder.check_decoder(self, KINDS)
-        decoder.check_experts(self.num_experts, self.num_experts_per_tok)
+        mixture.check_experts(self.num_experts, self.num_experts_per_tok)
         if self.qk_norm_full and not self.qk_norm:
             raise ConfigError("qk_norm_full is True, but qk_norm, which it says more about, is False.")
 
@@ -87,7 +87,7 @@ class Config:
         olmoe, second = model_type == "olmoe", model_type == "qwen2_moe"
         sizes = decoder.decoder_sizes(fields, max_positions=4096 if olmoe else 32768, tied=False, kv_heads=kv_heads)
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
-        experts, chosen = decoder.experts_from_hf(fields, experts, chosen, sizes["num_hidden_layers"])
+        experts, chosen = mixture.experts_from_hf(fields, experts, chosen, sizes["num_hidden_layers"])
         bias = fields.boolean("qkv_bias", True) if second else fields.boolean("attention_bias", False)
         inner = fields.integer("moe_intermediate_size", inner) if inner else sizes["intermediate_size"]
         window, kinds = _layer_kinds(fields, model_type, sizes["num_hidden_layers"])
@@ -145,7 +145,7 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
         slides = decoder.sliding_layers(fields, [on and i % 2 == 0 and i < first for i in range(layers)])
     if any(slides) and not window:
         raise ConfigError(f"{fields.where}: 'layer_types' has sliding layers, but 'sliding_window' is off.")
-    sparse = decoder.sparse_layers(fields, layers)
+    sparse = mixture.sparse_layers(fields, layers)
     kinds = [("sliding" if s else "full") + ("_moe" if e else "") for s, e in zip(slides, sparse, strict=True)]
     return window if any(slides) else None, tuple(kinds)
 
@@ -176,7 +176,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}; each expert is a tensor of its own there."""
-    return {path: decoder.moe_name(path, config.num_experts) for path in flatten(spec(config))}
+    return {path: mixture.moe_name(path, config.num_experts) for path in flatten(spec(config))}
 
 
 def kinds(config: Config) -> tuple[str, ...]:

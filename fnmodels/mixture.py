@@ -1,0 +1,166 @@
+"""What families with experts share: their numbers in a config.json, which layers have them, their names on disk.
+
+Functions that a family calls where it is usual; a family that differs writes its own. Those that end the file are of
+mixtures as DeepSeek V3 has them (arXiv 2412.19437): groups of experts, and one that every token passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from . import mtp
+from .decoder import decoder_name
+from .disk import Stack, Stored
+from .errors import ConfigError
+from .hf import Fields
+from .leaf import gated_mlp_leaves, moe_leaves
+from .tree import Tree
+
+HEADS_LIMIT = 16  # heads for further tokens: published models have one to three
+
+
+def check_experts(experts: int, chosen: int) -> None:
+    """For `Config.__post_init__`: how many experts a layer has, and how many of them a token goes to."""
+    for value in (experts, chosen):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= experts:
+            raise ConfigError(f"{chosen!r} of {experts!r} experts are to be chosen; both must be integers, at least 1.")
+
+
+def experts_limit(layers: int) -> int:
+    """How many experts a layer may have in a model of so many layers, since their tensors are listed one by one.
+
+    Twice as many as the largest published ones: 512 in a layer, 23,424 in all.
+    """
+    return max(1, min(1024, 50_000 // layers))
+
+
+def experts_from_hf(fields: Fields, experts: int, chosen: int, layers: int) -> tuple[int, int]:
+    """(number of experts, how many a token goes to) in a model of so many layers; `experts` and `chosen` are defaults.
+
+    The first has another name in each family, and in transformers more than one.
+    """
+    high = experts_limit(layers)
+    names = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if fields.take(n, None) is not None]
+    found = {fields.integer(name, experts, high=high) for name in names or ["num_experts"]}
+    if len(found) > 1:
+        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree.")
+    return found.pop(), fields.integer("num_experts_per_tok", chosen, high=high)
+
+
+def sparse_layers(fields: Fields, layers: int) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`th one, but for those in `mlp_only_layers`."""
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
+    chosen = numbers_of_layers(fields, "mlp_only_layers", dense, layers)
+    return [i not in chosen and (i + 1) % step == 0 for i in range(layers)]
+
+
+def numbers_of_layers(fields: Fields, name: str, value: Any, layers: int) -> set[int]:
+    """A list of some of the layers by their numbers, checked."""
+    if isinstance(value, list) and len(value) <= layers and all(type(i) is int and 0 <= i < layers for i in value):
+        return set(value)
+    raise ConfigError(f"{fields.where}: {name!r} must be a list of at most {layers} numbers of layers, below {layers}.")
+
+
+def expert_names(prefix: str, experts: int, name: str) -> Stack:
+    """A leaf [E, ...] that is a tensor of each expert on disk: model.layers.3.mlp.experts.0.gate_proj.weight and so on.
+
+    prefix: "model.layers.3.mlp.experts". name: what follows the expert's number, "gate_proj.weight".
+    """
+    return Stack(tuple(f"{prefix}.{index}.{name}" for index in range(experts)))
+
+
+def moe_name(path: str, experts: int) -> Stored:
+    """`decoder_name` where experts are tensors of their own: mlp.gate, mlp.experts.7.up_proj and the rest."""
+    head, _, last = path.rpartition(".")
+    if head.endswith("mlp.experts"):
+        return expert_names(f"model.{head}", experts, f"{last}.weight")
+    if path.endswith("mlp.selection_bias"):
+        return f"model.{head}.gate.e_score_correction_bias"
+    return decoder_name(path.replace(".mlp.router", ".mlp.gate"))
+
+
+_SHARED = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
+_GROUPED = (*_SHARED, "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+
+
+def shared_from_hf(fields: Fields, layers: int, *, dense: int, scale: float, heads: int = 0) -> dict[str, Any]:
+    """The fields of experts beside a shared one; the first layers have none. dense and scale are the family's defaults.
+
+    heads: for further tokens, each of which has experts as a layer does.
+    """
+    fields.integer("n_routed_experts", high=experts_limit(layers + heads))
+    first = min(fields.integer("first_k_dense_replace", dense, low=0), layers)
+    return {name: fields.integer(name) for name in _SHARED} | {
+        "routed_scaling_factor": fields.number("routed_scaling_factor", scale),
+        "layer_kinds": ("full",) * first + ("full_moe",) * (layers - first),
+    }
+
+
+def grouped_from_hf(fields: Fields, layers: int, *, dense: int, scale: float) -> dict[str, Any]:
+    """As `shared_from_hf`, where a sigmoid and a bias choose among groups, and there are heads for further tokens."""
+    fields.expect("scoring_func", "sigmoid")
+    fields.expect("topk_method", "noaux_tc")
+    heads = fields.integer("num_nextn_predict_layers", 1, low=0, high=HEADS_LIMIT)
+    return shared_from_hf(fields, layers, dense=dense, scale=scale, heads=heads) | {
+        "n_group": fields.integer("n_group"),
+        "topk_group": fields.integer("topk_group"),
+        "norm_topk_prob": fields.boolean("norm_topk_prob", True),
+        "num_nextn_predict_layers": heads,
+    }
+
+
+def grouped_to_hf(config: Any) -> dict[str, Any]:
+    """What `grouped_from_hf` reads back, but for the heads."""
+    dense = config.layer_kinds.count("full")
+    return {name: getattr(config, name) for name in _GROUPED} | {"first_k_dense_replace": dense}
+
+
+def check_groups(config: Any) -> None:
+    """For `Config.__post_init__`: ConfigError where as many experts cannot be chosen from as many groups of them."""
+    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+    check_experts(experts, chosen)
+    groups, kept = config.n_group, config.topk_group
+    for name in ("n_group", "topk_group", "moe_intermediate_size", "n_shared_experts"):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
+    if experts % groups or kept > groups or chosen > experts // groups * kept:
+        raise ConfigError(
+            f"num_experts_per_tok {chosen} of n_routed_experts {experts} cannot be chosen from topk_group {kept} of "
+            f"n_group {groups} equal groups."
+        )
+
+
+def grouped_names(config: Any, paths: Iterable[str]) -> dict[str, Stored]:
+    """{path: name on disk}: experts are a tensor each, and heads for further tokens lie behind the layers."""
+
+    def name(path: str) -> Stored:
+        path = mtp.layer_path(path, config.num_hidden_layers).replace(".shared_expert.", ".shared_experts.")
+        return moe_name(path, config.n_routed_experts)
+
+    return {path: name(path) for path in paths}
+
+
+def grouped_leaves(config: Any, kind: str, *, selection_bias: bool) -> Tree:
+    """What stands under "mlp" in a layer of this kind: an MLP, or experts and the shared one."""
+    width, std = config.hidden_size, config.initializer_range
+    if kind == "full":
+        return gated_mlp_leaves(width, config.intermediate_size, std=std)
+    experts, inner = config.n_routed_experts, config.moe_intermediate_size
+    shared = config.n_shared_experts * inner
+    return moe_leaves(width, experts, inner, std=std, shared=shared, selection_bias=selection_bias)
+
+
+def grouped_choice(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What `sigmoid_top_k` and `softmax_top_k` of `ops.router` are told; dtype: of the experts' weights."""
+    return {
+        "k": config.num_experts_per_tok,
+        "renormalize": config.norm_topk_prob,
+        "scale": config.routed_scaling_factor,
+        "groups": config.n_group,
+        "kept_groups": config.topk_group,
+        "dtype": dtype,
+    }
