@@ -189,6 +189,10 @@ def test_tokens_over_ranks_that_do_not_divide_them(tokens: int, ranks: int) -> N
     assert torch.equal(torch.cat(back), x) and int(counts.sum()) == tokens * K
 
 
+def test_the_first_ranks_are_full() -> None:
+    assert virtual_padding(5, 4) == (3, ((0, 2), (2, 4), (4, 5), (5, 5)))
+
+
 def test_ranks_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="8 tokens over 0 ranks"):
         virtual_padding(8, 0)

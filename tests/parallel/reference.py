@@ -97,9 +97,9 @@ def batch() -> dict[str, Tensor]:
 
 
 def pieces(lengths: list[int]) -> list[dict[str, Tensor]]:
-    """The batch in as many lists of rows, with padding behind them up to these lengths."""
-    parts = fnmodels.split(batch(), len(lengths))
-    return [dict(padded(part, length)) for part, length in zip(parts, lengths, strict=True)]
+    """The batch in as many lists of rows, with padding before them up to these lengths: the last columns are tokens."""
+    parts = [padded(part, length) for part, length in zip(fnmodels.split(batch(), len(lengths)), lengths, strict=True)]
+    return [{name: tensor.roll(tensor.shape[1] - 16, 1) for name, tensor in part.items()} for part in parts]
 
 
 def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..., Any]:

@@ -12,13 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import train
 from fnmodels import tree
-from fnmodels.ops.dispatch import virtual_padding
 from fnmodels.ops.experts import loop_experts
 from tests import support
-from tests.parallel.pool import Ranks, devices
+from tests.parallel.pool import Ranks
 from tests.parallel.test_context import worst
-from train.parallel import Mesh, collectives
-from train.parallel.expert import expert_parallel, shared_tokens
+from train.parallel import collectives
+from train.parallel.expert import expert_parallel
 
 # As many experts as the largest mesh divides; the rest is in tests/variants.
 MODELS: dict[str, dict[str, Any]] = {
@@ -124,7 +123,7 @@ def drawn_tokens(draw: torch.Generator, count: int, choice: str, dtype: torch.dt
 
 
 def layer_alone(inner: str, remat: bool) -> float:
-    """The largest error of results and gradients, fp64, of one layer with distinct and with shared tokens."""
+    """The largest error of results and gradients, fp64, of one layer."""
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), world_group()
     dtype = torch.float64
     draw, layer = drawn_layer(dtype)
@@ -155,42 +154,12 @@ def layer_alone(inner: str, remat: bool) -> float:
 
                 one = run(loop_experts, layer, tokens, slope)
                 own = [t.split(sizes)[rank] for t in (*tokens, slope)]
-                distinct = run(expert_parallel(group, inner=inner), mine, own[:4], own[4])
-                shared = run(shared_tokens(expert_parallel(group, inner=inner), group), mine, tokens, slope)
-                for found, wanted in (
-                    (distinct, [t.split(sizes)[rank] for t in one[:3]]),
-                    (shared, one[:3]),
-                ):
-                    wanted += [t.chunk(ranks)[rank] for t in one[3:]]
-                    for a, b in zip(found, wanted, strict=True):
-                        assert a.shape == b.shape and not a.isnan().any()
-                        off = max(off, float((a - b).abs().max()) if a.numel() else 0.0)
+                found = run(expert_parallel(group, inner=inner), mine, own[:4], own[4])
+                wanted = [*(t.split(sizes)[rank] for t in one[:3]), *(t.chunk(ranks)[rank] for t in one[3:])]
+                for a, b in zip(found, wanted, strict=True):
+                    assert a.shape == b.shape and not a.isnan().any()
+                    off = max(off, float((a - b).abs().max()) if a.numel() else 0.0)
     return off
-
-
-def pairs_alone() -> float:
-    """As `layer_alone` on 2 x 2 ranks: pairs hold the same tokens, and all four have experts of their own."""
-    rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.float64
-    draw, layer = drawn_layer(dtype)
-    *tokens, slope = *drawn_tokens(draw, 12, "random", dtype), torch.randn(12, WIDTH, generator=draw, dtype=dtype)
-    pair = devices(Mesh(ep=2, tp=2)).get_group("tp")
-    rows = (slice(0, 7), slice(7, 12))[rank // 2]
-
-    def run(experts: Any, layer: Any, tokens: Any, slope: Tensor) -> list[Tensor]:
-        x, weights = (t.clone().requires_grad_() for t in tokens[:2])
-        leaves = {name: leaf.clone().requires_grad_() for name, leaf in layer.items()}
-        y = experts(leaves, x, weights, *tokens[2:], act=act)
-        return [y.detach(), *torch.autograd.grad(y, (x, weights, *leaves.values()), slope)]
-
-    one = run(loop_experts, layer, tokens, slope)
-    experts = shared_tokens(expert_parallel(world_group()), pair)
-    found = run(experts, {k: t.chunk(ranks)[rank] for k, t in layer.items()}, [t[rows] for t in tokens], slope[rows])
-    wanted = [t[rows] for t in one[:3]] + [t.chunk(ranks)[rank] for t in one[3:]]
-    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
-
-
-def test_pairs_that_hold_the_same_tokens(ranks: Ranks) -> None:
-    assert max(ranks(4)(pairs_alone)) < 1e-12
 
 
 @pytest.mark.parametrize(("world", "inner", "remat"), [(4, "loop", False), (2, "loop", True), (2, "dense", False)])
@@ -219,20 +188,14 @@ def test_grouped_products_where_nothing_comes(ranks: Ranks) -> None:
     assert max(ranks(4)(grouped_alone)) < 1e-4
 
 
-def test_the_parts_of_shared_tokens() -> None:
-    """pad = -T mod ranks, P = (T + pad) / ranks, and rank r owns [min(r P, T), min((r + 1) P, T))."""
-    assert virtual_padding(5, 4) == (3, ((0, 2), (2, 4), (4, 5), (5, 5)))
-
-
 def there_and_back() -> None:
     """M2: experts that return what they get, with weights that add up to 1."""
     draw, layer = drawn_layer(torch.float32)
     for count in (1, 5, 8):
         x, weights, indices, valid = drawn_tokens(draw, count, "skewed", torch.float32)
-        distinct = expert_parallel(world_group(), inner=lambda _, rows, *more, **how: rows)
-        for experts in (distinct, shared_tokens(distinct, world_group())):
-            back = experts(layer, x, torch.full_like(weights, 1 / CHOSEN), indices, valid, act=act)
-            torch.testing.assert_close(back, x.where(valid[:, None], 0))
+        experts = expert_parallel(world_group(), inner=lambda _, rows, *more, **how: rows)
+        back = experts(layer, x, torch.full_like(weights, 1 / CHOSEN), indices, valid, act=act)
+        torch.testing.assert_close(back, x.where(valid[:, None], 0))
 
 
 def test_there_and_back_is_the_identity(ranks: Ranks) -> None:

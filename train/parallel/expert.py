@@ -6,7 +6,6 @@
 Of an expert's leaves rank r of n has the r-th n-th along dimension 0, of all other parameters the whole. Ranks have
 tokens of their own, any number of them (GShard, arXiv 2006.16668). Losses are sums: an expert's gradient is whole where
 it lies, made of all ranks' tokens; those of other parameters, and counts of tokens, are to be summed over the ranks.
-Where ranks hold the same tokens, as under tensor parallelism, `shared_tokens` divides these first.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.dispatch import combine, virtual_padding
+from fnmodels.ops.dispatch import combine
 from fnmodels.ops.experts import Experts, choose_experts, sorted_rows
 
 from . import collectives
@@ -63,24 +62,5 @@ def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Ex
             # was kept, which must come after the message.
             return (back * weights.sum()).to(x.dtype)
         return combine(F.pad(back, (0, 0, 0, padding)) if padding else back, dispatched, weights)
-
-    return run
-
-
-def shared_tokens(experts: Experts, group: ProcessGroup) -> Experts:
-    """`experts` for ranks of `group` that hold the same tokens: each computes its part, and all get all results.
-
-    Parts are those of `virtual_padding`: any number of tokens will do, and the last ranks may have none. `experts`
-    is `expert_parallel` over the same ranks, or over these and others. Gradients of x and weights are whole on all.
-    """
-    rank, ranks = group.rank(), group.size()
-
-    def run(
-        leaves: Mapping[str, Tensor], x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any
-    ) -> Tensor:
-        lo, hi = virtual_padding(len(x), ranks)[1][rank]
-        x, weights = collectives.enter(x, group), collectives.enter(weights, group)
-        y = experts(leaves, x[lo:hi], weights[lo:hi], indices[lo:hi], valid[lo:hi], **how)
-        return collectives.leave(F.pad(y, (0, 0, lo, len(x) - hi)), group)
 
     return run

@@ -29,6 +29,7 @@ from .dtensors import local_tree
 from .everywhere import aux_of_stages
 from .gather import shardings
 from .mesh import ROWS, Mesh, Strategy
+from .microbatch import PLACES, unpadded
 from .stages import Placed, stage_loss, stage_outputs
 from .step import config_for, config_in, over_processes, own_parts, place, placed_loss
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-PLACES = "places"  # of the columns that a process has, beside its part of a batch
 
 
 def make_eval_over(
@@ -92,10 +92,13 @@ def make_forward_over(
         places = [part.pop(PLACES, None) for part in parts]
         found = call(local_tree(params), parts)
         divided = [name for name in ROWS if placed.devices[name].size() > 1 and strategy.rows == "whole"]
-        joined = [
-            tree.map(lambda x, part=part, at=at: _joined(x, len(part["tokens"]), at, divided, placed.devices), one)
-            for one, part, at in zip(found, parts, places, strict=True)
-        ]
+        joined = []
+        for one, part, at, whole in zip(found, parts, places, given, strict=True):
+            rows, columns = part["tokens"].shape[:2]
+            join = functools.partial(_joined, rows=rows, places=at, divided=divided, devices=placed.devices)
+            size = tuple(whole["tokens"].shape[:2])
+            cut = functools.partial(unpadded, larger=(size[0], columns * mesh.cp), size=size)
+            joined.append(tree.map(cut, tree.map(join, one)))
         return joined if many else joined[0]
 
     return run

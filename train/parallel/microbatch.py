@@ -17,8 +17,9 @@ from ..token_loss import IGNORE
 from .schedule import Pipeline, check_microbatches
 from .staged import Staged
 
-# What padding is in each entry of a batch; 0 in all others.
-_PADDING = {"labels": IGNORE, "next_labels": IGNORE, "next_tokens": -1}
+PLACES = "places"  # of columns among all, where the order is another
+# What padding is in each entry of a batch; 0 in all others. Its places are behind all that there are.
+_PADDING = {"labels": IGNORE, "next_labels": IGNORE, "next_tokens": -1, PLACES: 1 << 31}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
         return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + behind, value=_PADDING.get(name, 0))
 
     return {name: larger(name, tensor) for name, tensor in batch.items()}
+
+
+def unpadded(x: Tensor, *, larger: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """Of what comes of a batch that was padded from [rows, columns] `size` to `larger`, what it had before."""
+    if size == larger:
+        return x
+    if x.ndim > 1 and x.shape[1] == larger[1]:
+        x = x[:, : size[1]]
+    return x[: size[0]] if x.ndim and x.shape[0] == larger[0] else x
 
 
 def _microbatch(loss: Staged, batch: Batch) -> Microbatch:

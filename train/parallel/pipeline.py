@@ -32,7 +32,7 @@ from fnmodels.tree import Tree
 from ..calls import Batch
 from ..optim import Optimizer, trainable_mask, wide_dtype
 from ..step import Sums, joined
-from .microbatch import Microbatch, microbatches, padded
+from .microbatch import Microbatch, microbatches, padded, unpadded
 from .passes import Found, runner
 from .schedule import LOOPED, SCHEDULES, SINGLE, SPLITTING, VEE, Pipeline, check_microbatches, pipeline
 from .share import copies, ends, share
@@ -172,18 +172,11 @@ def outputs(
         sizes = [tuple(part["tokens"].shape[:2]) for part in parts]
         largest = tuple(map(max, *sizes)) if len(sizes) > 1 else sizes[0]
         return [
-            tree.map(functools.partial(_cut, padded=largest, size=size), out)
+            tree.map(functools.partial(unpadded, larger=largest, size=size), out)
             for size, (out, _) in zip(sizes, of_stages[-1], strict=True)
         ]
 
     return found
-
-
-def _cut(x: Tensor, padded: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """Of a microbatch that was padded, what it had before."""
-    if x.ndim > 1 and x.shape[1] == padded[1]:
-        x = x[:, : size[1]]
-    return x[: size[0]] if x.ndim and x.shape[0] == padded[0] else x
 
 
 def _forward(pipe: Pipeline) -> Pipeline:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.ops.dispatch import virtual_padding
 from fnmodels.tree import Tree
 from params.sharding import Rules, Sharding
 from train.balance import Balance
@@ -41,7 +42,7 @@ from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
 from .given import agreed, check_same
 from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
-from .microbatch import bucketed, check_ids
+from .microbatch import bucketed, check_ids, padded
 from .staged import Staged
 from .stages import Placed, counted_elsewhere, stage_sums
 from .tensor import tensor_axes, tensor_parallel
@@ -262,9 +263,10 @@ def _named(loss_fn: LossFn, name: str, mesh: Mesh) -> str:
 def own_parts(batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 1) -> list[Batch]:
     """This process' microbatches, of what it is given: see `Strategy.rows`. ValueError in all processes alike."""
     how, devices = placed.strategy, placed.devices
+    columns: dict[str, Any] = {"order": how.order, "config": placed.config, "sequence": how.sequence}
     if how.rows == "whole":
         check_same(batch, devices, _whole_groups(devices))
-        own = own_part(batch, devices, order=how.order, config=placed.config)
+        own = own_part(batch, devices, **columns)
         if devices["pp"].size() > 1 and not isinstance(batch, (list, tuple)):
             _check_division(own, mesh_of(devices), accumulate)
         return microbatches(own, accumulate)
@@ -277,7 +279,7 @@ def own_parts(batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 
                 check_ids(part, placed.config.vocab_size)
         if devices["pp"].size() > 1:
             bucketed(parts)  # for what it refuses
-        return [own_columns(part, devices, order=how.order, config=placed.config) for part in parts]
+        return [own_columns(part, devices, **columns) for part in parts]
 
     whole = functools.partial(microbatches, batch, accumulate)
     return agreed(whole, cut, devices, _row_of(devices)[0], _whole_groups(devices))
@@ -294,22 +296,33 @@ def _check_division(own: Batch, mesh: Mesh, accumulate: int) -> None:
         )
 
 
-def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None) -> Any:
-    """This process' rows and columns of the whole batch, or of each microbatch in a list; see `own_rows`.
+def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False) -> Any:
+    """This process' rows and columns of the whole batch, or of each microbatch in a list: `own_columns` of `own_rows`.
 
     ValueError, in all processes alike, for tokens and labels anywhere in it that the model of `config` does not know.
     """
     if isinstance(batch, (list, tuple)):
-        return [own_part(part, devices, order=order, config=config) for part in batch]
+        return [own_part(part, devices, order=order, config=config, sequence=sequence) for part in batch]
     if config is not None:
         check_ids(batch, config.vocab_size)
-    return own_columns(own_rows(batch, devices), devices, order=order, config=config)
+    return own_columns(own_rows(batch, devices), devices, order=order, config=config, sequence=sequence)
 
 
-def own_columns(rows: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None) -> Any:
-    """This process' columns of its rows. ValueError where cp does not divide them."""
-    ranks = mesh_of(devices).cp
-    return rows if ranks == 1 else shard_batch(rows, devices.get_local_rank("cp"), ranks, order=order, config=config)
+def own_columns(
+    rows: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False
+) -> Any:
+    """This process' columns of its rows. ValueError where cp does not divide them.
+
+    sequence: tp divides each one's columns further, and rows of any length are padded to what both divide.
+    """
+    mesh = mesh_of(devices)
+    if sequence and mesh.tp > 1 and "tokens" in rows:
+        # Before cp takes its columns: padding between those of two processes would cut documents in two.
+        length = rows["tokens"].shape[1]
+        rows = padded(rows, length + virtual_padding(length, mesh.cp * mesh.tp)[0])
+    if mesh.cp == 1:
+        return rows
+    return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=order, config=config)
 
 
 def own_rows(batch: Any, devices: DeviceMesh) -> Any:
