@@ -36,8 +36,9 @@ import train
 from fnmodels import llama, tree
 from train.parallel import Mesh, Strategy
 from train.parallel.collectives import summed
+from train.parallel.parts import own_rows
 from train.parallel.stateful import Model, shard
-from train.parallel.step import own_rows, rules_of
+from train.parallel.step import rules_of
 
 TINY = {"vocab_size": 256, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128}
 NAMES = ("plain", "functional", "wrapper", "transformers FSDP2")

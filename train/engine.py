@@ -109,7 +109,8 @@ class Engine:
         if self.mesh is None:
             return gradient_sums(loss_fn, self.optimizer, **self._how), None
         from .parallel.everywhere import aux_of_stages
-        from .parallel.step import config_for, own_parts, sums_over
+        from .parallel.parts import own_parts
+        from .parallel.step import config_for, sums_over
 
         placed = self._teaching.placed
         how = {name: self._how[name] for name in ("remat", "counts")}

@@ -29,6 +29,7 @@ from train.parallel.collectives import summed
 from train.parallel.dtensors import local_tree
 from train.parallel.gather import shardings
 from train.parallel.microbatch import padded
+from train.parallel.parts import own_rows
 from train.parallel.stages import stage_plan
 from train.parallel.stateful import Model, shard
 from train.parallel.step import rules_of
@@ -206,7 +207,7 @@ def errors_of_modules(name: str, mesh_text: str, remat: str = "none") -> Errors:
     mesh, one = Mesh.parse(mesh_text), one_process(name)
     model = Model(tree.map(torch.clone, generic_params(config_of(name))), spec_of(name))
     shard(model, devices(mesh))
-    total, count = model(loss_of(name), steps.own_rows(batch(), devices(mesh)), layer_fn=layer_fn(remat, "none"))
+    total, count = model(loss_of(name), own_rows(batch(), devices(mesh)), layer_fn=layer_fn(remat, "none"))
     total.backward()
     total, count = (summed(x, *(devices(mesh).get_group(axis) for axis in ("dp", "fsdp"))) for x in (total, count))
     learning = {path: p for path, p in model.named_parameters() if p.requires_grad}

@@ -35,7 +35,7 @@ from tests.parallel.reference import (
     worst,
 )
 from train import make_eval_step
-from train.parallel import NAMES, Mesh, collectives, context, gather, passes, pipeline, ring, stages, tensor
+from train.parallel import NAMES, Mesh, collectives, context, gather, parts, passes, pipeline, ring, stages, tensor
 from train.parallel import step as steps
 from train.parallel.pipeline import SCHEDULES, SINGLE
 from train.parallel.region import Region
@@ -211,7 +211,7 @@ def unsummed_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(steps, "own_rows", lambda batch, _: tree.map(lambda t: t[: len(t) // dist.get_world_size()], batch))
+    patch.setattr(parts, "own_rows", lambda batch, _: tree.map(lambda t: t[: len(t) // dist.get_world_size()], batch))
 
 
 def unsummed_keys(patch: pytest.MonkeyPatch) -> None:
@@ -296,13 +296,13 @@ def bias_of_each(patch: pytest.MonkeyPatch) -> None:
 
 def counted_padding(patch: pytest.MonkeyPatch) -> None:
     """What rows are padded with for sequence parallelism is a document of its own."""
-    longer = steps.padded
+    longer = parts.padded
 
     def run(batch: Any, length: int) -> Any:
         missing = length - batch["tokens"].shape[1]
         return {**longer(batch, length), "segment_ids": F.pad(batch["segment_ids"], (0, missing), value=9)}
 
-    patch.setattr(steps, "padded", run)
+    patch.setattr(parts, "padded", run)
 
 
 def another_head(patch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from train import adafactor, init_state, lion, make_step, muon, partition, sgd, 
 from train.parallel import Mesh, Strategy, collectives, gather
 from train.parallel import step as steps
 from train.parallel.dtensors import local_tree
+from train.parallel.parts import own_rows
 
 # ------------------------------------------------------------------------------------------------ what is sent when
 
@@ -130,7 +131,7 @@ def transformed(name: str, mesh_text: str) -> dict[str, float]:
     here = lambda values: tree.map(lambda v, how: v[how.here()].contiguous(), values, where)  # noqa: E731
     plain = functools.partial(loss_of(name), chunk=None)
     shared = gather.gathering(functools.partial(loss_of(name), chunk=None), where)
-    rows = steps.own_rows(batch(), devices(mesh))
+    rows = own_rows(batch(), devices(mesh))
 
     def one(params: Any) -> Tensor:
         total: Tensor = plain(params, batch())[0]

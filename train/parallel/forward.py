@@ -30,8 +30,9 @@ from .everywhere import aux_of_stages
 from .gather import shardings
 from .mesh import ROWS, Mesh, Strategy
 from .microbatch import PLACES, unpadded
+from .parts import own_parts
 from .stages import Placed, stage_loss, stage_outputs
-from .step import config_for, config_in, over_processes, own_parts, place, placed_loss
+from .step import config_for, config_in, over_processes, place, placed_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

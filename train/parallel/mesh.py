@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -152,3 +152,10 @@ def mesh_of(devices: DeviceMesh) -> Mesh:
         what = f"has the dimension {unknown[0]!r}" if unknown else "has no names"
         raise ValueError(f"The device mesh {what}; its dimensions must be named {', '.join(NAMES)}, or some of these.")
     return Mesh(**dict(zip(names, devices.shape, strict=True)))
+
+
+def whole_groups(devices: DeviceMesh) -> list[Any]:
+    """The groups over which a sum, one after the other, is that of all processes of the mesh, and of no others."""
+    if devices.size() == dist.get_world_size():
+        return [dist.group.WORLD]  # one sum, so that no two processes can see another norm, and skip another step
+    return [devices.get_group(index) for index in range(devices.ndim) if devices.size(index) > 1]

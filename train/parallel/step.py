@@ -21,28 +21,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.ops.dispatch import virtual_padding
 from fnmodels.tree import Tree
 from params.sharding import Rules, Sharding
 from train.balance import Balance
-from train.calls import Batch, compiling, microbatches, open_keywords
+from train.calls import Batch, compiling, open_keywords
 from train.optim import Optimizer, Whole, on_parts, trainable_mask, wide_dtype, with_paths
 from train.state import State, consume
 from train.step import LossFn, Step, Sums, balanced, check_opt_state, gradient_sums, update
 
 from .collectives import all_gather, summed
-from .context import asks_length, context_kernel, longest, shard_batch, whole_balance
+from .context import asks_length, context_kernel, longest, whole_balance
 from .dtensors import like, local_tree
 from .everywhere import aux_of_stages
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
-from .given import agreed, check_same
-from .mesh import DATA, ROWS, Mesh, Strategy, mesh_of
-from .microbatch import bucketed, check_ids, padded
+from .mesh import DATA, Mesh, Strategy, mesh_of, whole_groups
+from .parts import own_parts
 from .staged import Staged
 from .stages import Placed, counted_elsewhere, stage_sums
 from .tensor import tensor_axes, tensor_parallel
@@ -260,94 +257,6 @@ def _named(loss_fn: LossFn, name: str, mesh: Mesh) -> str:
     return default
 
 
-def own_parts(batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 1) -> list[Batch]:
-    """This process' microbatches, of what it is given: see `Strategy.rows`. ValueError in all processes alike."""
-    how, devices = placed.strategy, placed.devices
-    columns: dict[str, Any] = {"order": how.order, "config": placed.config, "sequence": how.sequence}
-    if how.rows == "whole":
-        check_same(batch, devices, _whole_groups(devices))
-        own = own_part(batch, devices, **columns)
-        if devices["pp"].size() > 1 and not isinstance(batch, (list, tuple)):
-            _check_division(own, mesh_of(devices), accumulate)
-        return microbatches(own, accumulate)
-    if how.rows != "own":
-        raise ValueError(f'rows is {how.rows!r}; it must be "whole" or "own".')
-
-    def cut(parts: Sequence[Batch]) -> list[Batch]:
-        for part in parts:
-            if placed.config is not None:
-                check_ids(part, placed.config.vocab_size)
-        if devices["pp"].size() > 1:
-            bucketed(parts)  # for what it refuses
-        return [own_columns(part, devices, **columns) for part in parts]
-
-    whole = functools.partial(microbatches, batch, accumulate)
-    return agreed(whole, cut, devices, _row_of(devices)[0], _whole_groups(devices))
-
-
-def _check_division(own: Batch, mesh: Mesh, accumulate: int) -> None:
-    """ValueError for rows that the microbatches of a pipeline do not divide: it would compute padding for them."""
-    rows = len(next(iter(own.values())))
-    if rows % accumulate:
-        raise ValueError(
-            f"The batch has {rows * mesh.rows} rows, which {accumulate} microbatches over the mesh {mesh} do not "
-            f"divide: give a multiple of {mesh.rows * accumulate}, or a list of microbatches, whose smaller ones are "
-            "padded."
-        )
-
-
-def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False) -> Any:
-    """This process' rows and columns of the whole batch, or of each microbatch in a list: `own_columns` of `own_rows`.
-
-    ValueError, in all processes alike, for tokens and labels anywhere in it that the model of `config` does not know.
-    """
-    if isinstance(batch, (list, tuple)):
-        return [own_part(part, devices, order=order, config=config, sequence=sequence) for part in batch]
-    if config is not None:
-        check_ids(batch, config.vocab_size)
-    return own_columns(own_rows(batch, devices), devices, order=order, config=config, sequence=sequence)
-
-
-def own_columns(
-    rows: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False
-) -> Any:
-    """This process' columns of its rows. ValueError where cp does not divide them.
-
-    sequence: tp divides each one's columns further, and rows of any length are padded to what both divide.
-    """
-    mesh = mesh_of(devices)
-    if sequence and mesh.tp > 1 and "tokens" in rows:
-        # Before cp takes its columns: padding between those of two processes would cut documents in two.
-        length = rows["tokens"].shape[1]
-        rows = padded(rows, length + virtual_padding(length, mesh.cp * mesh.tp)[0])
-    if mesh.cp == 1:
-        return rows
-    return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=order, config=config)
-
-
-def own_rows(batch: Any, devices: DeviceMesh) -> Any:
-    """This process' rows of the whole batch. ValueError where they do not divide."""
-    index, number = _row_of(devices)
-    for path, tensor in tree.flatten(batch).items():
-        if not tensor.ndim or tensor.shape[0] % number:
-            rows = f"{tensor.shape[0]} rows" if tensor.ndim else "no rows"
-            raise ValueError(
-                f"The batch's {path!r} has {rows}, and the mesh {mesh_of(devices)} takes them in {number} equal parts: "
-                f"give a multiple of {number}."
-            )
-    return tree.map(lambda tensor: tensor.chunk(number)[index], batch)
-
-
-def _row_of(devices: DeviceMesh) -> tuple[int, int]:
-    """(which part of the rows this process has, how many there are)."""
-    names = [name for name in ROWS if name in (devices.mesh_dim_names or ())]
-    index, number = 0, 1
-    for name in names:
-        size = devices.size(devices.mesh_dim_names.index(name))  # type: ignore[union-attr]
-        index, number = index * size + devices.get_local_rank(name), number * size
-    return index, number
-
-
 def norm_over(
     placed: Sequence[Sharding], devices: DeviceMesh, counted: Sequence[bool] | None = None
 ) -> Callable[[list[Tensor]], Tensor]:
@@ -355,7 +264,7 @@ def norm_over(
 
     counted: False for what another stage counts.
     """
-    groups = _whole_groups(devices)
+    groups = whole_groups(devices)
     here = [True] * len(placed) if counted is None else counted
 
     def norm_of(grads: list[Tensor]) -> Tensor:
@@ -367,13 +276,6 @@ def norm_over(
         return summed(square, *groups).sqrt().to(wide)
 
     return norm_of
-
-
-def _whole_groups(devices: DeviceMesh) -> list[Any]:
-    """The groups over which a sum, one after the other, is that of all processes of the mesh, and of no others."""
-    if devices.size() == dist.get_world_size():
-        return [dist.group.WORLD]  # one sum, so that no two processes can see another norm, and skip another step
-    return [devices.get_group(index) for index in range(devices.ndim) if devices.size(index) > 1]
 
 
 def _is_first_copy(how: Sharding) -> bool:

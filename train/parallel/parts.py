@@ -1,0 +1,113 @@
+"""Which rows and columns of a batch are this process': of the whole, which all are given, or of rows that it has.
+
+Nothing is sent but what processes must agree on first (`given`): what a mesh cannot divide, all refuse alike, before
+one waits for another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fnmodels import tree
+from fnmodels.ops.dispatch import virtual_padding
+from train.calls import Batch, microbatches
+
+from .context import shard_batch
+from .given import agreed, check_same
+from .mesh import ROWS, Mesh, mesh_of, whole_groups
+from .microbatch import bucketed, check_ids, padded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .stages import Placed
+
+
+def own_parts(batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 1) -> list[Batch]:
+    """This process' microbatches, of what it is given: see `Strategy.rows`. ValueError in all processes alike."""
+    how, devices = placed.strategy, placed.devices
+    columns: dict[str, Any] = {"order": how.order, "config": placed.config, "sequence": how.sequence}
+    if how.rows == "whole":
+        check_same(batch, devices, whole_groups(devices))
+        own = own_part(batch, devices, **columns)
+        if devices["pp"].size() > 1 and not isinstance(batch, (list, tuple)):
+            _check_division(own, mesh_of(devices), accumulate)
+        return microbatches(own, accumulate)
+    if how.rows != "own":
+        raise ValueError(f'rows is {how.rows!r}; it must be "whole" or "own".')
+
+    def cut(parts: Sequence[Batch]) -> list[Batch]:
+        for part in parts:
+            if placed.config is not None:
+                check_ids(part, placed.config.vocab_size)
+        if devices["pp"].size() > 1:
+            bucketed(parts)  # for what it refuses
+        return [own_columns(part, devices, **columns) for part in parts]
+
+    whole = functools.partial(microbatches, batch, accumulate)
+    return agreed(whole, cut, devices, _row_of(devices)[0], whole_groups(devices))
+
+
+def _check_division(own: Batch, mesh: Mesh, accumulate: int) -> None:
+    """ValueError for rows that the microbatches of a pipeline do not divide: it would compute padding for them."""
+    rows = len(next(iter(own.values())))
+    if rows % accumulate:
+        raise ValueError(
+            f"The batch has {rows * mesh.rows} rows, which {accumulate} microbatches over the mesh {mesh} do not "
+            f"divide: give a multiple of {mesh.rows * accumulate}, or a list of microbatches, whose smaller ones are "
+            "padded."
+        )
+
+
+def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False) -> Any:
+    """This process' rows and columns of the whole batch, or of each microbatch in a list: `own_columns` of `own_rows`.
+
+    ValueError, in all processes alike, for tokens and labels anywhere in it that the model of `config` does not know.
+    """
+    if isinstance(batch, (list, tuple)):
+        return [own_part(part, devices, order=order, config=config, sequence=sequence) for part in batch]
+    if config is not None:
+        check_ids(batch, config.vocab_size)
+    return own_columns(own_rows(batch, devices), devices, order=order, config=config, sequence=sequence)
+
+
+def own_columns(
+    rows: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False
+) -> Any:
+    """This process' columns of its rows. ValueError where cp does not divide them.
+
+    sequence: tp divides each one's columns further, and rows of any length are padded to what both divide.
+    """
+    mesh = mesh_of(devices)
+    if sequence and mesh.tp > 1 and "tokens" in rows:
+        # Before cp takes its columns: padding between those of two processes would cut documents in two.
+        length = rows["tokens"].shape[1]
+        rows = padded(rows, length + virtual_padding(length, mesh.cp * mesh.tp)[0])
+    if mesh.cp == 1:
+        return rows
+    return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=order, config=config)
+
+
+def own_rows(batch: Any, devices: DeviceMesh) -> Any:
+    """This process' rows of the whole batch. ValueError where they do not divide."""
+    index, number = _row_of(devices)
+    for path, tensor in tree.flatten(batch).items():
+        if not tensor.ndim or tensor.shape[0] % number:
+            rows = f"{tensor.shape[0]} rows" if tensor.ndim else "no rows"
+            raise ValueError(
+                f"The batch's {path!r} has {rows}, and the mesh {mesh_of(devices)} takes them in {number} equal parts: "
+                f"give a multiple of {number}."
+            )
+    return tree.map(lambda tensor: tensor.chunk(number)[index], batch)
+
+
+def _row_of(devices: DeviceMesh) -> tuple[int, int]:
+    """(which part of the rows this process has, how many there are)."""
+    names = [name for name in ROWS if name in (devices.mesh_dim_names or ())]
+    index, number = 0, 1
+    for name in names:
+        size = devices.size(devices.mesh_dim_names.index(name))  # type: ignore[union-attr]
+        index, number = index * size + devices.get_local_rank(name), number * size
+    return index, number
