@@ -35,7 +35,7 @@ from tests.parallel.reference import (
     worst,
 )
 from train import make_eval_step
-from train.parallel import NAMES, Mesh, collectives, context, gather, parts, passes, pipeline, ring, stages, tensor
+from train.parallel import NAMES, Mesh, collectives, context, gather, nodes, parts, passes, pipeline, ring, stages, uses
 from train.parallel import step as steps
 from train.parallel.pipeline import SCHEDULES, SINGLE
 from train.parallel.region import Region
@@ -291,7 +291,7 @@ def bias_of_each(patch: pytest.MonkeyPatch) -> None:
     def write(own: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return own.entry.region.leave(F.linear(x, own.weight, bias))
 
-    patch.setitem(tensor._NODES, "write", functools.partial(tensor._Map, write))
+    patch.setitem(nodes.NODES, "write", functools.partial(nodes._Map, write))
 
 
 def counted_padding(patch: pytest.MonkeyPatch) -> None:
@@ -307,12 +307,12 @@ def counted_padding(patch: pytest.MonkeyPatch) -> None:
 
 def another_head(patch: pytest.MonkeyPatch) -> None:
     """The KV head of another rank."""
-    use = tensor._use
+    use = uses._use
 
     def shifted(path: str, leaf: Any, is_part: bool, divided: Any, region: Region) -> Any:
         return use(path, leaf, is_part, divided, dataclasses.replace(region, rank=(region.rank + 2) % region.size))
 
-    patch.setattr(tensor, "_use", shifted)
+    patch.setattr(uses, "_use", shifted)
 
 
 def first_mask(patch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@
     gather        dp and fsdp: layers gathered where they run
     stateful      the same behind modules, for FSDP2
     tensor        heads and columns of each layer divided, and the stream's columns too: `tensor_parallel`
+      uses        what becomes of each leaf
+      nodes       leaves that know it, in the place of weights
     vocab         the same of embedding, logits and cross entropy
     region        what these two have between the stream and a process' own part
     context       tokens of a row in different processes: attention that fetches keys, or passes them on

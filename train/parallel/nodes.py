@@ -1,0 +1,120 @@
+"""Leaves that know where they stand in a layer: what F.linear and F.rms_norm make of the part that a process has.
+
+One stands where the weight stands, so that a family's block runs as it is written. A map that reads the stream enters
+the region before it multiplies, one that writes to it leaves after; see `region`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.ops.experts import Experts, choose_experts
+
+from . import collectives
+from .region import Region
+
+
+@dataclass
+class Entry:
+    """The way into the region, of one call of a block: maps that read one and the same x share one entry."""
+
+    region: Region
+    last: tuple[Tensor, Tensor] | None = field(default=None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.last is None or self.last[0] is not x:
+            self.last = (x, self.region.enter(x))
+        return self.last[1]
+
+
+@dataclass(frozen=True, eq=False)
+class _Map:
+    """A part of a linear map's weight. product(map, x, bias): what F.linear is to make of it."""
+
+    product: Callable[..., Tensor]
+    weight: Any
+    entry: Entry
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not F.linear or isinstance(args[0], cls):
+            return NotImplemented
+        return args[1].product(args[1], args[0], *args[2:], **(kwargs or {}))
+
+
+def _read(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """With rows [out / size, in], or with all of a map whose results are used inside."""
+    return F.linear(own.entry(x), own.weight, bias)
+
+
+def _write(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """With columns [out, in / size]; the bias is added once, to the sum."""
+    y = own.entry.region.leave(F.linear(x, own.weight))
+    return y if bias is None else y + bias
+
+
+@dataclass(frozen=True, eq=False)
+class _Norm:
+    """A part of the weight of an RMS norm over all heads together, of which each process has some."""
+
+    weight: Any
+    entry: Entry
+
+    def to(self, dtype: torch.dtype) -> _Norm:
+        return _Norm(self.weight.to(dtype), self.entry)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.weight.dtype
+        return dtype
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not F.rms_norm:  # where the weight multiplies after the cast back, the norm is not seen here
+            raise NotImplementedError(
+                "This norm over all heads is taken in low precision, in which it is not divided: compute in fp32, or "
+                "leave heads out of the rules."
+            )
+        x, own, eps = args[0], kwargs["weight"], kwargs["eps"]
+        region = own.entry.region
+        squares = collectives.leave(x.square().sum(-1, keepdim=True), region.group)
+        mean = region.shared(squares) / (x.shape[-1] * region.size)
+        return x * torch.rsqrt(mean + eps) * own.weight
+
+
+NODES: dict[str, Callable[[Any, Entry], Any]] = {
+    "read": functools.partial(_Map, _read),
+    "write": functools.partial(_Map, _write),
+    "norm": _Norm,
+}
+
+
+def columns_of_experts(
+    region: Region,
+    leaves: Mapping[str, Tensor],
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    valid: Tensor,
+    *,
+    experts: str | Experts,
+    kernel: Any,
+    act: Any,
+    input_weighted: bool = False,
+) -> Tensor:
+    """The experts' functions (`fnmodels.ops.experts`) on columns of each expert; the tokens come from the stream."""
+    x, weights = region.enter(x, 0), region.enter(weights, 0)
+    if region.sequence:
+        indices = collectives.join(indices, 0, region.group)
+        valid = collectives.join(valid.byte(), 0, region.group).bool()
+    if "down_bias" in leaves and region.rank:  # the sum is to hold it once
+        leaves = {**leaves, "down_bias": leaves["down_bias"] * 0}
+    run = choose_experts(experts, x, *leaves.values(), kernel=kernel)
+    return region.leave(run(leaves, x, weights, indices, valid, act=act, input_weighted=input_weighted), 0)

@@ -1,0 +1,137 @@
+"""What becomes of each leaf of a layer under tensor parallelism, as its axes and its place in the plan say.
+
+Everything is known before the first step, and so is what cannot run: it is refused here, in a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fnmodels.leaf import Leaf
+from params.sharding import Sharding
+
+from .region import Region
+
+DIVIDED = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
+# Leaves of an attention that are used between its linear maps, or make what is.
+_ATTENTION = ("heads", "kv_heads", "latent", "head_dim")
+# The axes of layers. A leaf with another one would be taken for one of the stream, and its gradient might be partial.
+_KNOWN = {*DIVIDED, *_ATTENTION, "embed", "expert", "router", "one"}
+
+
+@dataclass(frozen=True)
+class Use:
+    """What becomes of a leaf of a layer. kind: "plain", "read" (from the stream), "write" (to it) or "norm" (of heads).
+
+    shared: its gradients in the processes are partial. rows: those which this process uses, of a leaf that all hold.
+    """
+
+    kind: str
+    shared: bool
+    rows: slice | None = None
+
+
+def uses_of(
+    spec: Mapping[str, Leaf], where: Mapping[str, int | None], divided: frozenset[str], region: Region
+) -> dict[str, Use]:
+    """By path within a layer, with the parts of adapters. where: `divided_dims`; divided: the axes that are."""
+    uses: dict[str, Use] = {}
+    for path, leaf in spec.items():
+        inner = _inner(path)
+        if inner is not None:
+            use = uses[inner] = _use(inner, leaf, where[path] is not None, divided, region)
+            uses |= {f"{inner}.{part}": one for part, one in _adapted(use, _is_inside(leaf, divided)).items()}
+    return uses
+
+
+def divided_dims(plans: Mapping[str, Sharding], dim: str) -> dict[str, int | None]:
+    """Which dimension of each leaf the mesh dimension `dim` divides. ValueError where there is none of that name."""
+    names = [name for name, _ in next(iter(plans.values())).sizes]
+    if dim not in names:
+        raise ValueError(f"The plan's mesh has no dimension {dim!r}; it has {', '.join(names)}.")
+    return {path: sharding.dims[names.index(dim)] for path, sharding in plans.items()}
+
+
+def check_divided(
+    spec: Mapping[str, Leaf],
+    where: Mapping[str, int | None],
+    divided: frozenset[str],
+    dim: str,
+    size: int,
+    sequence: bool,
+) -> None:
+    """ValueError for what a layer cannot be computed from, with the leaf or the axis. size, sequence: of the region."""
+    for path, leaf in spec.items():
+        axis = None if where[path] is None else leaf.axes[where[path]]  # type: ignore[index]
+        if axis is not None and axis not in DIVIDED:
+            raise ValueError(f"{path}: tensor parallelism divides {', '.join(DIVIDED)}, but the plan has {axis}.")
+        strange = sorted(set(leaf.axes) - _KNOWN)
+        if strange and _inner(path) is not None:
+            raise ValueError(
+                f"{path} has the axis {strange[0]!r}, and tensor parallelism does not know where such a leaf is used; "
+                f"it knows {', '.join(sorted(_KNOWN))}."
+            )
+        if "heads" not in divided:
+            continue
+        parts = path.split(".")
+        if any(part.isdigit() for part in parts[2:]) and leaf.axes == ("head_dim",):
+            raise ValueError(f"{path}: lists with a leaf for each head are not divided; leave heads out of the rules.")
+        if "kv_heads" in leaf.axes and where[path] is None and _uneven(leaf.shape[0] // leaf.unit, size):
+            raise ValueError(
+                f"{path}: of {leaf.shape[0] // leaf.unit} KV heads each of {size} processes would need some and a "
+                "part of another; leave heads out of the rules."
+            )
+        if leaf.axes == ("kv_heads",) and "norm" in parts[-1] and where[path] is None:
+            raise ValueError(f"{path} normalizes all KV heads together: there must be one at least for each process.")
+    if "kv_heads" in divided and "heads" not in divided:
+        raise ValueError(f"The rules divide kv_heads over {dim!r} and not heads: name both.")
+    axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(DIVIDED) - {"kv_heads"}
+    if sequence and axes - divided:
+        raise ValueError(f"sequence=True needs {min(axes - divided)!r} divided over {dim!r} too: name it in the rules.")
+
+
+def _uneven(heads: int, size: int) -> bool:
+    return heads % size > 0 and size % heads > 0
+
+
+def _inner(path: str) -> str | None:
+    """The path within a layer; heads that predict further tokens hold one too."""
+    parts = path.split(".")
+    if parts[0] == "layers":
+        return ".".join(parts[2:])
+    return ".".join(parts[3:]) if parts[0] == "mtp" and parts[2] == "block" else None
+
+
+def _use(path: str, leaf: Leaf, is_part: bool, divided: frozenset[str], region: Region) -> Use:
+    axes, sequence = leaf.axes, region.sequence
+    if not leaf.trainable:
+        return Use("plain", False)
+    if "expert" in axes:
+        return Use("plain", not is_part and "expert_mlp" in divided)
+    if not _is_inside(leaf, divided):
+        return Use("plain", sequence)
+    if axes[0] == "embed":
+        return Use("write", False)
+    rows = None
+    if "kv_heads" in axes and not is_part:
+        heads = leaf.shape[0] // leaf.unit
+        first = region.rank * heads // region.size
+        count = max(1, heads // region.size)
+        rows = slice(first * leaf.unit, (first + count) * leaf.unit)
+    if axes[-1] == "embed":
+        return Use("read", not is_part, rows)
+    kind = "norm" if is_part and axes[0] in ("heads", "kv_heads") and "norm" in path else "plain"
+    return Use(kind, not is_part, rows)
+
+
+def _is_inside(leaf: Leaf, divided: frozenset[str]) -> bool:
+    axes = leaf.axes
+    return ("heads" in divided and any(axis in _ATTENTION for axis in axes)) or ("mlp" in divided and "mlp" in axes)
+
+
+def _adapted(use: Use, inside: bool) -> dict[str, Use]:
+    """Of a weight that is used so, with an adapter: b has its rows and a its columns, and what is whole is shared."""
+    columns = use.kind == "write"
+    a, b = (not columns, columns or use.shared) if inside else (use.shared, use.shared)
+    return {"weight": Use("plain", use.shared, use.rows), "a": Use("plain", a), "b": Use("plain", b, use.rows)}
