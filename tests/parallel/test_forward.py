@@ -15,6 +15,7 @@ from tests.parallel.reference import LENGTH, batch, config_of, loss_of, placed
 from tests.support import generic_params
 from train import make_eval_step, make_forward_only, token_logprobs
 from train.parallel import Mesh, Strategy
+from train.parallel.parts import own_columns
 from train.parallel.step import place
 
 
@@ -86,14 +87,22 @@ def refused() -> list[str]:
         with pytest.raises(ValueError) as error:
             make()(params, given)
         said.append(str(error.value))
-    assert devices(Mesh(dp=2)) is not None
-    return said
+    with pytest.raises(ValueError) as error:
+        own_columns({"tokens": torch.zeros(2, 3)}, devices(Mesh(tp=2)), sequence=True)
+    return [*said, str(error.value)]
 
 
 def test_what_does_not_go_is_told(ranks: Ranks) -> None:
     ours, theirs = ranks(2)(refused)
     assert ours == theirs
-    words = ("losses are for make_eval_step", "takes them in 2 equal parts", "lie on dp=2", "must be", "needs a mesh")
+    words = (
+        "losses are for make_eval_step",
+        "takes them in 2 equal parts",
+        "lie on dp=2",
+        "must be",
+        "needs a mesh",
+        "no segment_ids",
+    )
     for sentence, part in zip(ours, words, strict=True):
         assert part in sentence, sentence
     assert all(ranks(2)(narrow))

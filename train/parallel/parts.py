@@ -83,11 +83,21 @@ def own_columns(
     mesh = mesh_of(devices)
     if sequence and mesh.tp > 1 and "tokens" in rows:
         # Before cp takes its columns: padding between those of two processes would cut documents in two.
-        length = rows["tokens"].shape[1]
-        rows = padded(rows, length + virtual_padding(length, mesh.cp * mesh.tp)[0])
+        rows = _divisible(rows, mesh.cp * mesh.tp)
     if mesh.cp == 1:
         return rows
     return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=order, config=config)
+
+
+def _divisible(rows: Batch, ranks: int) -> Batch:
+    length = rows["tokens"].shape[1]
+    missing, _ = virtual_padding(length, ranks)
+    if missing and "segment_ids" not in rows:
+        raise ValueError(
+            f"sequence=True pads rows of {length} tokens to what cp x tp = {ranks} divide, and the batch has no "
+            "segment_ids to say what padding is: give it these, or rows of a multiple."
+        )
+    return padded(rows, length + missing)
 
 
 def own_rows(batch: Any, devices: DeviceMesh) -> Any:
