@@ -12,7 +12,7 @@ from typing import Any
 
 from .disk import Part, fuse
 from .errors import ConfigError
-from .hf import LAYERS_LIMIT, Fields, quantization
+from .hf import LAYERS_LIMIT, Fields, quantization, shown
 from .leaf import Leaf
 
 
@@ -88,6 +88,24 @@ _DECODER_FIELDS = (
 )
 
 
+def text_part(outer: Fields, text_type: str, ignored: Sequence[str] = ()) -> Fields:
+    """`text_config` of a checkpoint that also sees or hears; what it says outside of it is checked, or left unread.
+
+    text_type: the model type of the text part. ignored: fields of the other parts, which change no text.
+    """
+    text = outer.take("text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"{outer.where}: 'text_config' is {shown(text)}, but must be an object.")
+    quantization(outer)
+    tied = outer.boolean("tie_word_embeddings", False)
+    inner = Fields({"model_type": text_type, "tie_word_embeddings": tied, **text}, f"{outer.where}, text_config")
+    inner.expect("model_type", text_type)
+    inner.expect("tie_word_embeddings", tied)  # written twice
+    outer.expect("is_encoder_decoder", False)
+    outer.finish(ignored)
+    return inner
+
+
 def decoder_to_hf(config: Any, architecture: str, **rest: Any) -> dict[str, Any]:
     """A config.json in the current dialect: what `decoder_sizes` reads, what `finish` kept, and the family's own.
 
@@ -104,12 +122,15 @@ def decoder_to_hf(config: Any, architecture: str, **rest: Any) -> dict[str, Any]
     return out
 
 
-def sliding_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
-    """Which layers look back a window only: `layer_types` where it is given, else the family's rule."""
+def sliding_layers(fields: Fields, default: Sequence[bool], near: str = "sliding_attention") -> list[bool]:
+    """Which layers look back a window only: `layer_types` where it is given, else the family's rule.
+
+    near: the word for such layers; those of another family may see a chunk.
+    """
     types = fields.take("layer_types", None)
     if types is None:
         return list(default)
-    known = {"full_attention": False, "sliding_attention": True}
+    known = {"full_attention": False, near: True}
     if not isinstance(types, list) or len(types) != len(default) or any(t not in list(known) for t in types):
         raise ConfigError(
             f"{fields.where}: 'layer_types' must name {len(default)} layers, each {' or '.join(map(repr, known))}."
@@ -136,9 +157,23 @@ def patterned_layers(fields: Fields, pattern: int, layers: int) -> list[bool]:
     return slides
 
 
-def layer_types(slides: Sequence[bool]) -> list[str]:
+def layer_types(slides: Sequence[bool], near: str = "sliding_attention") -> list[str]:
     """The list that `sliding_layers` reads back."""
-    return ["sliding_attention" if s else "full_attention" for s in slides]
+    return [near if s else "full_attention" for s in slides]
+
+
+def rotating_layers(fields: Fields, listed: Any, layers: int) -> list[int]:
+    """Which layers have a rotary embedding, 1 or 0 each: `listed`, or where it is None all but every so many-th one.
+
+    The rule is not compared with the list, which alone is read: transformers writes its default 4 beside any.
+    """
+    every = fields.integer("no_rope_layer_interval", 4)
+    found = [int((i + 1) % every != 0) for i in range(layers)] if listed is None else listed
+    if not isinstance(found, list) or len(found) != layers or any(one not in (0, 1) for one in found):
+        raise ConfigError(
+            f"{fields.where}: 'no_rope_layers' must be a list of {layers} zeros (no rope) and ones (rope)."
+        )
+    return found
 
 
 def decoder_name(path: str) -> str:

@@ -8,17 +8,17 @@ only. Experts clamp what they multiply, and everything has a bias. The published
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
-from .disk import Part, Stored
+from .disk import Stored
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
 from .leaf import Leaf, Normal, attention_leaves, decoder_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
-from .mixture import check_experts, experts_from_hf
+from .mixture import check_experts, experts_from_hf, transposed_experts
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
@@ -142,13 +142,11 @@ def hf_names(config: Config) -> dict[str, Stored]:
         ours, theirs = f"layers.{i}.mlp", f"model.layers.{i}.mlp"
         names[f"layers.{i}.attention.sinks"] = f"model.layers.{i}.self_attn.sinks"
         names[f"{ours}.router_bias"] = f"{theirs}.router.bias"
-        for turn, leaf in enumerate(("gate", "up")):  # of 2 F columns the even ones are the gate's
-            for path, name in ((f"{leaf}_proj", "gate_up_proj"), (f"{leaf}_bias", "gate_up_proj_bias")):
-                names[f"{ours}.experts.{path}"] = Part(
-                    f"{theirs}.experts.{name}", turn, turn + 1, 2 * inner, groups=inner, transposed=True, batched=True
-                )
-        names[f"{ours}.experts.down_proj"] = Part(f"{theirs}.experts.down_proj", 0, D, D, transposed=True, batched=True)
-        names[f"{ours}.experts.down_bias"] = f"{theirs}.experts.down_proj_bias"
+        experts = transposed_experts(f"{ours}.experts", f"{theirs}.experts", D, inner, in_turn=True)
+        names |= experts | {f"{ours}.experts.down_bias": f"{theirs}.experts.down_proj_bias"}
+        for leaf in ("gate", "up"):
+            part = experts[f"{ours}.experts.{leaf}_proj"]
+            names[f"{ours}.experts.{leaf}_bias"] = replace(part, name=f"{part.name}_bias")
     return names
 
 

@@ -11,7 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
+from .decoder import (
+    check_decoder,
+    decoder_name,
+    decoder_sizes,
+    decoder_to_hf,
+    layer_types,
+    rotating_layers,
+    sliding_layers,
+)
 from .errors import ConfigError
 from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
@@ -141,16 +149,10 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
     rope = [1] * layers
     if model_type == "smollm3":
         fields.take("max_window_layers", None)  # a leftover in its files: which layers slide follows from the others
-        # not compared with the list, which alone is read: transformers writes its default 4 beside any
-        interval = fields.integer("no_rope_layer_interval", 4)
-        rope = fields.take("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
-        if not isinstance(rope, list) or len(rope) != layers or any(r not in (0, 1) for r in rope):
-            raise ConfigError(
-                f"config.json: 'no_rope_layers' must be a list of {layers} zeros (no rope) and ones (rope)."
-            )
+        rope = rotating_layers(fields, fields.take("no_rope_layers", None), layers)
         slides = [on and not r for r in rope]
     else:
-        # the same holds of this one's default 28 and `layer_types`
+        # not compared with `layer_types`, which alone is read: transformers writes its default 28 beside any
         first = fields.integer("max_window_layers", 28, low=0)
         slides = [on and i >= first for i in range(layers)]
     window = window if on else None

@@ -3,28 +3,23 @@
 Three of four layers rotate and see the chunk of positions that they are in; every fourth one has no rotary embedding
 and sees everything, with queries that grow with the logarithm of their position (arXiv 2501.19399). After the rotation
 queries and keys may be normalized, without a weight. Experts, in every layer or every second one, get their token times
-the router's sigmoid, beside one expert that all tokens pass through. A checkpoint of model type llama4 also has a
-vision tower, which is left out.
+the router's sigmoid, beside one expert that all tokens pass through. A llama4 checkpoint's vision tower is left out.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
-from .disk import Part, Stored
-from .errors import ConfigError
-from .hf import Fields, quantization, rope_from_hf, rope_to_hf, shown
-from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, moe_leaves, norm
-from .mask import Create, Layout, MaskLike, build_mask
-from .mixture import check_experts, experts_from_hf, numbers_of_layers
+from . import decoder, mixture
+from .disk import Stored
+from .hf import Fields, rope_from_hf, rope_to_hf
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves
+from .mask import Create, Layout, MaskLike, masks_of
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
 from .ops.experts import Experts
@@ -44,6 +39,8 @@ ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 LEFTOVERS = (r"vision_model\..*", r"multi_modal_projector\..*")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+# the tower's own, and the tokens in whose place images are put
+_VISION = ("vision_config", "image_token_index", "boi_token_index", "eoi_token_index")
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,8 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_decoder(self, KINDS)
-        check_experts(self.num_local_experts, self.num_experts_per_tok)
+        decoder.check_decoder(self, KINDS)
+        mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
@@ -91,89 +88,63 @@ class Config:
 
         Of model type llama4 the text part is read: `text_config`, with a vision tower's beside it.
         """
-        outer = Fields(values)
-        if outer.choice("model_type", MODEL_TYPES) == "llama4_text":
-            return _from_hf(outer)
-        text = outer.take("text_config")
-        if not isinstance(text, Mapping):
-            raise ConfigError(f"{outer.where}: 'text_config' is {shown(text)}, but must be an object.")
-        quantization(outer)
-        tied = outer.boolean("tie_word_embeddings", False)
-        text = {"model_type": "llama4_text", "tie_word_embeddings": tied, **text}
-        inner = Fields(text, f"{outer.where}, text_config")
-        inner.expect("model_type", "llama4_text")
-        inner.expect("tie_word_embeddings", tied)  # written twice
-        # images are put in the place of a token; this is a model of text
-        outer.expect("is_encoder_decoder", False)
-        outer.finish(ignored=("vision_config", "image_token_index", "boi_token_index", "eoi_token_index"))
-        return dataclasses.replace(_from_hf(inner), model_type="llama4")
+        fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        if model_type == "llama4":
+            fields = decoder.text_part(fields, "llama4_text", ignored=_VISION)
+        sizes = decoder.decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=128)
+        where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
+        experts, chosen = mixture.experts_from_hf(fields, 16, 1, sizes["num_hidden_layers"])
+        fields.expect("router_jitter_noise", 0.0, 0)
+        fields.expect("for_llm_compressor", False)
+        fields.expect("attn_temperature_tuning", True, False, 4)  # the first files have 4, as a yes
+        config = Config(
+            **sizes,
+            intermediate_size_mlp=fields.integer("intermediate_size_mlp", 16384),
+            num_local_experts=experts,
+            num_experts_per_tok=chosen,
+            rope=rope_from_hf(fields, theta=500000.0, **where),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
+            attention_bias=fields.boolean("attention_bias", False),
+            use_qk_norm=fields.boolean("use_qk_norm", True),
+            attn_temperature_tuning=bool(fields.take("attn_temperature_tuning", True)),
+            attn_scale=fields.number("attn_scale", 0.1),
+            floor_scale=fields.integer("floor_scale", 8192),
+            attention_chunk_size=fields.integer("attention_chunk_size", 8192),
+            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+            layer_kinds=_layer_kinds(fields, sizes["num_hidden_layers"]),
+            model_type=model_type,
+        )
+        object.__setattr__(config, "extra", fields.finish())
+        return config
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect, of model type llama4 with nothing but `text_config`."""
         names = ["intermediate_size_mlp", "rms_norm_eps", "attention_bias", "use_qk_norm", "attn_temperature_tuning"]
         names += ["attn_scale", "floor_scale", "attention_chunk_size", "hidden_act", "num_local_experts"]
         own = {name: getattr(self, name) for name in (*names, "num_experts_per_tok")}
-        seen = {"chunked": "chunked_attention", "full": "full_attention"}
-        own["layer_types"] = [seen[kind.partition("_")[0]] for kind in self.layer_kinds]
+        chunked = [kind.startswith("chunked") for kind in self.layer_kinds]
+        own["layer_types"] = decoder.layer_types(chunked, near="chunked_attention")
         own["no_rope_layers"] = [int("nope" not in kind) for kind in self.layer_kinds]  # 1: it has one
         own["moe_layers"] = [i for i, kind in enumerate(self.layer_kinds) if kind.endswith("_moe")]
-        text = dataclasses.replace(self, model_type="llama4_text")
-        inner = decoder_to_hf(text, "Llama4ForCausalLM", rope_parameters=rope_to_hf(self.rope), **own)
+        text = replace(self, model_type="llama4_text")
+        inner = decoder.decoder_to_hf(text, "Llama4ForCausalLM", rope_parameters=rope_to_hf(self.rope), **own)
         if self.model_type == "llama4_text":
             return inner
         outer = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
         return outer | {"text_config": inner, "tie_word_embeddings": self.tie_word_embeddings}
 
 
-def _from_hf(fields: Fields) -> Config:
-    sizes = decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=128)
-    where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
-    experts, chosen = experts_from_hf(fields, 16, 1, sizes["num_hidden_layers"])
-    fields.expect("router_jitter_noise", 0.0, 0)
-    fields.expect("for_llm_compressor", False)
-    tuning = fields.take("attn_temperature_tuning", True)  # the first files have 4, as a yes
-    if not isinstance(tuning, bool) and tuning != 4:
-        raise ConfigError(f"{fields.where}: 'attn_temperature_tuning' is {shown(tuning)}, but must be true or false.")
-    config = Config(
-        **sizes,
-        intermediate_size_mlp=fields.integer("intermediate_size_mlp", 16384),
-        num_local_experts=experts,
-        num_experts_per_tok=chosen,
-        rope=rope_from_hf(fields, theta=500000.0, **where),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-        attention_bias=fields.boolean("attention_bias", False),
-        use_qk_norm=fields.boolean("use_qk_norm", True),
-        attn_temperature_tuning=bool(tuning),
-        attn_scale=fields.number("attn_scale", 0.1),
-        floor_scale=fields.integer("floor_scale", 8192),
-        attention_chunk_size=fields.integer("attention_chunk_size", 8192),
-        hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-        layer_kinds=_layer_kinds(fields, sizes["num_hidden_layers"]),
-    )
-    object.__setattr__(config, "extra", fields.finish(ignored=("cache_implementation",)))
-    return config
-
-
 def _layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     """What each layer sees, whether it rotates, whether it has experts: from lists, or from the rules behind them."""
-    # not compared with the list, which alone is read where it has any: transformers writes its default 4 beside each
-    every = fields.integer("no_rope_layer_interval", 4)
-    rotates = fields.take("no_rope_layers", None) or [int((i + 1) % every != 0) for i in range(layers)]
-    if not isinstance(rotates, list) or len(rotates) != layers or not all(flag in (0, 1) for flag in rotates):
-        raise ConfigError(
-            f"{fields.where}: 'no_rope_layers' must be a list of {layers} numbers, 1 where a layer has one."
-        )
+    rotates = decoder.rotating_layers(fields, fields.take("no_rope_layers", None) or None, layers)  # [] is no list
+    chunked = decoder.sliding_layers(fields, [bool(one) for one in rotates], near="chunked_attention")
     step = fields.integer("interleave_moe_layer_step", 1)
-    listed = fields.take("moe_layers", list(range(step - 1, layers, step)))
-    sparse = numbers_of_layers(fields, "moe_layers", listed, layers)
-    known = {"chunked_attention": "chunked", "full_attention": "full"}
-    types = fields.take("layer_types", ["chunked_attention" if flag else "full_attention" for flag in rotates])
-    if not isinstance(types, list) or len(types) != layers or not all(t in known for t in map(str, types)):
-        raise ConfigError(
-            f"{fields.where}: 'layer_types' must name {layers} layers, each {' or '.join(map(repr, known))}."
-        )
+    named = fields.take("moe_layers", list(range(step - 1, layers, step)))
+    sparse = mixture.numbers_of_layers(fields, "moe_layers", named, layers)
     return tuple(
-        known[types[i]] + ("" if rotates[i] else "_nope") + ("_moe" if i in sparse else "") for i in range(layers)
+        ("chunked" if near else "full") + ("" if rotate else "_nope") + ("_moe" if i in sparse else "")
+        for i, (near, rotate) in enumerate(zip(chunked, rotates, strict=True))
     )
 
 
@@ -187,12 +158,7 @@ def spec(config: Config) -> Tree:
         mlp: Tree = gated_mlp_leaves(D, config.intermediate_size_mlp, std=std)
         if kind.endswith("_moe"):
             mlp = moe_leaves(D, experts, inner, std=std, shared=inner)
-        return {
-            "input_layernorm": norm(D, "embed"),
-            "attention": attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=on, o_bias=on),
-            "post_attention_layernorm": norm(D, "embed"),
-            "mlp": mlp,
-        }
+        return layer_leaves(D, attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=on, o_bias=on), mlp)
 
     return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
 
@@ -202,16 +168,12 @@ def hf_names(config: Config) -> dict[str, Stored]:
     D, inner = config.hidden_size, config.intermediate_size
     prefix = "language_model." if config.model_type == "llama4" else ""
     names: dict[str, Stored] = {
-        path: prefix + decoder_name(path).replace(".mlp.", ".feed_forward.") for path in flatten(spec(config))
+        path: prefix + decoder.decoder_name(path).replace(".mlp.", ".feed_forward.") for path in flatten(spec(config))
     }
     for i, kind in enumerate(config.layer_kinds):
         if kind.endswith("_moe"):
             ours, theirs = f"layers.{i}.mlp.experts", f"{prefix}model.layers.{i}.feed_forward.experts"
-            for half, leaf in enumerate(("gate", "up")):
-                names[f"{ours}.{leaf}_proj"] = Part(
-                    f"{theirs}.gate_up_proj", half * inner, (half + 1) * inner, 2 * inner, transposed=True, batched=True
-                )
-            names[f"{ours}.down_proj"] = Part(f"{theirs}.down_proj", 0, D, D, transposed=True, batched=True)
+            names |= mixture.transposed_experts(ours, theirs, D, inner, in_turn=False)
     return names
 
 
@@ -225,9 +187,8 @@ def attention_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask}; positions and segment_ids [B, S]. Chunks are of positions, whatever stands to the left of a row."""
     chunks = Causal() & Chunk(config.attention_chunk_size)
-    rules = {kind: chunks if kind.startswith("chunked") else Causal() for kind in sorted(set(config.layer_kinds))}
-    masks = {rule: build_mask(rule, positions, segment_ids, create=create) for rule in dict.fromkeys(rules.values())}
-    return {kind: masks[rule] for kind, rule in rules.items()}
+    rules = {kind: chunks if kind.startswith("chunked") else Causal() for kind in config.layer_kinds}
+    return masks_of(rules, positions, segment_ids, create=create)
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:
@@ -273,17 +234,14 @@ def block(
     attended = project_out(weights, mixed)
     middle = x + attended
     normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
-    named: dict[str, Tensor] = {"attention": attended, "middle": middle}
-    always: tuple[str, ...] = ()
-    if kind.endswith("_moe"):
-        route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok, dtype=ROUTER.output_dtype(x.dtype))
-        act = functools.partial(glu, activation=config.hidden_act)
-        given: dict[str, Any] = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel}
-        fed, routed = moe(layer["mlp"], normed, route, act=act, input_weighted=True, **given)
-        named, always = named | routed, KEPT
-    else:
-        fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
-    return middle + fed, {name: (named | {"mlp": fed})[name] for name in (*always, *taps)}
+    named = {"attention": attended, "middle": middle}
+    if not kind.endswith("_moe"):
+        named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
+        return middle + named["mlp"], {name: named[name] for name in taps}
+    route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok, dtype=ROUTER.output_dtype(x.dtype))
+    given: Any = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel, "input_weighted": True}
+    fed, routed = moe(layer["mlp"], normed, route, act=functools.partial(glu, activation=config.hidden_act), **given)
+    return middle + fed, {name: (named | routed | {"mlp": fed})[name] for name in (*KEPT, *taps)}
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

@@ -113,11 +113,15 @@ def build_mask(
 def causal_masks(
     kinds: Iterable[str], window: int | None, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask} of a decoder: kinds that begin with "sliding" see `window` keys, the others all before them.
-
-    Kinds with one rule share one mask.
-    """
+    """{kind: mask} of a decoder: kinds that begin with "sliding" see `window` keys, the others all before them."""
     rules = {kind: Causal() & Window(window or 0) if kind.startswith("sliding") else Causal() for kind in kinds}
+    return masks_of(rules, positions, segment_ids, create=create)
+
+
+def masks_of(
+    rules: Mapping[str, Rule], positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}; kinds with one rule share one mask."""
     masks = {rule: build_mask(rule, positions, segment_ids, create=create) for rule in dict.fromkeys(rules.values())}
     return {kind: masks[rules[kind]] for kind in sorted(rules)}  # of names alone: dynamo cannot sort pairs
 

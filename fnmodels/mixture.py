@@ -13,7 +13,7 @@ import torch
 
 from . import mtp
 from .decoder import decoder_name
-from .disk import Stack, Stored
+from .disk import Part, Stack, Stored
 from .errors import ConfigError
 from .hf import Fields
 from .leaf import gated_mlp_leaves, moe_leaves
@@ -70,6 +70,20 @@ def expert_names(prefix: str, experts: int, name: str) -> Stack:
     prefix: "model.layers.3.mlp.experts". name: what follows the expert's number, "gate_proj.weight".
     """
     return Stack(tuple(f"{prefix}.{index}.{name}" for index in range(experts)))
+
+
+def transposed_experts(ours: str, theirs: str, width: int, inner: int, *, in_turn: bool) -> dict[str, Part]:
+    """{path: part} of experts [E, out, in] that lie in two tensors [E, in, out] on disk, gate and up in one.
+
+    in_turn: of its 2 `inner` columns every second one is the gate's, else the first half. ours, theirs: where they are.
+    """
+    rows, groups = (1, inner) if in_turn else (inner, 1)
+    parts = {f"{ours}.down_proj": Part(f"{theirs}.down_proj", 0, width, width, transposed=True, batched=True)}
+    for i, leaf in enumerate(("gate", "up")):
+        parts[f"{ours}.{leaf}_proj"] = Part(
+            f"{theirs}.gate_up_proj", i * rows, (i + 1) * rows, 2 * inner, groups=groups, transposed=True, batched=True
+        )
+    return parts
 
 
 def moe_name(path: str, experts: int) -> Stored:
