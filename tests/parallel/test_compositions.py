@@ -91,7 +91,7 @@ WAYS: dict[str, Way] = {
     "fsdp x tp": Way("fsdp=2,tp=2", options={"remat": "full"}),
     "fsdp x cp": Way("fsdp=2,cp=2", {"context": "ring", "order": "head_tail"}, TWO),
     "fsdp x ep": Way("fsdp=2,ep=2", options=TWO, models=ROUTED),
-    "fsdp x pp": staged("Interleaved1F1B", "pp=2,fsdp=2"),
+    "fsdp x pp": staged("InterleavedZeroBubble", "pp=2,fsdp=2"),
     "tp x cp, sp": Way("cp=2,tp=2", SP, {"lengths": [18]}),
     "tp x ep": Way("ep=2,tp=2", models=ROUTED),
     "tp x ep, sp": Way("ep=2,tp=2", SP, {"lengths": [17]}, models=ROUTED),

@@ -158,9 +158,9 @@ def transformed(name: str, mesh_text: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2,fsdp=2"])
-def test_jvp_and_hvp_of_divided_parameters_are_those_of_one_process(ranks: Ranks, mesh: str) -> None:
-    found = ranks(Mesh.parse(mesh).world)(transformed, "llama", mesh)
+@pytest.mark.parametrize(("name", "mesh"), [("deepseek", "fsdp=2"), ("llama", "dp=2,fsdp=2")])
+def test_jvp_and_hvp_of_divided_parameters_are_those_of_one_process(ranks: Ranks, name: str, mesh: str) -> None:
+    found = ranks(Mesh.parse(mesh).world)(transformed, name, mesh)
     assert worst(found)[0] < 1e-5, worst(found)
     assert len(found[0]) > 30
 
@@ -217,7 +217,8 @@ def muons(name: str, mesh_text: str, damage: bool = False) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
         if damage:
             patch.setattr(steps, "_on_matrices", lambda _: lambda path, function, x: function(x))
-        alone, together = make_step(loss_of(name), optimizer), make_step(loss_of(name), optimizer, mesh=mesh)
+        alone = make_step(loss_of(name), optimizer)
+        together = make_step(loss_of(name), optimizer, mesh=mesh, accumulate=mesh.pp)
         for _ in range(2):
             one, _ = alone(one, batch())
             many, _ = together(many, batch())
@@ -232,10 +233,14 @@ def muons(name: str, mesh_text: str, damage: bool = False) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("llama", "fsdp=2,tp=2"), ("deepseek", "fsdp=2,ep=2")])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama", "fsdp=2,tp=2"), ("deepseek", "fsdp=2,ep=2"), ("gpt_oss", "pp=2,fsdp=2")]
+)
 def test_muon_sees_whole_matrices(ranks: Ranks, name: str, mesh: str) -> None:
     found = ranks(4)(muons, name, mesh)
-    assert worst(found)[0] < 0.05 and len(found[0]) > 10, worst(found)  # products are bf16: copies differ by 0.01
+    # Products are bf16: copies differ by 0.01, and one process that takes the batch in two parts from itself by 0.05.
+    assert worst(found)[0] < (0.1 if "pp" in mesh else 0.05), worst(found)
+    assert len({path for one in found for path in one}) > 10
 
 
 def test_muon_of_parts_of_matrices_is_seen(ranks: Ranks) -> None:
