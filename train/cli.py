@@ -1,11 +1,12 @@
 """The command line of the main job."""
 
 import argparse
+import datetime
 import io
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from train.commands import Parser, run_command
 from train.settings import DEFAULT, GROUPS, Kind, Settings, flag, whole
 
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")
+
+MINUTES = Kind("a number of minutes above 0, a day's 1440 at most", "MINUTES", float, lambda value: 0 < value <= 1440)
 
 DESCRIPTION = """\
 Train a small Llama from scratch, on the Python standard library's own source files where no text is given.
@@ -65,6 +68,13 @@ def parser() -> Parser:
         metavar="N",
         help="of a pipeline: in how many of them a stage takes its rows of a batch (default: one row each)",
     )
+    made.add_argument(
+        "--timeout",
+        type=value_of(MINUTES),
+        default=30.0,
+        metavar="MINUTES",
+        help="of several processes: how long they wait for one that hangs (default 30)",
+    )
     groups = {name: made.add_argument_group(name) for name in GROUPS}
     for entry in fields(Settings):
         kind, default = entry.metadata["kind"], getattr(DEFAULT, entry.name)
@@ -99,6 +109,7 @@ def value_of(kind: Kind) -> Callable[[str], Any]:
 def run(arguments: argparse.Namespace, defaults: Settings) -> int:
     flags = vars(arguments)
     given = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh", "schedule", "microbatches")}
+    limit = datetime.timedelta(minutes=flags.pop("timeout"))
     from train import joining, team
     from train.run import Options, train_run
 
@@ -106,10 +117,10 @@ def run(arguments: argparse.Namespace, defaults: Settings) -> int:
     rank, processes = joining.world()
     if processes == 1:
         return train_run(options, defaults)
-    with joining.joined():
+    with joining.joined(limit) as held:
         if rank:
-            return team.follow()
-        return team.lead(partial(train_run, options, defaults))
+            return team.follow(held)
+        return team.lead(partial(train_run, replace(options, limit=held), defaults))
 
 
 def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:

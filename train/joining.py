@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from train.commands import sentence
@@ -18,7 +18,7 @@ from train.errors import UserError
 from train.parallel.mesh import warn_of_group
 
 JOINING = datetime.timedelta(seconds=60)  # for all to find each other
-PATIENCE = datetime.timedelta(hours=2)  # for the first one's text; a process that ends is noticed at once
+PATIENCE = datetime.timedelta(hours=2)  # for what the first one does alone, as reading text
 
 
 def world() -> tuple[int, int]:
@@ -37,26 +37,47 @@ def start() -> str:
 
 
 @contextmanager
-def joined() -> Iterator[None]:
-    """In a process group of all that torchrun has started; in that which there is where somebody has made one."""
+def joined(limit: datetime.timedelta) -> Iterator[datetime.timedelta | None]:
+    """In a process group of all that torchrun has started; in that which there is where somebody has made one.
+
+    limit: how long they wait for one that hangs; where it ends, that is noticed at once. Yields it, or None where the
+    group is somebody else's, whose limits rule.
+    """
     if dist.is_initialized():
         warn_of_group()
-        yield
+        yield None
         return
     rank, processes = world()
     try:
         # Its key-value store lets all wait for each other for a shorter time than they do afterwards.
         store = _met(rank, processes)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=PATIENCE)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=limit)
     except (RuntimeError, ValueError) as error:
         reason = f"process {rank} of {processes} could not join the others: {error}"
         if rank:  # the first may not be there to say it
             print(f"fnmodels-train: {sentence(reason)}", file=sys.__stderr__, flush=True)
         raise UserError(reason) from error
     try:
-        yield
+        yield limit
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def patiently(limit: datetime.timedelta | None) -> Iterator[None]:
+    """For a message that comes when the first process has done what it does alone. limit: as `joined` yields it."""
+    if limit is None:
+        yield
+        return
+    set_limit(max(limit, PATIENCE), dist.group.WORLD)
+    yield
+    set_limit(limit, dist.group.WORLD)
+
+
+def set_limit(limit: datetime.timedelta, *groups: dist.ProcessGroup | None) -> None:
+    """How long this process waits in these groups from now on: meshes are made with torch's half an hour."""
+    for group in groups:
+        _set_pg_timeout(limit, group)
 
 
 def _met(rank: int, processes: int) -> Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from train import model, sharded
 from train.checkpoint import Checkpoint
 from train.forward import make_eval_step
 from train.job import balance_of, is_routed, optimizer_for, step_options
+from train.joining import set_limit
 from train.loss import next_token_loss
 from train.optim import with_paths
 from train.parallel import Strategy
@@ -39,6 +41,7 @@ class Work:
     sharing: Sharing
     settings: Settings
     config: Any
+    limit: datetime.timedelta | None = None  # as `joining.joined` yields it
 
 
 class Member:
@@ -47,6 +50,8 @@ class Member:
     def __init__(self, work: Work) -> None:
         settings, self.config, self.mesh = work.settings, work.config, work.sharing.mesh
         family, devices = fnmodels.family_of(self.config), self.mesh.device_mesh()
+        if work.limit is not None:
+            set_limit(work.limit, *devices.get_all_groups())
         dtype = getattr(torch, str(settings.dtype))
         strategy = Strategy(
             gather_dtype=None if dtype is torch.float32 else dtype,

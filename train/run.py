@@ -4,6 +4,7 @@ Everything is a function of the settings, which are recorded, and of the step: a
 writes the same metrics as one that was never stopped.
 """
 
+import datetime
 import os
 import shutil
 import time
@@ -53,6 +54,7 @@ class Options:
     mesh: str | None = None
     schedule: str | None = None
     microbatches: int | None = None
+    limit: datetime.timedelta | None = None  # of processes that wait for one that hangs
 
 
 def train_run(options: Options, defaults: Settings) -> int:
@@ -84,7 +86,7 @@ def train_run(options: Options, defaults: Settings) -> int:
         report.prepared(job, time.monotonic() - began)
         report.peak(job)
         check_fit(sharing, settings, job.config)
-        shared = Team(Work(sharing, settings, job.config), fresh=saved is None) if several else None
+        shared = Team(Work(sharing, settings, job.config, options.limit), fresh=saved is None) if several else None
         return work(job, params, saved, shared)
 
 

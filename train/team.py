@@ -11,6 +11,7 @@ all.
 
 from __future__ import annotations
 
+import datetime
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 from train.commands import sentence
 from train.errors import UserError
-from train.joining import world
+from train.joining import patiently, world
 from train.member import Member, Work
 from train.rows import Batch
 from train.state import State
@@ -109,14 +110,15 @@ def loss_of_another(error: BaseException | None) -> str | None:
     return None
 
 
-def follow() -> int:
-    """What all processes but the first do. Returns the exit code that the first one tells."""
+def follow(limit: datetime.timedelta | None) -> int:
+    """What all processes but the first do. Returns the exit code that the first one tells. limit: see `joined`."""
     member: Member | None = None
     # it is the first that is asked to stop
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         while True:
-            act, args = _receive()
+            with patiently(limit):
+                act, args = _receive()
             if act == "end":
                 code: int = args[0]
                 return code

@@ -54,6 +54,7 @@ from train.parallel import Mesh
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 5.0  # seconds that the other ranks have after the first has failed
+LIMIT = datetime.timedelta(seconds=60)  # of a rank that waits for another
 Ranks = Callable[[int], Callable[..., list[Any]]]
 
 
@@ -210,8 +211,7 @@ def member(rank: int, world: int, store: str, jobs: int, answers: int) -> None:
         for line in lines(jobs):
             try:
                 if not dist.is_initialized():
-                    patience = datetime.timedelta(seconds=60)
-                    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world, timeout=patience)
+                    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world, timeout=LIMIT)
                 module, name = line["function"]
                 answer = {"result": getattr(importlib.import_module(module), name)(*line["args"])}
                 text = json.dumps(answer)

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor
 import params as P
 import train.member
 from fnmodels import llama, tree
-from tests.parallel.pool import ROOT, Ranks
+from tests.parallel.pool import LIMIT, ROOT, Ranks
 from tests.parallel.reference import config_of
 from tests.parallel.test_load import read_by_process
 from tests.parallel.test_simulate import compare, counted, here, size
@@ -398,6 +399,31 @@ def test_processes_that_do_not_find_each_other_are_told_so_and_end(
             (said,) = re.findall(rf"^fnmodels-train: process {rank} of 3 .*$", capfd.readouterr().err, re.MULTILINE)
             assert expected in said
     assert not dist.is_initialized() and not (tmp_path / "run").exists()
+
+
+def hung() -> list[str | None]:
+    """[what the first of two processes says of the other, which comes too late, the last of what came in time]."""
+    limit, late = datetime.timedelta(seconds=0.2), dist.get_rank() == 1
+    box = [None if late else "in time"]
+    group = dist.new_group()
+    joining.set_limit(limit, dist.group.WORLD, group)
+    time.sleep(0.0 if late else 0.7)  # reading the text
+    with joining.patiently(limit):
+        dist.broadcast_object_list(box, src=0)
+    joining.set_limit(LIMIT, dist.group.WORLD)
+    try:
+        time.sleep(0.7 if late else 0.0)
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        return [team.loss_of_another(error), box[0]]
+    finally:
+        dist.destroy_process_group(group)
+    return [None, box[0]]
+
+
+def test_a_process_that_hangs_is_waited_for_as_long_as_is_said_but_the_first_longer(ranks: Ranks) -> None:
+    (first, _), (second, came) = ranks(2)(hung)
+    assert "Timed out waiting 200ms" in first and second and came == "in time"
 
 
 def test_only_what_torchrun_has_begun_is_gone_on_with_unasked(
