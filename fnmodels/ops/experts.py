@@ -41,9 +41,10 @@ def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor, kernel: 
     if not isinstance(experts, str):
         return experts
     if experts == "auto":
-        static = kernel == "math" or torch.compiler.is_compiling() or not all(map(readable, (x, *weights)))
-        grouped = x.dtype is not torch.float64 and not any(map(_ragged, weights))
-        experts = "dense" if static else "grouped" if grouped else "loop"
+        if kernel == "math" or torch.compiler.is_compiling() or not all(map(readable, (x, *weights))):
+            experts = "dense"
+        else:
+            experts = "loop" if x.dtype is torch.float64 or any(map(_ragged, weights)) else "grouped"
     if experts not in _PATHS:
         raise ValueError(f"experts is {experts!r}; it must be auto, {', '.join(_PATHS)}, or a function.")
     return _PATHS[experts]
