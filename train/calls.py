@@ -49,8 +49,7 @@ def caller(
         chosen: dict[str, Any] = {} if wrap is None else {"layer_fn": wrap}
         chosen |= {"aux": True} if counts else {}
         if "layout" in takes:
-            layout = _layout(batch)
-            chosen["layout"] = layout if compile == "none" or (layout and _one_per_shape(layout)) else None
+            chosen["layout"] = layout_of(batch, compile != "none")
         return run(params, batch, **chosen)
 
     return call
@@ -92,10 +91,12 @@ def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Ba
     return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], batch) for i in range(accumulate)]
 
 
-def _layout(batch: Batch) -> Layout | None:
+def layout_of(batch: Batch, compiled: bool) -> Layout | None:
+    """Where documents lie, of what says so. compiled: if all batches of this shape for which it is said are alike."""
     if "positions" not in batch or "segment_ids" not in batch:
         return None
-    return document_layout(batch["positions"], batch["segment_ids"])
+    layout = document_layout(batch["positions"], batch["segment_ids"])
+    return layout if not compiled or (layout and _one_per_shape(layout)) else None
 
 
 def _one_per_shape(layout: Layout) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .calls import Batch, compiling
+from .calls import Batch
 from .forward import make_forward_only
 from .optim import Optimizer
 from .parallel.dtensors import local_tree
@@ -113,9 +113,8 @@ class Engine:
         from .parallel.step import config_for, sums_over
 
         placed = self._teaching.placed
-        how = {name: self._how[name] for name in ("remat", "counts")}
-        config_for(self.mesh, loss_fn, self._how["compile"], how["remat"])
-        run = sums_over(placed, compiling(loss_fn, self._how["compile"]), self.optimizer, **how)
+        config_for(self.mesh, loss_fn, self._how["compile"], placed.strategy, self._how["remat"])
+        run = sums_over(placed, loss_fn, self.optimizer, **self._how)
 
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
             return run(local_tree(params), own_parts(list(batches), placed), held, divide=divide)

@@ -9,7 +9,8 @@ import params as P
 from train import model
 from train.errors import UserError
 from train.joining import world
-from train.parallel import Mesh
+from train.parallel import Mesh, Strategy
+from train.parallel.mesh import not_compiled
 from train.parallel.pipeline import SCHEDULES, check_microbatches, pipeline
 from train.parallel.step import rules_of
 from train.settings import Settings
@@ -50,12 +51,12 @@ def checked(
         )
     if settings.batch_rows % mesh.rows:
         raise UserError(f"{place} takes a batch's rows in {mesh.rows} parts, and --batch-rows is {settings.batch_rows}")
-    several, inside = mesh.world > 1, mesh.world > mesh.dp * mesh.fsdp
-    if several and (settings.compile == "whole" or (settings.compile == "block" and inside)):
-        raise UserError(
-            f"{place}: no message goes into a compiled graph, so that blocks alone are compiled, over dp and fsdp: "
-            f"leave --compile {settings.compile} out"
-        )
+    several = mesh.world > 1
+    if several and settings.compile == "whole":
+        raise UserError(f"{place}: what gathers layers goes into no graph: take --compile block, or leave it out")
+    why = not_compiled(mesh, Strategy(schedule=schedule or "1F1B"))
+    if settings.compile == "block" and why is not None:
+        raise UserError(f"{place}: {why}: leave --compile block out")
     if several and settings.compile == "block" and settings.remat == "selective":
         raise UserError(
             f"{place}: --remat selective chooses among single operations, which compiled blocks hide: take full"

@@ -8,7 +8,8 @@
     rows = exchange(rows, sent, received, group)          # experts: uneven numbers of rows
 
 Each is an autograd.Function over plain tensors, with rules for jvp and vmap, and its backward is again one of them: so
-everything in torch.func goes through, forward over reverse among it. torch's functional collectives have neither.
+everything in torch.func goes through, forward over reverse among it. torch's functional collectives have neither; in
+graphs, where reverse mode is all there is, torch.compile puts these in the place of what is called here.
 Which of two gradients is meant has to be said: `leave` is for partial sums of one value whose consumers are the same
 in all processes (its gradient is there in full everywhere), `all_gather` for parts whose consumers differ (partial
 gradients, which are summed). `take` and `join` belong to the first kind: what is whole has its gradient in full.
@@ -53,7 +54,8 @@ def enter(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def enter_all(xs: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """`enter` of each, of one dtype; backward in one message, in fp32 at least: these are parameters."""
-    return list(_EnterAll.apply(group, *xs)) if xs else []
+    how = _EnterAllTraced if torch.compiler.is_compiling() else _EnterAll
+    return list(how.apply(group, *xs)) if xs else []
 
 
 def leave(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -146,10 +148,12 @@ class Linear(Protocol):
 
 
 def _linear(x: Tensor, how: Linear) -> Tensor:
-    return _Apply.apply(x, how)
+    return (_Traced if torch.compiler.is_compiling() else _Apply).apply(x, how)
 
 
-class _Apply(torch.autograd.Function):
+class _Traced(torch.autograd.Function):
+    """Without a rule for jvp, for torch.compile takes no Function that has one."""
+
     @staticmethod
     def forward(x: Tensor, how: Linear) -> Tensor:
         return how.run(x)
@@ -162,6 +166,8 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _linear(grad, ctx.how.transposed()), None
 
+
+class _Apply(_Traced):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return _linear(tangent, ctx.how)
@@ -172,7 +178,7 @@ class _Apply(torch.autograd.Function):
         return _linear(x.movedim(in_dims[0], place), many), place
 
 
-class _EnterAll(torch.autograd.Function):
+class _EnterAllTraced(torch.autograd.Function):
     @staticmethod
     def forward(group: ProcessGroup, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for x in xs)
@@ -189,6 +195,8 @@ class _EnterAll(torch.autograd.Function):
         parts = total.split([grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 
+
+class _EnterAll(_EnterAllTraced):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
         return tuple(tangent.view_as(tangent) for tangent in tangents)

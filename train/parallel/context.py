@@ -14,8 +14,8 @@ rotary tables are those of its tokens, in whatever order these are. What is left
 Losses are sums: totals, counts and gradients are to be summed over the ranks, and divided once. What a loss function
 makes of whole rows a rank cannot know: of balance losses, which are means over rows, `whole_balance` makes each rank's
 part; the length that some rope scalings need (dynamic, longrope) it must be told, `length=int(batch["positions"].max())
-+ 1`, or `longest` of its part. Kernels run in eager mode; those of "gather" and "ulysses" have every derivative that
-`inner` has.
++ 1`, or `longest` of its part. Kernels of "gather" and "ulysses" have every derivative that `inner` has, and can be
+compiled; that of "ring" runs in eager mode.
 """
 
 from __future__ import annotations
@@ -187,11 +187,13 @@ def _remembered(make: Callable[..., T]) -> Callable[..., T]:
     """`make(key, ...)`, once for each object `key`, and forgotten with it.
 
     A mask is one object in all layers of a kind, and again where they are recomputed, on every rank alike: what is made
-    of it costs its message once per batch.
+    of it costs its message once per batch. A graph, which is of one layer, makes it each time.
     """
     known: dict[int, T] = {}
 
     def find(key: Any, *more: Any) -> T:
+        if torch.compiler.is_compiling():
+            return make(key, *more)
         if id(key) not in known:
             known[id(key)] = make(key, *more)
             weakref.finalize(key, known.pop, id(key), None)
@@ -230,7 +232,8 @@ def _look_ulysses(
 ) -> tuple[Any, Layout | None]:
     """What all queries see of all keys, and where documents lie if they are still in order."""
     whole = _whole(mask, group)
-    layout = fnmodels.layout({"": whole}) if inner in ("auto", "blocks", "varlen") else None
+    asked = inner in ("auto", "blocks", "varlen") and not torch.compiler.is_compiling()  # by the host
+    layout = fnmodels.layout({"": whole}) if asked else None
     how: dict[str, Any] = {"softcap": softcap, "sinks": sinks is not None}
     return materialize(whole, inner, layout, device=q.device, dtype=q.dtype, **how), layout
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
-from train.calls import Batch, caller, compiling
+from train.calls import Batch, caller
 from train.forward import metrics_of, totals
 from train.optim import with_paths
 from train.step import LossFn
@@ -44,12 +44,12 @@ def make_eval_over(
     mesh: Mesh, loss_fn: LossFn, *, compile: str, strategy: Strategy
 ) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
     """`train.make_eval_step` over a mesh."""
-    config, loss_fn = config_for(mesh, loss_fn, compile), compiling(loss_fn, compile)
+    config = config_for(mesh, loss_fn, compile, strategy)
 
     def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], tuple[Any, ...]]:
         if mesh.pp == 1:
-            return functools.partial(totals, _caller(loss_fn, placed))
-        run, whole_aux = stage_loss(loss_fn, placed), aux_of_stages(placed)
+            return functools.partial(totals, caller(placed_loss(loss_fn, placed, compile)))
+        run, whole_aux = stage_loss(loss_fn, placed, compile), aux_of_stages(placed)
 
         def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
             total, count, aux = run(params, parts)
@@ -72,12 +72,12 @@ def make_forward_over(
     mesh: Mesh, function: Callable[..., Any], *, compile: str, strategy: Strategy
 ) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
     """`train.make_forward_only` over a mesh, of functions whose tensors are [B, ...], over cp [B, S, ...]."""
-    config, function = config_for(mesh, function, compile), compiling(function, compile)
+    config = config_for(mesh, function, compile, strategy)
 
     def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
         if mesh.pp > 1:
-            return stage_outputs(function, placed)
-        call = _caller(function, placed)
+            return stage_outputs(function, placed, compile)
+        call = caller(placed_loss(function, placed, compile))
         return lambda params, parts: [call(params, part) for part in parts]
 
     made = _once(mesh, function, config, strategy, make)
@@ -103,11 +103,6 @@ def make_forward_over(
         return joined if many else joined[0]
 
     return run
-
-
-def _caller(function: Callable[..., Any], placed: Placed) -> Callable[[Tree, Batch], Any]:
-    how = {"config": placed.config, "trains": placed.trains}
-    return caller(placed_loss(function, placed.shards, placed.devices, placed.strategy, **how))
 
 
 def _once(

@@ -11,7 +11,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels.mask import Layout, MaskLike
 
-from ..calls import Batch
+from ..calls import Batch, layout_of
 from ..loss import replayed
 from ..token_loss import IGNORE
 from .schedule import Pipeline, check_microbatches
@@ -88,7 +88,7 @@ def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
         segment_ids=batch["segment_ids"],
         length=loss.length(batch["positions"]) if callable(loss.length) else loss.length,
     )
-    layout = fnmodels.document_layout(batch["positions"], batch["segment_ids"])
+    layout = layout_of(batch, loss.compiled)
     return Microbatch(batch, replayed(inputs, batch), masks, freqs_cis, layout)
 
 

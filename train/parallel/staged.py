@@ -36,7 +36,7 @@ class Staged:
     head(params, x, batch) -> (sum, count): of the last stage's leaves outside of the layers and the final hidden
     states; for `outputs` whatever is wanted. kernel, length, experts, balance: as in `train.next_token_loss`; length:
     also a function of a microbatch's positions. aux: the head returns (sum, count, metrics), a dict of 0-d sums, which
-    stand beside those of balance and are named otherwise.
+    stand beside those of balance and are named otherwise. compiled: the layers are, so that layouts must be few.
     """
 
     config: Any
@@ -46,6 +46,7 @@ class Staged:
     experts: str | Experts = "auto"
     balance: Balance | None = None
     aux: bool = False
+    compiled: bool = False
 
 
 def staged(loss_fn: Callable[..., Any] | Staged) -> Staged:

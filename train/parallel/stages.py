@@ -74,10 +74,10 @@ def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
 
 
 def stage_sums(
-    loss_fn: LossFn, optimizer: Optimizer, placed: Placed, *, remat: str, counts: bool
+    loss_fn: LossFn, optimizer: Optimizer, placed: Placed, *, remat: str, compile: str, counts: bool
 ) -> Callable[..., Sums]:
     """`train.step.gradient_sums` of this process."""
-    loss, pipe, how = _staged(loss_fn, placed, remat)
+    loss, pipe, how = _staged(loss_fn, placed, compile, remat)
     group = placed.devices.get_group("pp")
     return gradient_sums(loss, optimizer, pipe, group, counts=counts or _wants_aux(loss_fn), **how)
 
@@ -93,16 +93,16 @@ def counted_elsewhere(placed: Placed) -> frozenset[str]:
 
 
 def stage_loss(
-    loss_fn: LossFn, placed: Placed
+    loss_fn: LossFn, placed: Placed, compile: str
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
     """`pipeline.loss_sums` of this process, without gradients."""
-    loss, pipe, how = _staged(loss_fn, placed, "none")
+    loss, pipe, how = _staged(loss_fn, placed, compile)
     return loss_sums(loss, pipe, placed.devices.get_group("pp"), counts=_wants_aux(loss_fn), **how)
 
 
-def stage_outputs(function: LossFn, placed: Placed) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
+def stage_outputs(function: LossFn, placed: Placed, compile: str) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
     """What `function` returns of each microbatch, in the processes of all stages, without gradients."""
-    whole_function, pipe, how = _staged(staged_outputs(function), placed, "none")
+    whole_function, pipe, how = _staged(staged_outputs(function), placed, compile)
     group = placed.devices.get_group("pp")
     run = outputs(whole_function, pipe, group, **how)
     last, here = pipe.ranks[-1], placed.devices.get_local_rank("pp")
@@ -128,16 +128,19 @@ class Placed:
     strategy: Strategy
 
 
-def _staged(loss_fn: LossFn, placed: Placed, remat: str) -> tuple[Staged, Pipeline, dict[str, Any]]:
+def _staged(
+    loss_fn: LossFn, placed: Placed, compile: str, remat: str = "none"
+) -> tuple[Staged, Pipeline, dict[str, Any]]:
     """The loss, where its layers are, and what makes whole what lies in parts.
 
-    Each way of sharing is what it is without stages: attention, experts, parts of layers, gathering, from inside out.
+    Each way of sharing is what it is without stages, from the inside out: attention, experts, parts of layers,
+    compilation of these, gathering.
     """
     from .step import rules_of
 
     config, devices, strategy = placed.config, placed.devices, placed.strategy
     mesh, loss = mesh_of(devices), staged(loss_fn)
-    loss = dataclasses.replace(loss, balance=whole_balance(loss.balance, devices))
+    loss = dataclasses.replace(loss, balance=whole_balance(loss.balance, devices), compiled=compile == "block")
     if asks_length(loss.length, config):
         loss = dataclasses.replace(loss, length=longest(devices))
     if mesh.cp > 1:
@@ -155,8 +158,7 @@ def _staged(loss_fn: LossFn, placed: Placed, remat: str) -> tuple[Staged, Pipeli
         tensor = tensor_parallel(config, whole, sequence=strategy.sequence)
         wraps, outsides, leaving = [tensor.layer_fn], [tensor.outside], tensor.whole
     gathers, gathered = gathering_stages(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
-    again = layer_fn(remat, "none")
-    wraps += [gathers] if again is None else [gathers, again]
+    wraps += [one for one in (layer_fn("none", compile), gathers, layer_fn(remat, "none")) if one is not None]
     if strategy.schedule in SPLITTING and (strategy.sequence or mesh.rows * mesh.cp > 1):
         wraps.append(_as_one)
 

@@ -38,7 +38,7 @@ from .dtensors import like, local_tree
 from .everywhere import aux_of_stages
 from .expert import expert_parallel
 from .gather import Part, gather, gathering, shardings
-from .mesh import DATA, Mesh, Strategy, mesh_of, whole_groups
+from .mesh import DATA, Mesh, Strategy, mesh_of, not_compiled, whole_groups
 from .parts import own_parts
 from .staged import Staged
 from .stages import Placed, counted_elsewhere, stage_sums
@@ -73,16 +73,16 @@ def make_step_over(
     State is of this process' layers (`stages`), and `accumulate` is the number of microbatches. Batches that the mesh
     does not divide are refused, and so are optimizers that need more than parts.
     """
-    config, known = config_for(mesh, loss_fn, compile, remat), list[tuple[Teaching, Callable[..., Sums]]]()
-    loss_fn = compiling(loss_fn, compile)
+    config = config_for(mesh, loss_fn, compile, strategy, remat)
+    known: list[tuple[Teaching, Callable[..., Sums]]] = []
+    how: dict[str, Any] = {"remat": remat, "compile": compile, "counts": balance_rate is not None}
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
         if not known or known[0][0].placed.shards != shardings(state.params):
             # once: what a step returns lies as what it was given
             check_opt_state(optimizer, local_tree(state))
             teaching = teach(place(mesh, state.params, config, strategy, optimizer.trainable), optimizer)
-            sums_of = sums_over(teaching.placed, loss_fn, optimizer, remat=remat, counts=balance_rate is not None)
-            known[:] = [(teaching, sums_of)]
+            known[:] = [(teaching, sums_over(teaching.placed, loss_fn, optimizer, **how))]
         teaching, sums_of = known[0]
         parts = own_parts(batch, teaching.placed, accumulate)
         sums = sums_of(local_tree(state.params), parts, divide=False)
@@ -91,15 +91,15 @@ def make_step_over(
     return step
 
 
-def config_for(mesh: Mesh, function: Callable[..., Any], compile: str, remat: str = "none") -> Any:
+def config_for(mesh: Mesh, function: Callable[..., Any], compile: str, strategy: Strategy, remat: str = "none") -> Any:
     """`config_in` a loss function, or another of (params, batch). ValueError for one that cannot run over this mesh."""
-    inside = [name for name in ("pp", "ep", "cp", "tp") if mesh.sizes[name] > 1]
-    if compile not in ("none", "block") or (compile == "block" and inside):
-        why = f"over {inside[0]} a layer sends messages of its own" if inside else "what gathers layers does not"
+    if compile not in ("none", "block"):
         raise ValueError(
-            f'compile is {compile!r}; over a mesh it must be "none", or "block" where the mesh is of dp and fsdp: no '
-            f"message goes into a graph, and {why}."
+            f'compile is {compile!r}; over a mesh it must be "none" or "block": what gathers layers goes into no graph.'
         )
+    why = not_compiled(mesh, strategy)
+    if compile == "block" and why is not None:
+        raise ValueError(f'compile is "block", but {why}; there it must be "none".')
     if compile == "block" and remat == "selective":
         raise ValueError(
             'remat="selective" chooses among single operations, and over a mesh it is outside of compiled blocks, '
@@ -163,15 +163,12 @@ def teach(placed: Placed, optimizer: Optimizer) -> Teaching:
 
 
 def sums_over(
-    placed: Placed, loss_fn: LossFn, optimizer: Optimizer, *, remat: str, counts: bool
+    placed: Placed, loss_fn: LossFn, optimizer: Optimizer, *, remat: str, compile: str, counts: bool
 ) -> Callable[..., Sums]:
     """`train.step.gradient_sums` of this process: of `local_tree(params)` and lists of its parts of batches."""
     if placed.devices["pp"].size() > 1:
-        return stage_sums(loss_fn, optimizer, placed, remat=remat, counts=counts)
-    loss = placed_loss(
-        loss_fn, placed.shards, placed.devices, placed.strategy, config=placed.config, trains=placed.trains
-    )
-    return gradient_sums(loss, optimizer, remat=remat, counts=counts)
+        return stage_sums(loss_fn, optimizer, placed, remat=remat, compile=compile, counts=counts)
+    return gradient_sums(placed_loss(loss_fn, placed, compile), optimizer, remat=remat, counts=counts)
 
 
 def update_over(
@@ -199,19 +196,13 @@ def update_over(
     return result, metrics
 
 
-def placed_loss(
-    loss_fn: LossFn,
-    shards: Tree,
-    devices: DeviceMesh,
-    strategy: Strategy,
-    *,
-    config: Any = None,
-    trains: Tree | None = None,
-) -> LossFn:
+def placed_loss(loss_fn: LossFn, placed: Placed, compile: str) -> LossFn:
     """loss_fn(params, batch, ...) as one of the parts of both that a process has: `local_tree(params)`, `own_part`.
 
-    Each way of sharing wraps the function whole, from the inside out: attention, experts, parts of layers, gathering.
+    Each way of sharing wraps the function whole, from the inside out: attention, experts, parts of layers, compilation
+    of these, gathering.
     """
+    devices, strategy = placed.devices, placed.strategy
     mesh = mesh_of(devices)
     bound = {name: keyword.default for name, keyword in inspect.signature(loss_fn).parameters.items()}
     if asks_length(bound.get("length", 0), bound.get("config")):
@@ -225,8 +216,8 @@ def placed_loss(
         inner = _named(loss_fn, "experts", mesh)
         loss_fn = _with(loss_fn, experts=expert_parallel(devices.get_group("ep"), inner=inner))
     if mesh.tp > 1:
-        loss_fn = tensor_parallel(config, shards, sequence=strategy.sequence).run(loss_fn)
-    return gathering(loss_fn, shards, dtype=strategy.gather_dtype, trains=trains)
+        loss_fn = tensor_parallel(placed.config, placed.shards, sequence=strategy.sequence).run(loss_fn)
+    return gathering(compiling(loss_fn, compile), placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
 
 
 def _with(loss_fn: LossFn, **chosen: Any) -> LossFn:

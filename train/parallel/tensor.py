@@ -74,21 +74,32 @@ class TensorParallel:
         return run
 
     def layer_fn(self, block: Block) -> Block:
-        """For `fnmodels.forward`: the block on this process' part. Other wrappers (remat, compilation) go around it."""
-        if not isinstance(block, functools.partial):
+        """For `fnmodels.forward`: the block on this process' part. Other wrappers (remat, compilation) go around it.
+
+        What it returns is a partial again, of what is hashable: equal ones are compiled once.
+        """
+        if not isinstance(block, functools.partial) or block.args:
             raise TypeError("Tensor parallelism wraps the family's own block: apply other wrappers after it.")
-        experts = {name: block.keywords.get(name, "auto") for name in ("experts", "kernel")}
+        return functools.partial(self._run, block.func, tuple(block.keywords.items()))
 
-        def run(layer: Tree, x: Tensor, mask: Any, freqs: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            here = self._layer(layer)
-            if self.region.sequence:
-                x, more = self._columns(x, tree.leaves(freqs)[0].shape[1], more)
-            if "valid" in more and "expert_mlp" in self.divided:
-                more["experts"] = functools.partial(columns_of_experts, self.region, **experts)
-            x, aux = block(here, x, mask, freqs, **more)
-            return x, {name: self._tap(value) for name, value in aux.items()}
-
-        return run
+    def _run(
+        self,
+        block: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+        bound: tuple[tuple[str, Any], ...],
+        layer: Tree,
+        x: Tensor,
+        mask: Any,
+        freqs: Any,
+        **more: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        here, how = self._layer(layer), dict(bound)
+        if self.region.sequence:
+            x, more = self._columns(x, tree.leaves(freqs)[0].shape[1], more)
+        if "valid" in more and "expert_mlp" in self.divided:
+            inner = {name: how.get(name, "auto") for name in ("experts", "kernel")}
+            how["experts"] = functools.partial(columns_of_experts, self.region, **inner)
+        x, aux = block(here, x, mask, freqs, **how, **more)
+        return x, {name: self._tap(value) for name, value in aux.items()}
 
     def outside(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
         """The params with what is outside of layers as plain tensors of this process, embedding and head as `Vocab`."""
@@ -125,7 +136,7 @@ class TensorParallel:
             alike = {path: leaf for path, leaf in shared.items() if leaf.dtype == dtype}
             flat |= zip(alike, self.region.all_shared(list(alike.values())), strict=True)
         entry = Entry(self.region)
-        used = iter([leaf if (rows := self.uses[path].rows) is None else leaf[rows] for path, leaf in flat.items()])
+        used = iter([self.uses[path].own(leaf) for path, leaf in flat.items()])
 
         def standing(path: str, leaf: Any) -> Any:  # a leaf, or a weight with its adapter
             kind = self.uses[path].kind

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from fnmodels.leaf import Leaf
 from params.sharding import Sharding
 
@@ -30,6 +32,10 @@ class Use:
     kind: str
     shared: bool
     rows: slice | None = None
+
+    def own(self, leaf: Tensor) -> Tensor:
+        """Those rows of it."""
+        return leaf if self.rows is None else leaf[self.rows]
 
 
 def uses_of(
