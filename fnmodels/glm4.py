@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, fused
 from .disk import Stored
-from .hf import Fields, parse_rope, rope_to_hf, rope_values
+from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
@@ -64,10 +64,9 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=2, head_dim=128)
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
-        inner = Fields({"partial_rotary_factor": _PARTIAL} | rope_values(fields), f"{fields.where}, rope")
         config = Config(
             **sizes,
-            rope=parse_rope(inner, theta=1e4, partial=True, **where),
+            rope=rope_from_hf(fields, theta=1e4, partial=_PARTIAL, **where),
             rms_norm_eps=fields.number("rms_norm_eps", 1.5625e-7),
             attention_bias=fields.boolean("attention_bias", True),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),

@@ -113,8 +113,8 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
     for usual, value in older.items():
         if values.get(usual, value) != value:
             raise ConfigError(f"{fields.where}: {usual!r} is {shown(values[usual])}, but an older name says {value!r}.")
-    inner = Fields({"partial_rotary_factor": 0.25} | older | values, f"{fields.where}, rope")
-    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=True)
+    inner = Fields(older | values, f"{fields.where}, rope")
+    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=0.25)
 
 
 def spec(config: Config) -> Tree:

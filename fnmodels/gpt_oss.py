@@ -16,7 +16,7 @@ from torch import Tensor
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
 from .disk import Stored
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
-from .leaf import Leaf, Normal, attention_leaves, decoder_leaves, moe_leaves, norm
+from .leaf import Leaf, Normal, attention_leaves, decoder_leaves, layer_leaves, moe_leaves
 from .mask import Create, Layout, MaskLike, causal_masks
 from .mixture import check_experts, experts_from_hf, transposed_experts
 from .ops.attention import Kernel, attention
@@ -124,12 +124,8 @@ def spec(config: Config) -> Tree:
     def layer() -> Tree:
         attention = attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=on, o_bias=on)
         sinks = Leaf((heads,), attention["q_proj"].dtype, ("heads",), Normal(std), decay=False)
-        return {
-            "input_layernorm": norm(D, "embed"),
-            "attention": {**attention, "sinks": sinks},
-            "post_attention_layernorm": norm(D, "embed"),
-            "mlp": moe_leaves(D, experts, inner, std=std, biases=True, router_bias=True),
-        }
+        mlp = moe_leaves(D, experts, inner, std=std, biases=True, router_bias=True)
+        return layer_leaves(D, {**attention, "sinks": sinks}, mlp)
 
     return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
 

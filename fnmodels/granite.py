@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -99,12 +99,8 @@ def spec(config: Config) -> Tree:
     heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
 
     def layer() -> Tree:
-        return {
-            "input_layernorm": norm(D, "embed"),
-            "attention": attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=bias, o_bias=bias),
-            "post_attention_layernorm": norm(D, "embed"),
-            "mlp": gated_mlp_leaves(D, config.intermediate_size, std=std, biases=config.mlp_bias),
-        }
+        mlp = gated_mlp_leaves(D, config.intermediate_size, std=std, biases=config.mlp_bias)
+        return layer_leaves(D, attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=bias, o_bias=bias), mlp)
 
     return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
 

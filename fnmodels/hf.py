@@ -194,7 +194,9 @@ _ROPE_KEYS = {
 }
 
 
-def rope_from_hf(fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: bool = False) -> Rope:
+def rope_from_hf(
+    fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: float | None = None
+) -> Rope:
     """One table's `Rope` from either dialect; arguments as for `parse_rope`."""
     inner = Fields(rope_values(fields), f"{fields.where}, rope")
     return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta, partial=partial)
@@ -240,19 +242,21 @@ def ropes_by_layer_type(
     return ropes
 
 
-def parse_rope(fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: bool = False) -> Rope:
+def parse_rope(
+    fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: float | None = None
+) -> Rope:
     """One rope object in Hugging Face's terms, checked.
 
-    theta: the family's default. partial: whether the family may rotate a part of the head only; where it does not,
-    transformers ignores the factor, or fails, so that it is refused here.
+    theta: the family's default. partial: its default for the share of a head that rotates; None where it rotates all,
+    and transformers ignores the factor, or fails, so that it is refused here.
     """
     if {"rope_type", "type"} <= set(fields.values) and fields.values["rope_type"] != fields.values["type"]:
         raise ConfigError(f"{fields.where}: 'rope_type' and 'type' disagree.")
     fields.take("type", None)
     kind = fields.choice("rope_type", tuple(_ROPE_KEYS), default=fields.values.get("type") or "default")
-    if not partial:
+    if partial is None:
         fields.expect("partial_rotary_factor", 1, 1.0)
-    share = fields.number("partial_rotary_factor", 1.0, high=1.0)
+    share = fields.number("partial_rotary_factor", partial or 1.0, high=1.0)
     theta = fields.number("rope_theta", theta)
     dim = int(head_dim * share)
     if dim % 2 or not 2 <= dim <= head_dim:

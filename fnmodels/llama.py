@@ -22,7 +22,7 @@ from .decoder import (
 )
 from .errors import ConfigError
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -172,12 +172,8 @@ def spec(config: Config) -> Tree:
         attention = attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
         if config.qk_norm:
             attention |= {"q_norm": norm(H, "head_dim"), "k_norm": norm(H, "head_dim")}
-        return {
-            "input_layernorm": norm(D, "embed"),
-            "attention": attention,
-            "post_attention_layernorm": norm(D, "embed"),
-            "mlp": gated_mlp_leaves(D, config.intermediate_size, std=std, biases=config.mlp_bias),
-        }
+        mlp = gated_mlp_leaves(D, config.intermediate_size, std=std, biases=config.mlp_bias)
+        return layer_leaves(D, attention, mlp)
 
     return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
 from .disk import Stored
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import attention_leaves, decoder_leaves, moe_leaves, norm
+from .leaf import attention_leaves, decoder_leaves, layer_leaves, moe_leaves
 from .mask import Create, Layout, MaskLike, causal_masks
 from .mixture import check_experts, expert_names, experts_from_hf
 from .ops.attention import Kernel, attention
@@ -100,12 +100,8 @@ def spec(config: Config) -> Tree:
     D, H, std = config.hidden_size, config.head_dim, config.initializer_range
 
     def layer() -> Tree:
-        return {
-            "input_layernorm": norm(D, "embed"),
-            "attention": attention_leaves(D, config.num_attention_heads, config.num_key_value_heads, H, std=std),
-            "post_attention_layernorm": norm(D, "embed"),
-            "mlp": moe_leaves(D, config.num_local_experts, config.intermediate_size, std=std),
-        }
+        attention = attention_leaves(D, config.num_attention_heads, config.num_key_value_heads, H, std=std)
+        return layer_leaves(D, attention, moe_leaves(D, config.num_local_experts, config.intermediate_size, std=std))
 
     return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
 

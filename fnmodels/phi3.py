@@ -16,7 +16,7 @@ from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, 
 from .disk import Stored
 from .errors import ConfigError, UnsupportedError
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
-from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -103,7 +103,7 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
         # transformers goes by the default of the field at the top, not by this one
         raise ConfigError(f"{fields.where}: {name!r} is {inside} in the rope alone; it must stand at the top.")
     inner = Fields(values | {name: original}, f"{fields.where}, rope")
-    rope = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=True)
+    rope = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=1.0)
     if rope.kind not in ("default", "longrope"):
         raise UnsupportedError(f"{inner.where}: 'rope_type' is {rope.kind!r}; phi3 has default and longrope.")
     return rope
@@ -115,12 +115,8 @@ def spec(config: Config) -> Tree:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
     def layer() -> Tree:
-        return {
-            "input_layernorm": norm(D, "embed"),
-            "attention": attention_leaves(D, heads, kv_heads, H, std=std),
-            "post_attention_layernorm": norm(D, "embed"),
-            "mlp": gated_mlp_leaves(D, config.intermediate_size, std=std),
-        }
+        mlp = gated_mlp_leaves(D, config.intermediate_size, std=std)
+        return layer_leaves(D, attention_leaves(D, heads, kv_heads, H, std=std), mlp)
 
     return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
 

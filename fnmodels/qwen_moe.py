@@ -16,7 +16,7 @@ from . import decoder, mixture
 from .disk import Stored
 from .errors import ConfigError
 from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, moe_leaves, norm
+from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves, norm
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
 from .ops.embed import embed_tokens
@@ -164,12 +164,7 @@ def spec(config: Config) -> Tree:
         mlp: Tree = gated_mlp_leaves(D, config.intermediate_size, std=std)
         if kind.endswith("_moe"):
             mlp = moe_leaves(D, config.num_experts, inner, std=std, shared=shared, shared_gate=shared > 0)
-        return {
-            "input_layernorm": norm(D, "embed"),
-            "attention": attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=qkv, o_bias=o) | norms,
-            "post_attention_layernorm": norm(D, "embed"),
-            "mlp": mlp,
-        }
+        return layer_leaves(D, attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=qkv, o_bias=o) | norms, mlp)
 
     return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
 from .errors import ConfigError
-from .hf import Fields, parse_rope, rope_to_hf, rope_values
+from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import attention_leaves, embedding, gated_mlp_leaves, layer_norm_leaves, norm, weight
 from .mask import Create, Layout, MaskLike, causal_masks
 from .ops.attention import Kernel, attention
@@ -70,11 +70,10 @@ class Config:
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder_sizes(fields, max_positions=4096, tied=False, kv_heads=32)
-        inner = Fields({"partial_rotary_factor": 0.25} | rope_values(fields), f"{fields.where}, rope")
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
         config = Config(
             **sizes,
-            rope=parse_rope(inner, theta=1e4, partial=True, **where),
+            rope=rope_from_hf(fields, theta=1e4, partial=0.25, **where),
             layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
             use_qkv_bias=fields.boolean("use_qkv_bias", False),
             qk_layernorm=fields.boolean("qk_layernorm", False),

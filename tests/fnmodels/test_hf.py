@@ -72,7 +72,7 @@ def test_nothing_is_overlooked() -> None:
 
 
 def _read(values: dict[str, Any], head_dim: int = 8, max_positions: int = 64) -> Rope:
-    return rope_from_hf(Fields(values), head_dim=head_dim, max_positions=max_positions, theta=500.0, partial=True)
+    return rope_from_hf(Fields(values), head_dim=head_dim, max_positions=max_positions, theta=500.0, partial=1.0)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -116,7 +116,7 @@ LONG = {"short_factor": [1, 2, 3, 4], "long_factor": [5, 6, 7, 8], "original_max
 def test_ropes(values: dict[str, Any], want: Rope) -> None:
     rope = _read(values)
     assert rope == want
-    assert parse_rope(Fields(rope_to_hf(rope)), head_dim=8, max_positions=64, theta=1.0, partial=True) == rope
+    assert parse_rope(Fields(rope_to_hf(rope)), head_dim=8, max_positions=64, theta=1.0, partial=1.0) == rope
 
 
 @pytest.mark.parametrize(
