@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from train.commands import Parser, run_command
-from train.settings import DEFAULT, GROUPS, Kind, Settings, flag, whole
+from train.kinds import Kind, whole
+from train.settings import DEFAULT, GROUPS, Settings, flag
 
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")
 

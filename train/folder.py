@@ -1,6 +1,7 @@
 """The run folder: who may write to it, what lies in it, and how a stopped run finds its way back.
 
     config.json, model.safetensors, tokenizer.json, ...   a Hugging Face checkpoint of the last saved step
+    ema/                                                  another one, of the average of the weights (--ema)
     steps/step-00000100/, ...                             everything that a resumed run needs, see train/checkpoint.py
     run.json                                              what decides its numbers
     settings.toml                                         all that it was told, for --config
@@ -27,6 +28,7 @@ from train.files import WRITING, write_text
 LOCK = ".lock"
 RUN = "run.json"
 SETTINGS = "settings.toml"
+EMA = "ema"
 STEPS = "steps"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"

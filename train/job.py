@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
@@ -21,26 +20,21 @@ from fnmodels.mask import Layout
 from fnmodels.tree import Tree
 from params.save import config_text
 from train import checkpoint, data, evaluate, folder, model, pretrained, sources
-from train.balance import Balance
-from train.combine import partition
 from train.errors import UserError
 from train.files import write_text
 from train.loss import next_token_loss
 from train.metrics import short
 from train.mixture import Mixture, epochs
 from train.model import Model
-from train.muon import muon
-from train.optim import Optimizer, adamw
+from train.optim import Optimizer
 from train.progress import tokenizing
+from train.recipe import loss_terms, optimizer_for, with_usual
 from train.rows import Batch
-from train.schedule import warmup_stable_decay
 from train.settings import Settings, deciding, flag, to_toml
 from train.speed import flops_per_token
 from train.tokenizer import tokenizer_config
 
 Json = dict[str, Any]
-MATRICES = "layers.*_proj"
-FROM_SCRATCH, FROM_CHECKPOINT, OF_ADAPTERS = 3e-3, 3e-4, 1e-3  # peaks of the learning rate
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class Job:
     mixture: Mixture
     heldout: Batch
     loss: Callable[..., tuple[Any, ...]]
-    train_loss: Callable[..., tuple[Any, ...]]  # with what is added for the routers' sake
+    train_loss: Callable[..., tuple[Any, ...]]  # with what only training has
     optimizer: Optimizer
     trained: int  # parameters
     flops_per_token: float
@@ -83,10 +77,7 @@ class Job:
 
 def resolved(settings: Settings) -> Settings:
     """With a value where it depends on the others or on the machine; a run keeps it wherever it is resumed."""
-    rate = settings.learning_rate
-    if rate is None:
-        rate = OF_ADAPTERS if settings.lora else FROM_CHECKPOINT if settings.init else FROM_SCRATCH
-    return replace(settings, learning_rate=rate, dtype=settings.dtype or fast_dtype())
+    return with_usual(replace(settings, dtype=settings.dtype or fast_dtype()))
 
 
 def prepare(path: Path, settings: Settings, recorded: Json | None, *, spread: bool = False) -> tuple[Tree, Job]:
@@ -137,7 +128,7 @@ def prepare(path: Path, settings: Settings, recorded: Json | None, *, spread: bo
         mixture=data.mixture(dataset, length),
         heldout=data.heldout(dataset, length),
         loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype))),
-        train_loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype)), balance_of(settings)),
+        train_loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype)), **loss_terms(settings)),
         optimizer=optimizer_for(made.spec, settings),
         trained=sum(math.prod(leaf.shape) for leaf in tree.leaves(made.spec) if leaf.trainable),
         flops_per_token=flops_per_token(config, made.spec, length),
@@ -219,45 +210,22 @@ def is_routed(config: Any) -> bool:
     return bool(getattr(fnmodels.family_of(config), "ROUTED", False))
 
 
-def balance_of(settings: Settings) -> Balance | None:
-    """What is added to the loss that trains, for the routers' sake."""
-    if not settings.balance_loss and not settings.router_z_loss:
-        return None
-    return Balance(sequence=settings.balance_loss, z=settings.router_z_loss)
-
-
 def step_options(settings: Settings) -> Json:
     """Of `make_step`."""
     return {name: getattr(settings, name) for name in ("accumulate", "clip", "remat", "compile", "balance_rate")}
 
 
-def loss_function(
-    config: Any, spec: Tree, dtype: torch.dtype, balance: Balance | None = None
-) -> Callable[..., tuple[Any, ...]]:
-    """Computes in `dtype`; parameters that train, their gradients and the loss stay fp32. With counts of experts."""
+def loss_function(config: Any, spec: Tree, dtype: torch.dtype, **terms: Any) -> Callable[..., tuple[Any, ...]]:
+    """Computes in `dtype`; parameters that train, their gradients and the loss stay fp32. With counts of experts.
+
+    terms: of `next_token_loss`.
+    """
     casts = tree.map(lambda leaf: leaf.dtype.is_floating_point and not leaf.keep_dtype, spec)
 
     def loss(
         params: Tree, batch: Batch, *, layout: Layout | None = None, layer_fn: Any = None, aux: bool = is_routed(config)
     ) -> tuple[Any, ...]:
         cast = tree.map(lambda param, casts: param.to(dtype) if casts else param, params, casts)
-        how: Json = {"layout": layout, "layer_fn": layer_fn, "balance": balance, "aux": aux}
-        return next_token_loss(cast, batch, config=config, **how)
+        return next_token_loss(cast, batch, config=config, layout=layout, layer_fn=layer_fn, aux=aux, **terms)
 
     return loss
-
-
-def optimizer_for(spec: Tree, settings: Settings) -> Optimizer:
-    warmup = min(settings.warmup, settings.steps // 10)
-
-    def rate(peak: float | None) -> Callable[[Tensor], float]:
-        assert peak is not None  # as in `resolved`
-        shape: Json = {"total": settings.steps, "warmup": warmup, "decay_ratio": settings.decay_ratio}
-        shape |= {"shape": settings.decay_shape, "floor": settings.decay_floor}
-        return lambda step: peak * float(warmup_stable_decay(int(step), **shape))
-
-    how: Json = {"weight_decay": settings.weight_decay, "spec": spec}
-    rest = adamw(rate(settings.learning_rate), betas=settings.betas, **how)
-    if settings.optimizer == "adamw":
-        return rest
-    return partition({MATRICES: muon(rate(settings.muon_learning_rate), **how), "*": rest})

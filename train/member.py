@@ -19,7 +19,7 @@ from fnmodels.tree import Tree
 from train import model, sharded
 from train.checkpoint import Checkpoint
 from train.forward import make_eval_step
-from train.job import balance_of, is_routed, optimizer_for, step_options
+from train.job import is_routed, step_options
 from train.joining import set_limit
 from train.loss import next_token_loss
 from train.optim import with_paths
@@ -27,6 +27,7 @@ from train.parallel import Strategy
 from train.parallel.everywhere import fetching
 from train.parallel.stages import init_stage, stage_plan
 from train.parallel.step import rules_of
+from train.recipe import loss_terms, optimizer_for, weights
 from train.rows import Batch
 from train.settings import Settings
 from train.sharing import Sharing
@@ -63,7 +64,7 @@ class Member:
         loss = functools.partial(next_token_loss, config=self.config, aux=is_routed(self.config))
         self.spec = model.spec_for(self.config, settings)
         self.optimizer = optimizer_for(self.spec, settings)
-        train_loss = functools.partial(loss, balance=balance_of(settings))
+        train_loss = functools.partial(loss, **loss_terms(settings))
         how = step_options(settings) | {"mesh": self.mesh, "strategy": strategy}
         if self.mesh.pp > 1:
             how["accumulate"] = work.sharing.microbatches
@@ -100,28 +101,28 @@ class Member:
         return self.state, metrics
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum, count) of a batch with any number of rows."""
+        """(sum, count) of a batch with any number of rows, by the weights that are evaluated."""
         missing = -len(batch["tokens"]) % self.mesh.rows
         if missing:
             more = tree.map(lambda t: t[:1].expand(missing, *t.shape[1:]), batch)
             more = {**more, "labels": torch.full_like(more["labels"], -100)}
             batch = tree.map(lambda *pair: torch.cat(pair), dict(batch), more)
-        found = self._loss(self.state.params, batch)
+        found = self._loss(weights(self.state, self.settings), batch)
         return found["total"], found["count"]
 
     def save(self, folder: Path, step: int, progress: dict[str, Any], keep: int) -> None:
         sharded.save(folder, step, model.kept(self.state), progress, keep=keep)
 
-    def whole(self) -> Tree:
-        """All parameters, in the first process; None in the others."""
-        return self._in_first(self.spec)
+    def whole(self, average: bool) -> Tree:
+        """All parameters, or the average of them, in the first process; None in the others."""
+        return self._in_first(self.spec, self.state.opt_state["ema"] if average else self.state.params)
 
     def trained(self) -> Tree:
         """As `whole`, of adapters they alone."""
-        return self._in_first(model.trained(self.spec))
+        return self._in_first(model.trained(self.spec), self.state.params)
 
-    def _in_first(self, like: Tree) -> Tree:
-        first, (_, fetch) = dist.get_rank() == 0, fetching(self.state.params)
+    def _in_first(self, like: Tree, held: Tree) -> Tree:
+        first, (_, fetch) = dist.get_rank() == 0, fetching(held)
 
         def one(path: str, _: Any) -> Tensor | None:
             full = fetch(path)

@@ -74,11 +74,12 @@ def is_finite(value: Any) -> bool:
 
 
 def of_step(
-    measured: Mapping[str, Any], bits_per_byte: Callable[[float], float], balance: Balance | None = None
+    measured: Mapping[str, Any], bits_per_byte: Callable[[float], float] | None, balance: Balance | None = None
 ) -> Row:
     """What a step returned, as numbers for the row.
 
     loss: of the tokens alone, without what `balance` adds to it; that stands beside it, without its weights.
+    bits_per_byte: None where it is more than a cross entropy; then there is no perplexity either.
     expert_load: in the layer where they differ most, the tokens of the busiest expert over the mean of all experts'.
     """
     row: Row = {"finite": bool(measured["finite"])}
@@ -87,8 +88,9 @@ def of_step(
     for name in [name for name, weight in added.items() if weight]:
         row[name] = short(float(measured["aux"][name] / measured["count"].clamp(min=1)))
         row["loss"] = short(row["loss"] - added[name] * row[name])
-    row["perplexity"] = short(math.exp(row["loss"]) if row["loss"] < 700 else math.inf)
-    row["bits_per_byte"] = short(bits_per_byte(row["loss"]))
+    if bits_per_byte is not None:
+        row["perplexity"] = short(math.exp(row["loss"]) if row["loss"] < 700 else math.inf)
+        row["bits_per_byte"] = short(bits_per_byte(row["loss"]))
     if "lr_of" in measured:
         row["lr_of"] = {name: shortest(rate) for name, rate in measured["lr_of"].items()}
     if "aux" in measured:

@@ -79,9 +79,12 @@ def is_result(summary: Json | None) -> bool:
 
 
 def result(summary: Json, path: Path) -> None:
+    averaged = summary.get("ema") is not None
+    by = f", by the average of the weights (--ema {summary['ema']})" if averaged else ""
     print(
-        f"held out: {summary['heldout_bits_per_byte']:.3f} bits per byte over {summary['heldout_bytes']:,} bytes "
+        f"held out{by}: {summary['heldout_bits_per_byte']:.3f} bits per byte over {summary['heldout_bytes']:,} bytes "
         f"(zlib -9, each source as one stream: {summary['zlib_bits_per_byte']:.3f})"
     )
     print(f"a sample:\n{summary['sample']}\n")
-    print(f"curves: {path / folder.PICTURE}\ncheckpoint: {path}")
+    also = f", and of the average {path / folder.EMA}" if averaged else ""
+    print(f"curves: {path / folder.PICTURE}\ncheckpoint: {path}{also}")

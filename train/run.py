@@ -19,10 +19,12 @@ from fnmodels.tree import Tree
 from train import checkpoint, evaluate, folder, joining, metrics, model, report, sharded
 from train.checkpoint import Checkpoint
 from train.errors import UserError
-from train.job import Job, Json, balance_of, prepare, resolved, step_options
+from train.job import Job, Json, prepare, resolved, step_options
 from train.member import Work
 from train.mixture import batch
+from train.pretrained import copy_companions
 from train.progress import progress
+from train.recipe import balance_of, is_plain, strangers, weights
 from train.sample import complete
 from train.saver import Saver
 from train.settings import FREE, KINDS, SIZES, Settings, absolute, flag, from_json, read_toml
@@ -132,6 +134,11 @@ def choose(
     for name in SIZES:
         if settings.init and name in given:
             raise UserError(f"{given[name][1]} is of a model that is made anew, and --init {settings.init} names one")
+    idle = strangers(settings)
+    for name in [name for name in idle if name in given]:
+        raise UserError(f"{given[name][1]} is of another optimizer than --optimizer {settings.optimizer}: leave it out")
+    without: Json = dict.fromkeys(idle)
+    settings = replace(settings, **without)
     if settings.accumulate > settings.batch_rows:
         parts = f"--accumulate {settings.accumulate} takes the rows of a batch in so many parts"
         raise UserError(f"{parts}, and --batch-rows is {settings.batch_rows}")
@@ -155,7 +162,7 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) 
             by_one = (saved.path / checkpoint.STATE).exists()
             state = model.restored(state, (checkpoint if by_one else sharded).load(saved, like=model.kept(state)))
         checkpoint.set_aside(job.path / folder.STEPS, after=saved.step)
-        write_out(job, state.params, shared)  # a kill may have come between the step and this
+        write_out(job, state, shared)  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
     rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
     costs = metrics.cut_beside(job.path / folder.SPEED, reached.step)
@@ -166,7 +173,7 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) 
         report.draw(job, rows, costs, None)
         print(f"stopped at step {stopped} of {job.settings.steps}, saved; {report.how_to_resume(job.path)}")
         return 130
-    summary = summarize(job, state.params, shared)
+    summary = summarize(job, state, shared)
     report.draw(job, rows, costs, summary["heldout_loss"])
     folder.write_json(job.path / folder.SUMMARY, summary)
     report.result(summary, job.path)
@@ -188,6 +195,7 @@ def train_steps(
     sample = evaluate.spread(job.heldout, job.settings.eval_rows)
     evaluate_every = job.settings.eval_every or max(1, total // 10)
     sample_every, speed = job.settings.sample_every, 0.0
+    bits_per_byte, balance = job.train_bits_per_byte if is_plain(job.settings) else None, balance_of(job.settings)
     with (
         metrics.log(job.path, after=first) as log,
         progress(total, first) as show,
@@ -204,19 +212,19 @@ def train_steps(
             done()
             tokens += count
             row: metrics.Row = {"step": index + 1, "tokens": tokens, "epochs": job.epochs(index + 1)}
-            row |= metrics.of_step(measured, job.train_bits_per_byte, balance_of(job.settings))
+            row |= metrics.of_step(measured, bits_per_byte, balance)
             cost = what_it_cost(job, index + 1, count, time.perf_counter() - began)
             now = cost["tokens_per_second"]
             speed = 0.9 * speed + 0.1 * now if speed else now
             if (index + 1) % evaluate_every == 0 or index + 1 == total:
-                row["heldout_loss"] = evaluate.heldout_loss(loss, state.params, sample)
+                row["heldout_loss"] = evaluate.heldout_loss(loss, weights(state, job.settings), sample)
                 row["heldout_bits_per_byte"] = job.bits_per_byte(row["heldout_loss"])
             log.write(row, cost)
             rows.append(row)
             costs.append(cost)
             show(index + 1, row["loss"], row["lr"], speed)
             if sample_every and (index + 1) % sample_every == 0:
-                said = speech(job, whole(state.params, shared))
+                said = speech(job, state, shared)
                 log.sample(index + 1, said)
                 print(f"step {index + 1} says: {said}", flush=True)
             stopping = asked()
@@ -242,45 +250,54 @@ def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics.Ro
 
 
 def save(job: Job, keep: int, state: State, reached: Reached) -> None:
-    """The step first, in one rename; the checkpoint for others to read is made from the same step after it."""
+    """The step first, in one rename; the checkpoints for others to read are made from the same step after it."""
     checkpoint.save(job.path / folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
-    write_out(job, state.params, None)
+    write_out(job, state, None)
 
 
 def save_together(job: Job, shared: Team, state: State, reached: Reached) -> None:
     """The same by several processes, each of which writes what it holds; training waits."""
     shared.do("save", job.path / folder.STEPS, reached.step, progress_of(job, reached), job.settings.keep)
-    write_out(job, state.params, shared)
+    write_out(job, state, shared)
 
 
 def progress_of(job: Job, reached: Reached) -> Json:
     return {"tokens": reached.tokens, "run": job.identity}
 
 
-def whole(params: Tree, shared: Team | None) -> Tree:
-    """The parameters as one process has them."""
-    return shared.do("whole") if shared else params
+def whole(state: State, shared: Team | None, *, average: bool) -> Tree:
+    """The parameters, or the average of them, as one process has them."""
+    if shared:
+        return shared.do("whole", average)
+    return state.opt_state["ema"] if average else state.params
 
 
-def write_out(job: Job, params: Tree, shared: Team | None) -> None:
-    model.write(job.path, job.config, shared.do("trained") if shared else params, job.settings.init)
+def write_out(job: Job, state: State, shared: Team | None) -> None:
+    """The folder's checkpoint; with --ema, below it, that of the average, which is as complete."""
+    model.write(job.path, job.config, shared.do("trained") if shared else state.params, job.settings.init)
+    if job.settings.ema is not None:
+        average = job.path / folder.EMA
+        model.write(average, job.config, whole(state, shared, average=True), None)
+        shutil.copyfile(job.path / "tokenizer.json", average / "tokenizer.json")
+        copy_companions(job.path, average)
 
 
-def summarize(job: Job, params: Tree, shared: Team | None) -> Json:
+def summarize(job: Job, state: State, shared: Team | None) -> Json:
     """What the run reached on all held-out documents, and a sample of its speech."""
-    loss = evaluate.heldout_loss(shared.loss if shared else job.loss, params, job.heldout)
+    loss = evaluate.heldout_loss(shared.loss if shared else job.loss, weights(state, job.settings), job.heldout)
     size = job.dataset.heldout.bytes
     return {
         "steps": job.settings.steps,
+        "ema": job.settings.ema,
         "heldout_loss": loss,
         "heldout_bytes": size,
         "heldout_bits_per_byte": job.bits_per_byte(loss),
         "zlib_bits_per_byte": 8 * job.dataset.zlib_bytes / size,
-        "sample": speech(job, whole(params, shared)),
+        "sample": speech(job, state, shared),
     }
 
 
-def speech(job: Job, params: Tree) -> str:
+def speech(job: Job, state: State, shared: Team | None) -> str:
     """The prompt and what the model goes on with; the draws are the same each time."""
-    how = {"tokens": job.settings.sample_tokens}
+    params, how = whole(state, shared, average=job.settings.ema is not None), {"tokens": job.settings.sample_tokens}
     return complete(params, job.config, job.tokenizer, job.settings.prompt, job.ends, **how)

@@ -5,18 +5,30 @@ the defaults, and those that decide its numbers must not be given otherwise.
 """
 
 import json
-import math
-import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from train import sources
-from train.adapters import FORM, are_adapters
 from train.commands import nearest
 from train.errors import UserError
+from train.kinds import (
+    ABOVE_0,
+    BELOW_1,
+    BETAS,
+    CHECKPOINT,
+    DATA,
+    LORA,
+    NUMBER,
+    REMAT,
+    SHARE,
+    WORDS,
+    Kind,
+    choice,
+    whole,
+)
 from train.schedule import SHAPES
 
 TEXT, MODEL, LEARNING, WATCHING, KEEPING = (
@@ -26,78 +38,7 @@ TEXT, MODEL, LEARNING, WATCHING, KEEPING = (
     "what is told on the way",
     "what is kept",
 )
-LARGEST = 2**63
 GROUPS = (TEXT, MODEL, LEARNING, WATCHING, KEEPING)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a value may be. what: the end of "... is not"; read: a flag's text as a value; fits: whether it is one."""
-
-    what: str
-    metavar: str
-    read: Callable[[str], Any]
-    fits: Callable[[Any], bool]
-
-    def check(self, value: Any) -> Any:
-        """The value of a file, a number as float where it must be one. ValueError where it is none."""
-        if type(value) is list:
-            value = tuple(map(_as_float, value))
-        for candidate in (value, _as_float(value)):
-            if self.fits(candidate):
-                return candidate
-        raise ValueError(self.what)
-
-
-def _as_float(value: Any) -> Any:
-    try:
-        return float(value) if type(value) is int else value
-    except OverflowError:  # no number that anybody means
-        return value
-
-
-def _is_number(value: Any, low: float, high: float) -> bool:
-    return type(value) is float and low <= value <= high and math.isfinite(value)
-
-
-def whole(low: int) -> Kind:
-    return Kind(f"a whole number from {low}", "N", int, lambda value: type(value) is int and low <= value < LARGEST)
-
-
-def choice(*names: str) -> Kind:
-    return Kind(f"one of {', '.join(names)}", "|".join(names), str, lambda value: value in names)
-
-
-def _pair(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
-
-
-NUMBER = Kind("a number from 0", "X", float, lambda value: _is_number(value, 0.0, math.inf))
-ABOVE_0 = Kind("a number above 0", "X", float, lambda value: _is_number(value, 0.0, math.inf) and value > 0)
-SHARE = Kind("a number from 0 to 1", "X", float, lambda value: _is_number(value, 0.0, 1.0))
-BETAS = Kind(
-    "two numbers from 0 to below 1",
-    "X,X",
-    _pair,
-    lambda pair: type(pair) is tuple and len(pair) == 2 and all(_is_number(x, 0.0, 1.0) and x < 1 for x in pair),
-)
-
-
-def _is_text(value: Any) -> bool:
-    """Also for names of files: what is not UTF-8 comes with halves of characters, which no file here can hold."""
-    return type(value) is str and value != "" and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
-REMAT = Kind(
-    "one of none, full, selective, every:N with a whole number N from 1",
-    "none|full|selective|every:N",
-    str,
-    lambda value: type(value) is str and re.fullmatch(r"none|full|selective|every:[1-9][0-9]{0,3}", value) is not None,
-)
-WORDS = Kind("a text", "TEXT", str, _is_text)
-DATA = Kind("a path", "PATH[:WEIGHT],...", str, WORDS.fits)
-CHECKPOINT = Kind("a path", "CHECKPOINT", str, WORDS.fits)
-LORA = Kind(FORM, "r=R,...", str, are_adapters)
 
 
 def setting(default: Any, kind: Kind, group: str, help: str, *, free: bool = False) -> Any:
@@ -144,19 +85,46 @@ class Settings:
         None,
         NUMBER,
         LEARNING,
-        "at its peak; without it 0.003, for adapters 0.001, for a checkpoint, whose knowledge should last, 0.0003",
+        "at its peak; without it 0.003, for adapters 0.001, for a checkpoint, whose knowledge should last, 0.0003; of "
+        "that Lion a tenth, Adafactor ten times and SGD thirty times as much",
     )
     optimizer: str = setting(
-        "adamw", choice("adamw", "muon"), LEARNING, "of the matrices in the layers; AdamW has the rest in any case"
+        "adamw",
+        choice("adamw", "muon", "lion", "sgd", "adafactor"),
+        LEARNING,
+        "of all weights; muon: of the matrices in the layers, and AdamW of the rest",
     )
-    muon_learning_rate: float = setting(0.02, NUMBER, LEARNING, "of the matrices that Muon has, at its peak")
+    muon_learning_rate: float | None = setting(
+        None, NUMBER, LEARNING, "of the matrices that Muon has, at its peak; without it 0.02"
+    )
     warmup: int = setting(60, whole(0), LEARNING, "steps up to the peak, at most a tenth of all")
     decay_ratio: float = setting(0.6, SHARE, LEARNING, "share of the steps in which the rate falls, the last ones")
     decay_shape: str = setting("linear", choice(*SHAPES), LEARNING, "how it falls; sqrt is 1 - sqrt(progress)")
     decay_floor: float = setting(0.0, SHARE, LEARNING, "where it stays, as a share of the peak")
-    betas: tuple[float, float] = setting((0.9, 0.95), BETAS, LEARNING, "of AdamW's means")
-    weight_decay: float = setting(0.1, NUMBER, LEARNING, "of matrices; norms, biases and embeddings have none")
+    betas: tuple[float, float] | None = setting(
+        None, BETAS, LEARNING, "of the means of AdamW (without it 0.9,0.95) and Lion (0.9,0.99)"
+    )
+    momentum: float | None = setting(None, BELOW_1, LEARNING, "of SGD (without it 0.9) and Muon (0.95)")
+    weight_decay: float | None = setting(
+        None,
+        NUMBER,
+        LEARNING,
+        "of matrices, without it 0.1, of Lion 1, Adafactor 0.01, SGD 0.0001; norms, biases and embeddings have none",
+    )
     clip: float = setting(1.0, ABOVE_0, LEARNING, "the largest norm of the gradient")
+    ema: float | None = setting(
+        None,
+        BELOW_1,
+        LEARNING,
+        "keep an average of the weights, its decay in each step being this (0.999, say): held-out text and samples are "
+        "the average's, and DIR/ema is its checkpoint",
+    )
+    label_smoothing: float = setting(
+        0.0, BELOW_1, LEARNING, "share of each target that is spread over the vocabulary in training"
+    )
+    z_loss: float = setting(
+        0.0, NUMBER, LEARNING, "weight of log(sum(exp(logits)))^2, which keeps logits from drifting (1e-4, say)"
+    )
     balance_loss: float = setting(
         0.0, NUMBER, LEARNING, "of a model with experts: weight of the loss that uneven use of them costs in each row"
     )

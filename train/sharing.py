@@ -9,10 +9,12 @@ import params as P
 from train import model
 from train.errors import UserError
 from train.joining import world
+from train.optim import takes_parts
 from train.parallel import Mesh, Strategy
 from train.parallel.mesh import not_compiled
 from train.parallel.pipeline import SCHEDULES, check_microbatches, pipeline
-from train.parallel.step import rules_of
+from train.parallel.step import check_whole, rules_of
+from train.recipe import optimizer_for
 from train.settings import Settings
 
 
@@ -91,7 +93,9 @@ def check_fit(sharing: Sharing, settings: Settings, config: Any) -> None:
     if length % mesh.cp:
         raise UserError(f"--mesh {mesh} takes a row's tokens in {mesh.cp} parts, and a row has {length}")
     try:
-        P.plan(model.spec_of(config), rules_of(mesh, config), mesh.sizes)
+        plan = P.plan(model.spec_of(config), rules_of(mesh, config), mesh.sizes)
+        if not takes_parts(optimizer_for(model.spec_for(config, settings), settings)):
+            check_whole(plan)
         if mesh.pp > 1:
             check_microbatches(pipeline(config, mesh.pp, sharing.schedule), sharing.microbatches)
     except ValueError as error:

@@ -36,6 +36,7 @@ from train import adamw, folder, init_state, joining, pretrained, sharded, team
 from train.checkpoint import Checkpoint
 from train.cli import main
 from train.errors import UserError
+from train.job import resolved
 from train.optim import with_paths
 from train.parallel import Mesh
 from train.parallel.dtensors import local_tree
@@ -270,11 +271,13 @@ def test_experts_are_balanced_and_adapters_train_as_in_one_process(
         assert all(code == 0 for code, *_ in results), results
 
     balance = ("--balance-loss", "0.5", "--router-z-loss", "0.25", "--balance-rate", "0.125")
+    balance += ("--ema", "0.8", "--label-smoothing", "0.1", "--z-loss", "1e-3")
     assert main(words(tmp_path / "alone", *init, *balance)) == 0
     run("experts", "pp=2,ep=2", *balance)
     assert len(losses(tmp_path / "alone")) == 6 * 6 + 2
     assert_close(losses(tmp_path / "experts"), losses(tmp_path / "alone"))
-    same_weights(P.load_pretrained(tmp_path / "experts")[1], P.load_pretrained(tmp_path / "alone")[1])
+    for part in ("", "ema"):  # the last weights, and their average, of which the held-out losses are
+        same_weights(*(P.load_pretrained(tmp_path / name / part)[1] for name in ("experts", "alone")))
 
     adapters = ("--lora", "r=2,alpha=8,targets=q_b_proj+o_proj", "--learning-rate", "0.03")
     assert main(words(tmp_path / "one", *init, *adapters)) == 0
@@ -316,7 +319,7 @@ def same_weights(found: Any, expected: Any) -> None:
 def begun(folder: str | None, base: str) -> tuple[int, int]:
     """(bytes that a process reads to begin, how many leaves are its part of what one process begins with)."""
     mesh, config = Mesh(pp=2, fsdp=2), P.load_config(base)
-    settings = Settings(dtype="float32", learning_rate=1e-3, init=folder, seed=5)
+    settings = resolved(Settings(dtype="float32", learning_rate=1e-3, init=folder, seed=5))
     member = train.member.Member(train.member.Work(Sharing(mesh), settings, config))
     before = read_by_process()
     state = member.begin(True)
@@ -373,6 +376,10 @@ def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> 
         "fnmodels-train: --mesh fsdp=3 is of 3 processes, and there are 2: start them with torchrun --nproc-per-node 3 "
         "-m train -- and the flags.\n"
     )
+    whole = ("--mesh", "fsdp=2", "--optimizer", "adafactor", "--ema", "0.9")
+    (code, _, said), (other, *nothing) = ranks(2)(run_main, str(tmp_path / "run"), *whole)
+    assert code == other == 2 and nothing == ["", ""]
+    assert said.startswith("fnmodels-train: --mesh fsdp=2: The optimizer needs whole leaves, and embed_tokens is")
 
 
 def test_processes_that_do_not_find_each_other_are_told_so_and_end(

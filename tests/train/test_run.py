@@ -171,17 +171,60 @@ def test_a_profile_is_a_trace_of_as_many_steps_and_changes_nothing(
     assert same(tmp_path / "plain", path) == []
 
 
-def test_muon_has_the_matrices_at_a_rate_of_its_own(tmp_path, text, monkeypatch, capsys):
-    assert train(tmp_path / "whole", text, "--optimizer", "muon") == 0
-    assert rows(tmp_path / "whole")[0]["lr_of"] == {"layers.*_proj": 0.02, "*": 0.003}
+RECIPES = {
+    "muon": ((), {"layers.*_proj": 0.02, "*": 0.003}),
+    "lion": (("--label-smoothing", 0.1, "--z-loss", "1e-4"), 0.0003),
+    "sgd": (("--ema", 0.5, "--momentum", 0.8), 0.09),
+    "adafactor": (("--weight-decay", 0), 0.03),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_optimizer_learns_at_a_rate_of_its_own_and_resumes(tmp_path, text, monkeypatch, capsys, name):
+    more, rate = RECIPES[name]
+    flags = ("--optimizer", name, "--dtype", "float32", "--eval-rows", 99, *more)
+    assert train(tmp_path / "whole", text, *flags) == 0
+    said, told = capsys.readouterr().out, rows(tmp_path / "whole")
+    assert told[0]["lr_of" if name == "muon" else "lr"] == pytest.approx(rate)
+    assert told[5]["loss"] < told[0]["loss"] - 0.03
+    # with smoothed targets the loss is no cross entropy, of which a perplexity could be made; that of held-out text is
+    assert ("perplexity" in told[0]) == ("bits_per_byte" in told[0]) == (name != "lion")
+    assert told[5]["heldout_bits_per_byte"] > 0
+    assert ("by the average of the weights (--ema 0.5)" in said) == (name == "sgd")
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
-        assert train(tmp_path / "parts", text, "--optimizer", "muon") == 130
+        assert train(tmp_path / "parts", text, *flags) == 130
     assert train(tmp_path / "parts", None, "--resume") == 0
     assert same(tmp_path / "whole", tmp_path / "parts") == []
-    capsys.readouterr()
-    assert train(tmp_path / "l", text, "--optimizer", "muon", "--init", tmp_path / "whole", "--lora", "r=2") == 2
-    assert "--optimizer muon is for whole matrices" in one_sentence(capsys)
+    if name != "sgd":
+        assert not (tmp_path / "whole" / "ema").exists()
+        return
+    for path in (tmp_path / "parts" / "ema").iterdir():
+        assert path.read_bytes() == (tmp_path / "whole" / "ema" / path.name).read_bytes()
+    # its checkpoint is as complete as the last weights', and what the held-out loss was of
+    last = P.flatten(P.load_pretrained(tmp_path / "whole")[1])
+    average = P.flatten(P.load_pretrained(tmp_path / "whole" / "ema")[1])
+    assert any(not torch.equal(last[path], average[path]) for path in last)
+    still = ("--dtype", "float32", "--eval-rows", 99, "--steps", 1, "--learning-rate", 0)
+    found = []
+    for at in ("", "ema"):
+        assert train(tmp_path / f"again{at}", text, "--init", tmp_path / "whole" / at, *still) == 0
+        found.append(rows(tmp_path / f"again{at}")[0]["heldout_loss"])
+    assert found[1] == pytest.approx(told[5]["heldout_loss"], rel=1e-6) and found[0] != pytest.approx(found[1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--optimizer", "sgd", "--betas", "0.9,0.99"), "--betas (0.9, 0.99) is of another optimizer than --opt"),
+        (("--muon-learning-rate", 0.1), "--muon-learning-rate 0.1 is of another optimizer than --optimizer adamw"),
+        (("--optimizer", "muon", "--init", ".", "--lora", "r=2"), "--optimizer muon is for whole matrices"),
+        (("--ema", 0.9, "--init", ".", "--lora", "r=2"), "--ema 0.9 keeps an average of all weights"),
+    ],
+)
+def test_what_an_optimizer_does_not_have_is_refused(tmp_path, text, capsys, flags, words):
+    assert train(tmp_path / "run", text, *flags) == 2
+    assert words in one_sentence(capsys)
 
 
 def test_parts_and_recomputation_change_no_curve_and_the_schedule_is_as_told(tmp_path, text):

@@ -153,7 +153,7 @@ def teach(placed: Placed, optimizer: Optimizer) -> Teaching:
     """ValueError for an optimizer that needs more than the parts, or matrices put together from them."""
     parted = on_parts(optimizer, _on_matrices(placed.shards))
     if parted is None:
-        _check_whole(placed.shards)
+        check_whole(placed.shards)
     staged = placed.devices["pp"].size() > 1
     trains, elsewhere = tree.flatten(placed.trains), counted_elsewhere(placed) if staged else frozenset[str]()
     learning = {path: how for path, how in tree.flatten(placed.shards).items() if trains[path]}
@@ -306,7 +306,8 @@ def _devices(shards: Tree, mesh: Mesh) -> DeviceMesh:
     return found
 
 
-def _check_whole(shards: Tree) -> None:
+def check_whole(shards: Tree) -> None:
+    """ValueError where processes have parts of leaves, for an optimizer that takes whole ones alone."""
     for path, how in tree.flatten(shards).items():
         divided = [name for (name, size), dim in zip(how.sizes, how.dims, strict=True) if dim is not None and size > 1]
         if divided:
