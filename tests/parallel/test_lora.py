@@ -14,7 +14,7 @@ from tests.parallel.reference import batch, config_of, error, loss_of, spec_of, 
 from tests.support import generic, generic_params
 from train import adamw, init_state, make_step
 from train.optim import with_paths
-from train.parallel import Mesh, Strategy, tensor
+from train.parallel import Mesh, Strategy, uses
 from train.parallel.dtensors import local_tree
 from train.parallel.gather import shardings
 from train.parallel.step import rules_of
@@ -102,9 +102,7 @@ def test_adapters_are_those_of_one_process(
 def unsummed() -> dict[str, float]:
     """Adapters whose gradients stay those of one process' heads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            tensor, "_adapted", lambda use, _: dict.fromkeys(("weight", "a", "b"), tensor.Use("plain", False))
-        )
+        patch.setattr(uses, "_adapted", lambda use, _: dict.fromkeys(("weight", "a", "b"), uses.Use("plain", False)))
         return errors_of("gpt_oss", "dp=2,tp=2", {}, "")
 
 

@@ -10,6 +10,7 @@ Leaves lie on the whole mesh; those of a layer exist where the layer runs, and a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import family_of, tree
-from fnmodels.front import Block, LayerFn
+from fnmodels.front import Block
 from fnmodels.tree import Tree
 from params.init import draw
 from train.calls import Batch
@@ -150,30 +151,30 @@ def _staged(
     if mesh.ep > 1:
         inner = _name("experts", loss.experts)
         loss = dataclasses.replace(loss, experts=expert_parallel(devices.get_group("ep"), inner=inner))
-    wraps: list[LayerFn] = []
-    outsides: list[Callable[[Tree], Tree]] = []
-    leaving = None
+    tensor = None
     if mesh.tp > 1:
         whole = P.plan(family_of(config).spec(config), rules_of(mesh, config), devices)
         tensor = tensor_parallel(config, whole, sequence=strategy.sequence)
-        wraps, outsides, leaving = [tensor.layer_fn], [tensor.outside], tensor.whole
     gathers, gathered = gathering_stages(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
-    wraps += [one for one in (layer_fn("none", compile), gathers, layer_fn(remat, "none")) if one is not None]
+    wraps = [one for one in (layer_fn("none", compile), gathers, layer_fn(remat, "none")) if one is not None]
     if strategy.schedule in SPLITTING and (strategy.sequence or mesh.rows * mesh.cp > 1):
         wraps.append(_as_one)
 
-    def wrap(block: Block) -> Block:
+    def around(block: Block) -> Block:
         for one in wraps:
             block = one(block)
         return block
 
     def outside(params: Tree) -> Tree:
         params = gathered(params)
-        for one in outsides:
-            params = one(params)
-        return params
+        return params if tensor is None else tensor.outside(params)
 
-    how = {"layer_fn": wrap, "outside": outside, "leaving": leaving, "dtype": strategy.gather_dtype}
+    how = {
+        "layer_fn": around if tensor is None else functools.partial(tensor.layer_fn, around=around),
+        "outside": outside,
+        "leaving": None if tensor is None else tensor.whole,
+        "dtype": strategy.gather_dtype,
+    }
     return loss, pipeline_of(config, mesh, strategy), how
 
 

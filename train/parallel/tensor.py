@@ -66,21 +66,29 @@ class TensorParallel:
 
         @functools.wraps(function)
         def run(params: Tree, *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
-            def wrap(block: Block) -> Block:
-                return self.layer_fn(block) if layer_fn is None else layer_fn(self.layer_fn(block))
-
+            wrap = functools.partial(self.layer_fn, around=layer_fn)
             return function(self.outside(params), *args, layer_fn=wrap, **more)
 
         return run
 
-    def layer_fn(self, block: Block) -> Block:
-        """For `fnmodels.forward`: the block on this process' part. Other wrappers (remat, compilation) go around it.
+    def layer_fn(self, block: Block, around: LayerFn | None = None) -> Block:
+        """For `fnmodels.forward`: the block on this process' part. around: other wrappers (remat, compilation).
 
-        What it returns is a partial again, of what is hashable: equal ones are compiled once.
+        These get a partial again, of what is hashable, so that equal ones are compiled once; and under `sequence` every
+        layer as one of own columns, the first too.
         """
         if not isinstance(block, functools.partial) or block.args:
             raise TypeError("Tensor parallelism wraps the family's own block: apply other wrappers after it.")
-        return functools.partial(self._run, block.func, tuple(block.keywords.items()))
+        own: Block = functools.partial(self._run, block.func, tuple(block.keywords.items()))
+        own = own if around is None else around(own)
+        if not self.region.sequence:
+            return own
+
+        def run(layer: Tree, x: Tensor, mask: Any, freqs: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            x, more = self._columns(x, tree.leaves(freqs)[0].shape[1], more)
+            return own(layer, x, mask, freqs, **more)
+
+        return run
 
     def _run(
         self,
@@ -93,8 +101,6 @@ class TensorParallel:
         **more: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         here, how = self._layer(layer), dict(bound)
-        if self.region.sequence:
-            x, more = self._columns(x, tree.leaves(freqs)[0].shape[1], more)
         if "valid" in more and "expert_mlp" in self.divided:
             inner = {name: how.get(name, "auto") for name in ("experts", "kernel")}
             how["experts"] = functools.partial(columns_of_experts, self.region, **inner)
