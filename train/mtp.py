@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import mtp
-from fnmodels.mask import Layout
+from fnmodels.mask import Layout, MaskLike
 from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
@@ -59,23 +59,47 @@ def mtp_loss(
     themselves. experts: see `fnmodels.forward`. balance: for the routers of the model's own layers. aux: with counts of
     the heads behind those of the layers, so that `make_step(balance_rate=...)` moves their biases too.
     """
-    needed = ("next_tokens", "next_labels", *(("next_weights",) if "weights" in batch else ()))
-    missing = [name for name in needed if name not in batch]
-    if missing:
-        raise ValueError(f"The batch has no {' and no '.join(missing)}: train.look_ahead(batch, heads) adds them.")
+    check_ahead(batch, config)
     inputs, masks, freqs_cis = fnmodels.prepare(
         config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=length
     )
     how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "layer_fn": layer_fn}
     how["experts"] = experts
     names = ("router_logits", "expert_indices", "counts") if aux or balance is not None else ()
-    # Some tap is always asked for, so that both functions return a pair.
+    # Some tap is always asked for, so that it returns a pair.
     taps = ("hidden", *(f"layers.*.{name}" for name in names))
     x, tapped = fnmodels.hidden(params, replayed(inputs, batch), masks, freqs_cis, **how, taps=taps)
+    total, count, *of_heads = heads_loss(
+        params, x, batch, masks, freqs_cis, **how, weight=weight, chunk=chunk, counts=bool(names)
+    )
+    if not names:
+        return total, count
+    labelled = counted(batch["labels"], batch.get("weights")).sum(1)
+    added, sums = balance_terms(tapped, inputs["valid"], labelled, balance or Balance())
+    sums["counts"] = torch.cat((sums["counts"], *of_heads))
+    return (total + added, count, sums) if aux else (total + added, count)
+
+
+def heads_loss(
+    params: Tree,
+    x: Tensor,
+    batch: Mapping[str, Tensor],
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    *,
+    config: Any,
+    weight: float = 0.3,
+    chunk: int | None = CHUNK,
+    counts: bool = False,
+    **how: Any,
+) -> tuple[Tensor, ...]:
+    """(sum, count) of `mtp_loss` from the model's states x, `fnmodels.hidden`; with counts also those [heads, E] of the
+    heads' experts. how: kernel, layout, layer_fn and experts, of `fnmodels.mtp.hidden`."""
     table = params["embed_tokens"]
     columns = isinstance(table, Vocab) and table.region.sequence
     how["apart"] = (table.region.cut, table.region.join) if columns else None
-    states, of_heads = mtp.hidden(params, x, batch["next_tokens"], masks, freqs_cis, **how, taps=("output", *names[2:]))
+    how["taps"] = ("output", "counts") if counts else ("output",)  # some tap, so that it returns a pair
+    states, tapped = mtp.hidden(params, x, batch["next_tokens"], masks, freqs_cis, config=config, **how)
     given: dict[str, Any] = {"config": config, "chunk": chunk}
     total, count = head_loss(params, x, batch["labels"], **given, weights=batch.get("weights"))
     further = []
@@ -84,9 +108,18 @@ def mtp_loss(
         labels = batch["next_labels"][..., k]
         further.append(head_loss(mtp.view(params, k), state, labels, **given, weights=weights)[0])
     total = total + weight / len(further) * torch.stack(further).sum()
-    if not names:
+    if not counts:
         return total, count
-    labelled = counted(batch["labels"], batch.get("weights")).sum(1)
-    added, sums = balance_terms(tapped, inputs["valid"], labelled, balance or Balance())
-    sums["counts"] = torch.cat((sums["counts"], torch.stack([of_heads[f"mtp.{k}.counts"] for k in range(len(states))])))
-    return (total + added, count, sums) if aux else (total + added, count)
+    return total, count, torch.stack([tapped[f"mtp.{k}.counts"] for k in range(len(states))])
+
+
+def check_ahead(batch: Mapping[str, Tensor], config: Any) -> None:
+    """ValueError for a batch without what `look_ahead` adds, of as many heads as the config has."""
+    needed = ("next_tokens", "next_labels", *(("next_weights",) if "weights" in batch else ()))
+    missing = [name for name in needed if name not in batch]
+    if missing:
+        raise ValueError(f"The batch has no {' and no '.join(missing)}: train.look_ahead(batch, heads) adds them.")
+    for name in needed:
+        shape = [*batch["tokens"].shape, config.num_nextn_predict_layers]
+        if list(batch[name].shape) != shape:
+            raise ValueError(f"{name} is {list(batch[name].shape)}, and of the model's heads it is to be {shape}.")

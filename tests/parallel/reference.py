@@ -20,7 +20,7 @@ from fnmodels import tree
 from params import Rules, plan
 from tests.parallel.pool import devices
 from tests.support import batch_of, cases, generic_params, segments
-from train import Optimizer, adamw, init_state, make_eval_step, make_step, next_token_loss
+from train import Optimizer, adamw, init_state, look_ahead, make_eval_step, make_step, mtp_loss, next_token_loss
 from train.balance import Balance
 from train.layers import layer_fn
 from train.parallel import Mesh, Strategy
@@ -39,13 +39,14 @@ from train.step import Sums, gradient_sums, update
 # experts' choice, which no gradient moves; sinks, experts with biases and two kinds of layers.
 MODELS = {"llama": "qwen3_bias_sliding", "deepseek": "deepseek_v3", "gpt_oss": "gpt_oss"}
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
-WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic"}
-OPTIONS: dict[str, dict[str, Any]] = {"deepseek": {"balance_rate": 0.01}}
+WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
+OPTIONS: dict[str, dict[str, Any]] = {"deepseek": {"balance_rate": 0.01}, "mtp": {"balance_rate": 0.01}}
 TERMS: dict[str, dict[str, Any]] = {
     "llama": {"label_smoothing": 0.1, "z_loss": 1e-2},
     "deepseek": {"balance": Balance(sequence=0.3, z=0.1, scores="sigmoid")},
     "batch": {"balance": Balance(sequence=0.1, batch=0.5, z=0.1)},
     "length": {"length": None},
+    "mtp": {"balance": Balance(sequence=0.3)},
 }
 # 2 divides their heads, experts and vocabularies, 4 but for the KV heads.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -54,6 +55,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8},
     "batch": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     "length": {},
+    "mtp": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 2},
 }
 LENGTH = 24  # what some rope scalings need: of the whole run, not of a rank's part
 CLIP = 0.5  # below the norms
@@ -97,6 +99,11 @@ def batch() -> dict[str, Tensor]:
     }
 
 
+def batch_for(name: str) -> dict[str, Tensor]:
+    """With what its loss reads."""
+    return look_ahead(batch(), 2) if name == "mtp" else batch()
+
+
 def pieces(lengths: list[int]) -> list[dict[str, Tensor]]:
     """The batch in as many lists of rows, with padding before them up to these lengths: the last columns are tokens."""
     parts = [padded(part, length) for part, length in zip(fnmodels.split(batch(), len(lengths)), lengths, strict=True)]
@@ -105,7 +112,7 @@ def pieces(lengths: list[int]) -> list[dict[str, Tensor]]:
 
 def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..., Any]:
     options = {"kernel": "math", "length": LENGTH, **TERMS.get(name, {}), **options}
-    return functools.partial(next_token_loss, config=config_of(name, layers), **options)
+    return functools.partial(mtp_loss if name == "mtp" else next_token_loss, config=config_of(name, layers), **options)
 
 
 def spec_of(name: str, layers: int | None = None) -> Any:
@@ -131,7 +138,9 @@ class One:
 def one_process(name: str, layers: int | None = None) -> One:
     params, optimizer = generic_params(config_of(name, layers)), optimizer_of(name, layers)
     options = OPTIONS.get(name, {})
-    sums = gradient_sums(loss_of(name, layers), optimizer, counts=bool(options))(params, [batch()], divide=False)
+    sums = gradient_sums(loss_of(name, layers), optimizer, counts=bool(options))(
+        params, [batch_for(name)], divide=False
+    )
     learning = [path for path, leaf in tree.flatten(spec_of(name, layers)).items() if leaf.trainable]
     grads = {path: grad.clone() for path, grad in zip(learning, sums.grads, strict=True)}
     state, metrics = update(optimizer, init_state(params, optimizer), sums, clip=CLIP, **options)
@@ -170,7 +179,7 @@ def errors_of(
     mesh, how, one = Mesh.parse(mesh_text), Strategy(**strategy or {}), one_process(name, layers)
     optimizer, params = optimizer_of(name, layers), placed(name, mesh, strategy=how, layers=layers)
     given = OPTIONS.get(name, {}) | (options or {})
-    whole = pieces(given.pop("lengths")) if "lengths" in given else batch()
+    whole = pieces(given.pop("lengths")) if "lengths" in given else batch_for(name)
     step = make_step(loss_of(name, layers), optimizer, clip=CLIP, mesh=mesh, strategy=how, **given)
     grads: list[Tensor] = []
     with watched(grads):

@@ -170,6 +170,14 @@ def test_what_depends_on_the_whole_batch(ranks: Ranks, name: str, mesh: str) -> 
     assert worst(ranks(4)(errors_of, name, mesh, {"schedule": "GPipe"}))[0] < LIMIT
 
 
+def test_heads_for_further_tokens_behind_the_last_stage(ranks: Ranks) -> None:
+    """They read the embedding once more, and run layers of their own, whose experts are balanced with the others."""
+    found = ranks(4)(errors_of, "mtp", "pp=2,fsdp=2", {"schedule": "InterleavedZeroBubble"}, FOUR, 5)
+    every = {f"{path} after a step" for path in tree.flatten(spec_of("mtp", 5))} | {"counts"}
+    assert {what for errors in found for what in errors} > every
+    assert worst(found)[0] < LIMIT, worst(found)
+
+
 def test_the_longest_position_of_all_columns_decides(ranks: Ranks) -> None:
     assert worst(ranks(2)(errors_of, "length", "cp=2"))[0] < LIMIT
 

@@ -309,7 +309,7 @@ def test_layers_of_stages() -> None:
         (lambda c: pp.share({"layers": {"0": {}}}, c, pp.pipeline(c, 2), 0), "need layer 1"),
         (lambda c: pp.check_microbatches(pp.pipeline(c, 2, "DualPipeV"), 3), "stages, 4, not 3"),
         (lambda c: pp.staged(train.next_token_loss), "functools.partial"),
-        (lambda c: pp.staged(functools.partial(train.mtp_loss, config=c)), "functools.partial"),
+        (lambda c: pp.staged(functools.partial(train.mtp_loss, config=c)), "llama has none"),
         (lambda c: pp.staged(functools.partial(train.next_token_loss, config=c, layout=1)), "leave them open"),
         (
             lambda c: pp.padded({"tokens": torch.zeros(2, 3), "weights": torch.zeros(2)}, 4),

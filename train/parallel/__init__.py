@@ -18,6 +18,7 @@
       schedule      which layers are where
       share         the parts of the tree
       staged        a loss that can be cut between layers
+      together      leaves that a split backward pass takes as one
       microbatch    what every stage needs of a part of the batch
       passes        torch's schedules, run over them
     everywhere    what stages hold or find, for all processes: whole leaves, counts of all layers

@@ -45,7 +45,10 @@ def fetching(params: Tree) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
 
 
 def aux_of_stages(placed: Placed) -> Callable[[Tree], Tree]:
-    """Of what each stage's sums have as aux, that of the whole model: counts of all its layers, in their order."""
+    """Of what each stage's sums have as aux, that of the whole model: counts of all its layers, in their order.
+
+    Behind them stand those of heads for further tokens, which the last stage has.
+    """
     mesh, group = mesh_of(placed.devices), placed.devices.get_group("pp")
     rank, pipe = placed.devices.get_local_rank("pp"), pipeline_of(placed.config, mesh, placed.strategy)
     kinds = family_of(placed.config).kinds(placed.config)
@@ -55,16 +58,19 @@ def aux_of_stages(placed: Placed) -> Callable[[Tree], Tree]:
     known: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     def whole_aux(aux: dict[str, Tensor]) -> dict[str, Tensor]:
+        heads = range(len(sparse), len(sparse) + len(aux["counts"]) - len(rows)) if "counts" in aux else range(0)
         if not known:  # once: a stage without experts has nothing, and must add it up all the same
             found: list[Any] = [None] * mesh.pp
-            dist.all_gather_object(found, {name: (x.shape[1:], x.dtype) for name, x in aux.items()}, group=group)
-            known.update(sorted(pair for of_stage in found for pair in of_stage.items()))
+            here = {name: (x.shape, x.dtype) for name, x in aux.items()}
+            if "counts" in aux:
+                here["counts"] = torch.Size((len(sparse) + len(heads), aux["counts"].shape[1])), aux["counts"].dtype
+            dist.all_gather_object(found, here, group=group)
+            known.update(sorted(pair for of_stage in found for pair in of_stage.items()))  # the largest is the last
         made: dict[str, Tensor] = {}
         for name, (shape, dtype) in known.items():
-            x = torch.zeros(len(sparse), *shape, dtype=dtype) if name == "counts" else torch.zeros((), dtype=dtype)
-            x = x.to(placed.devices.device_type)
-            if name == "counts" and rows:
-                x[rows] = aux[name]
+            x = torch.zeros(shape, dtype=dtype, device=placed.devices.device_type)
+            if name == "counts" and name in aux:
+                x[[*rows, *heads]] = aux[name]
             elif name in aux:
                 x = aux[name]
             made[name] = summed(x, group)

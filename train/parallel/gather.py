@@ -143,12 +143,19 @@ def gathering_stages(
         inner = gather_layers(block)
         return lambda layer, *args, **more: inner(parted(layer), *args, **more)
 
-    return layer_fn, lambda outer: _gathered(parted(outer))
+    def outside(outer: Tree) -> Tree:
+        # The layers of heads for further tokens are gathered where they run, as others are.
+        return _gathered(with_paths(lambda path, x: part(path, x) if _in_layer(path) == path else x, outer))
+
+    return layer_fn, outside
 
 
 def _in_layer(path: str) -> str:
-    head, _, rest = path.partition(".")
-    return rest.partition(".")[2] if head == "layers" else path
+    """The path within a layer, of which heads that predict further tokens hold one too; other paths as they are."""
+    parts = path.split(".")
+    if parts[0] == "mtp" and parts[2] == "block":
+        return ".".join(parts[3:])
+    return ".".join(parts[2:]) if parts[0] == "layers" else path
 
 
 def gathering(

@@ -81,6 +81,8 @@ def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
     if missing:
         raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
     check_ids(batch, loss.config.vocab_size)
+    if loss.check is not None:
+        loss.check(batch)
     inputs, masks, freqs_cis = fnmodels.prepare(
         loss.config,
         batch["tokens"],

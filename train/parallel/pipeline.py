@@ -159,8 +159,8 @@ def outputs(
     """
     given = staged_outputs(function)
 
-    def head(params: Tree, x: Tensor, batch: Batch) -> tuple[Tensor, Any]:
-        return x.new_zeros(()), given.head(params, x, batch)
+    def head(params: Tree, x: Tensor, batch: Batch, **more: Any) -> tuple[Tensor, Any]:
+        return x.new_zeros(()), given.head(params, x, batch, **more)
 
     run = runner(replace(given, head=head, aux=False), _forward(pipe), group, layer_fn, outside, leaving, False, dtype)
 

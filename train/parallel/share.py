@@ -18,8 +18,8 @@ from .schedule import Pipeline
 def ends(config: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The entries of params outside of the layers that the first stage holds, and those of the last.
 
-    Found by watching `embed` and `unembed`. What neither reads (heads for further tokens) is with the last; a tied
-    embedding is in both.
+    Found by watching `embed` and `unembed`. What neither reads (heads for further tokens) is with the last. A tied
+    embedding is in both, and so is that of a model with such heads, which read it too.
     """
     return _watched(config)[:2]
 
@@ -39,6 +39,8 @@ def _watched(config: Any) -> tuple[frozenset[str], frozenset[str], int]:
     first, last = _Reads(outside), _Reads(outside)
     x = family.embed(first, {"tokens": token, "positions": token}, config=config)
     family.unembed(last, x, config=config)
+    if "mtp" in outside:
+        family.embed(last, {"tokens": token, "positions": token}, config=config)
     return frozenset(first.seen), frozenset(last.seen | (outside.keys() - first.seen)), x.shape[-1]
 
 

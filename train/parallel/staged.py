@@ -22,8 +22,10 @@ from ..calls import Batch
 from ..head import head_loss
 from ..logprobs import head_logprobs, token_logprobs
 from ..loss import next_token_loss
-from ..token_loss import counted
+from ..mtp import check_ahead, heads_loss, mtp_loss
+from ..token_loss import check_labels, counted
 from .share import numbered
+from .together import together
 
 if TYPE_CHECKING:
     from .microbatch import Microbatch
@@ -37,6 +39,9 @@ class Staged:
     states; for `outputs` whatever is wanted. kernel, length, experts, balance: as in `train.next_token_loss`; length:
     also a function of a microbatch's positions. aux: the head returns (sum, count, metrics), a dict of 0-d sums, which
     stand beside those of balance and are named otherwise. compiled: the layers are, so that layouts must be few.
+    check: raises ValueError for a batch that the head cannot read: all stages refuse it then, and not the last alone.
+    layered: the head runs layers of its own. It is called with masks, freqs_cis, layout, kernel, experts and layer_fn
+    too, and with counts, for which it returns (sum, count, [its layers, E]): these stand behind those of the model.
     """
 
     config: Any
@@ -47,18 +52,47 @@ class Staged:
     balance: Balance | None = None
     aux: bool = False
     compiled: bool = False
+    check: Callable[[Batch], None] | None = None
+    layered: bool = False
 
 
 def staged(loss_fn: Callable[..., Any] | Staged) -> Staged:
-    """Of functools.partial(train.next_token_loss, config=config, ...); what is `Staged` is returned as it is."""
+    """Of functools.partial(train.next_token_loss, config=config, ...), or of `train.mtp_loss`.
+
+    What is `Staged` is returned as it is.
+    """
     if isinstance(loss_fn, Staged):
         return loss_fn
+    if isinstance(loss_fn, functools.partial) and loss_fn.func is mtp_loss:
+        return _further(loss_fn)
     given, terms = _bound(loss_fn, next_token_loss, head_loss)
 
     def head(params: Tree, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         return head_loss(params, x, batch["labels"], weights=batch.get("weights"), **terms)
 
-    return Staged(given["config"], head, **_of_layers_in(given))
+    return Staged(given["config"], head, check=_labelled, **_of_layers_in(given))
+
+
+def _further(loss_fn: Callable[..., Any]) -> Staged:
+    """Of heads that predict further tokens, whose layers run behind the last stage's."""
+    given, terms = _bound(loss_fn, mtp_loss, heads_loss)
+    config = terms["config"]
+    if not getattr(config, "num_nextn_predict_layers", 0):
+        raise ValueError(
+            f"mtp_loss is for models with heads that predict further tokens; {config.model_type} has none."
+        )
+
+    def check(batch: Batch) -> None:
+        _labelled(batch)
+        check_ahead(batch, config)
+
+    return Staged(config, functools.partial(heads_loss, **terms), check=check, layered=True, **_of_layers_in(given))
+
+
+def _labelled(batch: Batch) -> None:
+    if "labels" not in batch:
+        raise ValueError(f"The batch has no labels; its keys are {sorted(batch)}.")
+    check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
 
 
 def staged_outputs(function: Callable[..., Any] | Staged) -> Staged:
@@ -70,7 +104,7 @@ def staged_outputs(function: Callable[..., Any] | Staged) -> Staged:
     def head(params: Tree, x: Tensor, batch: Batch) -> Any:
         return head_logprobs(params, x, batch["labels"], **terms)
 
-    return Staged(given["config"], head, **_of_layers_in(given))
+    return Staged(given["config"], head, check=_labelled, **_of_layers_in(given))
 
 
 def _bound(
@@ -138,7 +172,13 @@ def run_stage(
     x, tapped = found if names else (found, {})
     added, sums = _balance(loss, part, tapped)
     if hi == len(family.kinds(config)):
-        total, count, *metrics = loss.head(rest, x, part.batch)
+        more: dict[str, Any] = {}
+        if loss.layered:
+            more = {"masks": part.masks, "freqs_cis": part.freqs_cis, "layout": part.layout, "layer_fn": layer_fn}
+            more |= {"kernel": loss.kernel, "experts": loss.experts, "counts": bool(names)}
+        total, count, *metrics = loss.head(together(rest), x, part.batch, **more)
+        if loss.layered and names:
+            sums["counts"] = torch.cat((sums["counts"], metrics.pop(0)))
         if loss.aux:
             sums |= {name: value.detach() for name, value in metrics[0].items()}
         return (total if added is None else total + added, count), sums

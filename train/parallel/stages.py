@@ -49,6 +49,7 @@ from .pipeline import (
     staged_outputs,
 )
 from .tensor import tensor_parallel
+from .together import as_one
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -158,7 +159,7 @@ def _staged(
     gathers, gathered = gathering_stages(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
     wraps = [one for one in (layer_fn("none", compile), gathers, layer_fn(remat, "none")) if one is not None]
     if strategy.schedule in SPLITTING and (strategy.sequence or mesh.rows * mesh.cp > 1):
-        wraps.append(_as_one)
+        wraps.append(as_one)
 
     def around(block: Block) -> Block:
         for one in wraps:
@@ -176,41 +177,6 @@ def _staged(
         "dtype": strategy.gather_dtype,
     }
     return loss, pipeline_of(config, mesh, strategy), how
-
-
-def _as_one(block: Block) -> Block:
-    """The block with the leaves of its layer from one node of the graph.
-
-    Schedules that split the backward pass (torch 2.13) go through it once more for weights, for each leaf by itself,
-    and free what they have passed. Leaves that meet in a message would find their way through others' nodes gone; those
-    of one node are taken together.
-    """
-
-    def run(layer: Tree, *args: Any, **more: Any) -> Any:
-        found = iter(_Together.apply(*(leaf for leaf in tree.leaves(layer) if leaf.requires_grad)))
-        return block(tree.map(lambda leaf: next(found) if leaf.requires_grad else leaf, layer), *args, **more)
-
-    return run
-
-
-class _Together(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
-        return tuple(leaf.view_as(leaf) for leaf in leaves)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return grads
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tangent.view_as(tangent) for tangent in tangents)
 
 
 def _name(what: str, value: Any) -> str:
