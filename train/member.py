@@ -93,7 +93,7 @@ class Member:
         return self.state
 
     def load(self, found: Checkpoint) -> State:
-        self.state = model.restored(self.state, sharded.load(found, model.kept(self.state)))
+        self.state = model.restored(self.state, sharded.load(found, self._kept()), self.settings)
         return self.state
 
     def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
@@ -111,7 +111,7 @@ class Member:
         return found["total"], found["count"]
 
     def save(self, folder: Path, step: int, progress: dict[str, Any], keep: int) -> None:
-        sharded.save(folder, step, model.kept(self.state), progress, keep=keep)
+        sharded.save(folder, step, self._kept(), progress, keep=keep)
 
     def whole(self, average: bool) -> Tree:
         """All parameters, or the average of them, in the first process; None in the others."""
@@ -119,7 +119,10 @@ class Member:
 
     def trained(self) -> Tree:
         """As `whole`, of adapters they alone."""
-        return self._in_first(model.trained(self.spec), self.state.params)
+        return self._in_first(model.trained(self.spec, self.settings), self.state.params)
+
+    def _kept(self) -> State:
+        return model.kept(self.state, self.settings)
 
     def _in_first(self, like: Tree, held: Tree) -> Tree:
         first, (_, fetch) = dist.get_rank() == 0, fetching(held)

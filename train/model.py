@@ -155,19 +155,19 @@ def without_values(config: Any, settings: Settings) -> Tree:
     return tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), abstract)
 
 
-def kept(state: State) -> State:
+def kept(state: State, settings: Settings) -> State:
     """What of the state is saved: of adapters they alone, and their optimizer's state."""
-    return State(state.step, trained(state.params), state.opt_state)
+    return State(state.step, trained(state.params, settings), state.opt_state)
 
 
-def trained(params: Tree) -> Tree:
-    """What of parameters, or of their spec, a run keeps: of adapters they alone."""
-    return P.lora.adapters(params) if has_adapters(params) else params
+def trained(params: Tree, settings: Settings) -> Tree:
+    """What of parameters, or of their spec, a run keeps: of adapters they alone, which some stages may have none of."""
+    return params if settings.lora is None else P.lora.adapters(params)
 
 
-def restored(state: State, saved: State) -> State:
+def restored(state: State, saved: State, settings: Settings) -> State:
     """The inverse of `kept`, given the state of a run that begins."""
-    if not has_adapters(state.params):
+    if settings.lora is None:
         return saved
     return State(saved.step, P.lora.attach(state.params, saved.params), saved.opt_state)
 

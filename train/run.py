@@ -160,7 +160,8 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) 
             state = shared.do("load", saved)
         else:
             by_one = (saved.path / checkpoint.STATE).exists()
-            state = model.restored(state, (checkpoint if by_one else sharded).load(saved, like=model.kept(state)))
+            kept = (checkpoint if by_one else sharded).load(saved, like=model.kept(state, job.settings))
+            state = model.restored(state, kept, job.settings)
         checkpoint.set_aside(job.path / folder.STEPS, after=saved.step)
         write_out(job, state, shared)  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
@@ -232,7 +233,7 @@ def train_steps(
                 log.sync()
                 here = Reached(index + 1, tokens)
                 if saver:
-                    saver.save(model.kept(state), here)
+                    saver.save(model.kept(state, job.settings), here)
                 elif shared:
                     save_together(job, shared, state, here)
             if stopping:

@@ -279,7 +279,7 @@ def test_experts_are_balanced_and_adapters_train_as_in_one_process(
     for part in ("", "ema"):  # the last weights, and their average, of which the held-out losses are
         same_weights(*(P.load_pretrained(tmp_path / name / part)[1] for name in ("experts", "alone")))
 
-    adapters = ("--lora", "r=2,alpha=8,targets=q_b_proj+o_proj", "--learning-rate", "0.03")
+    adapters = ("--lora", "r=2,alpha=8,targets=layers.1.*.q_b_proj+layers.1.*.o_proj", "--learning-rate", "0.03")
     assert main(words(tmp_path / "one", *init, *adapters)) == 0
     expected, path = pretrained.load_model(tmp_path / "one")[1], tmp_path / "four"
 

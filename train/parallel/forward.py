@@ -27,7 +27,6 @@ from train.step import LossFn
 from .collectives import all_gather
 from .dtensors import local_tree
 from .everywhere import aux_of_stages
-from .gather import shardings
 from .mesh import ROWS, Mesh, Strategy
 from .microbatch import PLACES, unpadded
 from .parts import own_parts
@@ -112,7 +111,7 @@ def _once(
     known: list[tuple[Placed, T]] = []
 
     def made(params: Tree) -> tuple[Placed, T]:
-        if not known or known[0][0].shards != shardings(params):
+        if not known or not known[0][0].is_of(params):
             placed = place(mesh, params, config, strategy, _learning(function))
             known[:] = [(placed, make(placed))]
         return known[0]

@@ -33,7 +33,7 @@ from train.step import Sums
 from .collectives import broadcast
 from .context import asks_length, context_kernel, longest, whole_balance
 from .expert import expert_parallel
-from .gather import gathering_stages
+from .gather import gathering_stages, shardings
 from .mesh import Mesh, Strategy, mesh_of
 from .pipeline import (
     SPLITTING,
@@ -128,6 +128,10 @@ class Placed:
     shards: Tree
     trains: Tree
     strategy: Strategy
+
+    def is_of(self, params: Tree) -> bool:
+        """Whether these lie so: by path, since a node of a tree (a weight with its adapter) equals none but itself."""
+        return bool(tree.flatten(self.shards) == tree.flatten(shardings(params)))
 
 
 def _staged(

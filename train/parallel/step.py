@@ -78,7 +78,7 @@ def make_step_over(
     how: dict[str, Any] = {"remat": remat, "compile": compile, "counts": balance_rate is not None}
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
-        if not known or known[0][0].placed.shards != shardings(state.params):
+        if not known or not known[0][0].placed.is_of(state.params):
             # once: what a step returns lies as what it was given
             check_opt_state(optimizer, local_tree(state))
             teaching = teach(place(mesh, state.params, config, strategy, optimizer.trainable), optimizer)
