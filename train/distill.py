@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 import fnmodels
+from fnmodels import tree
 from fnmodels.mask import Layout
 from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
+from .balance import Balance
 from .chunks import per_token
 from .head import CHUNK, head_name
-from .loss import hidden_states
-from .parallel.vocab import Vocab
+from .loss import hidden_states, states_and_routers
+from .parallel.dtensors import is_spread
+from .parallel.vocab import Part, Vocab, opened
 from .policy import Sums, same_shape
 from .token_loss import counted
 
@@ -39,26 +42,40 @@ def distill(
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
     experts: str | Experts = "auto",
+    balance: Balance | None = None,
+    aux: bool = False,
 ) -> tuple[Tensor, Tensor, Sums]:
     """(sum over the labels that count of the divergence from the teacher in nats, count, {agree}): for `make_step`.
 
-    teacher: parameters of a model with the same vocabulary; teacher_config: its config where it is another one.
-    direction, temperature: see `distillation_loss`. agree: tokens for which both find the same one likeliest. The rest
-    is as in `next_token_loss`: labels say where something is learnt, and never what. Both models' logits exist for
-    `chunk` tokens at a time, in the backward too; chunk=None holds all, in plain operations.
+    teacher: parameters of a model with the same vocabulary, over a mesh whole in every process; teacher_config: its
+    config where it is another one. direction, temperature: see `distillation_loss`. agree: tokens for which both find
+    the same one likeliest. The rest is as in `next_token_loss`: labels say where something is learnt, and never what;
+    balance and aux are of the student's routers, whose sums stand beside `agree`. Both models' logits exist for `chunk`
+    tokens at a time, in the backward too; chunk=None holds all, in plain operations. Where the head is a `Vocab`
+    (tensor parallelism) each process makes its part of both models' logits.
     """
     theirs = config if teacher_config is None else teacher_config
     if theirs.vocab_size != config.vocab_size:
         raise ValueError(
             f"The teacher's vocabulary has {theirs.vocab_size} entries, the student's {config.vocab_size}."
         )
-    if isinstance(params.get(head_name(config)), Vocab):
-        raise ValueError("Distillation needs whole rows of logits, which tp divides: leave it out of the mesh.")
     _check(direction, temperature)
-    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "length": length, "experts": experts}
-    x = hidden_states(params, batch, config=config, layer_fn=layer_fn, **how)
-    with torch.no_grad():
-        y = hidden_states(teacher, batch, config=theirs, layer_fn=None, **how)
+    for path, leaf in tree.flatten(teacher).items():
+        if is_spread(leaf):
+            raise ValueError(
+                f"The teacher's {path} is a DTensor; each process needs all of its leaves, as plain tensors."
+            )
+    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "length": length}
+    of_student: dict[str, Any] = {"config": config, "layer_fn": layer_fn, "experts": experts}
+    x, added, sums = states_and_routers(params, batch, balance=balance, aux=aux, **of_student, **how)
+    with torch.no_grad():  # experts that are divided are the student's alone
+        own = experts if isinstance(experts, str) else "auto"
+        y = hidden_states(teacher, batch, config=theirs, layer_fn=None, experts=own, **how)
+    table, part = params.get(head_name(config)), None
+    if isinstance(table, Vocab):
+        part, name = table.part, head_name(theirs)
+        params, x = opened(params, head_name(config), x)
+        teacher = {**teacher, name: teacher[name][part.first : part.first + part.rows]}
 
     def logits(weights: Tree, x: Tensor, config: Any) -> Tensor:
         rows = x if x.ndim == 3 else x[None]  # a chunk is a row of its own
@@ -68,13 +85,16 @@ def distill(
         with torch.no_grad():
             wanted = logits(teacher, y, theirs)
         found = logits(params, x, config)
+        if part is not None:
+            return _of_parts(found, wanted, part, direction, temperature)
         divergence = token_divergence(found, wanted, direction=direction, temperature=temperature)
         return divergence, found.argmax(-1) == wanted.argmax(-1)
 
     divergence, agree = per_token(one, (x, y), batch["labels"].shape, chunk)
     valid, weights = counted(batch["labels"], batch.get("weights")), batch.get("weights")
     total = torch.where(valid, divergence if weights is None else divergence * weights, 0.0).sum()
-    return total, valid.sum(), {"agree": (agree & valid).sum()}
+    total = total if added is None else total + added
+    return total, valid.sum(), {"agree": (agree & valid).sum(), **sums}
 
 
 def distillation_loss(
@@ -99,6 +119,28 @@ def token_divergence(student: Tensor, teacher: Tensor, *, direction: str, temper
     if direction == "reverse":
         p, q = q, p
     return (p.exp() * (p - q)).sum(-1) * temperature**2
+
+
+def _of_parts(
+    student: Tensor, teacher: Tensor, part: Part, direction: str, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(`token_divergence`, whether both find the same token likeliest) of logits [..., rows] of the vocabulary's part.
+
+    KL(p || q) = sum_v p_v (z_v - y_v) - log(sum(exp(z))) + log(sum(exp(y))) of p's logits z and q's y: each part of the
+    vocabulary gives three numbers per token, and its largest logits with their ids.
+    """
+    wide = torch.promote_types(student.dtype, torch.float32)
+    both = student.to(wide) / temperature, teacher.to(wide) / temperature
+    z, y = both if direction == "reverse" else reversed(both)
+    mine = [z.logsumexp(-1), y.logsumexp(-1), (z.softmax(-1) * (z - y)).sum(-1)]
+    for logits in both:
+        values, ids = logits.detach().max(-1)
+        mine += [values, (ids + part.first).to(wide)]  # exact up to 2^24 ids
+    each = part.region.joined(torch.stack(mine, -1)).unflatten(-1, (part.region.size, len(mine)))
+    of_z, of_y, apart, *largest = each.unbind(-1)  # [..., size]
+    divergence = (of_z.softmax(-1) * apart).sum(-1) - of_z.logsumexp(-1) + of_y.logsumexp(-1)
+    ours, theirs = (i.gather(-1, v.argmax(-1, keepdim=True)) for v, i in (largest[:2], largest[2:]))
+    return divergence * temperature**2, (ours == theirs)[..., 0]
 
 
 def _check(direction: str, temperature: float) -> None:

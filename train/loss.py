@@ -46,12 +46,7 @@ def next_token_loss(
     """
     how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
     how["experts"] = experts
-    routed = aux or balance is not None
-    if routed and not getattr(fnmodels.family_of(config), "ROUTED", False):
-        raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
-    taps = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts") if routed else ()
-    found = hidden_states(params, batch, **how, taps=taps)
-    x, tapped = found if routed else (found, {})
+    x, added, sums = states_and_routers(params, batch, balance=balance, aux=aux, **how)
     total, count = head_loss(
         params,
         x,
@@ -62,11 +57,25 @@ def next_token_loss(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
-    if not routed:
-        return total, count
+    total = total if added is None else total + added
+    return (total, count, sums) if aux else (total, count)
+
+
+def states_and_routers(
+    params: Tree, batch: Mapping[str, Tensor], *, balance: Balance | None, aux: bool, config: Any, **how: Any
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """(`hidden_states`, what `balance` adds to a loss's sum, sums of what the routers did).
+
+    None and {} where neither `balance` nor `aux` asks for them. ValueError for a model without experts.
+    """
+    if not aux and balance is None:
+        return hidden_states(params, batch, config=config, **how), None, {}
+    if not getattr(fnmodels.family_of(config), "ROUTED", False):
+        raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
+    taps = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts")
+    x, tapped = hidden_states(params, batch, config=config, **how, taps=taps)
     labelled = counted(batch["labels"], batch.get("weights")).sum(1)
-    added, sums = balance_terms(tapped, batch["segment_ids"] > 0, labelled, balance or Balance())
-    return (total + added, count, sums) if aux else (total + added, count)
+    return x, *balance_terms(tapped, batch["segment_ids"] > 0, labelled, balance or Balance())
 
 
 def hidden_states(

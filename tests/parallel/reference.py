@@ -20,7 +20,17 @@ from fnmodels import tree
 from params import Rules, plan
 from tests.parallel.pool import devices
 from tests.support import batch_of, cases, generic_params, segments
-from train import Optimizer, adamw, init_state, look_ahead, make_eval_step, make_step, mtp_loss, next_token_loss
+from train import (
+    Optimizer,
+    adamw,
+    distill,
+    init_state,
+    look_ahead,
+    make_eval_step,
+    make_step,
+    mtp_loss,
+    next_token_loss,
+)
 from train.balance import Balance
 from train.layers import layer_fn
 from train.parallel import Mesh, Strategy
@@ -40,13 +50,16 @@ from train.step import Sums, gradient_sums, update
 MODELS = {"llama": "qwen3_bias_sliding", "deepseek": "deepseek_v3", "gpt_oss": "gpt_oss"}
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
 WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
-OPTIONS: dict[str, dict[str, Any]] = {"deepseek": {"balance_rate": 0.01}, "mtp": {"balance_rate": 0.01}}
+# What takes a second model, gpt_oss.
+TAUGHT = {"forward": "deepseek_v3", "reverse": "deepseek_v3"}
+OPTIONS: dict[str, dict[str, Any]] = {name: {"balance_rate": 0.01} for name in ("deepseek", "mtp", *TAUGHT)}
 TERMS: dict[str, dict[str, Any]] = {
     "llama": {"label_smoothing": 0.1, "z_loss": 1e-2},
     "deepseek": {"balance": Balance(sequence=0.3, z=0.1, scores="sigmoid")},
     "batch": {"balance": Balance(sequence=0.1, batch=0.5, z=0.1)},
     "length": {"length": None},
     "mtp": {"balance": Balance(sequence=0.3)},
+    **{name: {"balance": Balance(sequence=0.3, z=0.1), "direction": name, "temperature": 2.0} for name in TAUGHT},
 }
 # 2 divides their heads, experts and vocabularies, 4 but for the KV heads.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -57,6 +70,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "length": {},
     "mtp": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 2},
 }
+CHANGES |= dict.fromkeys(TAUGHT, CHANGES["batch"])
 LENGTH = 24  # what some rope scalings need: of the whole run, not of a rank's part
 CLIP = 0.5  # below the norms
 Errors = dict[str, float]
@@ -65,7 +79,7 @@ Errors = dict[str, float]
 @functools.cache
 def config_of(name: str, layers: int | None = None) -> Any:
     """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
-    config = dataclasses.replace(even((MODELS | WHOLE)[name]), **CHANGES[name])
+    config = dataclasses.replace(even((MODELS | WHOLE | TAUGHT)[name]), **CHANGES[name])
     if name == "length":
         config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, original_max_position_embeddings=4))
     if layers is None:
@@ -112,6 +126,10 @@ def pieces(lengths: list[int]) -> list[dict[str, Tensor]]:
 
 def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..., Any]:
     options = {"kernel": "math", "length": LENGTH, **TERMS.get(name, {}), **options}
+    if name in TAUGHT:
+        theirs = config_of("gpt_oss")
+        teacher = functools.partial(distill, teacher=generic_params(theirs), teacher_config=theirs, chunk=7)
+        return functools.partial(teacher, config=config_of(name, layers), **options)
     return functools.partial(mtp_loss if name == "mtp" else next_token_loss, config=config_of(name, layers), **options)
 
 
@@ -193,7 +211,8 @@ def errors_of(
         held_out = make_eval_step(loss_of(name, layers), mesh=mesh, strategy=how)(params, batch())
         found["held-out loss"] = error(held_out["loss"], one.metrics["loss"])
     if "aux" in metrics:  # of all layers, in every process
-        found["counts"] = error(*(of["aux"]["counts"].double() for of in (metrics, one.metrics)))
+        assert metrics["aux"].keys() == one.metrics["aux"].keys()
+        found |= {n: error(value.double(), one.metrics["aux"][n].double()) for n, value in metrics["aux"].items()}
     return found
 
 

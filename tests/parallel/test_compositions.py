@@ -178,6 +178,18 @@ def test_heads_for_further_tokens_behind_the_last_stage(ranks: Ranks) -> None:
     assert worst(found)[0] < LIMIT, worst(found)
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy"),
+    [("forward", "fsdp=2,tp=2", {}), ("reverse", "ep=2,tp=2", SP), ("forward", "cp=2", {})],
+)
+def test_a_student_learns_from_parts_of_both_models_logits(
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any]
+) -> None:
+    """Of distributions over all the vocabulary, with experts in both models; the teacher is whole everywhere."""
+    assert one_process(name).metrics["aux"]["agree"] > 0
+    assert worst(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy))[0] < LIMIT
+
+
 def test_the_longest_position_of_all_columns_decides(ranks: Ranks) -> None:
     assert worst(ranks(2)(errors_of, "length", "cp=2"))[0] < LIMIT
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import tree
 from tests.support import batch_of, cases, generic_params, segments
-from train import adamw, distill, distillation_loss, init_state, make_step
+from train import Balance, adamw, distill, distillation_loss, init_state, make_step, next_token_loss
 
 CONFIG = next(case for case in cases() if case.name == "llama").config
 TEACHER_CONFIG = next(case for case in cases() if case.name == "qwen3").config
@@ -98,6 +98,22 @@ def test_the_step_takes_it_and_learns_the_teacher_in_chunks() -> None:
     assert seen.size == 4096 * 8  # the head's own size: no logits of all 36 tokens
 
 
+def test_routers_are_balanced_as_in_the_next_tokens_loss() -> None:
+    config = next(case for case in cases() if case.name == "deepseek_v3").config
+    params, teacher = generic_params(config), tree.map(lambda p: p * 0.9, generic_params(config))
+    batch = {name: value for name, value in _batch().items() if name != "weights"}
+    batch["tokens"] = batch["tokens"] % config.vocab_size
+    batch["labels"] = batch["labels"].where(batch["labels"] < config.vocab_size, -100)
+    how: dict[str, Any] = {"config": config, "balance": Balance(sequence=0.5, z=0.25)}
+    *_, expected = next_token_loss(params, batch, **how, aux=True)
+    total, _, sums = distill(params, batch, teacher=teacher, **how, aux=True)
+    plain, _, (*names,) = distill(params, batch, teacher=teacher, config=config)
+    assert names == ["agree"] and sums.keys() == {"agree", *expected}
+    assert all(torch.equal(sums[name], value) for name, value in expected.items())
+    added = 0.5 * expected["sequence_balance"] + 0.25 * expected["router_z"]
+    torch.testing.assert_close(total, plain + added)
+
+
 def test_what_cannot_be_learnt_from_is_named() -> None:
     batch, params = _batch(), generic_params(CONFIG)
     other = fnmodels.llama.Config(CONFIG.vocab_size + 1, 8, 8, 1, 2, 2)
@@ -105,3 +121,5 @@ def test_what_cannot_be_learnt_from_is_named() -> None:
         distill(params, batch, config=CONFIG, teacher=params, teacher_config=other)
     with pytest.raises(ValueError, match="temperature is 0"):
         distill(params, batch, config=CONFIG, teacher=params, temperature=0.0)
+    with pytest.raises(ValueError, match="balance and aux are for models with experts, and llama has none"):
+        distill(params, batch, config=CONFIG, teacher=params, aux=True)
