@@ -7,6 +7,7 @@
 Leaves are DTensors, or plain tensors that are the same everywhere. Each process writes what it holds into a safetensors
 file of its own, by torch.distributed.checkpoint; the first one makes the manifest and the rename. A step is loaded on
 any other number of processes, one without a process group among them, and whichever of the two modules saved it.
+A guest whose mesh is a part of a larger group gives `group=`, that of its own processes, which then call alike.
 DCP's usual `.metadata` is a pickle: its Hugging Face form, which is used here, has its facts in the files' headers.
 """
 
@@ -28,7 +29,7 @@ from fnmodels.tree import Tree
 from params.index import listed
 from train import checkpoint
 from train.checkpoint import Checkpoint, Folder, Json
-from train.parallel.dtensors import map_local
+from train.parallel.dtensors import is_spread, map_local
 
 T = TypeVar("T")
 
@@ -41,10 +42,12 @@ def save(
     *,
     keep: int | None = None,
     keep_every: int | None = None,
+    group: Any = None,
 ) -> None:
-    """`train.checkpoint.save` by all processes at once, into a folder that all of them see.
+    """`train.checkpoint.save` by all processes of `group` at once, into a folder that all of them see.
 
-    What one of them fails with, all raise, and nothing is left of the step.
+    What one of them fails with, all raise, and nothing is left of the step. group: a ProcessGroup; None: of all.
+    ValueError for leaves that lie on other processes than these.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as write
@@ -53,45 +56,61 @@ def save(
     faults = [f"{path}: a {type(leaf).__name__}" for path, leaf in flat.items() if not isinstance(leaf, Tensor)]
     if faults:  # DCP would pickle them
         raise ValueError(f"The tree cannot be saved, for only tensors can be:{listed(faults)}")
+    _check_group(flat, group)
     with ExitStack() as stack:
         opened = checkpoint.commit(folder, step, progress, keep=keep, keep_every=keep_every)
-        place = _by_first(lambda: str(stack.enter_context(opened)))
+        place = _by_first(lambda: str(stack.enter_context(opened)), group)
         writer = HuggingFaceStorageWriter(place, save_distributed=True)
-        _told(lambda: write(flat, storage_writer=writer))
-        _by_first(stack.close)
+        _told(lambda: write(flat, storage_writer=writer, process_group=group))
+        _by_first(stack.close, group)
 
 
-def latest(folder: Folder) -> Checkpoint | None:
-    """`train.checkpoint.latest`, read and verified by the first process alone."""
-    return _by_first(lambda: checkpoint.latest(folder))
+def latest(folder: Folder, *, group: Any = None) -> Checkpoint | None:
+    """`train.checkpoint.latest`, read and verified by the first process alone; by all of `group`, as in `save`."""
+    return _by_first(lambda: checkpoint.latest(folder), group)
 
 
-def load(found: Checkpoint, like: Tree) -> Tree:
+def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:
     """The saved tree, spread as `like` is, whose values are not read; what is meta there comes to the CPU.
 
     Each process may ask for other leaves, as the stages of a pipeline do; together they must ask for all that is there.
-    MismatchError names every leaf that differs.
+    MismatchError names every leaf that differs. group: as in `save`.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
+    _check_group(tree.flatten(like), group)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
         reader = HuggingFaceStorageReader(str(found.path))
         there: dict[str, Any] = reader.read_metadata().state_dict_metadata  # of tensors alone, in these files
-        _compare(found.path, {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}, like)
+        kinds = {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}
+        _compare(found.path, kinds, like, group)
         empty = map_local(lambda leaf: torch.empty_like(leaf, device="cpu" if leaf.is_meta else None), like)
-        _told(lambda: read(tree.flatten(empty), storage_reader=reader, no_dist=not dist.is_initialized()))
+        alone = not dist.is_initialized()
+        _told(lambda: read(tree.flatten(empty), storage_reader=reader, process_group=group, no_dist=alone))
     return empty
 
 
-def _compare(path: Path, found: dict[str, tuple[torch.dtype, torch.Size]], like: Tree) -> None:
+def _check_group(flat: dict[str, Any], group: Any) -> None:
+    """Others would be waited for, or would write into the same step."""
+    everyone = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+    for path, leaf in flat.items():
+        ranks = leaf.device_mesh.mesh.flatten().tolist() if is_spread(leaf) else everyone
+        if set(ranks) != set(everyone):
+            raise ValueError(
+                f"{path} lies on the processes {sorted(ranks)}, and the group is of {sorted(everyone)}: give group=, "
+                "a process group of those on which the tree lies."
+            )
+
+
+def _compare(path: Path, found: dict[str, tuple[torch.dtype, torch.Size]], like: Tree, group: Any) -> None:
     # DCP would cast another dtype, pass over what is not asked for, and tell of other shapes in a traceback.
     mine = {name: (leaf.dtype, leaf.shape) for name, leaf in tree.flatten(like).items()}
     everyone = [mine]
     if dist.is_initialized():  # stages of a pipeline have other leaves each
-        everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
     expected = {name: kind for of_one in everyone for name, kind in of_one.items()}
     faults = [
         f"{name}: expected {_words(expected.get(name))}, found {_words(found.get(name))}"
@@ -108,17 +127,17 @@ def _words(kind: tuple[torch.dtype, torch.Size] | None) -> str:
     return "none" if kind is None else f"{kind[0]} {list(kind[1])}"
 
 
-def _by_first(action: Callable[[], T]) -> T:
-    """What `action` returns, or raises, in the first process: in all of them."""
+def _by_first(action: Callable[[], T], group: Any) -> T:
+    """What `action` returns, or raises, in the first process: in all of the group."""
     if not dist.is_initialized():
         return action()
     outcome: list = [None, None]
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         try:
             outcome[0] = action()
         except Exception as error:  # raised below, in every process: the others would wait for ever otherwise
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from fnmodels import tree
 from params import Rules, plan
@@ -24,7 +25,7 @@ from tests.parallel.reference import (
 )
 from tests.support import generic_params
 from train import adafactor, init_state, lion, make_step, muon, partition, sgd, sharded, with_ema
-from train.parallel import Mesh, Strategy, collectives, gather
+from train.parallel import NAMES, Mesh, Strategy, collectives, gather
 from train.parallel import step as steps
 from train.parallel.dtensors import local_tree
 from train.parallel.parts import own_rows
@@ -255,6 +256,25 @@ def save(folder: str) -> float:
     return float(step(state, batch())[1]["loss"])
 
 
+def save_beside(folder: str) -> bool:
+    """Two trainers share the processes; each saves its own state, and reads it."""
+    everyone = init_device_mesh("cpu", (2, 1, 1, 2, 1, 1, 1), mesh_dim_names=("trainer", *NAMES))
+    number, group = everyone.get_local_rank("trainer"), everyone.get_group("fsdp")
+    whole, placements = (
+        generic_params(config_of("llama")),
+        plan(spec_of("llama"), Rules(spread="fsdp"), everyone[NAMES]),
+    )
+    made = tree.map(lambda leaf, how: how.distribute(leaf[how.here()] + number), whole, placements)
+    path = Path(folder) / str(number)
+    with pytest.raises(ValueError, match=r"lies on the processes \[[02], [13]\], and the group is of \[0, 1, 2, 3\]"):
+        sharded.save(path, 1, made)
+    sharded.save(path, 1, made, group=group)
+    found = sharded.latest(path, group=group)
+    assert found is not None
+    back = sharded.load(found, made, group=group)
+    return all(map(torch.equal, tree.leaves(local_tree(back)), tree.leaves(local_tree(made))))
+
+
 def resume(folder: str, mesh_text: str) -> float:
     mesh, name = Mesh.parse(mesh_text), "llama"
     optimizer = optimizer_of(name)
@@ -274,6 +294,7 @@ def test_a_state_saved_by_four_goes_on_with_two_and_with_one(ranks: Ranks, tmp_p
     state = sharded.load(found, init_state(generic_params(config_of("llama")), optimizer))
     losses.append(float(make_step(loss_of("llama"), optimizer)(state, batch())[1]["loss"]))
     assert max(losses) - min(losses) < 1e-6 * max(losses)
+    assert all(ranks(4)(save_beside, str(tmp_path)))
 
 
 # ------------------------------------------------------------------------------------------------ refusals
