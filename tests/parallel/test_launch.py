@@ -30,7 +30,7 @@ from fnmodels import llama, tree
 from tests.parallel.pool import LIMIT, ROOT, Ranks
 from tests.parallel.reference import config_of
 from tests.parallel.test_load import read_by_process
-from tests.parallel.test_simulate import compare, counted, here, size
+from tests.parallel.test_simulate import compare, counted, size
 from tests.train.test_finetune import checkpoint_of
 from train import adamw, folder, init_state, joining, pretrained, sharded, team
 from train.checkpoint import Checkpoint
@@ -163,7 +163,7 @@ def job(path: str, *flags: str) -> dict[str, Any]:
     (member,) = members
     shapes = {name: list(leaf.shape) for name, leaf in tree.flatten(local_tree(member.state.params)).items()}
     own = {"parameters": member.state.params, "optimizer": member.state.opt_state}
-    sizes = {name: size(tree.map(here, values)) for name, values in own.items()}
+    sizes = {name: size(local_tree(values)) for name, values in own.items()}
     return {"said": said, "loaded": loaded, "shapes": shapes, **messages, **sizes}
 
 

@@ -72,10 +72,19 @@ def _ready(action: Action, last: int, done: Mapping[Action, float]) -> float | N
     return max((time[0] for time in times), default=0.0) if all(times) else None
 
 
-def peak(actions: Sequence[Action], size: Mapping[int, int]) -> int:
-    """The most that is held at once, where each stage's forward adds `size` and the end of its backward frees it."""
+def peak(
+    actions: Sequence[Action],
+    size: Mapping[int, int],
+    forward: Mapping[int, int] | None = None,
+    backward: Mapping[int, int] | None = None,
+) -> int:
+    """The most that is held at once, where each stage's forward adds `size` and the end of its backward frees it.
+
+    forward: what a stage's forward adds at most while it runs. backward: likewise, and each half of it does.
+    """
     now = most = 0
     for kind, stage, _ in actions:
+        during = (forward or size if kind == "F" else backward or {}).get(stage, 0)
+        most = max(most, now + during)
         now += size[stage] * {"F": 1, "I": 0}.get(kind, -1)
-        most = max(most, now)
     return most

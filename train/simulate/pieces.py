@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from train.parallel.mesh import DATA, Mesh
 
 @dataclass(frozen=True)
 class Piece:
-    """One leaf on one rank."""
+    """One leaf on one rank. path: within its layer, or that of a leaf outside of layers."""
 
     path: str
     leaf: Leaf
@@ -35,6 +34,10 @@ class Piece:
         """Numbers that it computes with: gathered over what divides it, but tp and ep."""
         return math.prod(gathered_shape(self.sharding))
 
+    def place(self, name: str) -> int | None:
+        """The dimension that this one of the mesh divides."""
+        return dict(zip(self.mesh.sizes, self.sharding.dims, strict=True))[name]
+
     @property
     def compute(self) -> torch.dtype:
         """What does not learn (a router's bias) keeps its own."""
@@ -43,7 +46,7 @@ class Piece:
     @property
     def shared(self) -> bool:
         """Whether all ranks of tp hold it and use it between a sublayer's ends, each for its own heads or columns."""
-        axes, place = self.leaf.axes, dict(zip(self.mesh.sizes, self.sharding.dims, strict=True))["tp"]
+        axes, place = self.leaf.axes, self.place("tp")
         inside = "expert" in axes or (axes[0] != "embed" and {"heads", "kv_heads", "latent", "head_dim"} & set(axes))
         return self.leaf.trainable and place is None and bool(inside)
 
@@ -55,19 +58,38 @@ class Piece:
 
 
 def gathered_shape(sharding: Sharding) -> tuple[int, ...]:
-    """The shape of what a rank computes with."""
+    """The shape of what a rank computes with: without what fsdp divides."""
     places = zip(sharding.sizes, sharding.dims, strict=True)
     kept = tuple(dim if name in ("tp", "ep") else None for (name, _), dim in places)
     return dataclasses.replace(sharding, dims=kept).local_shape
 
 
-def ways(group: Sequence[Piece]) -> Iterable[tuple[int, int, bool, tuple[str, ...], tuple[str, ...]]]:
-    """(numbers, bytes of one, do they learn, dimensions that hold copies, that divide) of what travels together."""
-    found: dict[Any, int] = {}
+def gathered_bytes(group: Iterable[Piece], kept: Container[str] | None = None) -> int:
+    """Of the copies in which leaves are gathered or cast: of all, or of those at `kept` paths."""
+    return sum(piece.used for piece in group if kept is None or piece.path in kept)
+
+
+@dataclass(frozen=True)
+class Way:
+    """dtype: in which leaves are used. learns: whether they do. copied, gathered: over these dimensions of the mesh."""
+
+    dtype: torch.dtype
+    learns: bool
+    copied: tuple[str, ...]
+    gathered: tuple[str, ...]
+
+
+def ways(group: Sequence[Piece]) -> list[tuple[Way, int]]:
+    """How the leaves of a group travel, and how many numbers of theirs the rank has."""
+    return [(way, sum(piece.local for piece in pieces)) for way, pieces in _alike(group).items()]
+
+
+def _alike(group: Sequence[Piece]) -> dict[Way, list[Piece]]:
+    """Those that travel together."""
+    found: dict[Way, list[Piece]] = {}
     for piece in group:
         dims = [(n, dim) for (n, size), dim in zip(piece.sharding.sizes, piece.sharding.dims, strict=True) if size > 1]
         copied = tuple(name for name, dim in dims if dim is None and name in DATA)
         gathered = tuple(name for name, dim in dims if dim is not None and name in DATA and name != "ep")
-        key = (piece.compute, piece.leaf.trainable, copied, gathered)
-        found[key] = found.get(key, 0) + piece.local
-    return [(size, dtype.itemsize, *way) for (dtype, *way), size in found.items()]
+        found.setdefault(Way(piece.compute, piece.leaf.trainable, copied, gathered), []).append(piece)
+    return found

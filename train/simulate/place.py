@@ -11,15 +11,16 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
+from train.parallel.share import cut
 
 from .facts import Work
-from .kept import Layer
+from .kept import Ends, Layer
 from .pieces import Piece
 
 
 @dataclass(frozen=True)
 class Model:
-    """shape: rows and columns of a microbatch on a rank. layers, head: what they keep of it, and send."""
+    """shape: rows and columns of a microbatch on a rank. layers, ends: what they keep of it, and send."""
 
     config: Any
     spec: Tree
@@ -29,7 +30,7 @@ class Model:
     pipe: pp.Pipeline
     shape: tuple[int, int]
     layers: tuple[Layer, ...]
-    head: int
+    ends: Ends
 
     @property
     def stream(self) -> int:
@@ -39,33 +40,35 @@ class Model:
 
 @dataclass(frozen=True)
 class Place:
-    """What one rank of the pipeline has. groups: the leaves that travel together, "layers.N" and "" for the others."""
+    """What one rank of the pipeline has: the leaves of its layers, by number, and each stage's outside of layers."""
 
     model: Model
     rank: int
     stages: tuple[int, ...]
-    groups: Mapping[str, Sequence[Piece]]
-
-    @property
-    def first(self) -> bool:
-        return 0 in self.stages
-
-    @property
-    def last(self) -> bool:
-        return len(self.model.pipe.layers) - 1 in self.stages
+    layers: Mapping[int, Sequence[Piece]]
+    outside: Mapping[int, Sequence[Piece]]
 
     @property
     def pieces(self) -> list[Piece]:
-        return [piece for group in self.groups.values() for piece in group]
+        """Each leaf once."""
+        outside = {piece.path: piece for group in self.outside.values() for piece in group}
+        return [*outside.values(), *(piece for group in self.layers.values() for piece in group)]
+
+    def is_last(self, stage: int) -> bool:
+        return stage == len(self.model.pipe.layers) - 1
 
 
 def place(model: Model, rank: int) -> Place:
     """That of a rank of the pipeline."""
-    spec = tree.flatten(pp.share(model.spec, model.config, model.pipe, rank))
-    plan = tree.flatten(pp.share(model.plan, model.config, model.pipe, rank))
-    groups: dict[str, list[Piece]] = {}
-    for path, leaf in spec.items():
-        head, _, rest = path.partition(".")
-        name = f"layers.{rest.partition('.')[0]}" if head == "layers" else ""
-        groups.setdefault(name, []).append(Piece(path, leaf, plan[path], model.mesh, model.work.dtype))
-    return Place(model, rank, model.pipe.stages(rank), groups)
+    layers: dict[int, list[Piece]] = {}
+    outside: dict[int, list[Piece]] = {}
+    for stage in model.pipe.stages(rank):
+        plan = tree.flatten(cut(model.plan, model.config, model.pipe, (stage,)))
+        outside[stage] = []
+        for path, leaf in tree.flatten(cut(model.spec, model.config, model.pipe, (stage,))).items():
+            head, _, rest = path.partition(".")
+            number, _, inner = rest.partition(".")
+            group = layers.setdefault(int(number), []) if head == "layers" else outside[stage]
+            name = inner if head == "layers" else path
+            group.append(Piece(name, leaf, plan[path], model.mesh, model.work.dtype))
+    return Place(model, rank, model.pipe.stages(rank), layers, outside)

@@ -32,16 +32,18 @@ def _times(kind: str, dim: str, what: str, size: int, times: int) -> Message:
 def _of_weights(place: Place) -> Iterable[Message]:
     """Gathered where they run, and their gradients summed."""
     mesh, work = place.model.mesh, place.model.work
-    for name, group in place.groups.items():
-        for size, item, learns, copied, gathered in ways(group):
-            gathers = work.microbatches * (2 if work.remat == "full" and name else 1)
+    groups = [*((group, work.remat == "full") for group in place.layers.values())]
+    groups += [(group, False) for group in place.outside.values()]
+    for group, again in groups:
+        for way, size in ways(group):
             whole = size
-            for dim in reversed(gathered):
+            for dim in reversed(way.gathered):
                 whole *= mesh.sizes[dim]
-                yield _times("all_gather", dim, "weights", whole * item, gathers)
-                if learns:
+                times = work.microbatches * (2 if again else 1)
+                yield _times("all_gather", dim, "weights", whole * way.dtype.itemsize, times)
+                if way.learns:
                     yield _times("reduce_scatter", dim, "gradients", whole * WIDE, work.microbatches)
-            for dim in copied if learns else ():
+            for dim in way.copied if way.learns else ():
                 yield _times("all_reduce", dim, "gradients", size * WIDE, work.microbatches)
 
 
@@ -65,28 +67,31 @@ def _over_tp(place: Place) -> Iterable[Message]:
     model, parts = place.model, place.model.work.microbatches
     if model.mesh.tp == 1:
         return
-    for group in place.groups.values():
-        for what, size, times in _reductions(place, group):
+    for group in place.layers.values():
+        for what, size, times in _of_layer(place, group):
             yield _times("all_reduce", "tp", what, size, parts * times)
-    if place.last:
-        tokens = math.prod(model.shape)
-        chunks = -(-tokens // CHUNK)  # what a cross entropy over parts of the vocabulary needs of each token
-        yield _times("all_gather", "tp", "cross entropy", 3 * tokens * model.mesh.tp * WIDE // chunks, parts * chunks)
+    for stage, group in place.outside.items():
+        ends = (stage == 0) + place.is_last(stage)
+        if ends:
+            yield _times("all_reduce", "tp", "activations", model.stream, parts * ends)
+        if place.is_last(stage):
+            tokens = math.prod(model.shape)
+            chunks = -(-tokens // CHUNK)
+            for norm in (piece for piece in group if piece.leaf.axes == ("embed",)):
+                size = norm.whole * model.work.dtype.itemsize
+                yield _times("all_reduce", "tp", "shared leaves", size, parts * chunks)
+            # what a cross entropy over parts of the vocabulary needs of each token
+            yield _times(
+                "all_gather", "tp", "cross entropy", 3 * tokens * model.mesh.tp * WIDE // chunks, parts * chunks
+            )
 
 
-def _reductions(place: Place, group: Sequence[Piece]) -> Iterable[tuple[str, int, int]]:
+def _of_layer(place: Place, group: Sequence[Piece]) -> Iterable[tuple[str, int, int]]:
     """(of what, bytes, how often) in each microbatch: what enters and leaves, and gradients of what all hold."""
-    model = place.model
-    paths = [piece.path.split(".", 2)[-1] for piece in group]
-    if not group[0].path.startswith("layers."):
-        yield "activations", model.stream, place.first + place.last
-        norms = [piece for piece in group if piece.leaf.axes == ("embed",)] if place.last else []
-        for norm in norms:
-            yield "shared leaves", norm.whole * model.work.dtype.itemsize, -(-math.prod(model.shape) // CHUNK)
-        return
-    sublayers = 2 + any(path.startswith("mlp.shared_expert.") for path in paths)
+    sublayers = 2 + any(piece.path.startswith("mlp.shared_expert.") for piece in group)
     # Computing again ends with what was kept last, which is before the last one leaves.
-    yield "activations", model.stream, 2 * sublayers + (sublayers - 1 if model.work.remat == "full" else 0)
+    again = sublayers - 1 if place.model.work.remat == "full" else 0
+    yield "activations", place.model.stream, 2 * sublayers + again
     shared = sum(piece.whole for piece in group if piece.shared)
     if shared:
         yield "shared leaves", shared * WIDE, 1
@@ -100,7 +105,7 @@ def _over_pp(place: Place) -> Iterable[Message]:
             if 0 <= other < len(pipe.layers) and pipe.ranks[other] != place.rank:
                 yield _times("send", "pp", what, place.model.stream, place.model.work.microbatches)
     tied = frozenset.intersection(*pp.ends(config))
-    if (place.first or place.last) and pipe.ranks[0] != pipe.ranks[-1]:
-        for piece in place.groups.get("", []):
+    if place.rank in (pipe.ranks[0], pipe.ranks[-1]) and pipe.ranks[0] != pipe.ranks[-1]:
+        for piece in (piece for group in place.outside.values() for piece in group):
             if piece.path.partition(".")[0] in tied:
                 yield _times("send", "pp", "tied gradients", piece.local * WIDE, 1)

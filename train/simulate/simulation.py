@@ -15,7 +15,7 @@ from train.parallel.step import rules_of
 
 from .facts import RankFacts, Work
 from .held import held
-from .kept import head_kept, layer_kept
+from .kept import ends_kept, layer_kept
 from .place import Model, Place, place
 from .sent import messages
 
@@ -36,7 +36,7 @@ def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
     spec = family.spec(config)
     if mesh.ep > 1 and not any("expert" in leaf.axes for leaf in tree.leaves(spec)):
         raise ValueError(f"ep is {mesh.ep}, but a {config.model_type} has no experts to divide.")
-    schedule = work.schedule if mesh.pp > 1 else "GPipe"
+    schedule = work.schedule if mesh.pp > 1 else "1F1B"
     pipe = pp.pipeline(config, mesh.pp, schedule, virtual=work.virtual if mesh.pp > 1 else None, split=work.split)
     pp.check_microbatches(pipe, work.microbatches)
     plan = P.plan(spec, rules_of(mesh, config), mesh.sizes)
@@ -45,8 +45,8 @@ def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
     by_kind = {
         kind: layer_kept(config, spec, plan, kinds.index(kind), shape, mesh, work) for kind in sorted(set(kinds))
     }
-    layers, head = tuple(by_kind[kind] for kind in kinds), head_kept(config, spec, plan, shape, work)
-    model = Model(config, spec, plan, mesh, work, pipe, shape, layers, head)
+    layers, ends = tuple(by_kind[kind] for kind in kinds), ends_kept(config, spec, plan, shape, mesh, work)
+    model = Model(config, spec, plan, mesh, work, pipe, shape, layers, ends)
     orders = [order(pipe, rank, work.microbatches) for rank in range(mesh.pp)]
     waits = idle(pipe, orders, again=work.remat == "full")
     places = [place(model, rank) for rank in range(mesh.pp)]

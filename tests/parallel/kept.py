@@ -1,0 +1,241 @@
+"""What a real step keeps for its backward pass: bytes of distinct storages, counted while autograd refers to them.
+
+    with watched() as kept:
+        state, _ = step(state, batch)
+    kept.most                                   # the largest that "activations" and "gathered weights" ever were
+
+What remat computes again is counted too, and so is what torch's stages keep of each microbatch: their output. Left out
+is what is there anyway: parameters, what `fnmodels.prepare` makes of a batch, and the buffers in which stages receive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.ops import experts
+from train import head
+from train.parallel import context, expert, gather
+
+
+class Kept:
+    """most: bytes. buffers: those in which this rank's stages receive."""
+
+    def __init__(self) -> None:
+        self.most = Counter({"activations": 0, "gathered weights": 0})
+        self.buffers = 0
+        self._now: Counter[str] = Counter()
+        self._references: Counter[int] = Counter()
+        self._known: dict[int, Any] = {}  # storages that are no activations, by address
+
+    def known(self, tensors: Iterable[Tensor]) -> None:
+        """They are there anyway. Held from now on, so that their addresses are not used again."""
+        for tensor in tensors:
+            self._known.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
+
+    def gathered(self, leaf: Tensor) -> None:
+        """It counts until its storage is gone."""
+        storage = leaf.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known[key] = None
+            self._count("gathered weights", size)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        del self._known[key]
+        self._count("gathered weights", -size)
+
+    def refer(self, storage: Any) -> Callable[[], None]:
+        """One more reference; call what is returned when it is gone."""
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return lambda: None
+
+        def add(references: int) -> None:
+            before = self._references[key]
+            self._references[key] += references
+            self._count("activations", size * ((before + references > 0) - (before > 0)))
+
+        add(1)
+        return lambda: add(-1)
+
+    def _count(self, kind: str, size: int) -> None:
+        self._now[kind] += size
+        self.most[kind] = max(self.most[kind], self._now[kind])
+
+
+class _Reference:
+    """As long as it is there, the tensor is kept."""
+
+    def __init__(self, kept: Kept, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.gone = kept.refer(tensor.untyped_storage())
+
+    def __del__(self) -> None:
+        self.gone()
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps what a fused attention on a GPU keeps, and computes nothing."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3], dtype=torch.float32)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A kernel for `fnmodels.forward`."""
+    out: Tensor = _Fused.apply(q, k, v)[0]
+    return out
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Experts as where counts are not read on the host, and equally many tokens to each; over cp `fused`."""
+
+    def evenly(x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, number: int, weighted: bool) -> Any:
+        even = (torch.arange(indices.numel()) % number).view_as(indices)
+        return experts.sorted_rows(x, weights, even, valid, number, weighted)
+
+    with (
+        mock.patch.object(experts, "readable", return_value=False),
+        mock.patch.object(expert, "sorted_rows", evenly),
+        mock.patch.object(context, "attention", fused),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def watched(*given: Any) -> Iterator[Kept]:
+    """Of a step with these parameters, plain tensors, and this batch."""
+    kept = Kept()
+    kept.known(tree.leaves(given))
+    with contextlib.ExitStack() as stack:
+        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        patch(fnmodels, "prepare", _prepared(kept, fnmodels.prepare))
+        patch(gather, "gather", _gathered(kept, gather.gather))
+        patch(head._HeadLoss, "forward", _unwatched(head._HeadLoss.forward))
+        _watch_remat(kept, patch)
+        _watch_stages(kept, patch)
+        stack.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(lambda x: _Reference(kept, x), lambda saved: saved.tensor)
+        )
+        yield kept
+
+
+def _prepared(kept: Kept, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **more: Any) -> Any:
+        found = function(*args, **more)
+        kept.known(tree.leaves(found))
+        return found
+
+    return run
+
+
+def _gathered(kept: Kept, function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    @functools.wraps(function)
+    def run(*args: Any) -> list[Tensor]:
+        found = function(*args)
+        for leaf in found:
+            kept.gathered(leaf)
+        return found
+
+    return run
+
+
+def _unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What the head's loss keeps of a chunk of tokens, and is done with when the next one comes."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return function(*args)
+
+    return run
+
+
+def _watch_remat(kept: Kept, patch: Callable[..., Any]) -> None:
+    """What is computed again is kept until it is used, each tensor under a `_Handle` of its own."""
+    module: Any = torch.utils.checkpoint
+    fresh: list[Any] = []
+
+    class Handle:
+        def __init__(self) -> None:
+            fresh.append(self)
+
+    class Hook(module._recomputation_hook):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            inner = self.pack_hook
+
+            def pack(x: Tensor) -> Any:
+                try:
+                    return inner(x)
+                finally:  # the last one is packed with an exception, which ends it
+                    if fresh:
+                        fresh.pop().reference = _Reference(kept, x)
+
+            self.pack_hook = pack
+
+    patch(module, "_Handle", Handle)
+    patch(module, "_recomputation_hook", Hook)
+
+
+def _watch_stages(kept: Kept, patch: Callable[..., Any]) -> None:
+    outputs: dict[tuple[int, int], Any] = {}
+    buffers: dict[int, int] = {}
+    forward, back = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk
+    weights, receive = PipelineStage.backward_weight_one_chunk, PipelineStage._retrieve_recv_activations
+
+    def forward_one_chunk(self: Any, part: int, *args: Any, **more: Any) -> Any:
+        out = forward(self, part, *args, **more)
+        received = [
+            info.buffer for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()) for info in infos
+        ]
+        buffers[self.stage_index] = sum(x.untyped_storage().nbytes() for x in received if x is not None)
+        kept.buffers = sum(buffers.values())
+        if not self.is_last:
+            outputs[self.stage_index, part] = _Reference(kept, out)
+        return out
+
+    def backward_one_chunk(self: Any, part: int, *args: Any, full_backward: bool = True, **more: Any) -> Any:
+        back(self, part, *args, full_backward=full_backward, **more)
+        if full_backward:
+            outputs.pop((self.stage_index, part), None)
+
+    def backward_weight_one_chunk(self: Any, part: int, *args: Any, **more: Any) -> Any:
+        weights(self, part, *args, **more)
+        outputs.pop((self.stage_index, part), None)
+
+    def retrieve(self: Any, part: int) -> Any:
+        received = receive(self, part)
+        kept.known(received)
+        return received
+
+    patch(PipelineStage, "forward_one_chunk", forward_one_chunk)
+    patch(PipelineStage, "backward_one_chunk", backward_one_chunk)
+    patch(PipelineStage, "backward_weight_one_chunk", backward_weight_one_chunk)
+    patch(PipelineStage, "_retrieve_recv_activations", retrieve)
