@@ -58,7 +58,8 @@ class Engine:
         self.state: State = init_state(params, optimizer)
         self._teaching: Any = None
         if mesh is not None:
-            from .parallel.step import place, teach
+            from .parallel.step import place
+            from .parallel.updates import teach
 
             warn_of_group()
             how = strategy or Strategy()
@@ -95,7 +96,7 @@ class Engine:
         if held is not None:
             total, count = total - held.total, count - held.count
         if self.mesh is not None:
-            from .parallel.step import over_processes
+            from .parallel.updates import over_processes
 
             total, count, aux = over_processes(self._teaching.placed.devices, total, count, aux)
             if aux is not None and whole_aux is not None:
@@ -131,7 +132,7 @@ class Engine:
         if self.mesh is None:
             self.state, metrics = update(self.optimizer, self.state, sums, **how)
         else:
-            from .parallel.step import update_over
+            from .parallel.updates import update_over
 
             self.state, metrics = update_over(self._teaching, self.state, sums, **how)
         return metrics if aux is None else metrics | {"aux": aux}

@@ -13,7 +13,8 @@ from train.optim import takes_parts
 from train.parallel import Mesh, Strategy
 from train.parallel.mesh import not_compiled
 from train.parallel.pipeline import SCHEDULES, check_microbatches, pipeline
-from train.parallel.step import check_whole, rules_of
+from train.parallel.step import rules_of
+from train.parallel.updates import check_whole
 from train.recipe import optimizer_for
 from train.settings import Settings
 

@@ -33,8 +33,7 @@ from train import (
 )
 from train.balance import Balance
 from train.layers import layer_fn
-from train.parallel import Mesh, Strategy
-from train.parallel import step as steps
+from train.parallel import Mesh, Strategy, updates
 from train.parallel.collectives import summed
 from train.parallel.dtensors import local_tree
 from train.parallel.gather import shardings
@@ -219,14 +218,14 @@ def errors_of(
 @contextlib.contextmanager
 def watched(grads: list[Tensor]) -> Iterator[None]:
     """Keeps what the step's gradients are, summed over all tokens: before it divides and clips them."""
-    add_up = steps._global
+    add_up = updates._global
 
     def run(sums: Sums, mesh: Any) -> Sums:
         grads.extend(grad.clone() for grad in sums.grads)
         return add_up(sums, mesh)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "_global", run)
+        patch.setattr(updates, "_global", run)
         yield
 
 

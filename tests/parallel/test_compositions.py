@@ -35,7 +35,21 @@ from tests.parallel.reference import (
     worst,
 )
 from train import make_eval_step
-from train.parallel import NAMES, Mesh, collectives, context, gather, nodes, parts, passes, pipeline, ring, stages, uses
+from train.parallel import (
+    NAMES,
+    Mesh,
+    collectives,
+    context,
+    gather,
+    nodes,
+    parts,
+    passes,
+    pipeline,
+    ring,
+    stages,
+    updates,
+    uses,
+)
 from train.parallel import step as steps
 from train.parallel.pipeline import SCHEDULES, SINGLE
 from train.parallel.region import Region
@@ -412,8 +426,8 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] 
     "parts are not summed": (unsummed_parts, "fsdp", "llama", GRADIENT),
     "means in place of sums": (means, "fsdp", "llama", GRADIENT),
     "means of modules": (averaged_modules, "fsdp2", "llama", GRADIENT),
-    "a count of one rank": (lambda p: p.setattr(steps, "_global", lambda sums, _: sums), "fsdp", "llama", "loss"),
-    "every copy counts": (lambda p: p.setattr(steps, "_is_first_copy", lambda _: True), "dp", "llama", "grad_norm"),
+    "a count of one rank": (lambda p: p.setattr(updates, "_global", lambda sums, _: sums), "fsdp", "llama", "loss"),
+    "every copy counts": (lambda p: p.setattr(updates, "_is_first_copy", lambda _: True), "dp", "llama", "grad_norm"),
     "rows of the first rank": (first_rows, "fsdp", "llama", GRADIENT),
     "keys have one rank's gradient": (unsummed_keys, "cp gather", "llama", "gradient of layers.0.attention.k_proj"),
     "an unpermuted table": (unpermuted_table, "cp gather", "llama", "gradient of layers.0.attention.q_proj"),

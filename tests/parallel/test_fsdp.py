@@ -25,8 +25,7 @@ from tests.parallel.reference import (
 )
 from tests.support import generic_params
 from train import adafactor, init_state, lion, make_step, muon, partition, sgd, sharded, with_ema
-from train.parallel import NAMES, Mesh, Strategy, collectives, gather
-from train.parallel import step as steps
+from train.parallel import NAMES, Mesh, Strategy, collectives, gather, updates
 from train.parallel.dtensors import local_tree
 from train.parallel.parts import own_rows
 
@@ -196,7 +195,7 @@ def muons(name: str, mesh_text: str, damage: bool = False) -> dict[str, float]:
     before = tree.flatten(generic_params(config_of(name)))
     with pytest.MonkeyPatch.context() as patch:
         if damage:
-            patch.setattr(steps, "_on_matrices", lambda _: lambda path, function, x: function(x))
+            patch.setattr(updates, "_on_matrices", lambda _: lambda path, function, x: function(x))
         alone = make_step(loss_of(name), optimizer)
         together = make_step(loss_of(name), optimizer, mesh=mesh, accumulate=mesh.pp)
         for _ in range(2):

@@ -2,6 +2,7 @@
 
     mesh          how many processes share what: `Mesh(fsdp=2, tp=2)`; and `Strategy`, how, where there is a choice
     step          `train.make_step(..., mesh=mesh)`, of all of them together
+    updates       what all their sums become: a norm, an update of the parts that are here
     parts         the rows and columns of a batch that a process takes
     given         those that it has already: what all agree on first
     forward       evaluation and functions of tokens, likewise

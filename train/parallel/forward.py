@@ -31,7 +31,8 @@ from .mesh import ROWS, Mesh, Strategy
 from .microbatch import PLACES, unpadded
 from .parts import own_parts
 from .stages import Placed, stage_loss, stage_outputs
-from .step import config_for, config_in, over_processes, place, placed_loss
+from .step import config_for, config_in, place, placed_loss
+from .updates import over_processes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
