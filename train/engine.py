@@ -152,8 +152,16 @@ class Engine:
         if compile != "none" or self.mesh is not None:
             # What is compiled, or made of stages and schedules, is worth keeping; a function is not, nor what it holds.
             self._infers[function] = run
-        own = self.strategy is not None and self.strategy.rows == "own"  # others may have some, and must be told
-        return run(self.state.params, list(batches)) if batches or own else []
+        if batches or (self.strategy is not None and self.strategy.rows == "own"):
+            found: list[Any] = run(self.state.params, list(batches))
+            return found
+        if self.mesh is not None:  # others may have some, and wait
+            from .parallel.given import check_same
+            from .parallel.mesh import whole_groups
+
+            devices = self._teaching.placed.devices
+            check_same((), devices, whole_groups(devices))
+        return []
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(name on disk, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""
