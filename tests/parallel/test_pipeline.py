@@ -173,7 +173,8 @@ def evaluated(name: str, schedule: str) -> list[float]:
     of, without = pp.gradient_sums(loss, optimizer, pipe), pp.loss_sums(loss, pipe)
     before = of(params, parts)
     without(params, parts)
-    total, count, _ = without(params, parts[:1])  # of another number, which the training schedule may refuse
+    without(params, parts[:1])  # of another number, which the training schedule may refuse
+    total, count, _ = without(params, parts[:1])
     after = of(params, parts)
     assert all(torch.equal(a, b) for a, b in zip(before.grads, after.grads, strict=True))
     assert not total.requires_grad

@@ -145,9 +145,12 @@ def _schedule(
     if not train:
         from torch.distributed.pipelining import schedules
 
+        def passed(action: Any, _: Any) -> None:
+            schedule.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)  # it would find it again
+
         # Its `eval` goes through the backward passes too, and where two stages of a V meet it wants their gradients.
         for act in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
-            schedule.register_custom_function(act, lambda *_: None)
+            schedule.register_custom_function(act, passed)
     return schedule
 
 
