@@ -264,7 +264,7 @@ def test_experts_are_balanced_and_adapters_train_as_in_one_process(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    init = ("--init", str(checkpoint_of(tmp_path / "base", config_of("deepseek"))))
+    init = ("--init", str(checkpoint_of(tmp_path / "base", config_of("deepseek", 4))))
 
     def run(name: str, mesh: str, *flags: str) -> None:
         results = ranks(Mesh.parse(mesh).world)(run_main, str(tmp_path / name), *init, *flags, "--mesh", mesh)
@@ -279,7 +279,7 @@ def test_experts_are_balanced_and_adapters_train_as_in_one_process(
     for part in ("", "ema"):  # the last weights, and their average, of which the held-out losses are
         same_weights(*(P.load_pretrained(tmp_path / name / part)[1] for name in ("experts", "alone")))
 
-    adapters = ("--lora", "r=2,alpha=8,targets=layers.1.*.q_b_proj+layers.1.*.o_proj", "--learning-rate", "0.03")
+    adapters = ("--lora", "r=2,alpha=8,targets=layers.3.*.q_b_proj+layers.3.*.o_proj", "--learning-rate", "0.03")
     assert main(words(tmp_path / "one", *init, *adapters)) == 0
     expected, path = pretrained.load_model(tmp_path / "one")[1], tmp_path / "four"
 
@@ -300,12 +300,12 @@ def test_experts_are_balanced_and_adapters_train_as_in_one_process(
             wrote |= set(opened.keys())
     saved = {f"{part}.{name}" for part in ("params", "opt_state.exp_avg", "opt_state.exp_avg_sq") for name in moved}
     assert wrote == saved | {"step", "opt_state.step"}
-    for mesh in ("pp=2", None):
+    for mesh in ("pp=2,tp=2", None):  # where one process has no adapter
         shutil.rmtree(path / "steps" / "step-00000006")
         if mesh is None:
             assert main([*words(path, *init), "--resume"]) == 0
         else:
-            run("four", mesh, "--resume")
+            run("four", mesh, "--resume", "--schedule", "ZBVZeroBubble")
         same_adapters()
 
 
