@@ -48,6 +48,8 @@ def mtp_loss(
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
     experts: str | Experts = "auto",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     balance: Balance | None = None,
     aux: bool = False,
 ) -> tuple[Any, ...]:
@@ -56,7 +58,8 @@ def mtp_loss(
     The count is that of the next tokens' labels: a head that sees less far from the end of a document is not divided by
     less (arXiv 2412.19437, equations 24 and 25; there the weight is 0.3, and 0.1 for the last part of training).
     batch: what `look_ahead` returns; its `routing`, if any, is that of the model's own layers, and heads choose for
-    themselves. experts: see `fnmodels.forward`. balance: for the routers of the model's own layers. aux: with counts of
+    themselves. experts: see `fnmodels.forward`. label_smoothing, z_loss: of all heads, the next token's too, see
+    `cross_entropy`. balance: for the routers of the model's own layers. aux: with counts of
     the heads behind those of the layers, so that `make_step(balance_rate=...)` moves their biases too.
     """
     check_ahead(batch, config)
@@ -69,8 +72,9 @@ def mtp_loss(
     # Some tap is always asked for, so that it returns a pair.
     taps = ("hidden", *(f"layers.*.{name}" for name in names))
     x, tapped = fnmodels.hidden(params, replayed(inputs, batch), masks, freqs_cis, **how, taps=taps)
+    terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     total, count, *of_heads = heads_loss(
-        params, x, batch, masks, freqs_cis, **how, weight=weight, chunk=chunk, counts=bool(names)
+        params, x, batch, masks, freqs_cis, **how, **terms, weight=weight, chunk=chunk, counts=bool(names)
     )
     if not names:
         return total, count
@@ -90,6 +94,8 @@ def heads_loss(
     config: Any,
     weight: float = 0.3,
     chunk: int | None = CHUNK,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     counts: bool = False,
     **how: Any,
 ) -> tuple[Tensor, ...]:
@@ -100,7 +106,7 @@ def heads_loss(
     how["apart"] = (table.region.cut, table.region.join) if columns else None
     how["taps"] = ("output", "counts") if counts else ("output",)  # some tap, so that it returns a pair
     states, tapped = mtp.hidden(params, x, batch["next_tokens"], masks, freqs_cis, config=config, **how)
-    given: dict[str, Any] = {"config": config, "chunk": chunk}
+    given: dict[str, Any] = {"config": config, "chunk": chunk, "label_smoothing": label_smoothing, "z_loss": z_loss}
     total, count = head_loss(params, x, batch["labels"], **given, weights=batch.get("weights"))
     further = []
     for k, state in enumerate(states):

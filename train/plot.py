@@ -45,24 +45,32 @@ class Run:
 
 
 def loss_picture(
-    path: Path, run: Run, *, bytes_per_token: float, zlib_bits: float, final_loss: float | None = None
+    path: Path,
+    run: Run,
+    *,
+    bytes_per_token: float,
+    zlib_bits: float,
+    final_loss: float | None = None,
+    train: str = "train",
+    heldout: str = "held out",
 ) -> None:
     """Draw a run. No pyplot: a figure of our own leaves the caller's backend and figures alone.
 
     `bytes_per_token` of the held-out text turns nats per token (left) into bits per byte (right); `zlib_bits` is in
-    bits per byte; `final_loss` is the loss over all held-out documents, of which the curve sees a part.
+    bits per byte; `final_loss` is the loss over all held-out documents, of which the curve sees a part; `train` and
+    `heldout` are what the curves are called.
     """
     to_nats = NATS_PER_BIT * bytes_per_token
     figure, axes = sheet({"": run})
     trained, held = run.curve("loss"), run.curve("heldout_loss")
     if trained:
         steps, losses = zip(*trained, strict=True)
-        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="train, each step")
-        axes.plot(steps, smooth(losses), color="tab:blue", linewidth=1.6, label="train, running mean")
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label=f"{train}, each step")
+        axes.plot(steps, smooth(losses), color="tab:blue", linewidth=1.6, label=f"{train}, running mean")
     if held:
-        axes.plot(*zip(*held, strict=True), color="tab:orange", marker="o", markersize=4, label="held out, a sample")
+        axes.plot(*zip(*held, strict=True), color="tab:orange", marker="o", markersize=4, label=f"{heldout}, a sample")
     if final_loss is not None and run.rows:
-        axes.plot(run.rows[-1]["step"], final_loss, "*", color="tab:red", markersize=12, label="held out, all files")
+        axes.plot(run.rows[-1]["step"], final_loss, "*", color="tab:red", markersize=12, label=f"{heldout}, all files")
     axes.axhline(zlib_bits * to_nats, color="tab:gray", linestyle="--", label=f"zlib -9: {zlib_bits:.2f} bits per byte")
     axes.set(xlabel="step", ylabel="loss in nats per token", title=title(final_loss, to_nats))
     bits = axes.secondary_yaxis(

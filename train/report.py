@@ -12,6 +12,7 @@ from train.files import write_text
 from train.job import Job, Json
 from train.metrics import Row
 from train.plot import Run, loss_picture
+from train.recipe import is_plain
 from train.settings import Settings, to_toml
 
 
@@ -27,6 +28,8 @@ def draw(job: Job, rows: list[Row], costs: list[Row], final_loss: float | None) 
         bytes_per_token=heldout.bytes / job.heldout_targets,
         zlib_bits=8 * job.dataset.zlib_bytes / heldout.bytes,
         final_loss=final_loss,
+        train="train" if is_plain(job.settings) else "train, with --label-smoothing or --z-loss",
+        heldout="held out" if job.settings.ema is None else "held out, average of the weights",
     )
 
 

@@ -102,17 +102,19 @@ def test_the_paper(case: Case) -> None:
             tokens = batch.tokens[b, where]
             for k, wanted in enumerate(reference(weights, tokens, config), start=1):
                 assert off(got[k - 1][b, where[: len(wanted)]], wanted) < 1e-10
-                wanted_loss = wanted_loss + F.cross_entropy(wanted[:-1], tokens[k + 1 :], reduction="sum") / HEADS
+                smoothed = F.cross_entropy(wanted[:-1], tokens[k + 1 :], reduction="sum", label_smoothing=0.1)
+                wanted_loss = wanted_loss + (smoothed + 0.02 * wanted[:-1].logsumexp(-1).square().sum()) / HEADS
     given = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
     given = train.look_ahead({**given, "labels": batch.labels}, HEADS)
-    plain, count = train.next_token_loss(weights, given, config=config, length=24)
+    how = {"config": config, "length": 24, "label_smoothing": 0.1, "z_loss": 0.02}
+    plain, count = train.next_token_loss(weights, given, **how)
     wanted = gradients(plain + 0.7 * wanted_loss, weights)
     for chunk in (None, 5):
-        total, same = train.mtp_loss(weights, given, config=config, weight=0.7, chunk=chunk, length=24)
+        total, same = train.mtp_loss(weights, given, **how, weight=0.7, chunk=chunk)
         assert same == count == (batch.labels != -100).sum()
         assert off(total, plain + 0.7 * wanted_loss) < 1e-10
         assert off(gradients(total, weights), wanted) < 1e-9
-    assert off(train.mtp_loss(weights, given, config=config, weight=0.0, length=24)[0], plain) < 1e-12
+    assert off(train.mtp_loss(weights, given, **how, weight=0.0)[0], plain) < 1e-12
 
 
 @every_family

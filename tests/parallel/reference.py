@@ -57,7 +57,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "deepseek": {"balance": Balance(sequence=0.3, z=0.1, scores="sigmoid")},
     "batch": {"balance": Balance(sequence=0.1, batch=0.5, z=0.1)},
     "length": {"length": None},
-    "mtp": {"balance": Balance(sequence=0.3)},
+    "mtp": {"balance": Balance(sequence=0.3), "label_smoothing": 0.1, "z_loss": 1e-2},
     **{name: {"balance": Balance(sequence=0.3, z=0.1), "direction": name, "temperature": 2.0} for name in TAUGHT},
 }
 # 2 divides their heads, experts and vocabularies, 4 but for the KV heads.
