@@ -41,6 +41,7 @@ from train.optim import with_paths
 from train.parallel import Mesh
 from train.parallel.dtensors import local_tree
 from train.parallel.everywhere import fetching
+from train.recipe import with_usual
 from train.rows import Batch
 from train.settings import Settings
 from train.sharing import Sharing, check_fit, checked
@@ -537,7 +538,7 @@ def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
 )
 def test_a_model_that_does_not_divide_is_named(sharing: Sharing, said: str) -> None:
     config = llama.Config(64, 16, 24, 2, 4, 2, max_position_embeddings=30)
-    settings = Settings(lora="r=2,targets=lm_head", dtype="float32")
+    settings = with_usual(Settings(lora="r=2,targets=lm_head", dtype="float32"))
     check_fit(Sharing(Mesh(cp=2)), settings, config)
     with pytest.raises(UserError, match=said):
         check_fit(sharing, settings, config)
