@@ -49,8 +49,9 @@ from train.step import Sums, gradient_sums, update
 MODELS = {"llama": "qwen3_bias_sliding", "deepseek": "deepseek_v3", "gpt_oss": "gpt_oss"}
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
 WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
-# What takes a second model, gpt_oss.
+# What takes a second model: with tables that the longest position decides, with experts.
 TAUGHT = {"forward": "deepseek_v3", "reverse": "deepseek_v3"}
+TEACHERS = {"forward": "length", "reverse": "gpt_oss"}
 OPTIONS: dict[str, dict[str, Any]] = {name: {"balance_rate": 0.01} for name in ("deepseek", "mtp", *TAUGHT)}
 TERMS: dict[str, dict[str, Any]] = {
     "llama": {"label_smoothing": 0.1, "z_loss": 1e-2},
@@ -60,6 +61,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "mtp": {"balance": Balance(sequence=0.3), "label_smoothing": 0.1, "z_loss": 1e-2},
     **{name: {"balance": Balance(sequence=0.3, z=0.1), "direction": name, "temperature": 2.0} for name in TAUGHT},
 }
+TERMS["forward"]["length"] = None
 # 2 divides their heads, experts and vocabularies, 4 but for the KV heads.
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -126,7 +128,7 @@ def pieces(lengths: list[int]) -> list[dict[str, Tensor]]:
 def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..., Any]:
     options = {"kernel": "math", "length": LENGTH, **TERMS.get(name, {}), **options}
     if name in TAUGHT:
-        theirs = config_of("gpt_oss")
+        theirs = config_of(TEACHERS[name])
         teacher = functools.partial(distill, teacher=generic_params(theirs), teacher_config=theirs, chunk=7)
         return functools.partial(teacher, config=config_of(name, layers), **options)
     return functools.partial(mtp_loss if name == "mtp" else next_token_loss, config=config_of(name, layers), **options)

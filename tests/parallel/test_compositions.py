@@ -199,8 +199,8 @@ def test_heads_for_further_tokens_behind_the_last_stage(ranks: Ranks) -> None:
 def test_a_student_learns_from_parts_of_both_models_logits(
     ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any]
 ) -> None:
-    """Of distributions over all the vocabulary, with experts in both models; the teacher is whole everywhere."""
-    assert one_process(name).metrics["aux"]["agree"] > 0
+    """Of distributions over all the vocabulary; the teacher, of another family, is whole everywhere."""
+    assert name == "forward" or one_process(name).metrics["aux"]["agree"] > 0
     assert worst(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy))[0] < LIMIT
 
 

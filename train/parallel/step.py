@@ -154,7 +154,7 @@ def placed_loss(loss_fn: LossFn, placed: Placed, compile: str) -> LossFn:
     devices, strategy = placed.devices, placed.strategy
     mesh = mesh_of(devices)
     bound = {name: keyword.default for name, keyword in inspect.signature(loss_fn).parameters.items()}
-    if asks_length(bound.get("length", 0), bound.get("config")):
+    if any(asks_length(bound.get("length", 0), bound.get(name)) for name in ("config", "teacher_config")):
         loss_fn = _with_length(loss_fn, longest(devices))
     if isinstance(bound.get("balance"), Balance):
         loss_fn = _with(loss_fn, balance=whole_balance(bound["balance"], devices))
