@@ -46,7 +46,8 @@ def with_usual(settings: Settings) -> Settings:
     """With a number wherever the optimizer has one; those that it does not have stay None."""
     usual = USUAL[settings.optimizer]
     rate = OF_ADAPTERS if settings.lora else FROM_CHECKPOINT if settings.init else FROM_SCRATCH
-    values: dict[str, Any] = {"learning_rate": rate * usual.rate} | {name: getattr(usual, name) for name in NUMBERS}
+    values: dict[str, Any] = {name: getattr(usual, name) for name in NUMBERS}
+    values["learning_rate"] = float(f"{rate * usual.rate:g}")  # no digits that only binary fractions have
     return replace(settings, **{name: value for name, value in values.items() if getattr(settings, name) is None})
 
 

@@ -28,7 +28,7 @@ def draw(job: Job, rows: list[Row], costs: list[Row], final_loss: float | None) 
         bytes_per_token=heldout.bytes / job.heldout_targets,
         zlib_bits=8 * job.dataset.zlib_bytes / heldout.bytes,
         final_loss=final_loss,
-        train="train" if is_plain(job.settings) else "train, with --label-smoothing or --z-loss",
+        train="train" if is_plain(job.settings) else "train (smoothed, or with z-loss)",
         heldout="held out" if job.settings.ema is None else "held out, average of the weights",
     )
 

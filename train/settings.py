@@ -85,8 +85,8 @@ class Settings:
         None,
         NUMBER,
         LEARNING,
-        "at its peak; without it 0.003, for adapters 0.001, for a checkpoint, whose knowledge should last, 0.0003; of "
-        "that Lion a tenth, Adafactor ten times and SGD thirty times as much",
+        "at its peak; without it 0.003, for adapters 0.001, for a checkpoint, whose knowledge should last, 0.0003; with "
+        "Lion a tenth of these, with Adafactor ten times and with SGD thirty times as much",
     )
     optimizer: str = setting(
         "adamw",
@@ -109,7 +109,7 @@ class Settings:
         None,
         NUMBER,
         LEARNING,
-        "of matrices, without it 0.1, of Lion 1, Adafactor 0.01, SGD 0.0001; norms, biases and embeddings have none",
+        "of matrices (without it 0.1, with Lion 1, Adafactor 0.01, SGD 0.0001); norms, biases, embeddings have none",
     )
     clip: float = setting(1.0, ABOVE_0, LEARNING, "the largest norm of the gradient")
     ema: float | None = setting(

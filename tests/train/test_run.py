@@ -187,6 +187,8 @@ def test_every_optimizer_learns_at_a_rate_of_its_own_and_resumes(tmp_path, text,
     said, told = capsys.readouterr().out, rows(tmp_path / "whole")
     assert told[0]["lr_of" if name == "muon" else "lr"] == pytest.approx(rate)
     assert told[5]["loss"] < told[0]["loss"] - 0.03
+    learning = re.search(r"^learning_rate = (.*)$", (tmp_path / "whole" / "settings.toml").read_text(), re.MULTILINE)
+    assert learning and len(learning[1]) < 7
     # with smoothed targets the loss is no cross entropy, of which a perplexity could be made; that of held-out text is
     assert ("perplexity" in told[0]) == ("bits_per_byte" in told[0]) == (name != "lion")
     assert told[5]["heldout_bits_per_byte"] > 0
