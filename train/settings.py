@@ -85,8 +85,8 @@ class Settings:
         None,
         NUMBER,
         LEARNING,
-        "at its peak; without it 0.003, for adapters 0.001, for a checkpoint, whose knowledge should last, 0.0003; with "
-        "Lion a tenth of these, with Adafactor ten times and with SGD thirty times as much",
+        "at its peak; without it 0.003, for adapters 0.001, for a checkpoint, whose knowledge should last, 0.0003; "
+        "with Lion a tenth of these, with Adafactor ten times and with SGD thirty times as much",
     )
     optimizer: str = setting(
         "adamw",
