@@ -94,7 +94,7 @@ def size(values: Any) -> int:
 
 def even(name: str) -> Any:
     """With a vocabulary, heads and experts that 2 divides, and experts as wide as grouped products want them."""
-    config = dataclasses.replace(config_of(name, 3), vocab_size=64, num_attention_heads=4)
+    config = dataclasses.replace(config_of(name, 4), vocab_size=64, num_attention_heads=4)
     experts: dict[str, dict[str, int]] = {
         "deepseek_v3": {"n_routed_experts": 6, "n_group": 2, "moe_intermediate_size": 16},
         "gpt_oss": {"intermediate_size": 16},
@@ -102,14 +102,14 @@ def even(name: str) -> Any:
     return dataclasses.replace(config, **experts.get(name, {}))
 
 
-def over_mesh(name: str, text: str, remat: str, dtype: str, parts: int, kernel: str) -> dict[str, Any]:
+def over_mesh(name: str, text: str, remat: str, dtype: str, parts: int, kernel: str, schedule: str) -> dict[str, Any]:
     """A step: its messages, and the bytes of what this rank holds. Rows of one document each, without padding."""
     config, mesh = even(name), Mesh.parse(text)
     optimizer = optimizer_of(config)
     plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
     attention = fused if kernel == "fused" and mesh.cp == 1 else kernel if mesh.cp == 1 else "math"
     loss = functools.partial(train.next_token_loss, config=config, kernel=attention, experts="grouped")
-    strategy = Strategy(gather_dtype=None if dtype == "fp32" else DTYPES[dtype])
+    strategy = Strategy(gather_dtype=None if dtype == "fp32" else DTYPES[dtype], schedule=schedule)
     if mesh.pp > 1:
         params = init_stage(config, 0, stage_plan(plan, config, devices(mesh), strategy))
     else:
@@ -125,7 +125,7 @@ def over_mesh(name: str, text: str, remat: str, dtype: str, parts: int, kernel: 
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "remat", "dtype", "parts", "kernel"),
+    ("name", "text", "remat", "dtype", "parts", "how"),
     [
         ("deepseek_v3", "fsdp=2", "full", "bf16", 2, "fused"),
         ("gpt_oss", "dp=2,fsdp=2", "full", "fp32", 1, "fused"),
@@ -138,20 +138,26 @@ def over_mesh(name: str, text: str, remat: str, dtype: str, parts: int, kernel: 
         ("deepseek_v3", "fsdp=2,ep=2", "none", "bf16", 2, "fused"),
         ("llama_tied", "cp=2", "none", "fp32", 1, "fused"),
         ("deepseek_v3", "fsdp=2,cp=2", "full", "fp32", 1, "fused"),
+        ("llama_tied", "pp=2,cp=2", "none", "fp32", 4, "fused ZBVZeroBubble"),
         ("llama_tied", "pp=2,fsdp=2", "full", "bf16", 2, "sdpa"),
+        ("llama_tied", "pp=2,fsdp=2", "full", "bf16", 4, "sdpa ZBVZeroBubble"),
+        ("llama_tied", "pp=2,fsdp=2", "every:2", "bf16", 4, "sdpa DualPipeV"),
+        ("deepseek_v3", "pp=2,ep=2", "full", "fp32", 4, "fused InterleavedZeroBubble"),
+        ("deepseek_v3", "pp=2,tp=2", "full", "fp32", 4, "fused InterleavedZeroBubble"),
+        ("gpt_oss", "fsdp=2,tp=2", "every:2", "bf16", 1, "fused"),
         ("llama_tied", "pp=2,fsdp=2", "none", "bf16", 4, "sdpa"),
         ("deepseek_v3", "pp=2,ep=2", "none", "fp32", 4, "fused"),
     ],
 )
 def test_messages_and_bytes_of_a_step(
-    ranks: Ranks, name: str, text: str, remat: str, dtype: str, parts: int, kernel: str
+    ranks: Ranks, name: str, text: str, remat: str, dtype: str, parts: int, how: str
 ) -> None:
-    """kernel: torch's own fused attention, or a stand-in that keeps the same, where that of a CPU keeps more."""
-    mesh = Mesh.parse(text)
-    real = ranks(mesh.world)(over_mesh, name, text, remat, dtype, parts, kernel)
-    for place, facts in enumerate(
-        simulate(even(name), mesh, Work(ROWS, LENGTH, parts, remat=remat, dtype=DTYPES[dtype]))
-    ):
+    """how: the attention, torch's own fused one, or a stand-in that keeps the same, where that of a CPU keeps more."""
+    mesh, (kernel, *schedules) = Mesh.parse(text), how.split()
+    schedule = schedules[0] if schedules else "1F1B"
+    real = ranks(mesh.world)(over_mesh, name, text, remat, dtype, parts, kernel, schedule)
+    work = Work(ROWS, LENGTH, parts, schedule, remat=remat, dtype=DTYPES[dtype])
+    for place, facts in enumerate(simulate(even(name), mesh, work)):
         same = mesh.world // mesh.pp
         compare(real[place * same : (place + 1) * same], facts)
 

@@ -123,6 +123,7 @@ def test_a_thousand_ranks_in_seconds() -> None:
         ("pp=4", {"microbatches": 2}, "1F1B needs at least as many microbatches as stages, 4, not 2"),
         ("tp=2", {}, "vocab is 61"),
         ("", {"remat": "some"}, "remat is 'some'"),
+        ("", {"remat": "selective"}, 'remat="selective" is not simulated'),
     ],
 )
 def test_what_does_not_fit_is_told(mesh: str, work: dict[str, Any], sentence: str) -> None:

@@ -31,12 +31,13 @@ def order(pipe: Pipeline, rank: int, count: int) -> list[Action]:
     return [(act.computation_type.value, act.stage_index, act.microbatch_index) for act in acts]
 
 
-def idle(pipe: Pipeline, orders: Sequence[Sequence[Action]], *, again: bool = False) -> list[float]:
+def idle(pipe: Pipeline, orders: Sequence[Sequence[Action]], again: Sequence[int] = ()) -> list[float]:
     """The part of a step in which each rank has no work, where a layer's forward takes 1 and its backward 2.
 
-    again: layers are computed anew in the backward pass, and in each of its halves. Messages take no time.
+    again: how many layers of each stage are computed anew in the backward pass, and in each of its halves. Messages
+    take no time.
     """
-    cost = {"F": 1, "B": 2 + again, "I": 1 + again, "W": 1 + again}
+    again = again or [0] * len(pipe.layers)
     done: dict[Action, float] = {}
     clock, busy, position = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)
     while any(position[rank] < len(actions) for rank, actions in enumerate(orders)):
@@ -47,14 +48,28 @@ def idle(pipe: Pipeline, orders: Sequence[Sequence[Action]], *, again: bool = Fa
                 start = _ready(action, len(pipe.layers) - 1, done)
                 if start is None:
                     break
-                lo, hi = pipe.layers[action[1]]
-                took = cost[action[0]] * (hi - lo)
+                took = _cost(action, pipe, again)
                 clock[rank] = done[action] = max(clock[rank], start) + took
                 busy[rank] += took
                 position[rank] += 1
         if position == before:
             raise ValueError(f"The order of {pipe.schedule} waits for itself.")
     return [1 - work / max(clock) for work in busy]
+
+
+def _cost(action: Action, pipe: Pipeline, again: Sequence[int]) -> int:
+    kind, stage, _ = action
+    lo, hi = pipe.layers[stage]
+    if stage == 0:  # has no inputs: its W is all of the backward pass
+        parts = {"F": 1, "B": 2, "I": 0, "W": 2}[kind]
+    else:
+        parts = {"F": 1, "B": 2, "I": 1, "W": 1}[kind]
+    return parts * (hi - lo) + again[stage] * repeats([action], stage)
+
+
+def repeats(actions: Sequence[Action], stage: int) -> int:
+    """How often a layer of this stage that is not kept is computed again: in each half of a backward pass."""
+    return sum(of == stage and kind in ("BW" if stage == 0 else "BIW") for kind, of, _ in actions)
 
 
 def _ready(action: Action, last: int, done: Mapping[Action, float]) -> float | None:
@@ -76,15 +91,16 @@ def peak(
     actions: Sequence[Action],
     size: Mapping[int, int],
     forward: Mapping[int, int] | None = None,
-    backward: Mapping[int, int] | None = None,
+    backward: Mapping[tuple[str, int], int] | None = None,
 ) -> int:
     """The most that is held at once, where each stage's forward adds `size` and the end of its backward frees it.
 
-    forward: what a stage's forward adds at most while it runs. backward: likewise, and each half of it does.
+    forward: what a stage's forward adds at most while it runs. backward: of (kind, stage), what its backward pass and
+    the halves of it add at most.
     """
     now = most = 0
     for kind, stage, _ in actions:
-        during = (forward or size if kind == "F" else backward or {}).get(stage, 0)
+        during = (forward or size)[stage] if kind == "F" else (backward or {}).get((kind, stage), 0)
         most = max(most, now + during)
         now += size[stage] * {"F": 1, "I": 0}.get(kind, -1)
     return most

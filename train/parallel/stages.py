@@ -162,7 +162,7 @@ def _staged(
         tensor = tensor_parallel(config, whole, sequence=strategy.sequence)
     gathers, gathered = gathering_stages(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
     wraps = [one for one in (layer_fn("none", compile), gathers, layer_fn(remat, "none")) if one is not None]
-    if strategy.schedule in SPLITTING and mesh.world > mesh.pp:
+    if strategy.schedule in SPLITTING and (mesh.world > mesh.pp or remat != "none"):
         wraps.append(as_one)
 
     def around(block: Block) -> Block:

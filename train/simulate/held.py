@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping
 
 from train.head import CHUNK
-from train.parallel.order import Action, peak
+from train.parallel.order import peak
 
 from .facts import WIDE
 from .pieces import gathered_bytes
 from .place import Place
 
 
-def held(place: Place, actions: Sequence[Action]) -> dict[str, int]:
-    """{one of HELD: bytes}; actions: what the rank does, in order."""
+def held(place: Place) -> dict[str, int]:
+    """{one of HELD: bytes}."""
     model, pieces = place.model, place.pieces
     learning = [piece for piece in pieces if piece.leaf.trainable]
     # torch's stages keep one buffer for each microbatch and each neighbor.
@@ -23,56 +24,62 @@ def held(place: Place, actions: Sequence[Action]) -> dict[str, int]:
         "parameters": sum(piece.local * piece.leaf.dtype.itemsize for piece in pieces),
         "gradients": sum(piece.local for piece in learning) * WIDE,
         "optimizer": 2 * sum(piece.local for piece in learning) * WIDE,
-        "gathered weights": _gathered(place, actions),
-        "activations": _activations(place, actions),
+        "gathered weights": _gathered(place),
+        "activations": _activations(place),
         "buffers": model.work.microbatches * model.stream * neighbors,
         "working": _working(place),
     }
 
 
-def _activations(place: Place, actions: Sequence[Action]) -> int:
+def _activations(place: Place) -> int:
     """What autograd keeps of the microbatches that are under way, and their stages' outputs.
 
-    What a stage is given lies in a buffer. Where a layer is computed again, the head of its microbatch is done with,
-    and so are the layers behind it.
+    What a stage is given lies in a buffer.
     """
     model = place.model
-    kept, again = dict[int, int](), dict[int, int]()
+    kept, backward = dict[int, int](), dict[tuple[str, int], int]()
     for stage in place.stages:
-        lo, hi = model.pipe.layers[stage]
-        layers, full = model.layers[lo:hi], model.work.remat == "full"
-        inputs = [(full or layer.keeps_input) and (i or not stage) for i, layer in enumerate(layers)]
-        ends = (model.ends.embedding if stage == 0 else 0) + (model.ends.head if place.is_last(stage) else model.stream)
-        kept[stage] = model.stream * sum(map(bool, inputs)) + ends
-        if full:
-            after = [model.stream * (hi - 1 - i) for i in range(lo, hi)]
-            most = max(layer.saved - freed for layer, freed in zip(layers, after, strict=True))
-            again[stage] = most - (model.ends.head if place.is_last(stage) else 0)
-        else:
-            kept[stage] += sum(layer.saved for layer in layers)
-    return peak(actions, kept, backward=again)
+        lo, _ = model.pipe.layers[stage]
+        again, held = model.again(stage), dict[int, int]()
+        for i, repeated in again.items():
+            given = model.stream if repeated or model.layers[i].keeps_input else 0
+            held[i] = (given if i > lo or stage == 0 else 0) + (0 if repeated else model.layers[i].saved)
+        head = model.ends.head if place.is_last(stage) else 0
+        sent = 0 if place.is_last(stage) else model.stream
+        kept[stage] = (model.ends.embedding if stage == 0 else 0) + sum(held.values()) + head + sent
+        backward |= _anew(stage, {i: model.layers[i].saved for i in again if again[i]}, held, head)
+    return peak(place.actions, kept, backward=backward)
 
 
-def _gathered(place: Place, actions: Sequence[Action]) -> int:
+def _gathered(place: Place) -> int:
     """Gathered and cast weights: while a stage runs, those outside of layers, and of a layer where it is; then what is
     kept.
 
     Autograd keeps what it needs until the backward pass, of layers that are computed again nothing.
     """
     model = place.model
-    kept, forward, again = dict[int, int](), dict[int, int](), dict[int, int]()
+    kept, forward, backward = dict[int, int](), dict[int, int](), dict[tuple[str, int], int]()
     for stage in place.stages:
-        layers = range(*model.pipe.layers[stage])
-        outside = place.outside[stage]
-        whole = [gathered_bytes(place.layers[i]) for i in layers]
-        used = [gathered_bytes(place.layers[i], model.layers[i].leaves) for i in layers]
-        kept[stage] = gathered_bytes(outside, model.ends.leaves) if place.is_last(stage) else 0
-        if model.work.remat == "full":
-            again[stage] = max(whole) - kept[stage]
-            used = [0] * len(whole)
-        forward[stage] = gathered_bytes(outside) + max(sum(used[:i]) + size for i, size in enumerate(whole))
-        kept[stage] += sum(used)
-    return peak(actions, kept, forward, again)
+        again, outside = model.again(stage), place.outside[stage]
+        whole = {i: gathered_bytes(place.layers[i]) for i in again}
+        used = {i: 0 if again[i] else gathered_bytes(place.layers[i], model.layers[i].leaves) for i in again}
+        ends = gathered_bytes(outside, model.ends.leaves) if place.is_last(stage) else 0
+        kept[stage] = ends + sum(used.values())
+        before = (sum(size for j, size in used.items() if j < i) for i in whole)
+        forward[stage] = gathered_bytes(outside) + max(map(operator.add, before, whole.values()))
+        backward |= _anew(stage, {i: whole[i] for i in again if again[i]}, used, ends)
+    return peak(place.actions, kept, forward, backward)
+
+
+def _anew(stage: int, made: Mapping[int, int], kept: Mapping[int, int], head: int) -> dict[tuple[str, int], int]:
+    """What layers that are computed again add at most, for `peak`. made: of each; kept: of each, whether it is or not.
+
+    A backward pass is by then done with the head and the layers behind. Its halves keep them, for each other; of the
+    first stage the second half is all there is.
+    """
+    whole = max((size - sum(kept[j] for j in kept if j > i) for i, size in made.items()), default=0) - head
+    half = max(made.values(), default=0)
+    return {("B", stage): whole, ("I", stage): half if stage else 0, ("W", stage): half if stage else whole}
 
 
 def _working(place: Place) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from train.head import CHUNK
 from train.parallel import pipeline as pp
 
 from .facts import WIDE, Message
-from .pieces import Piece, ways
+from .pieces import ways
 from .place import Place
 
 
@@ -31,35 +31,36 @@ def _times(kind: str, dim: str, what: str, size: int, times: int) -> Message:
 
 def _of_weights(place: Place) -> Iterable[Message]:
     """Gathered where they run, and their gradients summed."""
-    mesh, work = place.model.mesh, place.model.work
-    groups = [*((group, work.remat == "full") for group in place.layers.values())]
-    groups += [(group, False) for group in place.outside.values()]
-    for group, again in groups:
+    mesh, parts = place.model.mesh, place.model.work.microbatches
+    groups = [(group, parts + place.repeats[i]) for i, group in place.layers.items()]
+    groups += [(group, parts) for group in place.outside.values()]
+    for group, times in groups:
         for way, size in ways(group):
             whole = size
             for dim in reversed(way.gathered):
                 whole *= mesh.sizes[dim]
-                times = work.microbatches * (2 if again else 1)
                 yield _times("all_gather", dim, "weights", whole * way.dtype.itemsize, times)
                 if way.learns:
-                    yield _times("reduce_scatter", dim, "gradients", whole * WIDE, work.microbatches)
+                    yield _times("reduce_scatter", dim, "gradients", whole * WIDE, parts)
             for dim in way.copied if way.learns else ():
-                yield _times("all_reduce", dim, "gradients", size * WIDE, work.microbatches)
+                yield _times("all_reduce", dim, "gradients", size * WIDE, parts)
 
 
 def _of_layers(place: Place) -> Iterable[Message]:
     """Keys and values over cp, and what goes to experts."""
     model = place.model
-    mesh, parts, again = model.mesh, model.work.microbatches, model.work.remat == "full"
-    for layer in (model.layers[i] for stage in place.stages for i in range(*model.pipe.layers[stage])):
+    mesh, parts = model.mesh, model.work.microbatches
+    for i, again in place.repeats.items():
+        # The second half of a backward pass goes through one message of the first again, on its way to weights.
+        layer, twice = model.layers[i], place.halved[i]
         if mesh.cp > 1:
-            yield _times("all_gather", "cp", "keys and values", layer.keys * mesh.cp, parts * (2 if again else 1))
+            yield _times("all_gather", "cp", "keys and values", layer.keys * mesh.cp, parts + again)
             wide = layer.keys * mesh.cp * WIDE // model.work.dtype.itemsize
-            yield _times("reduce_scatter", "cp", "their gradients", wide, parts)
+            yield _times("reduce_scatter", "cp", "their gradients", wide, parts + twice)
         if mesh.ep > 1 and layer.chosen:
-            yield _times("all_to_all", "ep", "tokens", layer.chosen, parts * (6 if again else 4))
+            yield _times("all_to_all", "ep", "tokens", layer.chosen, 4 * parts + 2 * again + twice)
         if mesh.tp > 1 and layer.chosen:
-            yield _times("all_reduce", "tp", "activations", layer.scores, parts)
+            yield _times("all_reduce", "tp", "activations", layer.scores, parts + twice)
 
 
 def _over_tp(place: Place) -> Iterable[Message]:
@@ -67,9 +68,15 @@ def _over_tp(place: Place) -> Iterable[Message]:
     model, parts = place.model, place.model.work.microbatches
     if model.mesh.tp == 1:
         return
-    for group in place.layers.values():
-        for what, size, times in _of_layer(place, group):
-            yield _times("all_reduce", "tp", what, size, parts * times)
+    for i, group in place.layers.items():
+        sublayers = 2 + any(piece.path.startswith("mlp.shared_expert.") for piece in group)
+        # Computing again ends with what was kept last, which is before the last one leaves.
+        # The second half of a backward pass goes through all that enters once more, for leaves are taken together.
+        times = 2 * sublayers * parts + (sublayers - 1) * place.repeats[i] + sublayers * place.halved[i]
+        yield _times("all_reduce", "tp", "activations", model.stream, times)
+        shared = sum(piece.whole for piece in group if piece.shared)
+        if shared:
+            yield _times("all_reduce", "tp", "shared leaves", shared * WIDE, parts)
     for stage, group in place.outside.items():
         ends = (stage == 0) + place.is_last(stage)
         if ends:
@@ -84,17 +91,6 @@ def _over_tp(place: Place) -> Iterable[Message]:
             yield _times(
                 "all_gather", "tp", "cross entropy", 3 * tokens * model.mesh.tp * WIDE // chunks, parts * chunks
             )
-
-
-def _of_layer(place: Place, group: Sequence[Piece]) -> Iterable[tuple[str, int, int]]:
-    """(of what, bytes, how often) in each microbatch: what enters and leaves, and gradients of what all hold."""
-    sublayers = 2 + any(piece.path.startswith("mlp.shared_expert.") for piece in group)
-    # Computing again ends with what was kept last, which is before the last one leaves.
-    again = sublayers - 1 if place.model.work.remat == "full" else 0
-    yield "activations", place.model.stream, 2 * sublayers + again
-    shared = sum(piece.whole for piece in group if piece.shared)
-    if shared:
-        yield "shared leaves", shared * WIDE, 1
 
 
 def _over_pp(place: Place) -> Iterable[Message]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import fnmodels
 import params as P
 from fnmodels import tree
+from train.layers import layer_fn
 from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
-from train.parallel.order import Action, idle, order
+from train.parallel.order import idle, order
 from train.parallel.step import rules_of
 
 from .facts import RankFacts, Work
@@ -30,8 +30,11 @@ def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
         )
     if work.length % mesh.cp:
         raise ValueError(f"Rows of {work.length} tokens do not divide by cp = {mesh.cp}.")
-    if work.remat not in ("none", "full"):
-        raise ValueError(f'remat is {work.remat!r}; it must be "none" or "full".')
+    layer_fn(work.remat, "none")  # for what it refuses
+    if work.remat == "selective":
+        raise ValueError(
+            'remat="selective" is not simulated: it keeps less than "none" and more than "full", which are.'
+        )
     family = fnmodels.family_of(config)
     spec = family.spec(config)
     if mesh.ep > 1 and not any("expert" in leaf.axes for leaf in tree.leaves(spec)):
@@ -48,11 +51,10 @@ def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
     layers, ends = tuple(by_kind[kind] for kind in kinds), ends_kept(config, spec, plan, shape, mesh, work)
     model = Model(config, spec, plan, mesh, work, pipe, shape, layers, ends)
     orders = [order(pipe, rank, work.microbatches) for rank in range(mesh.pp)]
-    waits = idle(pipe, orders, again=work.remat == "full")
-    places = [place(model, rank) for rank in range(mesh.pp)]
-    return [_facts(one, actions, wait) for one, actions, wait in zip(places, orders, waits, strict=True)]
+    waits = idle(pipe, orders, [sum(model.again(stage).values()) for stage in range(len(pipe.layers))])
+    return [_facts(place(model, rank, orders[rank]), waits[rank]) for rank in range(mesh.pp)]
 
 
-def _facts(one: Place, actions: Sequence[Action], waits: float) -> RankFacts:
+def _facts(one: Place, waits: float) -> RankFacts:
     layers = tuple(one.model.pipe.layers[stage] for stage in one.stages)
-    return RankFacts(one.rank, layers, held(one, actions), messages(one), waits)
+    return RankFacts(one.rank, layers, held(one), messages(one), waits)
