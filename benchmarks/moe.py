@@ -1,6 +1,6 @@
 """Time mixtures of experts against transformers, with its eager and its grouped experts, in one process.
 
-    python benchmarks/moe.py                     both parts, fp32 and bf16
+    python benchmarks/moe.py                     both parts, fp32 and bf16; written to results/moe.md
     python benchmarks/moe.py --quick             one short round of small sizes, to see that everything runs
     python benchmarks/moe.py --part block --dtype float32 --threads 1
 
@@ -17,9 +17,11 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -186,16 +188,17 @@ def take_turns(contenders: Contenders, rounds: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def report(title: str, contenders: Contenders, dtype: str, rounds: int) -> None:
+def report(title: str, contenders: Contenders, dtype: str, rounds: int) -> str:
+    """A Markdown table of medians and their ratios, printed too."""
     check(contenders, dtype)
     medians = take_turns(contenders, rounds)
-    print(f"\n{title}, {dtype}")
+    lines = [f"{title}, {dtype}: target 1.00 x grouped and 2.00 x eager", ""]
+    lines += ["| | median | " + " | ".join(f"x {other}" for other in REFERENCES) + " |", "|---|---:|---:|---:|"]
     for name, seconds in medians.items():
-        ratios = [f"{medians[other] / seconds:6.2f} x {other}" for other in REFERENCES if other != name]
-        print(f"  {name:22s}{seconds * 1e3:9.1f} ms   {'   '.join(ratios)}")
-    best = min(medians[name] for name in OURS)
-    grouped, eager = (medians[name] / best for name in ("transformers grouped", "transformers eager"))
-    print(f"  target: 1.00 x grouped, 2.00 x eager; reached: {grouped:.2f} x grouped, {eager:.2f} x eager", flush=True)
+        ratios = (f"{medians[other] / seconds:.2f}" for other in REFERENCES)
+        lines.append(f"| {name} | {seconds * 1e3:.1f} ms | " + " | ".join(ratios) + " |")
+    print("\n" + "\n".join(lines), flush=True)
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -205,18 +208,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, help="file to write (default results/moe.md; nothing with --quick)")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    print(f"torch {torch.__version__}, {given.threads} threads")
+    texts = [f"torch {torch.__version__}, transformers {transformers.__version__}, {given.threads} threads"]
+    print(texts[0])
     rounds, sizes, model, batch = given.rounds, BLOCK, MODEL, BATCH
     if given.quick:
         rounds, sizes, batch = 1, BLOCK | {"tokens": 64, "moe_intermediate_size": 64}, (1, 32)
         model = MODEL | {"num_hidden_layers": 1, "vocab_size": 256, "moe_intermediate_size": 64}
     for dtype in given.dtype:
         if "block" in given.part:
-            report("one block, forward and backward", block(getattr(torch, dtype), sizes), dtype, rounds)
+            texts.append(report("One block, forward and backward", block(getattr(torch, dtype), sizes), dtype, rounds))
         if "step" in given.part:
-            report("training step of a small qwen3_moe", step(getattr(torch, dtype), model, batch), dtype, rounds)
+            contenders = step(getattr(torch, dtype), model, batch)
+            texts.append(report("Training step of a small qwen3_moe", contenders, dtype, rounds))
+    out = given.out or (None if given.quick else Path(__file__).parent / "results" / "moe.md")
+    if out is not None:
+        out.write_text("\n\n".join(texts) + "\n")
+        print(f"written to {out}")
 
 
 if __name__ == "__main__":
