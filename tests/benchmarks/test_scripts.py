@@ -44,7 +44,8 @@ def test_per_sample() -> None:
 @pytest.mark.slow
 def test_moe() -> None:
     out = _output("moe.py", "--quick")
-    assert out.count("target: 1.00 x grouped, 2.00 x eager; reached:") == 4, out
+    assert out.count(": target 1.00 x grouped and 2.00 x eager\n") == 4, out
+    assert out.count("\n| fnmodels |") == 4, out
 
 
 @pytest.mark.slow
