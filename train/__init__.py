@@ -9,7 +9,7 @@ from . import checkpoint, sharded
 from .adafactor import adafactor
 from .balance import Balance, balance_loss, router_z_loss, update_bias
 from .chain import chain, clip_norm
-from .combine import partition, with_ema, with_master
+from .combine import averaged, partition, with_ema, with_master
 from .distill import distill, distillation_loss, token_divergence
 from .forward import make_eval_step, make_forward_only
 from .head import head_loss
@@ -44,6 +44,7 @@ __all__ = [
     "adafactor",
     "adamw",
     "apply_updates",
+    "averaged",
     "balance_loss",
     "chain",
     "checkpoint",

@@ -99,35 +99,42 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
 
 
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
-    """Keeps an exponential moving average of the weights beside them: opt_state["ema"], fp32 at least.
+    """Keeps an exponential moving average of the weights that train: opt_state["ema"], fp32 at least.
 
-    ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. State: {inner, ema}.
+    ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. What does not train has
+    None there: `averaged` puts the two together. State: {inner, ema}.
     """
     if not 0.0 <= decay < 1.0:
         raise ValueError(f"decay is {decay}; it must be at least 0 and below 1.")
 
     def init(params: Tree) -> Tree:
-        return {"inner": optimizer.init(params), "ema": tree.map(_wide_copy, params)}
+        train = trainable_mask(params, optimizer.trainable)
+        return {
+            "inner": optimizer.init(params),
+            "ema": tree.map(lambda p, trains: _wide_copy(p) if trains else None, params, train),
+        }
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates, inner = optimizer.update(grads, opt_state["inner"], params)
-        new = apply_updates(params, updates)
-        ema = tree.map(
-            lambda e, p: e.lerp(p.to(e.dtype), 1 - decay) if e.is_floating_point() else p, opt_state["ema"], new
-        )
+        new = tree.flatten(apply_updates(params, updates))
+        ema = with_paths(lambda path, e: e.lerp(new[path].to(e.dtype), 1 - decay), opt_state["ema"])
         return updates, {"inner": inner, "ema": ema}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         assert optimizer.apply_ is not None
         optimizer.apply_(grads, opt_state["inner"], params, skip=skip)
-        share = 1 - decay if skip is None else (1 - decay) * ~skip
-        for average, param in zip(tree.leaves(opt_state["ema"]), tree.leaves(params), strict=True):
-            if not average.is_floating_point():  # a table, which no update moves
-                continue
-            average.lerp_(param.to(average.dtype), torch.as_tensor(share, dtype=average.dtype, device=average.device))
+        share, new = 1 - decay if skip is None else (1 - decay) * ~skip, tree.flatten(params)
+        for path, e in tree.flatten(opt_state["ema"]).items():
+            e.lerp_(new[path].to(e.dtype), torch.as_tensor(share, dtype=e.dtype, device=e.device))
 
     return around(optimizer, init, update, apply_, lambda inner: with_ema(inner, decay))
+
+
+def averaged(params: Tree, ema: Tree) -> Tree:
+    """The parameters with the averages of `with_ema`, opt_state["ema"], in place of those that train."""
+    found = tree.flatten(ema)
+    return with_paths(lambda path, p: found.get(path, p), params)
 
 
 def with_master(optimizer: Optimizer) -> Optimizer:

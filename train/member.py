@@ -113,13 +113,14 @@ class Member:
     def save(self, folder: Path, step: int, progress: dict[str, Any], keep: int) -> None:
         sharded.save(folder, step, self._kept(), progress, keep=keep)
 
-    def whole(self, average: bool) -> Tree:
-        """All parameters, or the average of them, in the first process; None in the others."""
-        return self._in_first(self.spec, self.state.opt_state["ema"] if average else self.state.params)
+    def whole(self) -> Tree:
+        """The weights that are evaluated, all of them, in the first process; None in the others."""
+        return self._in_first(self.spec, weights(self.state, self.settings))
 
-    def trained(self) -> Tree:
-        """As `whole`, of adapters they alone."""
-        return self._in_first(model.trained(self.spec, self.settings), self.state.params)
+    def trained(self, evaluated: bool) -> Tree:
+        """Those that training made, or that are evaluated, likewise; of adapters they alone."""
+        held = weights(self.state, self.settings) if evaluated else self.state.params
+        return self._in_first(model.trained(self.spec, self.settings), held)
 
     def _kept(self) -> State:
         return model.kept(self.state, self.settings)

@@ -111,11 +111,6 @@ def adapted(source: Path, settings: Settings, *, spread: bool) -> Model:
     """A checkpoint's weights and new adapters, which have values however the weights are spread."""
     if settings.optimizer == "muon":
         raise UserError("--optimizer muon is for whole matrices: adapters (--lora) take another, such as adamw")
-    if settings.ema is not None:
-        raise UserError(
-            f"--ema {settings.ema} keeps an average of all weights, and of adapters (--lora) they alone are kept: "
-            "leave one of the two out"
-        )
     tokenizer = pretrained.load_tokenizer(source)
     if pretrained.weights_folder(source) != source:
         raise UserError(f"--init {source} holds adapters; --lora needs the checkpoint of whole weights they are of")

@@ -9,7 +9,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 from train.adafactor import adafactor
 from train.balance import Balance
-from train.combine import partition, with_ema
+from train.combine import averaged, partition, with_ema
 from train.lion import lion
 from train.muon import muon
 from train.optim import Optimizer, adamw, sgd
@@ -87,9 +87,8 @@ def _rate(settings: Settings, peak: float | None) -> Callable[[Tensor], float]:
 
 
 def weights(state: State, settings: Settings) -> Tree:
-    """What held-out text and samples are shown: the average of the weights, where there is one."""
-    found: Tree = state.params if settings.ema is None else state.opt_state["ema"]
-    return found
+    """What held-out text and samples are shown: with --ema the averages, where leaves have one."""
+    return state.params if settings.ema is None else averaged(state.params, state.opt_state["ema"])
 
 
 def balance_of(settings: Settings) -> Balance | None:

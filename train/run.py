@@ -266,19 +266,20 @@ def progress_of(job: Job, reached: Reached) -> Json:
     return {"tokens": reached.tokens, "run": job.identity}
 
 
-def whole(state: State, shared: Team | None, *, average: bool) -> Tree:
-    """The parameters, or the average of them, as one process has them."""
-    if shared:
-        return shared.do("whole", average)
-    return state.opt_state["ema"] if average else state.params
-
-
 def write_out(job: Job, state: State, shared: Team | None) -> None:
     """The folder's checkpoint; with --ema, below it, that of the average, which is as complete."""
-    model.write(job.path, job.config, shared.do("trained") if shared else state.params, job.settings.init)
+
+    def write(path: Path, evaluated: bool) -> None:
+        if shared:
+            params = shared.do("trained", evaluated)
+        else:
+            params = weights(state, job.settings) if evaluated else state.params
+        model.write(path, job.config, params, job.settings.init)
+
+    write(job.path, False)
     if job.settings.ema is not None:
         average = job.path / folder.EMA
-        model.write(average, job.config, whole(state, shared, average=True), None)
+        write(average, True)
         shutil.copyfile(job.path / "tokenizer.json", average / "tokenizer.json")
         copy_companions(job.path, average)
 
@@ -300,5 +301,6 @@ def summarize(job: Job, state: State, shared: Team | None) -> Json:
 
 def speech(job: Job, state: State, shared: Team | None) -> str:
     """The prompt and what the model goes on with; the draws are the same each time."""
-    params, how = whole(state, shared, average=job.settings.ema is not None), {"tokens": job.settings.sample_tokens}
+    params = shared.do("whole") if shared else weights(state, job.settings)
+    how = {"tokens": job.settings.sample_tokens}
     return complete(params, job.config, job.tokenizer, job.settings.prompt, job.ends, **how)

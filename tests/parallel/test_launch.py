@@ -281,12 +281,14 @@ def test_experts_are_balanced_and_adapters_train_as_in_one_process(
         same_weights(*(P.load_pretrained(tmp_path / name / part)[1] for name in ("experts", "alone")))
 
     adapters = ("--lora", "r=2,alpha=8,targets=layers.3.*.q_b_proj+layers.3.*.o_proj", "--learning-rate", "0.03")
+    adapters += ("--ema", "0.8")
     assert main(words(tmp_path / "one", *init, *adapters)) == 0
     expected, path = pretrained.load_model(tmp_path / "one")[1], tmp_path / "four"
 
     def same_adapters() -> None:
         assert_close(losses(path), losses(tmp_path / "one"))
         same_weights(pretrained.load_model(path)[1], expected)
+        same_weights(*(pretrained.load_model(run / "ema")[1] for run in (path, tmp_path / "one")))
         for file in ("adapter_config.json", "tokenizer.json"):
             assert (path / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
         assert not (path / "config.json").exists() and not (path / "model.safetensors").exists()
@@ -299,8 +301,9 @@ def test_experts_are_balanced_and_adapters_train_as_in_one_process(
     for file in (path / "steps" / "step-00000003").glob("*.safetensors"):
         with safetensors.safe_open(file, "pt") as opened:
             wrote |= set(opened.keys())
-    saved = {f"{part}.{name}" for part in ("params", "opt_state.exp_avg", "opt_state.exp_avg_sq") for name in moved}
-    assert wrote == saved | {"step", "opt_state.step"}
+    moments = ("opt_state.inner.exp_avg", "opt_state.inner.exp_avg_sq", "opt_state.ema")
+    saved = {f"{part}.{name}" for part in ("params", *moments) for name in moved}
+    assert wrote == saved | {"step", "opt_state.inner.step"}
     for mesh in ("pp=2,tp=2", None):  # where one process has no adapter
         shutil.rmtree(path / "steps" / "step-00000006")
         if mesh is None:

@@ -58,7 +58,7 @@ def base(tmp_path):
 
 def test_adapters_alone_train_and_are_kept(tmp_path, text, base, monkeypatch, capsys):  # noqa: F811
     weights = (base / "model.safetensors").read_bytes()
-    flags = ("--init", base, "--lora", "r=3,alpha=6,targets=q_proj+down_proj")
+    flags = ("--init", base, "--lora", "r=3,alpha=6,targets=q_proj+down_proj", "--ema", 0.5)
     assert train(tmp_path / "whole", text, *flags) == 0
     assert "adapters with" in capsys.readouterr().out
     with monkeypatch.context() as patch:
@@ -79,7 +79,7 @@ def test_adapters_alone_train_and_are_kept(tmp_path, text, base, monkeypatch, ca
         names = open_tensors(tmp_path / "whole" / last, stack).entries.keys()
     ends = {name.rpartition(".")[2] for name in names} - {"step"}
     assert ends == {"a", "b"}
-    assert len(names) == 2 + 3 * 2 * 2 * LLAMA.config.num_hidden_layers  # parameters and two moments of each
+    assert len(names) == 2 + 4 * 2 * 2 * LLAMA.config.num_hidden_layers  # parameters, two moments and average of each
 
     config, adapted = pretrained.load_model(tmp_path / "whole")
     trained = tree.flatten(P.lora.adapters(adapted))
@@ -89,9 +89,14 @@ def test_adapters_alone_train_and_are_kept(tmp_path, text, base, monkeypatch, ca
     ours, theirs = (fnmodels.forward(params, *inputs, config=config) for params in (adapted, merged))
     assert (ours - theirs).abs().max() <= 1e-5 * ours.abs().max()
 
+    averages = tree.flatten(P.lora.adapters(pretrained.load_model(tmp_path / "whole" / "ema")[1]))
+    assert averages.keys() == trained.keys()
+    assert not any(torch.equal(averages[path], leaf) for path, leaf in trained.items())
+
     capsys.readouterr()
-    assert sample([str(tmp_path / "whole"), "--prompt", "def ", "--tokens", "5"]) == 0
-    assert capsys.readouterr().out.startswith("d e f")
+    for path in (tmp_path / "whole", tmp_path / "whole" / "ema"):
+        assert sample([str(path), "--prompt", "def ", "--tokens", "5"]) == 0
+        assert capsys.readouterr().out.startswith("d e f")
     assert train(tmp_path / "on", text, "--init", tmp_path / "whole", "--steps", 1) == 0  # all weights, merged
     assert P.load_config(tmp_path / "on") == config
 

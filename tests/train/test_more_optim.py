@@ -12,6 +12,7 @@ from train import (
     adafactor,
     adamw,
     apply_updates,
+    averaged,
     init_state,
     lion,
     make_step,
@@ -148,6 +149,10 @@ def test_an_average_of_the_weights() -> None:
         average = tree.map(lambda a, p: 0.9 * a + 0.1 * p.float(), average, params)
     assert all(e.dtype == torch.float32 for e in tree.leaves(state["ema"]))
     _assert_close(state["ema"], average, rtol=1e-5, atol=1e-5)
+    some = with_ema(partition({"tall": None, "*": sgd(0.1)}), 0.9).init(params)["ema"]
+    assert some["tall"] is None
+    whole = averaged(params, some)
+    assert whole["tall"] is params["tall"] and whole["wide"] is some["wide"]
 
 
 def test_a_master_copy_keeps_updates_that_bf16_would_lose() -> None:

@@ -221,7 +221,6 @@ def test_every_optimizer_learns_at_a_rate_of_its_own_and_resumes(tmp_path, text,
         (("--optimizer", "sgd", "--betas", "0.9,0.99"), "--betas (0.9, 0.99) is of another optimizer than --opt"),
         (("--muon-learning-rate", 0.1), "--muon-learning-rate 0.1 is of another optimizer than --optimizer adamw"),
         (("--optimizer", "muon", "--init", ".", "--lora", "r=2"), "--optimizer muon is for whole matrices"),
-        (("--ema", 0.9, "--init", ".", "--lora", "r=2"), "--ema 0.9 keeps an average of all weights"),
     ],
 )
 def test_what_an_optimizer_does_not_have_is_refused(tmp_path, text, capsys, flags, words):
