@@ -235,7 +235,7 @@ def _run(
     if any(lo <= index < hi for index in sparse):
         valid = _valid(valid, {kind: masks[kind] for kind in used}, x)
     if routing is not None:
-        _check_routing(routing, x, len(sparse))
+        _check_routing(routing, x, len(sparse), config)
     blocks: dict[str, Block] = {}
     for kind in used:
         bound = functools.partial(family.block, config=config, kind=kind, kernel=kernel, layout=layout)
@@ -294,11 +294,12 @@ def _valid(valid: Tensor | None, masks: Mapping[str, MaskLike], x: Tensor) -> Te
     return found
 
 
-def _check_routing(routing: Tensor, x: Tensor, sparse: int) -> None:
-    if routing.ndim != 4 or routing.shape[:3] != (*x.shape[:2], sparse) or routing.dtype != torch.int64:
+def _check_routing(routing: Tensor, x: Tensor, sparse: int, config: Any) -> None:
+    chosen = config.num_experts_per_tok if sparse else 0
+    if routing.shape != (*x.shape[:2], sparse, chosen) or routing.dtype != torch.int64:
         raise ValueError(
-            f"routing must be int64 [B, S, number of layers with experts, k] = {[*x.shape[:2], sparse]} and k, not "
-            f"{str(routing.dtype).removeprefix('torch.')} {list(routing.shape)}."
+            f"routing must be int64 [B, S, layers with experts, experts of a token] = "
+            f"{[*x.shape[:2], sparse, chosen]}, not {str(routing.dtype).removeprefix('torch.')} {list(routing.shape)}."
         )
 
 

@@ -45,9 +45,9 @@ def moe(
 
     layer: the leaves of `fnmodels.leaf.moe_leaves`. x [B, S, D]. route: a function of `ops.router`, its statics bound.
     valid: [B, S] bool, False at padding. routing: [B, S, k] int64, experts chosen earlier, a token's all different;
-    their weights come from the live logits; a ValueError on the CPU if there is no such expert. experts, kernel: see
-    `ops.experts.choose_experts`. wide_router: logits in fp32 at least, whatever x's dtype. counts: tokens that went to
-    each expert.
+    their weights come from the live logits; a ValueError on the CPU if there is no such expert or one is named twice.
+    How many a token has `forward` checks, which knows the config. experts, kernel: see `ops.experts.choose_experts`.
+    wide_router: logits in fp32 at least, whatever x's dtype. counts: tokens that went to each expert.
     """
     if valid is None:
         raise ValueError(
@@ -59,6 +59,11 @@ def moe(
             f"valid must be bool {list(x.shape[:2])} like the tokens, not {valid.dtype} {list(valid.shape)}."
         )
     if routing is not None:
+        if routing.ndim != 3 or routing.shape[:2] != x.shape[:2] or routing.dtype != torch.int64:
+            raise ValueError(
+                f"routing must be int64 [B, S, k] = {list(x.shape[:2])} and k, not {routing.dtype} "
+                f"{list(routing.shape)}."
+            )
         _check_range(routing, valid, len(layer["router"]))
     x = _cleared(x, valid)
     cast = upcast if wide_router else _same
@@ -87,6 +92,12 @@ def _check_range(routing: Tensor, valid: Tensor, experts: int) -> None:
     if len(wrong):
         raise ValueError(
             f"routing holds {int(wrong[0])} at a token that is no padding; the experts are 0 to {experts - 1}."
+        )
+    ordered = routing.sort(-1).values
+    twice = ordered[..., 1:][valid[..., None] & (ordered[..., 1:] == ordered[..., :-1])]
+    if len(twice):
+        raise ValueError(
+            f"routing names expert {int(twice[0])} twice at a token that is no padding; a token's must all differ."
         )
 
 

@@ -343,7 +343,7 @@ def test_routing_travels_with_the_tokens(case: Case) -> None:
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     inputs, masks, freqs_cis = batch.prepared()
     routing = routing_of(params, (inputs, masks, freqs_cis), case.config, kernel="math").flip(-2).flip(1)
-    prepared = ({**inputs, "routing": routing % 2}, masks, freqs_cis)  # a choice that no router would make
+    prepared = ({**inputs, "routing": routing}, masks, freqs_cis)  # a choice that no router would make
     run = functools.partial(fnmodels.forward, config=case.config, kernel="math")
     want = run(params, *prepared)
     order = torch.randperm(MIXED.shape[1], generator=torch.Generator().manual_seed(0))
@@ -400,8 +400,8 @@ def test_what_does_not_fit_is_refused(case: Case) -> None:
     for bare in (batch.tokens, {"tokens": batch.tokens, "positions": batch.positions}):
         with pytest.raises(ValueError, match="which must know what is padding: pass the inputs"):
             run(params, bare, masks, freqs_cis)
-    routing = routing_of(params, (inputs, masks, freqs_cis), case.config)
-    for wrong in (routing[:, :, 0], routing.int(), routing[:, 1:]):
+    routing, k = routing_of(params, (inputs, masks, freqs_cis), case.config), case.config.num_experts_per_tok
+    for wrong in (routing[:, :, 0], routing.int(), routing[:, 1:], routing[..., 1:], routing[..., [0, *range(k)]]):
         with pytest.raises(ValueError, match="routing must be int64"):
             run(params, {**inputs, "routing": wrong}, masks, freqs_cis)
     dense = {kind: mask.dense() for kind, mask in masks.items()}

@@ -477,6 +477,11 @@ def test_a_replayed_expert_that_there_is_not(wrong: int) -> None:
     valid, routing = torch.tensor([[True, True, True, False]]), torch.tensor([[[0, 1], [3, 4], [1, 2], [wrong, 99]]])
     run = functools.partial(moe, layer, x, functools.partial(softmax_top_k, k=K), valid=valid, act=SILU)
     assert run(routing=routing)[0].isfinite().all()  # at padding it is not read
+    with pytest.raises(ValueError, match="routing names expert 3 twice at a token that is no padding"):
+        run(routing=torch.where(routing == 4, 3, routing))
+    for form in (routing.int(), routing[:, :3], routing[0], routing[..., None]):
+        with pytest.raises(ValueError, match=r"routing must be int64 \[B, S, k\] = \[1, 4\] and k, not torch.int"):
+            run(routing=form)
     routing[0, 1, 1] = wrong
     for call in (lambda: run(routing=routing), lambda: grad(lambda x: run(routing=routing)[0].sum())(x)):
         with pytest.raises(
@@ -561,14 +566,14 @@ def expert_parallel(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 5), (3, 4), (2, 7)])
-@pytest.mark.parametrize("spread", ["routed", "one expert"])
+@pytest.mark.parametrize("spread", ["routed", "two experts"])
 def test_experts_over_ranks(ranks: int, batch: int, length: int, spread: str) -> None:
     """M2: layer, counts and gradients are those of one process, whatever the ranks divide; NaN stands at padding."""
     layer, x = leaves(shared=7), noise(batch, length, D)
     valid = torch.ones(batch, length, dtype=torch.bool)
     valid[1:, -2:] = False
     x = torch.where(valid[..., None], x, torch.nan)
-    routing = None if spread == "routed" else torch.full((batch, length, K), 3)
+    routing = None if spread == "routed" else torch.tensor([3, 1]).expand(batch, length, K)
 
     def run(experts: Any) -> tuple[Tensor, Tensor, Any]:
         flat = {path: leaf.detach().clone().requires_grad_() for path, leaf in tree.flatten(layer).items()}
