@@ -139,7 +139,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["--preset", "llama-3.2-1b", "--mesh", "pp=2,fsdp=2", "--length", "512", "--picture", str(picture)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "llama-3.2-1b on pp=2,fsdp=2, 4 ranks" in said and "It fits" in said
+    assert "llama-3.2-1b on pp=2,fsdp=2, 4 ranks" in said and "It fits: at most" in said
     for kind in ("all_gather", "reduce_scatter", "send", "tied gradients"):
         assert kind in said
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -156,6 +156,10 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--preset", "llama-3.1-8b", "--mesh", "fdsp=2"], "no dimension of a mesh"),
         (["--preset", "llama-3.1-8b", "--schedule", "2F2B"], "no schedule"),
         (["--preset", "llama-3.1-8b", "--mesh", "fsdp=2", "--rows", "3"], "give a multiple of 2"),
+        (["--preset", "llama-3.1-8b", "--mesh", "fsdp=2", "--virtual", "2"], "the mesh fsdp=2 has none: give it a pp"),
+        (["--preset", "llama-3.1-8b", "--picture", "memory.doc"], "ends in .png or .svg"),
+        (["--preset", "gpt-oss-20b", "--mesh", "tp=16"], "180 numbers wide"),
+        (["--preset", "gpt2", "--length", "1025"], "longer than the 1024 positions"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -173,3 +177,6 @@ def test_words() -> None:
     ]
     facts = RankFacts(0, ((0, 2), (6, 8)), dict.fromkeys(one(config_of("llama_tied", 4)).held, 0), (), 0.25)
     assert "0-1 6-7" in table([facts], None) and "25.0%" in table([facts], None)
+    tight = dataclasses.replace(facts, held={**facts.held, "buffers": 95})
+    assert table([tight], 100).endswith("(see docs/parallel.md): at most 95 B of 100 B.")
+    assert "DOES NOT FIT: each rank needs more than 90 B, up to 95 B, most of it buffers." in table([tight], 90)

@@ -17,7 +17,8 @@ Nothing is communicated and no weight exists. One idea per file:
 The order of a pipeline's work, and its waiting, are `train.parallel.order`'s.
 
 Ranks differ by their place in the pipeline. Where along another dimension the parts differ, the largest is shown.
-Taken for granted: AdamW, parameters and moments in fp32, full rows, and tokens spread evenly over the experts.
+Taken for granted: AdamW, parameters and moments in fp32, full rows, and tokens spread evenly over the experts. What a
+device holds besides, docs/parallel.md says.
 """
 
 from .command import main

@@ -16,7 +16,7 @@ from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
 
 from .facts import Work
-from .show import picture, table, traffic
+from .show import check_picture, picture, table, traffic
 from .simulation import simulate
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -29,27 +29,32 @@ def parser() -> Parser:
     made.add_argument("--rows", type=at_least(1), metavar="N", help="of the global batch; default: one per microbatch")
     made.add_argument("--length", type=at_least(1), default=4096, metavar="N", help="tokens of a row (default 4096)")
     made.add_argument("--microbatches", type=at_least(1), metavar="N", help="per rank; default: twice the stages, or 1")
-    made.add_argument("--schedule", default="1F1B", metavar="NAME", help=f"{', '.join(pp.SCHEDULES)}; default 1F1B")
+    made.add_argument("--schedule", metavar="NAME", help=f"{', '.join(pp.SCHEDULES)}; default 1F1B")
     made.add_argument("--virtual", type=at_least(1), metavar="N", help="stages per rank of a looped schedule")
-    made.add_argument("--remat", default="none", choices=("none", "full"), help="what is recomputed (default none)")
+    made.add_argument("--remat", default="none", metavar="HOW", help="none, full or every:N layers (default none)")
     made.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of activations and of weights in use")
-    made.add_argument("--memory", type=at_least(0.0), default=80.0, metavar="GIB", help="of a device (default 80)")
+    made.add_argument("--memory", type=at_least(1.0), default=80.0, metavar="GIB", help="of a device (default 80)")
     made.add_argument("--picture", type=Path, metavar="PNG", help="draw the memory of the ranks there")
     return made
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.picture:
+        check_picture(arguments.picture)
     try:
-        config, mesh = fnmodels.preset(arguments.preset), Mesh.parse(arguments.mesh)
-        if arguments.schedule not in pp.SCHEDULES:
-            raise ValueError(f"there is no schedule {arguments.schedule!r}; there are {', '.join(pp.SCHEDULES)}.")
-        per_rank = 1 if arguments.schedule in pp.SINGLE else arguments.virtual or 2
+        config, mesh, schedule = fnmodels.preset(arguments.preset), Mesh.parse(arguments.mesh), arguments.schedule
+        if schedule not in (None, *pp.SCHEDULES):
+            raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(pp.SCHEDULES)}.")
+        if mesh.pp == 1 and (schedule or arguments.virtual):
+            raise ValueError(f"--schedule and --virtual are of a pipeline, and the mesh {mesh} has none: give it a pp.")
+        schedule = schedule or "1F1B"
+        per_rank = 1 if schedule in pp.SINGLE else arguments.virtual or 2
         microbatches = arguments.microbatches or (2 * mesh.pp * per_rank if mesh.pp > 1 else 1)
         work = Work(
             arguments.rows or mesh.rows * microbatches,
             arguments.length,
             microbatches,
-            arguments.schedule,
+            schedule,
             arguments.virtual,
             remat=arguments.remat,
             dtype=DTYPES[arguments.dtype],
@@ -57,15 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
         found = simulate(config, mesh, work)
     except ValueError as error:
         raise UserError(str(error)) from error
-    title = f"{arguments.preset} on {mesh}, {mesh.world:,} ranks"
-    tokens = work.rows * work.length
+    title = f"{arguments.preset} on " + (f"{mesh}, {mesh.world:,} ranks" if mesh.world > 1 else "one rank")
+    tokens, several = work.rows * work.length, "es" if microbatches > 1 else ""
     print(
         f"{title}\n{P.count(config):,} parameters; a step is {work.rows:,} rows of {work.length:,}, {tokens:,} tokens, "
-        f"in {microbatches} microbatches on each rank; {work.schedule if mesh.pp > 1 else 'no pipeline'}, "
+        f"in {microbatches} microbatch{several} on each rank; {schedule if mesh.pp > 1 else 'no pipeline'}, "
         f"remat {work.remat}, {arguments.dtype}\n"
     )
     memory = arguments.memory * 2**30
-    print(f"bytes held by one rank of each place in the pipeline\n{table(found, memory)}\n")
+    each = " of each place in the pipeline" if mesh.pp > 1 else ""
+    print(f"bytes held by one rank{each}\n{table(found, memory)}\n")
     print(f"messages of a step, of the rank with the most; bytes are of whole tensors\n{traffic(found)}")
     if arguments.picture:
         picture(arguments.picture, found, memory, title)

@@ -103,6 +103,7 @@ def layer_kept(
         return out
 
     def experts(leaves: Tree, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any) -> Tensor:
+        _check_grouped(leaves, mesh)
         chosen[:] = indices.numel() * x.shape[-1] * x.element_size(), weights.numel() * weights.element_size()
         with _Products():
             run = grouped_experts if mesh.ep == 1 else functools.partial(_exchanged, mesh.ep)
@@ -150,8 +151,12 @@ def ends_kept(config: Any, spec: Tree, plan: Tree, shape: tuple[int, int], mesh:
     if mesh.tp > 1:  # ids counted from the rank's first row, and which of them are there
         embedding += tokens.numel() * (torch.long.itemsize + torch.bool.itemsize)
     last = {name: values for name, values in params.items() if mesh.pp == 1 or name in pp.ends(config)[1]}
-    if mesh.tp > 1:  # of a divided table its own function is told
-        last = {name: values for name, values in last.items() if name != "embed_tokens" or name == head_name(config)}
+    if mesh.tp > 1:  # the head is told of single leaves that are not divided, and of its own
+        last = {
+            name: values
+            for name, values in last.items()
+            if isinstance(values, Tensor) and (name != "embed_tokens" or name == head_name(config))
+        }
     flat = tree.flatten(last)
     head, kept = _kept(lambda: head_loss(last, x, tokens, config=config)[0], [*flat.values(), tokens])
     return Ends(embedding, head, frozenset(path for path, is_kept in zip(flat, kept, strict=False) if is_kept))
@@ -177,6 +182,17 @@ def _in_layer(leaf: Leaf, sharding: Sharding, *, mesh: Mesh, dtype: torch.dtype)
     ):
         return made
     return made[: max(1, leaf.shape[0] // leaf.unit // mesh.tp) * leaf.unit]
+
+
+def _check_grouped(leaves: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """ValueError for experts that a step would compute one after the other."""
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        width, item = leaves[name].shape[-1], leaves[name].element_size()
+        if width * item % 16:
+            raise ValueError(
+                f"Rows of the experts' {name} are {width} numbers wide (tp = {mesh.tp}), {width * item} bytes, and "
+                "grouped products, which are simulated, take multiples of 16 bytes: divide them by another tp."
+            )
 
 
 class _Flash(torch.autograd.Function):

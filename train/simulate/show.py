@@ -5,32 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from train.errors import UserError
 from train.files import write_atomic
 
 from .facts import HELD, RankFacts
+
+TIGHT = 0.9  # of the memory: the rest is soon taken by the driver, by NCCL and by gaps between tensors
 
 
 def table(found: Sequence[RankFacts], memory: float | None) -> str:
     """Memory and waiting of each place in the pipeline; where it has more than `memory` bytes, that is said."""
     lines: list[tuple[str, ...]] = [("pp", "layers", *HELD, "all", "waits")]
     for rank in found:
-        layers = " ".join(f"{lo}-{hi - 1}" for lo, hi in rank.layers)
         sizes = (*(rank.held[name] for name in HELD), rank.total)
-        lines.append((str(rank.pp), layers, *map(shown, sizes), f"{rank.waits:.1%}"))
+        lines.append((str(rank.pp), " ".join(_layers(rank)), *map(shown, sizes), f"{rank.waits:.1%}"))
     text = _aligned(lines)
-    if memory is not None:
-        over = [rank for rank in found if rank.total > memory]
-        worst = max(found, key=lambda rank: rank.total)
-        if over:
-            places = ", ".join(str(rank.pp) for rank in over)
-            text += (
-                f"\n\nDOES NOT FIT: {len(over)} of {len(found)} places in the pipeline (pp {places}) need more than "
-                f"{shown(memory)}, up to {shown(worst.total)}, most of it "
-                f"{max(HELD, key=lambda name: worst.held[name])}."
-            )
-        else:
-            text += f"\n\nIt fits: at most {shown(worst.total)} of {shown(memory)}, on pp {worst.pp}."
-    return text
+    return text if memory is None else f"{text}\n\n{_verdict(found, memory)}"
+
+
+def _verdict(found: Sequence[RankFacts], memory: float) -> str:
+    """Whether it fits, in a sentence."""
+    worst = max(found, key=lambda rank: rank.total)
+    where = f", on pp {worst.pp}" if len(found) > 1 else ""
+    needs = f"at most {shown(worst.total)} of {shown(memory)}{where}"
+    if over := [str(rank.pp) for rank in found if rank.total > memory]:
+        several = (
+            f" {len(over)} of {len(found)} places in the pipeline (pp {', '.join(over)})" if len(found) > 1 else ""
+        )
+        return (
+            f"DOES NOT FIT:{several or ' each rank'} need{'s' if len(over) == 1 else ''} more than {shown(memory)}, up "
+            f"to {shown(worst.total)}, most of it {max(HELD, key=lambda name: worst.held[name])}."
+        )
+    if worst.total > TIGHT * memory:
+        return f"It fits, but with little to spare for what is not counted (see docs/parallel.md): {needs}."
+    return f"It fits: {needs}."
 
 
 def traffic(found: Sequence[RankFacts]) -> str:
@@ -42,6 +50,11 @@ def traffic(found: Sequence[RankFacts]) -> str:
         most, place = max(sent, key=lambda entry: entry[0].bytes)
         lines.append((*kind, f"{most.count:,}", shown(most.bytes), str(place)))
     return _aligned(lines) if len(lines) > 1 else "No messages: one rank."
+
+
+def _layers(rank: RankFacts) -> list[str]:
+    """Of each of its stages, the first and the last."""
+    return [f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo) for lo, hi in rank.layers]
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
@@ -58,21 +71,32 @@ def shown(size: float) -> str:
     raise AssertionError
 
 
+def check_picture(path: Path) -> None:
+    """UserError for a name that no picture has."""
+    from train.plot import PICTURES
+
+    if path.suffix not in PICTURES:
+        raise UserError(f"--picture {path}: the name of a picture ends in {' or '.join(PICTURES)}")
+
+
 def picture(path: Path, found: Sequence[RankFacts], memory: float | None, title: str) -> None:
     """Memory of each place in the pipeline, stacked."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 2.5 + 0.6 * len(found)), 5), layout="constrained")
     axes = figure.subplots()
-    places, below = [str(rank.pp) for rank in found], [0.0] * len(found)
-    for name in HELD:
+    below = [0.0] * len(found)
+    places = ["\n".join((str(rank.pp), *_layers(rank))) for rank in found]
+    for index, name in enumerate(HELD):
         sizes = [rank.held[name] / 2**30 for rank in found]
         if any(sizes):
-            axes.bar(places, sizes, bottom=below, label=name)
+            axes.bar(places, sizes, bottom=below, label=name, color=f"C{index}")
             below = [low + size for low, size in zip(below, sizes, strict=True)]
     if memory is not None:
         axes.axhline(memory / 2**30, color="black", linestyle="--", label="memory of the device")
-    axes.set(xlabel="place in the pipeline", ylabel="GiB per rank", title=title)
+    axes.set(xlabel="place in the pipeline, its layers", ylabel="GiB per rank", title=title)
+    middle, half = (len(found) - 1) / 2, max(len(found), 3) / 2 + 0.25
+    axes.set_xlim(middle - half, middle + half)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()

@@ -7,11 +7,13 @@ from typing import Any
 import fnmodels
 import params as P
 from fnmodels import tree
+from fnmodels.tree import Tree
 from train.layers import layer_fn
 from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
 from train.parallel.order import idle, order
 from train.parallel.step import rules_of
+from train.parallel.uses import check_divided, divided_dims
 
 from .facts import RankFacts, Work
 from .held import held
@@ -22,6 +24,29 @@ from .sent import messages
 
 def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
     """The facts of each place in the pipeline. ValueError in a sentence where mesh, model and batch do not fit."""
+    family = fnmodels.family_of(config)
+    spec = family.spec(config)
+    _check(config, spec, mesh, work)
+    schedule, virtual = (work.schedule, work.virtual) if mesh.pp > 1 else ("1F1B", None)
+    pipe = pp.pipeline(config, mesh.pp, schedule, virtual=virtual, split=work.split)
+    pp.check_microbatches(pipe, work.microbatches)
+    plan = P.plan(spec, rules_of(mesh, config), mesh.sizes)
+    if mesh.tp > 1:
+        _check_tp(spec, plan, mesh)
+    shape = (work.rows // (mesh.rows * work.microbatches), work.length // mesh.cp)
+    kinds = family.kinds(config)
+    by_kind = {
+        kind: layer_kept(config, spec, plan, kinds.index(kind), shape, mesh, work) for kind in sorted(set(kinds))
+    }
+    layers, ends = tuple(by_kind[kind] for kind in kinds), ends_kept(config, spec, plan, shape, mesh, work)
+    model = Model(config, spec, plan, mesh, work, pipe, shape, layers, ends)
+    orders = [order(pipe, rank, work.microbatches) for rank in range(mesh.pp)]
+    waits = idle(pipe, orders, [sum(model.again(stage).values()) for stage in range(len(pipe.layers))])
+    return [_facts(place(model, rank, orders[rank]), waits[rank]) for rank in range(mesh.pp)]
+
+
+def _check(config: Any, spec: Tree, mesh: Mesh, work: Work) -> None:
+    """ValueError for work that the mesh does not divide, that the model cannot do, or that is not simulated."""
     parts = mesh.rows * work.microbatches
     if work.rows % parts or work.rows < 1:
         raise ValueError(
@@ -35,24 +60,19 @@ def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
         raise ValueError(
             'remat="selective" is not simulated: it keeps less than "none" and more than "full", which are.'
         )
-    family = fnmodels.family_of(config)
-    spec = family.spec(config)
+    for path, leaf in tree.flatten(spec).items():
+        known = dict(zip(leaf.axes, leaf.shape, strict=True)).get("position")
+        if known is not None and work.length > known:
+            raise ValueError(f"Rows of {work.length} tokens are longer than the {known} positions of {path}.")
     if mesh.ep > 1 and not any("expert" in leaf.axes for leaf in tree.leaves(spec)):
         raise ValueError(f"ep is {mesh.ep}, but a {config.model_type} has no experts to divide.")
-    schedule = work.schedule if mesh.pp > 1 else "1F1B"
-    pipe = pp.pipeline(config, mesh.pp, schedule, virtual=work.virtual if mesh.pp > 1 else None, split=work.split)
-    pp.check_microbatches(pipe, work.microbatches)
-    plan = P.plan(spec, rules_of(mesh, config), mesh.sizes)
-    shape = (work.rows // parts, work.length // mesh.cp)
-    kinds = family.kinds(config)
-    by_kind = {
-        kind: layer_kept(config, spec, plan, kinds.index(kind), shape, mesh, work) for kind in sorted(set(kinds))
-    }
-    layers, ends = tuple(by_kind[kind] for kind in kinds), ends_kept(config, spec, plan, shape, mesh, work)
-    model = Model(config, spec, plan, mesh, work, pipe, shape, layers, ends)
-    orders = [order(pipe, rank, work.microbatches) for rank in range(mesh.pp)]
-    waits = idle(pipe, orders, [sum(model.again(stage).values()) for stage in range(len(pipe.layers))])
-    return [_facts(place(model, rank, orders[rank]), waits[rank]) for rank in range(mesh.pp)]
+
+
+def _check_tp(spec: Tree, plan: Tree, mesh: Mesh) -> None:
+    """ValueError for what tensor parallelism refuses of a plan."""
+    leaves, where = tree.flatten(spec), divided_dims(tree.flatten(plan), "tp")
+    divided = frozenset(leaf.axes[n] for path, leaf in leaves.items() if (n := where[path]) is not None)
+    check_divided(leaves, where, divided, "tp", mesh.tp, sequence=False)
 
 
 def _facts(one: Place, waits: float) -> RankFacts:
