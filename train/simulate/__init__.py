@@ -9,6 +9,7 @@ Nothing is communicated and no weight exists. One idea per file:
     place        a model on a mesh, and one place in its pipeline
     pieces       the leaves there, which `params.plan` has cut
     kept         what autograd keeps of each kind of layer, run once on meta tensors of the shapes that a rank has
+    stand_ins    what takes the place of operations there that send, or that meta does not know
     held         bytes of all that a rank holds at once
     sent         messages, counted by the rules of `train.parallel`
     show         tables and the picture

@@ -15,9 +15,7 @@ WIDE = 4  # bytes of what is kept and summed in fp32
 class Work:
     """What one step does. rows, length: of the global batch. microbatches: how many each rank takes its rows in.
 
-    dtype: of gathered weights and activations. remat: "none", "full" or "every:N", as in `train.make_step`. kernel:
-    "flash", which keeps queries, keys, values and the output, or one of `fnmodels.ops.attention.KERNELS` that runs on
-    meta.
+    dtype: of gathered weights and activations. remat: "none", "full" or "every:N", as in `train.make_step`.
     """
 
     rows: int
@@ -28,7 +26,6 @@ class Work:
     split: tuple[int, ...] | None = None
     remat: str = "none"
     dtype: torch.dtype = torch.bfloat16
-    kernel: str = "flash"
 
 
 @dataclass(frozen=True)

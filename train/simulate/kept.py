@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import fnmodels
 from fnmodels import tree
 from fnmodels.front import Block
 from fnmodels.leaf import Leaf
-from fnmodels.ops.dispatch import combine
-from fnmodels.ops.experts import grouped_experts, sorted_rows
+from fnmodels.ops.experts import grouped_experts
 from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.head import head_loss, head_name
@@ -27,6 +24,7 @@ from train.parallel.mesh import Mesh
 
 from .facts import Work
 from .pieces import gathered_shape
+from .stand_ins import Flash, Products, check_grouped, exchanged
 
 
 @dataclass(frozen=True)
@@ -99,14 +97,14 @@ def layer_kept(
         if mesh.cp > 1:
             both = torch.cat((k, v), -1).repeat(1, mesh.cp, 1, 1)
             k, v = both.split((k.shape[-1], v.shape[-1]), -1)
-        out: Tensor = _Flash.apply(q, k, v)[0]
+        out: Tensor = Flash.apply(q, k, v)[0]
         return out
 
     def experts(leaves: Tree, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any) -> Tensor:
-        _check_grouped(leaves, mesh)
+        check_grouped(leaves, mesh)
         chosen[:] = indices.numel() * x.shape[-1] * x.element_size(), weights.numel() * weights.element_size()
-        with _Products():
-            run = grouped_experts if mesh.ep == 1 else functools.partial(_exchanged, mesh.ep)
+        with Products():
+            run = grouped_experts if mesh.ep == 1 else functools.partial(exchanged, mesh.ep)
             return run(leaves, x, weights, indices, valid, **how)
 
     flat = tree.flatten(layer)
@@ -128,7 +126,7 @@ def layer_kept(
         index,
         index + 1,
         config=config,
-        kernel=kernel if work.kernel == "flash" else work.kernel,
+        kernel=kernel,
         layer_fn=watched,
         valid=inputs["valid"],
         experts=experts,
@@ -182,80 +180,3 @@ def _in_layer(leaf: Leaf, sharding: Sharding, *, mesh: Mesh, dtype: torch.dtype)
     ):
         return made
     return made[: max(1, leaf.shape[0] // leaf.unit // mesh.tp) * leaf.unit]
-
-
-def _check_grouped(leaves: Mapping[str, Tensor], mesh: Mesh) -> None:
-    """ValueError for experts that a step would compute one after the other."""
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        width, item = leaves[name].shape[-1], leaves[name].element_size()
-        if width * item % 16:
-            raise ValueError(
-                f"Rows of the experts' {name} are {width} numbers wide (tp = {mesh.tp}), {width * item} bytes, and "
-                "grouped products, which are simulated, take multiples of 16 bytes: divide them by another tp."
-            )
-
-
-class _Flash(torch.autograd.Function):
-    """Shapes of a fused attention, and what it keeps: its arguments, its result, a number per query and head."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs, *output)
-
-
-class _Products(TorchFunctionMode):
-    """Stands in for F.grouped_mm, which meta has in one dtype only."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.grouped_mm, torch._grouped_mm):  # the first calls the second
-            return _Product.apply(*args[:2], kwargs["offs"])
-        return func(*args, **(kwargs or {}))
-
-
-class _Product(torch.autograd.Function):
-    """Shapes of rows [N, D] times each its expert's [E, D, F], and what it keeps: its arguments."""
-
-    @staticmethod
-    def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return rows.new_empty(len(rows), weight.shape[-1])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-
-class _Sent(torch.autograd.Function):
-    """What is sent comes as something new, of the same size where all experts get equally many."""
-
-    @staticmethod
-    def forward(rows: Tensor) -> Tensor:
-        return torch.empty_like(rows)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        pass
-
-
-def _exchanged(
-    ranks: int,
-    leaves: Mapping[str, Tensor],
-    x: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    valid: Tensor,
-    *,
-    act: Any,
-    input_weighted: bool = False,
-) -> Tensor:
-    """`train.parallel.expert.expert_parallel` without messages."""
-    here = leaves["gate_proj"].shape[0]
-    rows, dispatched, weights = sorted_rows(x, weights, indices, valid, ranks * here, input_weighted)
-    got: Tensor = _Sent.apply(rows)
-    expert = indices.new_empty(len(got), 1)
-    ones, real = got.new_ones(len(got), 1), torch.ones(len(got), dtype=torch.bool, device=got.device)
-    return combine(_Sent.apply(grouped_experts(leaves, got, ones, expert, real, act=act)), dispatched, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -79,17 +79,13 @@ class Way:
     gathered: tuple[str, ...]
 
 
-def ways(group: Sequence[Piece]) -> list[tuple[Way, int]]:
-    """How the leaves of a group travel, and how many numbers of theirs the rank has."""
-    return [(way, sum(piece.local for piece in pieces)) for way, pieces in _alike(group).items()]
-
-
-def _alike(group: Sequence[Piece]) -> dict[Way, list[Piece]]:
-    """Those that travel together."""
-    found: dict[Way, list[Piece]] = {}
+def ways(group: Iterable[Piece]) -> list[tuple[Way, int]]:
+    """How the leaves of a group travel, those of one way together, and how many numbers of theirs the rank has."""
+    found: dict[Way, int] = {}
     for piece in group:
         dims = [(n, dim) for (n, size), dim in zip(piece.sharding.sizes, piece.sharding.dims, strict=True) if size > 1]
         copied = tuple(name for name, dim in dims if dim is None and name in DATA)
         gathered = tuple(name for name, dim in dims if dim is not None and name in DATA and name != "ep")
-        found.setdefault(Way(piece.compute, piece.leaf.trainable, copied, gathered), []).append(piece)
-    return found
+        way = Way(piece.compute, piece.leaf.trainable, copied, gathered)
+        found[way] = found.get(way, 0) + piece.local
+    return list(found.items())

@@ -1,0 +1,92 @@
+"""What stands in, on meta, for operations that send messages, or of which meta does not know what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fnmodels.ops.dispatch import combine
+from fnmodels.ops.experts import grouped_experts, sorted_rows
+from train.parallel.mesh import Mesh
+
+
+def check_grouped(leaves: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """ValueError for experts that a step would compute one after the other."""
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        width, item = leaves[name].shape[-1], leaves[name].element_size()
+        if width * item % 16:
+            raise ValueError(
+                f"Rows of the experts' {name} are {width} numbers wide (tp = {mesh.tp}), {width * item} bytes, and "
+                "grouped products, which are simulated, take multiples of 16 bytes: divide them by another tp."
+            )
+
+
+class Flash(torch.autograd.Function):
+    """Shapes of a fused attention, and what it keeps: its arguments, its result, a number per query and head."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, *output)
+
+
+class Products(TorchFunctionMode):
+    """Stands in for F.grouped_mm, which meta has in one dtype only."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.grouped_mm, torch._grouped_mm):  # the first calls the second
+            return _Product.apply(*args[:2], kwargs["offs"])
+        return func(*args, **(kwargs or {}))
+
+
+class _Product(torch.autograd.Function):
+    """Shapes of rows [N, D] times each its expert's [E, D, F], and what it keeps: its arguments."""
+
+    @staticmethod
+    def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return rows.new_empty(len(rows), weight.shape[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+class _Sent(torch.autograd.Function):
+    """What is sent comes as something new, of the same size where all experts get equally many."""
+
+    @staticmethod
+    def forward(rows: Tensor) -> Tensor:
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+
+def exchanged(
+    ranks: int,
+    leaves: Mapping[str, Tensor],
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    valid: Tensor,
+    *,
+    act: Any,
+    input_weighted: bool = False,
+) -> Tensor:
+    """`train.parallel.expert.expert_parallel` without messages."""
+    here = leaves["gate_proj"].shape[0]
+    rows, dispatched, weights = sorted_rows(x, weights, indices, valid, ranks * here, input_weighted)
+    got: Tensor = _Sent.apply(rows)
+    expert = indices.new_empty(len(got), 1)
+    ones, real = got.new_ones(len(got), 1), torch.ones(len(got), dtype=torch.bool, device=got.device)
+    return combine(_Sent.apply(grouped_experts(leaves, got, ones, expert, real, act=act)), dispatched, weights)
