@@ -70,7 +70,9 @@ def make_step(
     metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
     finite; aux, summed, where there is one; and lr_of, the rate of each group of `partition`. Where the loss or the
     norm is not finite, the parameters and the optimizer's state keep their bits, `finite` is False, and the step counts
-    as made. A batch without valid tokens has loss 0 and gradient 0.
+    as made. A batch without valid tokens has loss 0 and gradient 0. Any other must reach each leaf that trains by at
+    least one of its parts, or a ValueError names those that would only decay; over a mesh, where gathered leaves always
+    have a gradient, this is not checked.
     With an optimizer that has `apply_`, nothing waits for the device but the making of a layout.
     """
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -116,7 +118,8 @@ def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
 class Sums:
     """What the parts of a batch add up to. grads: for the leaves that train, which nothing else refers to.
 
-    divided: the gradients are those of total / count already.
+    divided: the gradients are those of total / count already. unreached: the paths of leaves that train, but that no
+    part's loss depends on; over a mesh none are known.
     """
 
     total: Tensor
@@ -124,6 +127,7 @@ class Sums:
     aux: Tree
     grads: list[Tensor]
     divided: bool
+    unreached: frozenset[str] = frozenset()
 
 
 def joined(held: Tree, found: Tree) -> Tree:
@@ -149,13 +153,13 @@ def gradient_sums(
         train = trainable_mask(params, optimizer.trainable)
         lone = divide and into is None and len(parts) == 1
         for part in parts:
-            total, count, aux, grads = _gradients(call, params, train, part, divide=lone)
+            total, count, aux, grads, unreached = _gradients(call, params, train, part, divide=lone)
             if into is None:
                 wide = grads if lone else [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-                into = Sums(total, count, aux, wide, lone)
+                into = Sums(total, count, aux, wide, lone, unreached)
                 continue
             into.total, into.count = into.total + total, into.count + count
-            into.aux = joined(into.aux, aux)
+            into.aux, into.unreached = joined(into.aux, aux), into.unreached & unreached
             for held, grad in zip(into.grads, grads, strict=True):
                 held.add_(grad)
             del grads  # before the next part makes its own
@@ -180,6 +184,7 @@ def update(
 
     norm_of: the global norm of the gradients, of which this process may hold parts.
     """
+    _check_reached(sums)
     loss, norm = sums.total / valid_count(sums.total, sums.count), norm_of(sums.grads)
     scale = torch.ones_like(norm) if sums.divided else 1 / valid_count(sums.total, sums.count)
     norm = norm * scale
@@ -226,8 +231,8 @@ def balanced(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
 
 def _gradients(
     call: Callable[[Tree, Batch], Any], params: Tree, train: Tree, batch: Batch, *, divide: bool
-) -> tuple[Tensor, Tensor, Tree, list[Tensor]]:
-    """(sum, count, aux, gradients for the leaves that train, which nothing else refers to).
+) -> tuple[Tensor, Tensor, Tree, list[Tensor], frozenset[str]]:
+    """(sum, count, aux, gradients for the leaves that train, which nothing else refers to, `Sums.unreached`).
 
     divide: gradients of sum / count rather than of the sum; dividing on the way in saves a pass over all of them.
     """
@@ -250,9 +255,27 @@ def _gradients(
             "The loss does not depend on any leaf that trains: it must be computed from the params that the loss "
             "function is given, without no_grad or detach."
         )
+    paths = [path for path, trains in tree.flatten(train).items() if trains]
+    unreached = frozenset(path for path, grad in zip(paths, found, strict=True) if grad is None)
     grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found, strict=True)]
     taken = {t.untyped_storage().data_ptr() for t in (*leaves, *tree.leaves(batch)) if isinstance(t, Tensor)}
-    return total.detach(), count.detach(), tree.map(Tensor.detach, aux[0]) if aux else None, _own(grads, taken)
+    sums = tree.map(Tensor.detach, aux[0]) if aux else None
+    return total.detach(), count.detach(), sums, _own(grads, taken), unreached
+
+
+def _check_reached(sums: Sums) -> None:
+    """Of a leaf that the loss does not see the gradient would be 0, and weight decay would shrink it unseen.
+
+    Where no token counts there is nothing to learn, and experts are given nothing: that says nothing of the loss.
+    """
+    if sums.unreached and sums.count > 0:
+        some = ", ".join(sorted(sums.unreached)[:3])
+        raise ValueError(
+            f"The loss does not reach {len(sums.unreached)} of the leaves that train: {some}"
+            f"{', ...' if len(sums.unreached) > 3 else ''}. Take a loss that depends on them (train.mtp_loss for heads "
+            'under "mtp"), leave them out (params.load_pretrained(drop=("mtp",))), or freeze them: by '
+            "train.partition({pattern: None, ...}), or trainable=False of their Leaf in the optimizer's spec."
+        )
 
 
 def checked_loss(result: Any) -> tuple[Any, ...]:

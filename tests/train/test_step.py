@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 import fnmodels
 from fnmodels import llama, tree
+from train.engine import Engine
 from train.loss import next_token_loss
 from train.optim import Optimizer, adamw, sgd
 from train.state import State, init_state
@@ -281,10 +282,10 @@ def test_frozen_and_integer_leaves_stay_and_have_no_state():
 
 def test_gradients_that_share_storage():
     # The gradients of a sum are one expanded tensor, handed out to both.
-    params, batch = {"a": torch.zeros(3), "b": torch.zeros(3), "unused": torch.ones(2)}, {"x": torch.ones(1)}
+    params, batch = {"a": torch.zeros(3), "b": torch.zeros(3)}, {"x": torch.ones(1)}
     loss = lambda params, batch: ((params["a"] + params["b"]).sum(), torch.tensor(4))  # noqa: E731
     state, _ = run(loss, sgd(1.0), params, [batch], clip=100.0)
-    expected = {"a": torch.full((3,), -0.25), "b": torch.full((3,), -0.25), "unused": torch.ones(2)}
+    expected = {"a": torch.full((3,), -0.25), "b": torch.full((3,), -0.25)}
     assert_close(state.params, expected)
 
 
@@ -509,6 +510,32 @@ def test_a_loss_without_parameters_is_named(detached):
     step = make_step(lambda params, batch: (other * 2, torch.tensor(1)), sgd(1.0))
     with pytest.raises(ValueError, match="does not depend on any leaf that trains"):
         step(init_state(toy_params(), sgd(1.0)), toy_batch())
+
+
+def test_leaves_that_no_part_reaches_are_refused_before_they_decay():
+    """They are named; one that another part or call reaches is none, and nothing is asked of a batch without tokens."""
+    params = {name: torch.ones(2) for name in ("a", "b", "heads_0")}
+
+    def loss(params, batch):
+        return (params["a"] + params[batch["of"]]).sum() * batch["count"], batch["count"]
+
+    def part(of, count=1):
+        return {"of": of, "count": torch.tensor(count)}
+
+    optimizer = adamw(0.1, weight_decay=0.5)
+    step, state = make_step(loss, optimizer), init_state(params, optimizer)
+    with pytest.raises(ValueError, match=r"does not reach 2 of the leaves that train: b, heads_0\. Take"):
+        step(state, [part("a")] * 2)
+    assert same_bits(state.params, params) and int(state.step) == 0
+    state, _ = step(state, [part("b"), part("heads_0")])
+    step(state, part("a", 0))
+    engine = Engine(None, params, optimizer)
+    engine.forward_backward([part("b")], loss)
+    engine.forward_backward([part("heads_0")], loss)
+    assert engine.optim_step()["finite"]
+    engine.forward_backward([part("b")], loss)
+    with pytest.raises(ValueError, match=r"does not reach 1 of the leaves that train: heads_0\. Take"):
+        engine.optim_step()
 
 
 def test_nothing_that_trains_is_named():
