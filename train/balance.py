@@ -56,7 +56,7 @@ def balance_loss(
     Rows of one are a batch: logits.flatten(0, 1)[None]. (transformers' coefficients are to be multiplied by k.) over:
     see `Balance`; each token is in one part, p is a sum over them, and the counts in f have no gradient.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = _cleared(logits, valid)
     p = wide.softmax(-1) if scores == "softmax" else wide.sigmoid() / wide.sigmoid().sum(-1, keepdim=True)
     experts = logits.shape[-1]
     chosen = indices.where(valid[..., None], experts).flatten(1)
@@ -75,10 +75,15 @@ def router_z_loss(logits: Tensor, valid: Tensor, *, over: Adding | None = None) 
 
     over: see `Balance`.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = _cleared(logits, valid)
     squares = wide.logsumexp(-1).square().where(valid, 0)
     tokens = valid.sum(-1) if over is None else over(valid.sum(-1))
     return squares.sum(-1) / tokens.clamp(min=1)
+
+
+def _cleared(logits: Tensor, valid: Tensor) -> Tensor:
+    """In fp32 at least, and 0 at padding before anything is made of it: a slope of 0 times that of NaN is NaN."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).where(valid[..., None], 0)
 
 
 def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:

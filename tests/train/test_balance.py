@@ -21,6 +21,7 @@ from tests.support import batch_of, cases, generic, generic_params, is_routed, o
 from train.engine import Engine
 
 E, K, D = 6, 2, 8
+SCORES = ("softmax", "sigmoid")
 VALID = torch.tensor([[True] * 6, [False, True, True, True, False, False], [False] * 6])
 
 
@@ -35,7 +36,7 @@ def choices(logits: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ losses
 
 
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scores", SCORES)
 def test_uniform_and_collapsed_routing_have_known_values(scores: str) -> None:
     """M6: 1 where everything is even, E / k where k experts get everything, 0 in a row of padding."""
     valid = torch.tensor([[True] * 6, [False] * 6])
@@ -50,7 +51,7 @@ def test_uniform_and_collapsed_routing_have_known_values(scores: str) -> None:
     assert torch.allclose(z, torch.stack(((torch.tensor(float(E)).log() + 1.5) ** 2, torch.tensor(0.0))))
 
 
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scores", SCORES)
 def test_losses_are_the_sums_of_their_definition(scores: str) -> None:
     logits = noise(3, 6, E)
     indices = choices(logits)
@@ -81,11 +82,11 @@ def test_the_gradient_moves_scores_from_the_used_to_the_unused() -> None:
     assert torch.allclose(forward, slope.square().sum())
     bad = torch.where(VALID[..., None], noise(3, 6, E), torch.nan)
     for loss in (
-        lambda x: train.balance_loss(x, choices(noise(3, 6, E)), VALID).sum(),
+        *(lambda x, s=s: train.balance_loss(x, choices(noise(3, 6, E)), VALID, scores=s).sum() for s in SCORES),
         lambda x: train.router_z_loss(x, VALID).sum(),
     ):
         gradient = grad(loss)(bad)
-        assert gradient[VALID].isfinite().all() and gradient[VALID].any()
+        assert gradient[VALID].isfinite().all() and gradient[VALID].any() and not gradient[~VALID].any()
     each = vmap(lambda *row: train.balance_loss(*(t[None] for t in row))[0])(
         logits[0][:, None], indices[0][:, None], valid[0][:, None]
     )
