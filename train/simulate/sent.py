@@ -86,7 +86,7 @@ def _over_tp(place: Place) -> Iterable[Message]:
             chunks = -(-tokens // CHUNK)
             for norm in (piece for piece in group if piece.leaf.axes == ("embed",)):
                 size = norm.whole * model.work.dtype.itemsize
-                yield _times("all_reduce", "tp", "shared leaves", size, parts * chunks)
+                yield _times("all_reduce", "tp", "shared leaves", size, parts)
             # what a cross entropy over parts of the vocabulary needs of each token
             yield _times(
                 "all_gather", "tp", "cross entropy", 3 * tokens * model.mesh.tp * WIDE // chunks, parts * chunks
