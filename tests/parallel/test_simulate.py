@@ -102,7 +102,9 @@ def even(name: str) -> Any:
     return dataclasses.replace(config, **experts.get(name, {}))
 
 
-def over_mesh(name: str, text: str, remat: str, dtype: str, parts: int, kernel: str, schedule: str) -> dict[str, Any]:
+def over_mesh(
+    name: str, text: str, remat: str, dtype: str, parts: int, kernel: str, schedule: str, length: int
+) -> dict[str, Any]:
     """A step: its messages, and the bytes of what this rank holds. Rows of one document each, without padding."""
     config, mesh = even(name), Mesh.parse(text)
     optimizer = optimizer_of(config)
