@@ -35,7 +35,7 @@ class Leaf:
     init: how it begins.
     trainable: False for state of the checkpoint that no gradient teaches (a router's selection bias).
     decay: whether weight decay applies (not to norms, biases and embeddings).
-    keep_dtype: stays in `dtype` when the model is cast.
+    keep_dtype: stays in `dtype` when the model is cast, and is read in no narrower one.
     unit: how many neighbors along an axis of heads belong to one head; a plan divides between heads only.
     """
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import Part, Single, Stack, cut, disk_name, take, take_into
+from fnmodels.disk import Part, Single, Stack, cut, disk_name, disk_names, take, take_into
 from fnmodels.errors import MismatchError
 from fnmodels.families import family_of
 from fnmodels.hf import quantization_of
@@ -72,7 +72,8 @@ def load_pretrained(
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
     dtype: None keeps what each tensor has on disk, but for fp8 and mxfp4, which become bf16 (`params.quantized`);
-    otherwise leaves are cast one by one, except those of a Leaf with keep_dtype. device: None is the CPU.
+    otherwise leaves are cast one by one. Those of a Leaf with keep_dtype come in its dtype, with None in no narrower
+    one. device: None is the CPU.
     plan: `params.plan`'s, made with a DeviceMesh: leaves become DTensors on it, of which each process takes its own
     part from the files, where rows are read alone, and columns with what lies closely between them. A plan of some
     stages (`train.parallel.pipeline.share`) loads what it names. Nothing is sent: what the headers tell, all processes
@@ -99,7 +100,9 @@ def load_pretrained(
         share = next(iter(placements.values())).turn() if placements else (0, 1)
         source = _Source(checked.found, {}, scratch(), torch.device(device or _device(placements)), copy)
         _check_ties(checked.tied, checked.found, source.buffer, share)
-        made = {slot.path: _leaf(slot, parts[slot.path], source, _target(slot, dtype)) for slot in chosen}
+        made = {
+            slot.path: _leaf(slot, parts[slot.path], source, _target(slot, dtype, checked.found)) for slot in chosen
+        }
         flat = {path: leaf for path, (leaf, _) in made.items()}
         if check_finite:
             _check_finite(folder, chosen, parts, flat, checked.found)
@@ -273,7 +276,9 @@ def _by_name(slot: Slot, part: Box, value: Tensor) -> Iterator[tuple[str, Tensor
         yield disk_name(slot.stored), value
 
 
-def _target(slot: Slot, dtype: torch.dtype | None) -> torch.dtype | None:
+def _target(slot: Slot, dtype: torch.dtype | None, found: Found) -> torch.dtype | None:
+    if dtype is None and slot.leaf.keep_dtype:  # some files have all in bf16, where a small step is rounded away
+        return torch.promote_types(found[disk_names(slot.stored)[0]][1].dtype, slot.leaf.dtype)
     return None if dtype is None else leaf_dtype(slot.leaf, dtype)
 
 

@@ -89,8 +89,14 @@ def _cleared(logits: Tensor, valid: Tensor) -> Tensor:
 def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
     """The selection bias [E] after one step: up by `rate` for experts below the mean count, down above (2408.15664).
 
-    counts [E]: tokens that each expert got in the whole batch. All alike, or all 0: the bias as it was.
+    counts [E]: tokens that each expert got in the whole batch. All alike, or all 0: the bias as it was. ValueError for
+    a bias in half precision, which would round most moves away.
     """
+    if bias.dtype.itemsize < 4:
+        raise ValueError(
+            f"The selection bias is {bias.dtype}, in which moves of {rate} are lost to rounding: it must be fp32 at "
+            "least, as params.load_pretrained returns it whatever the other leaves are."
+        )
     wide = counts.to(torch.promote_types(bias.dtype, torch.float32))
     return (bias + rate * torch.sign(wide.mean() - wide)).to(bias.dtype)
 

@@ -94,10 +94,11 @@ def rewrite(folder: Path, tensors: dict[str, Tensor], **changes: Any) -> dict[st
 
 def dequantized(tensors: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     plain = {name: t for name, t in tensors.items() if not name.endswith("_scale_inv")}
-    return {
+    made = {
         name: from_fp8(t, tensors[f"{name}_scale_inv"], dtype) if f"{name}_scale_inv" in tensors else t.to(dtype)
         for name, t in plain.items()
     }
+    return made | {name: t.float() for name, t in plain.items() if name.endswith("e_score_correction_bias")}
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"copy": True}, {"dtype": torch.float32}], ids=["mapped", "copied", "cast"])

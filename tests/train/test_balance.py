@@ -272,6 +272,8 @@ def test_the_engine_moves_it_too() -> None:
 
 
 def test_what_moves_no_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bias is torch\.bfloat16, in which moves of 0\.001 are lost"):
+        train.update_bias(torch.ones(E, dtype=torch.bfloat16), torch.arange(E), 1e-3)
     optimizer = train.adamw(1e-2, spec=SPEC)
     with pytest.raises(ValueError, match="free keyword `aux`"):
         train.make_step(lambda params, batch: toy_loss(params, batch), optimizer, balance_rate=0.01)
