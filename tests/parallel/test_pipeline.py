@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -142,16 +143,31 @@ def test_a_term_that_a_stage_does_not_carry_shows(ranks: Ranks) -> None:
 
 
 def lengths(name: str, schedule: str) -> list[float]:
-    """Lists of unequal rows and lengths, one after the other, added up; against all of their parts in one process."""
+    """Lists of unequal rows and lengths, one after the other, added up; against all of their parts in one process.
+
+    Of lengths that there are no more nothing is kept: torch's schedules hold what they receive in.
+    """
+    schedules, make = list[weakref.ref[Any]](), passes._schedule
+
+    def watched(*given: Any) -> Any:
+        made = make(*given)
+        schedules.append(weakref.ref(made))
+        return made
+
     config, rank = config_of(name, 4), dist.get_rank()
     loss, optimizer = loss_of(config, False), optimizer_of(config)
     pipe = pp.pipeline(config, 2, schedule)
     whole = batch_of(config, 4)
-    first = [tree.map(lambda t, i=i: t[2 * i : 2 * i + 1 + i % 2, : 12 - i], whole) for i in range(4)]
+    first = [tree.map(lambda t, i=i: t[2 * i : 2 * i + 1 + i % 2, : 11 - i], whole) for i in range(4)]
     second = fnmodels.split(whole, 4)
     params = pp.share(generic_params(config), config, pipe, rank)
-    of = pp.gradient_sums(loss, optimizer, pipe)
-    sums = of(params, second, of(params, first), divide=False)
+    of, without = pp.gradient_sums(loss, optimizer, pipe), pp.loss_sums(loss, pipe)
+    with mock.patch.object(passes, "_schedule", watched):
+        sums = of(params, second, of(params, first), divide=False)
+        for parts in (first, second, second):
+            without(params, parts)
+    kept = [schedule() is not None for schedule in schedules]
+    assert kept == [False, True, False, True], kept
     _, grads = expected(loss, config, [*first, *second])
     found = dict(zip(trained(params, optimizer), sums.grads, strict=True))
     return [max(differences(found, grads).values()), int(sums.count)]

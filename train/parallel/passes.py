@@ -88,6 +88,7 @@ def runner(
         )
         key = (len(ready), state.shape, state.dtype, device, train)
         if key not in made:
+            made.clear()  # torch keeps what each microbatch is received in: lengths that vary would fill the memory
             modules = [_Stage(_of_layers(run_stage, *pipe.layers[stage], **how)) for stage in stages]
             made[key] = modules, _schedule(pipe, modules, stages, len(ready), state, device, group, train)
         modules, schedule = made[key]
@@ -145,8 +146,10 @@ def _schedule(
     if not train:
         from torch.distributed.pipelining import schedules
 
+        waiting = schedule.bwd_recv_ops  # and not the schedule, which would then keep itself
+
         def passed(action: Any, _: Any) -> None:
-            schedule.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)  # it would find it again
+            waiting.pop((action.stage_index, action.microbatch_index), None)  # it would find it again
 
         # Its `eval` goes through the backward passes too, and where two stages of a V meet it wants their gradients.
         for act in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
