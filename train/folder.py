@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from train.commands import nearest
 from train.errors import UserError
 from train.files import WRITING, write_text
 
@@ -67,6 +68,16 @@ def begun_by(folder: Path, start: str) -> bool:
 def let_in(folder: Path, start: str) -> None:
     """The lock says by which start of processes the folder was taken."""
     (folder / LOCK).write_text(start, encoding="utf-8")
+
+
+def refuse_absent(folder: Path) -> None:
+    """To resume wants a folder, if an empty one: a name that was mistyped must not begin a run of hours."""
+    if not folder.exists():
+        beside = [str(path) for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        raise UserError(
+            f"--run {folder}: there is no such folder, so that --resume has no run to go on with: leave it out to "
+            f"begin one{nearest(str(folder), beside)}"
+        )
 
 
 def refuse_to_mix(folder: Path, *, resume: bool) -> None:

@@ -26,6 +26,11 @@ def world() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process. It repeats one command whatever became of the run, on any machine."""
+    return dist.is_torchelastic_launched()
+
+
 def started_anew() -> bool:
     """Whether torchrun has started the processes before (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0

@@ -62,6 +62,8 @@ class Options:
 def train_run(options: Options, defaults: Settings) -> int:
     """Start or resume the run; returns the exit code."""
     given, start = told(options), joining.start()
+    if options.resume and not joining.by_torchrun():
+        folder.refuse_absent(options.run)
     with folder.locked(options.run):
         if joining.started_anew() and folder.begun_by(options.run, start):
             options = replace(options, resume=True)

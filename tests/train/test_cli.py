@@ -53,6 +53,11 @@ def errors(path):
         ),
         "heads": ([*run, "--data", str(path / "long"), "--num-attention-heads", "3"], "num_attention_heads"),
         "mesh": ([*run, "--mesh", "fsdp=2"], "--mesh fsdp=2"),
+        "nothing to resume": (
+            ["--run", str(path / "noting"), "--resume"],
+            f"there is no such folder, so that --resume has no run to go on with: leave it out to begin one; "
+            f"the nearest is {path / 'nothing'}",
+        ),
         "run is a file": (["--run", str(path / "file")], "cannot be made"),
         "run below a file": (["--run", str(path / "file" / "run")], "cannot be made"),
         "no data": ([*run, "--data", str(path / "absent")], "no such file or folder"),

@@ -426,12 +426,15 @@ def test_resume_of_a_finished_run_tells_its_result_again_without_reading_the_tex
     assert (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("prepare", [None, "empty", "no state", "damaged state"])
-def test_resume_without_a_complete_checkpoint_says_so_and_starts_at_0(tmp_path, text, capsys, prepare):
+@pytest.mark.parametrize("prepare", ["torchrun", "empty", "no state", "damaged state"])
+def test_resume_without_a_complete_checkpoint_says_so_and_starts_at_0(tmp_path, text, monkeypatch, capsys, prepare):
     path = tmp_path / "run"
+    if prepare == "torchrun":  # which repeats the command where the folder may be there or not
+        assert train(path, text, "--steps", 2, "--resume") == 2 and not path.exists()
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     if prepare == "empty":
         path.mkdir()
-    elif prepare:
+    elif prepare != "torchrun":
         assert train(path, text, "--steps", 2) == 0
         state = path / "steps" / "step-00000002" / checkpoint.STATE
         state.write_bytes(state.read_bytes()[:200]) if prepare == "damaged state" else state.unlink()
