@@ -16,9 +16,10 @@ it, so that no kill, whenever it comes, pairs the parameters of one step with th
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,35 @@ CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and keep every other process out. The lock goes with the process, however it ends."""
+    """Make the folder and keep every other process out. The lock goes with the process, however it ends.
+
+    What raises before anything was written leaves neither a folder nor a lock that was not there before.
+    """
+    lock = folder / LOCK
     try:
+        absent, locked_before = [path for path in (folder, *folder.parents) if not path.exists()], lock.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        handle = open(folder / LOCK, "a")  # noqa: SIM115 - closed below; its closing gives the lock back
+        handle = open(lock, "a")  # noqa: SIM115 - closed below; its closing gives the lock back
     except OSError as error:
         raise UserError(f"--run {folder}: the folder cannot be made or written ({error.strerror})") from error
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(handle.fileno()), os.stat(lock)):
+                raise FileNotFoundError("another process has just removed it")
         except OSError as error:
             raise UserError(f"--run {folder}: the folder is in use by another process") from error
         for leftover in folder.glob(f"{WRITING}*"):  # of a run that was killed while it wrote
             shutil.rmtree(leftover)
-        yield
+        try:
+            yield
+        except BaseException:
+            if not locked_before and {path.name for path in folder.iterdir()} <= {LOCK}:
+                lock.unlink(missing_ok=True)
+                with suppress(OSError):  # somebody else has put something there
+                    for path in absent:
+                        path.rmdir()
+            raise
 
 
 def begun_by(folder: Path, start: str) -> bool:

@@ -79,10 +79,15 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, name):
     assert error.count("\n") == 1
 
 
-def test_a_mistake_leaves_a_folder_that_can_be_used_next(tmp_path, capsys):
-    run = tmp_path / "run"
-    assert main(["--run", str(run), "--data", str(tmp_path / "absent")]) == 2
-    assert [path.name for path in run.iterdir()] == [".lock"]
+def test_a_mistake_leaves_nothing_that_was_not_there(tmp_path):
+    assert main(["--run", str(tmp_path / "runs" / "run"), "--data", str(tmp_path / "absent")]) == 2
+    assert list(tmp_path.iterdir()) == []
+    for left in ([], [".lock"]):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        for name in left:
+            (tmp_path / "run" / name).touch()
+        assert main(["--run", str(tmp_path / "run"), "--mesh", "fsdp=2"]) == 2
+        assert [path.name for path in (tmp_path / "run").iterdir()] == left
 
 
 def test_missing_packages_are_named_with_their_extra(tmp_path, capsys, monkeypatch):
