@@ -19,7 +19,7 @@ from typing import Any
 from train.cli import NEEDS, as_flag
 from train.commands import Parser, at_least, check_installed, run_command
 from train.errors import UserError
-from train.settings import DEFAULT, flag, from_json
+from train.settings import DEFAULT, SIZES, flag, from_json
 
 SHOWN = 20  # rows of the table
 
@@ -112,12 +112,27 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def settings_apart(first: Path, second: Path) -> list[str]:
-    """A line for each setting in which the runs differ, as far as both say."""
+    """A line for each setting, and each field of the models, in which the runs differ, as far as both say."""
     try:
-        one, two = settings_of(first), settings_of(second)
+        one, two = used(first), used(second)
     except UserError:
         return []
-    return [f"{name}: {one[name]} and {two[name]}" for name in one.keys() & two.keys() if one[name] != two[name]]
+    shared = sorted(one.keys() & two.keys())
+    return [f"{name}: {one[name]} and {two[name]}" for name in shared if one[name] != two[name]]
+
+
+def used(run: Path) -> dict[str, Any]:
+    """What decided the run's numbers, as it came to be: sizes are those of its model, and not what was asked for."""
+    from train import folder
+
+    settings, model = settings_of(run), (folder.read_json(run / folder.RUN) or {}).get("config")
+    if not isinstance(model, dict):
+        return settings
+    longest = model.get("max_position_embeddings")
+    if "row_length" in settings and isinstance(longest, int):
+        settings["row_length"] = min(settings["row_length"], longest)
+    kept = {name: value for name, value in settings.items() if name not in SIZES}
+    return kept | {f"the model's {name}": value for name, value in model.items()}
 
 
 def git(*arguments: str) -> None:
@@ -150,7 +165,7 @@ def compare(arguments: argparse.Namespace) -> int:
         found, alone = differences(arguments.first, second), made_alone(arguments.first, second, called=name)
         print(table(found))
         print("".join(f"{line}\n" for line in alone), end="")
-        for line in sorted(settings_apart(arguments.first, second)):
+        for line in settings_apart(arguments.first, second):
             print(f"the settings differ in {line}")
         if arguments.out is not None:
             from train.plot import curves

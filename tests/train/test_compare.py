@@ -81,10 +81,19 @@ def test_mistakes_are_one_sentence(runs, arguments, words: str, capsys: pytest.C
 
 
 def test_settings_that_differ_are_told(runs, capsys: pytest.CaptureFixture[str]) -> None:
-    for run, rate in zip(runs, (1e-3, 2e-3), strict=True):
-        (run / "run.json").write_text(json.dumps({"settings": {"learning_rate": rate, "seed": 0}}))
+    """Those of --init are what its model has, whatever stands beside it: the sizes of no model, and longer rows."""
+    settings = {"learning_rate": 1e-3, "seed": 0, "hidden_size": 64, "row_length": 512, "init": None}
+    other = settings | {"learning_rate": 2e-3, "hidden_size": 256, "row_length": 1024, "init": "base"}
+    for run, chosen, layers in zip(runs, (settings, other), (2, 4), strict=True):
+        model = {"hidden_size": 64, "num_hidden_layers": layers, "max_position_embeddings": 512}
+        (run / "run.json").write_text(json.dumps({"settings": chosen, "config": model}))
     assert compare.main([str(run) for run in runs]) == 0
-    assert "the settings differ in learning_rate: 0.001 and 0.002" in capsys.readouterr().out
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the settings differ in ")]
+    assert [line.removeprefix("the settings differ in ") for line in told] == [
+        "init: None and base",
+        "learning_rate: 0.001 and 0.002",
+        "the model's num_hidden_layers: 2 and 4",
+    ]
 
 
 def test_another_revision_makes_the_run_again(runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
