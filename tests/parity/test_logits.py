@@ -29,7 +29,7 @@ every_kernel = pytest.mark.parametrize("kernel", ["math", "auto"])
 
 FORMS = {
     "plain": segments((24,), (24,)),
-    "left": segments((24,), (-7, 17), (-23, 1)),
+    "left": segments((24,), (-5, 19), (-23, 1)),  # 5: no chunk's length, which would hide counting by columns
     "right": segments((24,), (17, -7), (1, -23)),
     "packed": segments((3, 1, 20), (19, 5)),
     "packed_one": segments((1, 1, 2, 20)),

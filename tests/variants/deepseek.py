@@ -14,7 +14,7 @@ BLIND = {
     "deepseek_v2_lite": {"intermediate_size"},  # all have
     "kimi_k2": {"rope.truncate"},  # a ramp between two equal ends is a step either way
 }
-SEEDS = {"deepseek_v3_biases": 1, "deepseek_v2": 1, "deepseek_v2_lite": 7, "kimi_k2": 7}
+SEEDS = {"deepseek_v3_biases": 1, "deepseek_v2": 1, "deepseek_v2_lite": 7, "kimi_k2": 16}
 
 TINY: dict[str, Any] = {
     "model_type": "deepseek_v3",

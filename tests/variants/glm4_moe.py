@@ -2,7 +2,7 @@
 
 from typing import Any
 
-SEEDS = {"glm4_moe": 5}
+SEEDS = {"glm4_moe": 5, "glm4_moe_qk_norm": 7}
 
 TINY: dict[str, Any] = {
     "model_type": "glm4_moe",

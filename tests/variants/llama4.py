@@ -18,7 +18,7 @@ BLIND = {name: {"intermediate_size_mlp"} for name in ("llama4", "llama4_text_all
 BLIND["llama4_text_untuned_tied"] = {"attn_scale", "floor_scale"}
 BLIND["llama4_text_biased"] = {"attn_scale", "floor_scale", "attn_temperature_tuning"}
 
-SEEDS = {"llama4_text_all_experts": 7}
+SEEDS = {"llama4_text_all_experts": 7, "llama4_text_biased": 1}
 
 TINY: dict[str, Any] = {
     "model_type": "llama4_text",
