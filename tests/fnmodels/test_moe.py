@@ -277,6 +277,14 @@ def test_half_precision_sums_its_choices_in_single() -> None:
             got = path(experts, x, w, indices, valid, act=SILU)
             assert got.dtype == torch.bfloat16
             assert float((got.double() - want).abs().max()) < 0.02 * float(want.abs().max())
+    # Two experts that are each other's opposite: what is left is the difference of weights that are one in bf16.
+    opposed = {name: leaf[[0, 0]] for name, leaf in experts.items()}
+    opposed["down_proj"][1].neg_()
+    w, both = torch.tensor([[0.5007, 0.4994]]).expand(len(x), 2), torch.tensor([[0, 1]]).expand(len(x), 2)
+    want = one_by_one(tree.map(Tensor.double, opposed), x.double(), w.double(), both, valid, False)
+    for path in PATHS.values():
+        got = path(opposed, x, w, both, valid, act=SILU)
+        assert float((got.double() - want).abs().max()) < 0.02 * float(want.abs().max())
 
 
 @pytest.mark.parametrize("path", ["loop", "grouped"])
