@@ -12,12 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from train.commands import Parser, run_command
-from train.kinds import Kind, whole
+from train.kinds import WORDS, Kind, choice, whole
 from train.settings import DEFAULT, GROUPS, Settings, flag
 
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")
 
 MINUTES = Kind("a number of minutes above 0, a day's 1440 at most", "MINUTES", float, lambda value: 0 < value <= 1440)
+
+# How the processes of a mesh share the work; like the mesh, it decides no number of the run.
+SHARING = {
+    "context": (
+        choice("gather", "ulysses", "ring"),
+        "over cp: how attention fetches the keys of other columns (default gather)",
+    ),
+    "order": (
+        choice("mask", "head_tail"),
+        "over cp: which columns a process has (default mask, by what masks let them see; with ulysses, as they are)",
+    ),
+    "schedule": (Kind("a name", "NAME", str, WORDS.fits), "of a pipeline (pp): 1F1B, GPipe, ... (default 1F1B)"),
+    "virtual": (whole(1), "of a pipeline whose schedule is looped: how many stages each process has (default 2)"),
+    "microbatches": (
+        whole(1),
+        "of a pipeline: in how many of them a stage takes its rows of a batch (default: one row each)",
+    ),
+}
 
 DESCRIPTION = """\
 Train a small Llama from scratch, on the Python standard library's own source files where no text is given.
@@ -62,13 +80,9 @@ def parser() -> Parser:
         help="how processes share the work, as fsdp=2,tp=2 of pp, dp, fsdp, ep, cp, tp; under torchrun, which starts "
         "them",
     )
-    made.add_argument("--schedule", metavar="NAME", help="of a pipeline (--mesh pp=2): 1F1B, GPipe, ... (default 1F1B)")
-    made.add_argument(
-        "--microbatches",
-        type=value_of(whole(1)),
-        metavar="N",
-        help="of a pipeline: in how many of them a stage takes its rows of a batch (default: one row each)",
-    )
+    for name, (kind, words) in SHARING.items():
+        made.add_argument(flag(name), type=value_of(kind), metavar=kind.metavar, help=words)
+    made.add_argument("--sequence", action="store_true", help="over tp divide columns too, between its sublayers")
     made.add_argument(
         "--timeout",
         type=value_of(MINUTES),
@@ -109,12 +123,13 @@ def value_of(kind: Kind) -> Callable[[str], Any]:
 
 def run(arguments: argparse.Namespace, defaults: Settings) -> int:
     flags = vars(arguments)
-    given = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh", "schedule", "microbatches")}
+    given = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
+    sharing = {name: flags.pop(name) for name in ("sequence", *SHARING)}
     limit = datetime.timedelta(minutes=flags.pop("timeout"))
     from train import joining, team
     from train.run import Options, train_run
 
-    options = Options(flags=flags, **given)
+    options = Options(flags=flags, sharing=sharing, **given)
     rank, processes = joining.world()
     if processes == 1:
         return train_run(options, defaults)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from train.job import is_routed, step_options
 from train.joining import set_limit
 from train.loss import next_token_loss
 from train.optim import with_paths
-from train.parallel import Strategy
 from train.parallel.everywhere import fetching
 from train.parallel.stages import init_stage, stage_plan
 from train.parallel.step import rules_of
@@ -54,10 +53,7 @@ class Member:
         if work.limit is not None:
             set_limit(work.limit, *devices.get_all_groups())
         dtype = getattr(torch, str(settings.dtype))
-        strategy = Strategy(
-            gather_dtype=None if dtype is torch.float32 else dtype,
-            schedule=work.sharing.schedule,
-        )
+        strategy = replace(work.sharing.strategy, gather_dtype=None if dtype is torch.float32 else dtype)
         self.plan = P.plan(family.spec(self.config), rules_of(self.mesh, self.config), devices)  # of the weights
         if self.mesh.pp > 1:
             self.plan = stage_plan(self.plan, self.config, devices, strategy)

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,15 +47,14 @@ class Reached:
 
 @dataclass(frozen=True)
 class Options:
-    """What was given: the folder, flags by the settings' names, a file of settings."""
+    """What was given: the folder, flags by the settings' names, a file of settings; sharing: beside `mesh`."""
 
     run: Path
     flags: Mapping[str, Any]
     config: Path | None = None
     resume: bool = False
     mesh: str | None = None
-    schedule: str | None = None
-    microbatches: int | None = None
+    sharing: Mapping[str, Any] = field(default_factory=dict)
     limit: datetime.timedelta | None = None  # of processes that wait for one that hangs
 
 
@@ -75,7 +74,7 @@ def train_run(options: Options, defaults: Settings) -> int:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
         recorded = recorded_in(saved) if saved else folder.read_json(options.run / folder.RUN)
         settings = choose(options.run, given, recorded, defaults, must_agree=saved is not None)
-        sharing = checked(options.mesh, settings, options.schedule, options.microbatches)
+        sharing = checked(options.mesh, settings, **options.sharing)
         summary = folder.read_json(options.run / folder.SUMMARY) if saved else None
         if summary is not None and report.is_result(summary) and saved is not None and saved.step == settings.steps:
             print(f"the run is finished: {settings.steps} steps")

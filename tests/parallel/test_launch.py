@@ -38,7 +38,7 @@ from train.cli import main
 from train.errors import UserError
 from train.job import resolved
 from train.optim import with_paths
-from train.parallel import Mesh
+from train.parallel import Mesh, Strategy
 from train.parallel.dtensors import local_tree
 from train.parallel.everywhere import fetching
 from train.recipe import with_usual
@@ -293,7 +293,9 @@ def test_experts_are_balanced_and_adapters_train_as_in_one_process(
             assert (path / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
         assert not (path / "config.json").exists() and not (path / "model.safetensors").exists()
 
-    run("four", "fsdp=2,tp=2", *adapters)
+    how = ("--mesh", "cp=2,tp=2", "--sequence", "--context", "ulysses", "--order", "head_tail")
+    for result in ranks(4)(job, str(path), *init, *adapters, *how):
+        assert {"reduce_scatter", "all_to_all"} <= result["count"].keys()  # of columns between sublayers, and of heads
     same_adapters()
     moved = tree.flatten(P.lora.adapters(expected))
     assert all(leaf.abs().max() > 0.01 for leaf in moved.values())  # b began at 0
@@ -304,12 +306,12 @@ def test_experts_are_balanced_and_adapters_train_as_in_one_process(
     moments = ("opt_state.inner.exp_avg", "opt_state.inner.exp_avg_sq", "opt_state.ema")
     saved = {f"{part}.{name}" for part in ("params", *moments) for name in moved}
     assert wrote == saved | {"step", "opt_state.inner.step"}
-    for mesh in ("pp=2,tp=2", None):  # where one process has no adapter
+    for mesh in ("pp=2,fsdp=2", None):  # where one process has no adapter
         shutil.rmtree(path / "steps" / "step-00000006")
         if mesh is None:
             assert main([*words(path, *init), "--resume"]) == 0
         else:
-            run("four", mesh, "--resume", "--schedule", "ZBVZeroBubble")
+            run("four", mesh, "--resume", "--schedule", "Interleaved1F1B", "--virtual", "2")
         same_adapters()
 
 
@@ -516,6 +518,10 @@ def test_what_an_error_in_a_stage_came_of_is_said() -> None:
         ("pp=4", {"accumulate": 2}, "the parts of a batch in pipelines are --microbatches"),
         ("dp=4", {"batch_rows": 6}, "takes a batch's rows in 4 parts, and --batch-rows is 6"),
         ("dp=4", {"schedule": "GPipe"}, "--schedule GPipe is for pipelines, and --mesh dp=4 has none"),
+        ("dp=4", {"sequence": True}, "--sequence is for tensor parallelism, and --mesh dp=4 has none"),
+        ("tp=4", {"order": "mask"}, "--order mask is for context parallelism, and --mesh tp=4 has none: leave it out"),
+        ("cp=4", {"virtual": 2}, "--virtual 2 is for pipelines, and --mesh cp=4 has none"),
+        ("cp=4", {"context": "ring", "compile": "block"}, 'context="ring" asks the host'),
         ("pp=4", {"schedule": "GPipes"}, "--schedule GPipes is not one of GPipe, 1F1B, "),
         ("pp=2,dp=2", {"microbatches": 3}, "--microbatches 3 does not divide the 2 rows that a stage has of a batch"),
     ],
@@ -524,9 +530,20 @@ def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
     monkeypatch: pytest.MonkeyPatch, mesh: str | None, settings: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    flags = {name: settings.pop(name) for name in ("schedule", "microbatches") if name in settings}
+    names = ("schedule", "virtual", "microbatches", "context", "order", "sequence")
+    flags = {name: settings.pop(name) for name in names if name in settings}
     with pytest.raises(UserError, match=re.escape(said)):
         checked(mesh, Settings(**settings), **flags)
+
+
+def test_flags_beside_the_mesh_are_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    told = {"sequence": True, "order": "head_tail", "schedule": "LoopedBFS", "virtual": 3}
+    found = checked("pp=2,cp=2,tp=2", Settings(), context="ring", microbatches=2, **told)
+    assert found == Sharing(Mesh(pp=2, cp=2, tp=2), Strategy(context="ring", **told), 2)
+    unsaid = dict.fromkeys(told) | {"sequence": False}
+    assert checked("cp=8", Settings(), context="ulysses", **unsaid).strategy == Strategy(context="ulysses", order=None)
+    assert checked("cp=8", Settings(), context=None, **unsaid).strategy == Strategy()
 
 
 @pytest.mark.parametrize(
@@ -534,6 +551,12 @@ def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
     [
         (Sharing(Mesh(cp=4)), "takes a row's tokens in 4 parts, and a row has 30"),
         (Sharing(Mesh(tp=3)), "--mesh tp=3: .*not a multiple of 3"),
+        (
+            Sharing(Mesh(cp=2), Strategy(order="head_tail")),
+            "--mesh cp=2: head-tail order on 2 ranks needs",
+        ),
+        (Sharing(Mesh(tp=2, cp=2), Strategy(context="ulysses")), "--context ulysses deals out heads, and --mesh "),
+        (Sharing(Mesh(pp=2), Strategy(virtual=2), 4), "--mesh pp=2: virtual is 2; 1F1B has 1 stages per rank"),
         (Sharing(Mesh(pp=3), microbatches=4), "--mesh pp=3: 3 ranks .* more than the model's 2 layers"),
         (Sharing(Mesh(pp=2)), "--mesh pp=2: 1F1B needs at least as many microbatches as stages, 2, not 1"),
         (Sharing(Mesh(tp=2)), "--mesh tp=2: .*leave it out of the targets of --lora r=2,targets=lm_head"),
@@ -542,6 +565,6 @@ def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
 def test_a_model_that_does_not_divide_is_named(sharing: Sharing, said: str) -> None:
     config = llama.Config(64, 16, 24, 2, 4, 2, max_position_embeddings=30)
     settings = with_usual(Settings(lora="r=2,targets=lm_head", dtype="float32"))
-    check_fit(Sharing(Mesh(cp=2)), settings, config)
+    check_fit(Sharing(Mesh(cp=2), Strategy(context="ulysses", order=None)), settings, config)
     with pytest.raises(UserError, match=said):
         check_fit(sharing, settings, config)
