@@ -111,14 +111,16 @@ class Engine:
             return gradient_sums(loss_fn, self.optimizer, **self._how), None
         from .parallel.everywhere import aux_of_stages
         from .parallel.parts import own_parts
+        from .parallel.staged import staged
         from .parallel.step import config_for, sums_over
 
         placed = self._teaching.placed
         config_for(self.mesh, loss_fn, self._how["compile"], placed.strategy, self._how["remat"])
         run = sums_over(placed, loss_fn, self.optimizer, **self._how)
+        check = staged(loss_fn).check if self.mesh.pp > 1 else None
 
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
-            return run(local_tree(params), own_parts(list(batches), placed), held, divide=divide)
+            return run(local_tree(params), own_parts(list(batches), placed, check=check), held, divide=divide)
 
         return sums, aux_of_stages(placed) if self.mesh.pp > 1 else None
 

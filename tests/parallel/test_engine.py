@@ -189,12 +189,31 @@ def own(text: str) -> dict[str, float]:
         (mine[: 2 - last], "Process 0 gives 2 microbatches and process"),
         ([] if last else mine, "The list of microbatches is empty"),
         ([odd] if last else mine[:1], "The tokens go from .* to 64"),
+        ([without(mine[0], "positions")] if last else mine[:1], "has no positions; its keys"),
+        ([mine[0] | {"labels": mine[0]["labels"][:, 1:]}] if last else mine[:1], "labels is .* beside tokens"),
+        ([mine[0] | {"labels": mine[0]["labels"].tolist()}] if last else mine[:1], "labels.0.0 is of type int"),
+        ([mine[0] | {"labels": mine[0]["labels"].float()}] if last else mine[:1], "of the same kinds|must be int64"),
         ([mine[0] | {"more": mine[0]["labels"]}] if last else mine[:1], "must have the same entries"),
         (parts[dist.get_rank() :][:1], f"Processes 0 and {1 if mesh.cp > 1 else 2} share rows"),
     ):
         with pytest.raises(ValueError, match=said):
             ours.forward_backward(wrong, loss)
+    with pytest.raises(ValueError, match="has no tokens; its keys"):
+        ours.infer([without(mine[0], "tokens")] if last else mine[:1], logprobs)
+    if mesh.pp > 1:
+        picky = dataclasses.replace(pp.staged(loss), check=functools.partial(unread, last))
+        with pytest.raises(ValueError, match=f"Process {dist.get_world_size() // 2 - 1}: KeyError: 'advantages'"):
+            ours.forward_backward(mine[:1], picky)
     return found
+
+
+def without(batch: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {other: tensor for other, tensor in batch.items() if other != name}
+
+
+def unread(here: bool, batch: Any) -> None:
+    if here:
+        batch["advantages"]
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2,cp=2", "pp=2,fsdp=2"])

@@ -30,6 +30,7 @@ from .everywhere import aux_of_stages
 from .mesh import ROWS, Mesh, Strategy
 from .microbatch import PLACES, unpadded
 from .parts import own_parts
+from .staged import staged, staged_outputs
 from .stages import Placed, stage_loss, stage_outputs
 from .step import config_for, config_in, place, placed_loss
 from .updates import over_processes
@@ -58,11 +59,12 @@ def make_eval_over(
         return sums
 
     made = _once(mesh, loss_fn, config, strategy, make)
+    check = staged(loss_fn).check if mesh.pp > 1 else None
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
         placed, run = made(params)
-        parts = own_parts(batch, placed)
+        parts = own_parts(batch, placed, check=check)
         return metrics_of(*over_processes(placed.devices, *run(local_tree(params), parts)))
 
     return eval_step
@@ -81,15 +83,14 @@ def make_forward_over(
         return lambda params, parts: [call(params, part) for part in parts]
 
     made = _once(mesh, function, config, strategy, make)
+    check = staged_outputs(function).check if mesh.pp > 1 else None
 
     @torch.no_grad()
     def run(params: Tree, batch: Batch | Sequence[Batch]) -> Any:
         placed, call = made(params)
         many = isinstance(batch, (list, tuple))
-        given = [dict(part) for part in (batch if many else [batch])]  # type: ignore[arg-type]  # as in `microbatches`
-        if mesh.cp > 1:
-            given = [part | {PLACES: _places(part["tokens"])} for part in given]
-        parts = [dict(part) for part in own_parts(given, placed)]
+        given: Sequence[Batch] = batch if many else [batch]  # type: ignore[list-item,assignment]  # as in `microbatches`
+        parts = [dict(part) for part in own_parts(given, placed, check=check, places=mesh.cp > 1)]
         places = [part.pop(PLACES, None) for part in parts]
         found = call(local_tree(params), parts)
         divided = [name for name in ROWS if placed.devices[name].size() > 1 and strategy.rows == "whole"]
@@ -126,10 +127,6 @@ def _learning(function: Callable[..., Any]) -> Callable[[Tree], Tree]:
     spec = {} if config is None else tree.flatten(family_of(config).spec(config))
     fixed = {path for path, leaf in spec.items() if not leaf.trainable}
     return lambda params: with_paths(lambda path, _: path not in fixed, params)
-
-
-def _places(tokens: Tensor) -> Tensor:
-    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
 def _joined(x: Tensor, rows: int, places: Tensor | None, divided: Sequence[str], devices: DeviceMesh) -> Tensor:

@@ -34,18 +34,27 @@ def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequ
     Each takes its part: of batches that differ they would learn something that is nobody's batch. One message of two
     numbers; who differs in what is asked only then. Floats may be computed, and differ in the last bit: see `_sum`.
     """
-    parts = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {"whole": batch}
-    of_each = {(str(n), path): _sum([{path: x}]) for n, part in parts.items() for path, x in tree.flatten(part).items()}
-    mine = zlib.crc32(repr(sorted(of_each.items())).encode())
+    of_each: dict[tuple[str, str], int] = {}
+    wrong = ""
+    try:
+        parts = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {"whole": batch}
+        entries = {(str(n), path): x for n, part in parts.items() for path, x in tree.flatten(part).items()}
+        of_each = {name: _add(0, name[1], x) for name, x in entries.items()}
+    except Exception as error:  # the others would wait
+        wrong = _words(error)
+    mine = -1 if wrong else zlib.crc32(repr(sorted(of_each.items())).encode())
     ends = torch.tensor([mine, -mine], device=devices.device_type)
     for group in groups:
         ends = maximum(ends, group)
     high, low = ends.tolist()
-    if high == -low:
+    if high == -low >= 0:
         return
-    told = sorted(_everyone((dist.get_rank(), of_each), groups), key=lambda one: one[0])
-    first, its = told[0]
-    other, theirs = next(one for one in told if one[1] != its)
+    told = sorted(_everyone((dist.get_rank(), of_each, wrong), groups), key=lambda one: one[0])
+    for rank, _, fault in told:
+        if fault:
+            raise ValueError(f"Process {rank}: {fault}")
+    first, its, _ = told[0]
+    other, theirs, _ = next(one for one in told if one[1] != its)
     names = {path for (_, path), _ in its.items() ^ theirs.items()}
     raise ValueError(
         f"Processes {first} and {other} were given different batches: their {' and '.join(sorted(names))} differ. Over "
@@ -56,8 +65,8 @@ def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequ
 
 @dataclass(frozen=True, order=True)
 class Told:
-    """What a process says: its number, which rows it should have, and of its microbatches the names, the number and a
-    sum of what they are; or what is wrong with them."""
+    """What a process says: its number, which rows it should have, and of its microbatches the entries with their kinds,
+    the number and a sum of what they are; or what is wrong with them."""
 
     rank: int
     row: int
@@ -76,19 +85,29 @@ def agreed(
 ) -> list[Batch]:
     """cut(given()), once all processes of `groups` have told that theirs will do. row: which rows this process has.
 
-    ValueError in all of them where the functions of one raise it, where the microbatches are not equally many or have
-    other entries, or where processes that share rows were given different ones.
+    ValueError in all of them where the functions of one raise anything, where the microbatches are not equally many or
+    have other entries, or where processes that share rows were given different ones.
     """
     parts: list[Batch] = []
     try:
         whole = given()
         parts = cut(whole)
-        names = tuple(sorted({name for part in whole for name in tree.flatten(part)}))
+        names = tuple(sorted({_kind(name, x) for part in whole for name, x in tree.flatten(part).items()}))
         mine = Told(dist.get_rank(), row, names, len(whole), _sum(whole))
-    except ValueError as error:
-        mine = Told(dist.get_rank(), row, wrong=str(error))
+    except Exception as error:  # whatever it is: the others would wait
+        mine = Told(dist.get_rank(), row, wrong=_words(error))
     _check(sorted(_everyone(mine, groups)), str(mesh_of(devices)))
     return parts
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def _kind(name: str, x: Tensor) -> str:
+    """With what a function of the batch may refuse in one process alone: its type, and what each token has of it."""
+    each = f" {list(x.shape[2:])} per token" if x.ndim > 2 else ""
+    return f"{name} ({str(x.dtype).removeprefix('torch.')}{each})"
 
 
 def _everyone(mine: T, groups: Sequence[Any]) -> list[T]:
@@ -115,7 +134,7 @@ def _check(told: Sequence[Told], mesh: str) -> None:
         if one.names != first.names:
             raise ValueError(
                 f"Process {first.rank} gives {', '.join(first.names)}, and process {one.rank} {', '.join(one.names)}: "
-                "the microbatches of all must have the same entries."
+                "the microbatches of all must have the same entries, of the same kinds."
             )
         same = next(other for other in told if other.row == one.row)
         if one.sum != same.sum:
@@ -130,10 +149,15 @@ def _sum(parts: Sequence[Batch]) -> int:
     found = 0
     for part in parts:
         for path, tensor in sorted(tree.flatten(part).items()):
-            found = zlib.crc32(f"{path}{list(tensor.shape)}".encode(), found)
-            if not tensor.is_floating_point():
-                found = zlib.crc32(_bytes(tensor), found)
+            found = _add(found, path, tensor)
     return found
+
+
+def _add(found: int, path: str, tensor: Tensor) -> int:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{path} is of type {type(tensor).__name__}; a batch is a dict of tensors.")
+    found = zlib.crc32(f"{path}{list(tensor.shape)}".encode(), found)
+    return found if tensor.is_floating_point() else zlib.crc32(_bytes(tensor), found)
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fnmodels
+from fnmodels import tree
 from fnmodels.mask import Layout, MaskLike
 
 from ..calls import Batch, layout_of
@@ -77,9 +78,7 @@ def unpadded(x: Tensor, *, larger: tuple[int, ...], size: tuple[int, ...]) -> Te
 
 
 def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
-    missing = [name for name in ("tokens", "positions", "segment_ids") if name not in batch]
-    if missing:
-        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
+    check_entries(batch, "tokens", "positions", "segment_ids")
     check_ids(batch, loss.config.vocab_size)
     if loss.check is not None:
         loss.check(batch)
@@ -92,6 +91,23 @@ def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
     )
     layout = layout_of(batch, loss.compiled)
     return Microbatch(batch, replayed(inputs, batch), masks, freqs_cis, layout)
+
+
+def check_entries(batch: Batch, *names: str) -> None:
+    """ValueError where the batch has not all of these."""
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
+
+
+def check_shapes(batch: Batch) -> None:
+    """ValueError for entries that are not tensors [B, S, ...], as the tokens are."""
+    size = list(batch["tokens"].shape[:2])
+    for path, tensor in tree.flatten(batch).items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{path} is of type {type(tensor).__name__}; a batch is a dict of tensors.")
+        if tensor.ndim < 2 or list(tensor.shape[:2]) != size:
+            raise ValueError(f"{path} is {list(tensor.shape)} beside tokens {size}; it must begin with these two.")
 
 
 def check_ids(batch: Batch, size: int) -> None:

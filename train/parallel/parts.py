@@ -7,8 +7,10 @@ one waits for another.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fnmodels import tree
 from fnmodels.ops.dispatch import virtual_padding
@@ -17,7 +19,7 @@ from train.calls import Batch, microbatches
 from .context import shard_batch
 from .given import agreed, check_same
 from .mesh import ROWS, Mesh, mesh_of, whole_groups
-from .microbatch import bucketed, check_ids, padded
+from .microbatch import PLACES, check_entries, check_ids, check_shapes, padded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,29 +27,53 @@ if TYPE_CHECKING:
     from .stages import Placed
 
 
-def own_parts(batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 1) -> list[Batch]:
-    """This process' microbatches, of what it is given: see `Strategy.rows`. ValueError in all processes alike."""
+def own_parts(
+    batch: Batch | Sequence[Batch],
+    placed: Placed,
+    accumulate: int = 1,
+    *,
+    check: Callable[[Batch], None] | None = None,
+    places: bool = False,
+) -> list[Batch]:
+    """This process' microbatches, of what it is given: see `Strategy.rows`. ValueError in all processes alike.
+
+    check: `Staged.check`, for rows that a process has for itself. places: give each the entry PLACES too.
+    """
     how, devices = placed.strategy, placed.devices
     columns: dict[str, Any] = {"order": how.order, "config": placed.config, "sequence": how.sequence}
     if how.rows == "whole":
         check_same(batch, devices, whole_groups(devices))
-        own = own_part(batch, devices, **columns)
+        own = own_part(_with_places(batch) if places else batch, devices, **columns)
         if devices["pp"].size() > 1 and not isinstance(batch, (list, tuple)):
             _check_division(own, mesh_of(devices), accumulate)
         return microbatches(own, accumulate)
     if how.rows != "own":
         raise ValueError(f'rows is {how.rows!r}; it must be "whole" or "own".')
 
+    needed = ("tokens", "positions", "segment_ids") if devices["pp"].size() > 1 else ("tokens",)
+
     def cut(parts: Sequence[Batch]) -> list[Batch]:
+        # Whatever would be refused later, or would fail there, would be so in this process alone.
         for part in parts:
+            check_entries(part, *needed)
+            check_shapes(part)
             if placed.config is not None:
                 check_ids(part, placed.config.vocab_size)
-        if devices["pp"].size() > 1:
-            bucketed(parts)  # for what it refuses
-        return [own_columns(part, devices, **columns) for part in parts]
+            if check is not None:
+                check(part)
+        return [own_columns(part, devices, **columns) for part in (_with_places(parts) if places else parts)]
 
     whole = functools.partial(microbatches, batch, accumulate)
     return agreed(whole, cut, devices, _row_of(devices)[0], whole_groups(devices))
+
+
+def _with_places(batch: Any) -> Any:
+    """The batch, or each in a list, with the columns where its tokens are."""
+    if isinstance(batch, (list, tuple)):
+        return [_with_places(part) for part in batch]
+    check_entries(batch, "tokens")
+    tokens = batch["tokens"]
+    return {**batch, PLACES: torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])}
 
 
 def _check_division(own: Batch, mesh: Mesh, accumulate: int) -> None:
@@ -86,6 +112,8 @@ def own_columns(
         rows = _divisible(rows, mesh.cp * mesh.tp)
     if mesh.cp == 1:
         return rows
+    # A part could not count them from its own columns.
+    check_entries(rows, "tokens", "positions", *(("segment_ids",) if order == "mask" else ()))
     return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=order, config=config)
 
 

@@ -36,7 +36,7 @@ from .expert import expert_parallel
 from .gather import gathering, shardings
 from .mesh import Mesh, Strategy, mesh_of, not_compiled
 from .parts import own_parts
-from .staged import Staged
+from .staged import Staged, staged
 from .stages import Placed, stage_sums
 from .tensor import tensor_axes, tensor_parallel
 from .updates import Teaching, teach, update_over
@@ -71,6 +71,7 @@ def make_step_over(
     does not divide are refused, and so are optimizers that need more than parts.
     """
     config = config_for(mesh, loss_fn, compile, strategy, remat)
+    check = staged(loss_fn).check if mesh.pp > 1 else None
     known: list[tuple[Teaching, Callable[..., Sums]]] = []
     how: dict[str, Any] = {"remat": remat, "compile": compile, "counts": balance_rate is not None}
 
@@ -81,7 +82,7 @@ def make_step_over(
             teaching = teach(place(mesh, state.params, config, strategy, optimizer.trainable), optimizer)
             known[:] = [(teaching, sums_over(teaching.placed, loss_fn, optimizer, **how))]
         teaching, sums_of = known[0]
-        parts = own_parts(batch, teaching.placed, accumulate)
+        parts = own_parts(batch, teaching.placed, accumulate, check=check)
         sums = sums_of(local_tree(state.params), parts, divide=False)
         return update_over(teaching, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
 
