@@ -80,14 +80,18 @@ def resolved(settings: Settings) -> Settings:
     return with_usual(replace(settings, dtype=settings.dtype or fast_dtype()))
 
 
-def prepare(path: Path, settings: Settings, recorded: Json | None, *, spread: bool = False) -> tuple[Tree, Job]:
+def prepare(
+    path: Path, settings: Settings, recorded: Json | None, fits: Callable[[Any], None], *, spread: bool = False
+) -> tuple[Tree, Job]:
     """Text, tokenizer and model: new ones, those of --init, or on resume (`recorded`) those in the run folder.
 
+    fits: raises where the model, by its config, is not for the processes; before anything is written.
     spread: without values of weights, of which each of several processes makes its part.
     """
     texts = sources.load(settings.data, without=path, strict=settings.broken == "stop")
     made = model.resumed(path, settings, spread=spread) if recorded else model.begun(settings, texts, spread=spread)
     config, tokenizer, ends = made.config, made.tokenizer, made.ends
+    fits(config)
     check_experts(made, settings)
     length = min(settings.row_length, config.max_position_embeddings)
     if not tokenizer.encode(settings.prompt).ids:

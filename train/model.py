@@ -53,8 +53,6 @@ def begun(settings: Settings, texts: sources.Texts, *, spread: bool = False) -> 
     if settings.init is not None:
         source = Path(settings.init)
         made = adapted(source, settings, spread=spread) if settings.lora else whole(source, spread=spread)
-    elif settings.lora is not None:
-        raise UserError(f"--lora {settings.lora}: adapters belong to the weights of a checkpoint: name one with --init")
     else:
         made = new(settings, texts, spread=spread)
     pretrained.check_vocabulary(made.tokenizer, made.config.vocab_size, made.source or Path("the new model"))
@@ -109,8 +107,6 @@ def load_whole(source: Path, *, plan: Tree | None = None) -> tuple[Any, Tree]:
 
 def adapted(source: Path, settings: Settings, *, spread: bool) -> Model:
     """A checkpoint's weights and new adapters, which have values however the weights are spread."""
-    if settings.optimizer == "muon":
-        raise UserError("--optimizer muon is for whole matrices: adapters (--lora) take another, such as adamw")
     tokenizer = pretrained.load_tokenizer(source)
     if pretrained.weights_folder(source) != source:
         raise UserError(f"--init {source} holds adapters; --lora needs the checkpoint of whole weights they are of")

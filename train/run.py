@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.tree import Tree
-from train import checkpoint, evaluate, folder, joining, metrics, model, report, sharded
+from train import ahead, checkpoint, evaluate, folder, joining, metrics, model, report, sharded
 from train.checkpoint import Checkpoint
 from train.errors import UserError
 from train.job import Job, Json, prepare, resolved, step_options
@@ -80,15 +80,16 @@ def train_run(options: Options, defaults: Settings) -> int:
             print(f"the run is finished: {settings.steps} steps")
             report.result(summary, options.run)
             return 0
+        ahead.check_text(settings.data) if saved else ahead.check(settings, sharing)
         report.settings(settings)
         print("reading the text", flush=True)
         began = time.monotonic()
         several = sharing.mesh.world > 1
-        params, job = prepare(options.run, settings, recorded if saved else None, spread=several)
+        fits = partial(check_fit, sharing, settings)
+        params, job = prepare(options.run, settings, recorded if saved else None, fits, spread=several)
         report.skipped(job)
         report.prepared(job, time.monotonic() - began)
         report.peak(job)
-        check_fit(sharing, settings, job.config)
         shared = Team(Work(sharing, settings, job.config, options.limit), fresh=saved is None) if several else None
         return work(job, params, saved, shared)
 
@@ -132,6 +133,10 @@ def choose(
             raise UserError(f"{place} differs from the run in {path}: {was}; leave it out, or name another --run")
     values = {name: value for name, value in before.items() if value is not None}
     settings = replace(defaults, **values | {name: value for name, (value, _) in given.items()})
+    if settings.lora is not None and settings.init is None:
+        raise UserError(f"--lora {settings.lora}: adapters belong to the weights of a checkpoint: name one with --init")
+    if settings.lora is not None and settings.optimizer == "muon":
+        raise UserError("--optimizer muon is for whole matrices: adapters (--lora) take another, such as adamw")
     for name in SIZES:
         if settings.init and name in given:
             raise UserError(f"{given[name][1]} is of a model that is made anew, and --init {settings.init} names one")
