@@ -32,6 +32,7 @@ from train.checkpoint import Checkpoint, Folder, Json
 from train.parallel.dtensors import is_spread, map_local
 
 T = TypeVar("T")
+Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def save(
@@ -83,8 +84,11 @@ def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
         reader = HuggingFaceStorageReader(str(found.path))
-        there: dict[str, Any] = reader.read_metadata().state_dict_metadata  # of tensors alone, in these files
-        kinds = {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}
+
+        def kinds() -> Kinds:
+            there: dict[str, Any] = reader.read_metadata().state_dict_metadata  # of tensors alone, in these files
+            return {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}
+
         _compare(found.path, kinds, like, group)
         empty = map_local(lambda leaf: torch.empty_like(leaf, device="cpu" if leaf.is_meta else None), like)
         alone = not dist.is_initialized()
@@ -104,14 +108,28 @@ def _check_group(flat: dict[str, Any], group: Any) -> None:
             )
 
 
-def _compare(path: Path, found: dict[str, tuple[torch.dtype, torch.Size]], like: Tree, group: Any) -> None:
+def _compare(path: Path, kinds: Callable[[], Kinds], like: Tree, group: Any) -> None:
+    """An error, the same in all processes, where the files have not what these ask for, or one cannot read them."""
     # DCP would cast another dtype, pass over what is not asked for, and tell of other shapes in a traceback.
     mine = {name: (leaf.dtype, leaf.shape) for name, leaf in tree.flatten(like).items()}
-    everyone = [mine]
+    found: Kinds = {}
+    wrong = ""
+    try:
+        found = kinds()
+    except Exception as error:  # raised below, in every process
+        wrong = f"{type(error).__name__}: {error}"
+    told = [(mine, found, wrong)]
     if dist.is_initialized():  # stages of a pipeline have other leaves each
-        everyone *= dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group=group)
-    expected = {name: kind for of_one in everyone for name, kind in of_one.items()}
+        told *= dist.get_world_size(group)
+        dist.all_gather_object(told, (mine, found, wrong), group=group)
+    for rank, (_, _, wrong) in enumerate(told):
+        if wrong:
+            raise OSError(f"Process {rank} of those that load {path} cannot read it: {wrong}")
+    expected = {name: kind for of_one, _, _ in told for name, kind in of_one.items()}
+    for rank, (_, other, _) in enumerate(told):
+        if other != told[0][1]:
+            raise OSError(f"Process {rank} sees other files in {path} than process 0: all must see the same folder.")
+    found = told[0][1]
     faults = [
         f"{name}: expected {_words(expected.get(name))}, found {_words(found.get(name))}"
         for name in sorted(expected.keys() | found.keys())

@@ -1,5 +1,6 @@
 """FSDP, HSDP and data parallelism by gathered layers: every gradient, norm and update is that of one process."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.parallel.reference import (
     worst,
 )
 from tests.support import generic_params
-from train import adafactor, init_state, lion, make_step, muon, partition, sgd, sharded, with_ema
+from train import adafactor, checkpoint, init_state, lion, make_step, muon, partition, sgd, sharded, with_ema
 from train.parallel import NAMES, Mesh, Strategy, collectives, gather, updates
 from train.parallel.dtensors import local_tree
 from train.parallel.parts import own_rows
@@ -279,13 +280,19 @@ def resume(folder: str, mesh_text: str) -> float:
     optimizer = optimizer_of(name)
     found = sharded.latest(Path(folder))
     assert found is not None
-    state = sharded.load(found, init_state(placed(name, mesh), optimizer))
+    like = init_state(placed(name, mesh), optimizer)
+    (other,) = (Path(folder).parent / "other").iterdir()
+    for elsewhere, said in ((f"{folder}/none", "Process 1 .* cannot read it"), (str(other), "other files")):
+        with pytest.raises(OSError, match=said):  # by both, where one sees another disk
+            sharded.load(dataclasses.replace(found, path=Path(elsewhere)) if dist.get_rank() else found, like)
+    state = sharded.load(found, like)
     assert int(state.step) == 1
     return float(make_step(loss_of(name), optimizer, mesh=mesh)(state, batch())[1]["loss"])
 
 
 def test_a_state_saved_by_four_goes_on_with_two_and_with_one(ranks: Ranks, tmp_path: Path) -> None:
     losses = ranks(4)(save, str(tmp_path / "steps"))
+    checkpoint.save(tmp_path / "other", 1, {"w": torch.ones(2)})
     losses += ranks(2)(resume, str(tmp_path / "steps"), "fsdp=2")
     optimizer = optimizer_of("llama")
     found = sharded.latest(tmp_path / "steps")
