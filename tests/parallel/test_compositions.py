@@ -51,6 +51,8 @@ from train.parallel import (
     uses,
 )
 from train.parallel import step as steps
+from train.parallel.given import check_same
+from train.parallel.mesh import whole_groups
 from train.parallel.pipeline import SCHEDULES, SINGLE
 from train.parallel.region import Region
 
@@ -168,14 +170,18 @@ def test_a_step_of_fsdp2_is_that_of_one_process(ranks: Ranks, name: str, mesh: s
 
 def beside_others() -> dict[str, float]:
     """Two trainers share the processes; each has a mesh of half of them, another model and other gradients."""
-    everyone = init_device_mesh("cpu", (2, 1, 1, 2, 1, 1, 1), mesh_dim_names=("trainer", *NAMES))
+    everyone = init_device_mesh("cpu", (2, 1, 1, 2, 1, 1, 2), mesh_dim_names=("trainer", *NAMES))
+    number, mesh = everyone.get_local_rank("trainer"), everyone[NAMES]
+    odd = {name: tensor + everyone.get_local_rank("tp") for name, tensor in batch().items()}  # alike over fsdp
+    with pytest.raises(ValueError, match=f"Processes {4 * number} and {4 * number + 1} were given different batches"):
+        check_same(odd, mesh, whole_groups(mesh))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "devices", lambda _: everyone[NAMES])
-        return errors_of(("llama", "gpt_oss")[everyone.get_local_rank("trainer")], "fsdp=2")
+        patch.setattr(reference, "devices", lambda _: mesh)
+        return errors_of(("llama", "gpt_oss")[number], "fsdp=2,tp=2", SP)
 
 
 def test_a_mesh_of_some_processes_sums_over_these(ranks: Ranks) -> None:
-    assert worst(ranks(4)(beside_others))[0] < LIMIT
+    assert worst(ranks(8)(beside_others))[0] < LIMIT
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("batch", "pp=2,ep=2"), ("batch", "fsdp=2,cp=2"), ("length", "pp=2,dp=2")])

@@ -15,6 +15,8 @@ from tests.parallel.reference import LENGTH, batch, config_of, loss_of, placed
 from tests.support import generic_params
 from train import make_eval_step, make_forward_only, token_logprobs
 from train.parallel import Mesh, Strategy
+from train.parallel.dtensors import local_tree
+from train.parallel.gather import gathering_stages, shardings
 from train.parallel.parts import own_columns
 from train.parallel.step import place
 
@@ -62,13 +64,21 @@ def test_they_are_those_of_one_process(ranks: Ranks, name: str, mesh: str, strat
 
 
 def narrow() -> bool:
-    """A router's bias, which no gradient teaches, is sent in its own dtype, in evaluation as in training."""
+    """A router's bias, which no gradient teaches, is sent in its own dtype, in evaluation and over stages too."""
     config, mesh = config_of("deepseek"), Mesh(fsdp=2)
     how = Strategy(gather_dtype=torch.bfloat16)
     from train.parallel.forward import _learning
 
     params = placed("deepseek", mesh)
     trains = place(mesh, params, config, how, _learning(loss_of("deepseek"))).trains
+    seen: dict[str, torch.dtype] = {}
+
+    def block(layer: Any) -> None:
+        seen.update((path, leaf.dtype) for path, leaf in tree.flatten(layer).items())
+
+    around, _ = gathering_stages(shardings(params), dtype=how.gather_dtype, trains=trains)
+    around(block)(local_tree(params)["layers"][1])
+    assert seen.pop("mlp.selection_bias") == torch.float32 and set(seen.values()) == {torch.bfloat16}
     return all(on != path.endswith("selection_bias") for path, on in tree.flatten(trains).items())
 
 
