@@ -43,6 +43,8 @@ def _parser() -> Parser:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    if not os.path.isdir(arguments.folder):  # False too where the system refuses even to look
+        read_config(arguments.folder)  # raises, and there is nothing else to report
     problems = []
     print(printable(str(arguments.folder)))
     for what, text in report(arguments.folder, verified=arguments.verify):
