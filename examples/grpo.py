@@ -193,8 +193,8 @@ def draw_curves(curves: dict[int, list[float]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/grpo"), help="of the base policy and the picture")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--updates", type=int, default=80)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a curve of each (default 0 1 2)")
+    parser.add_argument("--updates", type=int, default=80, help="of the policy, for each seed (default 80)")
     arguments = parser.parse_args()
     base = base_policy(arguments.folder)
     curves = {seed: learn(base, seed, arguments.updates) for seed in arguments.seeds}

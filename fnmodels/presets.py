@@ -18,7 +18,7 @@ def preset(name: str) -> Any:
     """The Config of a published model; ValueError says near names. `presets()` lists all."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=5, cutoff=0.4)
-        hint = f"near it are {', '.join(near)}" if near else "`fnmodels.presets()` lists their names"
+        hint = f"near it are {', '.join(near)}" if near else f"there are {', '.join(presets())}"
         raise ValueError(f"There is no preset {name!r}; {hint}.")
     values = PRESETS[name]
     return family_for(values["model_type"]).Config.from_hf(values)

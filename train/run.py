@@ -130,7 +130,9 @@ def choose(
     for name, (value, place) in given.items():
         if must_agree and name not in FREE and value != before[name]:
             was = "it was not given" if before[name] is None else f"it was {before[name]}"
-            raise UserError(f"{place} differs from the run in {path}: {was}; leave it out, or name another --run")
+            longer = f"train on in another --run with --init {path}"
+            other = longer if name == "steps" else "name another --run"
+            raise UserError(f"{place} differs from the run in {path}: {was}; leave it out, or {other}")
     values = {name: value for name, value in before.items() if value is not None}
     settings = replace(defaults, **values | {name: value for name, (value, _) in given.items()})
     if settings.lora is not None and settings.init is None:

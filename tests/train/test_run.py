@@ -446,7 +446,7 @@ def test_resume_without_a_complete_checkpoint_says_so_and_starts_at_0(tmp_path, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--steps", 7), "--steps 7 differs from the run"),
+        (("--steps", 7), "it was 6; leave it out, or train on in another --run with --init {path}."),
         (("--seed", 1), "--seed 1 differs from the run"),
         (("--data", "elsewhere"), "differs from the run"),
         (("--init", "elsewhere"), "it was not given"),

@@ -116,7 +116,7 @@ def test_a_thousand_ranks_in_seconds() -> None:
 @pytest.mark.parametrize(
     ("mesh", "work", "sentence"),
     [
-        ("fsdp=3", {}, "4 rows do not divide into 1 microbatches on each of 3 ranks .* give a multiple of 3"),
+        ("fsdp=3", {}, "4 rows do not divide into 1 microbatch on each of 3 ranks .* give a multiple of 3"),
         ("cp=3", {}, "Rows of 64 tokens do not divide by cp = 3"),
         ("ep=2", {}, "ep is 2, but a llama has no experts"),
         ("pp=8", {"microbatches": 4}, "8 stages, more than the model's 4 layers"),

@@ -49,9 +49,10 @@ def _check(config: Any, spec: Tree, mesh: Mesh, work: Work) -> None:
     """ValueError for work that the mesh does not divide, that the model cannot do, or that is not simulated."""
     parts = mesh.rows * work.microbatches
     if work.rows % parts or work.rows < 1:
+        several = "es" if work.microbatches > 1 else ""
         raise ValueError(
-            f"{work.rows} rows do not divide into {work.microbatches} microbatches on each of {mesh.rows} ranks with "
-            f"rows of their own: give a multiple of {parts}."
+            f"{work.rows} rows do not divide into {work.microbatches} microbatch{several} on each of {mesh.rows} ranks "
+            f"with rows of their own: give a multiple of {parts}."
         )
     if work.length % mesh.cp:
         raise ValueError(f"Rows of {work.length} tokens do not divide by cp = {mesh.cp}.")
