@@ -23,7 +23,7 @@ from tests.parallel.pool import Ranks
 from tests.support import cases, generic_params, positions_of, segments, tokens_of
 from train.balance import Balance
 from train.optim import with_paths
-from train.parallel import passes, staged
+from train.parallel import microbatch, passes, staged
 from train.parallel import pipeline as pp
 from train.step import gradient_sums
 
@@ -168,6 +168,9 @@ def lengths(name: str, schedule: str) -> list[float]:
             without(params, parts)
     kept = [schedule() is not None for schedule in schedules]
     assert kept == [False, True, False, True], kept
+    of_rows = dataclasses.replace(pp.staged(loss), head=lambda params, x, batch: x[:, 0])
+    with pytest.raises(ValueError, match="of 1 rows was padded to 2"):  # on both ranks, one of which alone has the rows
+        pp.outputs(of_rows, pipe)(params, first)
     _, grads = expected(loss, config, [*first, *second])
     found = dict(zip(trained(params, optimizer), sums.grads, strict=True))
     return [max(differences(found, grads).values()), int(sums.count)]
@@ -369,5 +372,13 @@ def test_padding_to_a_bucket() -> None:
     assert longer["tokens"].tolist() == [[3, 3, 0, 0]] and longer["segment_ids"].tolist() == [[1, 1, 0, 0]]
     assert longer["labels"].tolist() == [[4, -100, -100, -100]] and longer["routing"].shape == (1, 4, 1, 3)
     assert pp.padded(batch, 2) is batch
+    config = dataclasses.replace(config_of("llama_tied", 2), vocab_size=64)
+    assert [microbatch.clear_length(length, 4, config) for length in (57, 61, 64)] == [60, 68, 68]  # no [B, V] is cut
+    cut = functools.partial(microbatch.unpadded, larger=(2, 4), size=(1, 3))
+    assert cut(torch.ones(2, 4, 5)).shape == (1, 3, 5) and cut(torch.ones(3, 4)).shape == (3, 4)
+    for shape in ((2, 5), (2,)):
+        with pytest.raises(ValueError, match="1 rows was padded to 2"):
+            cut(torch.ones(shape))
+        assert microbatch.unpadded(torch.ones(shape), larger=(2, 4), size=(2, 3)).shape == shape
     more = pp.padded(batch, 2, 2)
     assert more["labels"].tolist() == [[4, -100], [-100, -100]] and more["routing"][:, 0, 0, 0].tolist() == [1, 0]

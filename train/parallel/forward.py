@@ -73,7 +73,10 @@ def make_eval_over(
 def make_forward_over(
     mesh: Mesh, function: Callable[..., Any], *, compile: str, strategy: Strategy
 ) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
-    """`train.make_forward_only` over a mesh, of functions whose tensors are [B, ...], over cp [B, S, ...]."""
+    """`train.make_forward_only` over a mesh, of functions whose tensors are [B, ...], over cp [B, S, ...].
+
+    Where rows were padded, what is as long as these then are is cut: that is no size of the model (`clear_length`).
+    """
     config = config_for(mesh, function, compile, strategy)
 
     def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,13 +69,33 @@ def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
     return {name: larger(name, tensor) for name, tensor in batch.items()}
 
 
+def clear_length(length: int, multiple: int, config: Any) -> int:
+    """The least multiple that rows of `length` tokens can be padded to and that is no size of the model.
+
+    So what has as many columns as the padded batch has them of its tokens, and is not logits of one token, say.
+    """
+    sizes = {size for leaf in tree.leaves(fnmodels.family_of(config).spec(config)) for size in leaf.shape}
+    sizes |= {value for value in vars(config).values() if isinstance(value, int)}
+    wanted = length + -length % multiple
+    while wanted in sizes:
+        wanted += multiple
+    return wanted
+
+
 def unpadded(x: Tensor, *, larger: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """Of what comes of a batch that was padded from [rows, columns] `size` to `larger`, what it had before."""
-    if size == larger:
-        return x
-    if x.ndim > 1 and x.shape[1] == larger[1]:
-        x = x[:, : size[1]]
-    return x[: size[0]] if x.ndim and x.shape[0] == larger[0] else x
+    """Of what comes of a batch that was padded from [rows, columns] `size` to `larger`, what it had before.
+
+    Cut is what has both dimensions first. ValueError for what has the rows alone, where rows were added.
+    """
+    if tuple(x.shape[:2]) == larger:
+        return x[: size[0], : size[1]]
+    if size[0] != larger[0] and x.ndim and x.shape[0] == larger[0]:
+        raise ValueError(
+            f"A microbatch of {size[0]} rows was padded to {larger[0]} for a pipeline, and the function returns "
+            f"{list(x.shape)}, where only [B, S, ...], here {list(larger)}, tells tokens from padding: give "
+            "microbatches of as many rows each."
+        )
+    return x
 
 
 def _microbatch(loss: Staged, batch: Batch) -> Microbatch:

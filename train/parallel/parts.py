@@ -19,7 +19,7 @@ from train.calls import Batch, microbatches
 from .context import shard_batch
 from .given import agreed, check_same
 from .mesh import ROWS, Mesh, mesh_of, whole_groups
-from .microbatch import PLACES, check_entries, check_ids, check_shapes, padded
+from .microbatch import PLACES, check_entries, check_ids, check_shapes, clear_length, padded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,7 +109,7 @@ def own_columns(
     mesh = mesh_of(devices)
     if sequence and mesh.tp > 1 and "tokens" in rows:
         # Before cp takes its columns: padding between those of two processes would cut documents in two.
-        rows = _divisible(rows, mesh.cp * mesh.tp)
+        rows = _divisible(rows, mesh.cp * mesh.tp, config)
     if mesh.cp == 1:
         return rows
     # A part could not count them from its own columns.
@@ -117,7 +117,7 @@ def own_columns(
     return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=order, config=config)
 
 
-def _divisible(rows: Batch, ranks: int) -> Batch:
+def _divisible(rows: Batch, ranks: int, config: Any) -> Batch:
     length = rows["tokens"].shape[1]
     missing, _ = virtual_padding(length, ranks)
     if missing and "segment_ids" not in rows:
@@ -125,7 +125,7 @@ def _divisible(rows: Batch, ranks: int) -> Batch:
             f"sequence=True pads rows of {length} tokens to what cp x tp = {ranks} divide, and the batch has no "
             "segment_ids to say what padding is: give it these, or rows of a multiple."
         )
-    return padded(rows, length + missing)
+    return padded(rows, length + missing if config is None or not missing else clear_length(length, ranks, config))
 
 
 def own_rows(batch: Any, devices: DeviceMesh) -> Any:

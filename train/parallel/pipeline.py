@@ -32,7 +32,7 @@ from fnmodels.tree import Tree
 from ..calls import Batch
 from ..optim import Optimizer, trainable_mask, wide_dtype
 from ..step import Sums, joined
-from .microbatch import Microbatch, microbatches, padded, unpadded
+from .microbatch import Microbatch, clear_length, microbatches, padded, unpadded
 from .passes import Found, runner
 from .schedule import LOOPED, SCHEDULES, SINGLE, SPLITTING, VEE, Pipeline, check_microbatches, pipeline
 from .share import copies, ends, share
@@ -151,11 +151,12 @@ def outputs(
     outside: Callable[[Tree], Tree] | None = None,
     leaving: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    multiple: int = 1,
 ) -> Callable[[Tree, Sequence[Batch]], list[Any] | None]:
     """run(params, parts) -> what the function returns of each microbatch, in the last stage's rank; None elsewhere.
 
-    function: see `staged_outputs`; its tensors [B, S, ...] are cut where a microbatch was padded, and so are others of
-    as many rows. No gradients.
+    function: see `staged_outputs`; its tensors [B, S, ...] are cut where a microbatch was padded (`unpadded`), and what
+    cannot be cut all ranks refuse. multiple: of what lengths must be. No gradients.
     """
     given = staged_outputs(function)
 
@@ -166,15 +167,29 @@ def outputs(
 
     @torch.no_grad()
     def found(params: Tree, parts: Sequence[Batch]) -> list[Any] | None:
-        losses, of_stages = run(params, parts, False)
-        if not losses:
-            return None
         sizes = [tuple(part["tokens"].shape[:2]) for part in parts]
-        largest = tuple(map(max, *sizes)) if len(sizes) > 1 else sizes[0]
-        return [
-            tree.map(functools.partial(unpadded, larger=largest, size=size), out)
-            for size, (out, _) in zip(sizes, of_stages[-1], strict=True)
-        ]
+        longest = max((size[1] for size in sizes), default=0)
+        if len({length for _, length in sizes}) > 1:
+            longest = clear_length(longest, multiple, given.config)
+            parts = [padded(part, longest) for part in parts]
+        losses, of_stages = run(params, parts, False)
+        larger = (max(rows for rows, _ in sizes), longest)
+        cut, said = None, list[str | None]([None])
+        try:
+            if losses:
+                cut = [
+                    tree.map(functools.partial(unpadded, larger=larger, size=size), out)
+                    for size, (out, _) in zip(sizes, of_stages[-1], strict=True)
+                ]
+        except ValueError as error:
+            said = [str(error)]
+        if len({rows for rows, _ in sizes}) > 1:  # the last stage alone sees what the function returns
+            of_all = dist.group.WORLD if group is None else group
+            assert of_all is not None
+            dist.broadcast_object_list(said, dist.get_global_rank(of_all, pipe.ranks[-1]), group=of_all)
+        if said[0] is not None:
+            raise ValueError(said[0])
+        return cut
 
     return found
 

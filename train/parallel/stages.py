@@ -106,7 +106,8 @@ def stage_outputs(function: LossFn, placed: Placed, compile: str) -> Callable[[T
     """What `function` returns of each microbatch, in the processes of all stages, without gradients."""
     whole_function, pipe, how = _staged(staged_outputs(function), placed, compile)
     group = placed.devices.get_group("pp")
-    run = outputs(whole_function, pipe, group, **how)
+    columns = placed.devices["tp"].size() if placed.strategy.sequence else 1
+    run = outputs(whole_function, pipe, group, **how, multiple=columns)
     last, here = pipe.ranks[-1], placed.devices.get_local_rank("pp")
 
     def everywhere(params: Tree, parts: Sequence[Batch]) -> list[Any]:
