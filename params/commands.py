@@ -6,6 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fnmodels.errors import CheckpointError
@@ -33,6 +34,11 @@ class Parser(argparse.ArgumentParser):
             what = "flag" if name.startswith("-") else "argument"
             raise UserError(f"there is no {what} {name}{nearest(name, self._option_string_actions)}")
         return found
+
+
+def called(script: str, module: str) -> str:
+    """The name that the user called: that of an installed script, or of a module."""
+    return script if Path(sys.argv[0]).stem == script else f"python -m {module}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError
 from fnmodels.hf import quantization_of
-from params.commands import Parser, UserError, printable, run_command
+from params.commands import Parser, UserError, called, printable, run_command
 from params.config import read_config
 from params.index import open_folder
 from params.init import count
@@ -32,11 +32,15 @@ Lines = Iterator[tuple[str, str]]  # (what, its value)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; returns the exit code."""
-    return run_command("fnmodels-inspect", _parser, _inspect, argv)
+    return run_command(_name(), _parser, _inspect, argv)
+
+
+def _name() -> str:
+    return called("fnmodels-inspect", "params.inspect")
 
 
 def _parser() -> Parser:
-    made = Parser(prog="fnmodels-inspect", description="What is in a checkpoint folder.")
+    made = Parser(prog=_name(), description="What is in a checkpoint folder.")
     made.add_argument("folder", type=Path, metavar="FOLDER")
     made.add_argument("--verify", action="store_true", help="read every byte: checksums, tied heads, finite values")
     return made

@@ -183,7 +183,7 @@ def test_a_full_disk_is_one_sentence_wherever_it_is_met(
     nursery.start("run_job_limited", flags=flags, limit=limit)
     assert nursery.ended() == 2, nursery.log.read_text()
     last = nursery.log.read_text().splitlines()[-1]
-    assert last.startswith("fnmodels-train: ") and last.endswith(".") and "Traceback" not in nursery.log.read_text()
+    assert last.startswith("python -m train: ") and last.endswith(".") and "Traceback" not in nursery.log.read_text()
 
 
 @pytest.fixture

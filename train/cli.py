@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.commands import Parser, run_command
+from train.commands import Parser, main_job, run_command
 from train.kinds import WORDS, Kind, choice, whole
 from train.settings import DEFAULT, GROUPS, Settings, flag
 
@@ -55,7 +55,7 @@ examples:
 
 def parser() -> Parser:
     made = Parser(
-        prog="python -m train",
+        prog=main_job(),
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -143,4 +143,4 @@ def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> 
     """The main job. Returns the exit code: 0, 2 for a mistake that the user can put right, 130 when stopped."""
     first = int(os.environ.get("RANK", 0)) == 0
     with nullcontext() if first else redirect_stderr(io.StringIO()):  # the first process alone speaks
-        return run_command("fnmodels-train", parser, partial(run, defaults=defaults), argv, NEEDS)
+        return run_command(main_job(), parser, partial(run, defaults=defaults), argv, NEEDS)

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 import params.commands
-from params.commands import Parser, UserError, nearest, sentence
+from params.commands import Parser, UserError, called, nearest, sentence
 
-__all__ = ["Parser", "at_least", "check_installed", "nearest", "run_command", "sentence"]
+__all__ = ["Parser", "at_least", "called", "check_installed", "main_job", "nearest", "run_command", "sentence"]
 
 T = TypeVar("T", int, float)
 
@@ -21,6 +21,11 @@ EXTRA_OF = {
     "pyarrow": "data",
     "lm_eval": "eval",
 }
+
+
+def main_job() -> str:
+    """Its name, as it was called."""
+    return called("fnmodels-train", "train")
 
 
 def at_least(low: T) -> Callable[[str], T]:

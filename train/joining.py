@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from train.commands import sentence
+from train.commands import main_job, sentence
 from train.errors import UserError
 from train.parallel.mesh import warn_of_group
 
@@ -60,7 +60,7 @@ def joined(limit: datetime.timedelta) -> Iterator[datetime.timedelta | None]:
     except (RuntimeError, ValueError) as error:
         reason = f"process {rank} of {processes} could not join the others: {error}"
         if rank:  # the first may not be there to say it
-            print(f"fnmodels-train: {sentence(reason)}", file=sys.__stderr__, flush=True)
+            print(f"{main_job()}: {sentence(reason)}", file=sys.__stderr__, flush=True)
         raise UserError(reason) from error
     try:
         yield limit

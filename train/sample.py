@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.tree import Tree
-from train.commands import Parser, at_least, run_command
+from train.commands import Parser, at_least, called, run_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -75,9 +75,13 @@ def complete(params: Tree, config: Any, tokenizer: "Tokenizer", prompt: str, end
     return tokenizer.decode(ids + new, skip_special_tokens=True)
 
 
+def _name() -> str:
+    return called("fnmodels-sample", "train.sample")
+
+
 def parser() -> Parser:
     made = Parser(
-        prog="fnmodels-sample",
+        prog=_name(),
         description="Continue a prompt with the model of a folder: config.json, *.safetensors, tokenizer.json.",
     )
     made.add_argument(
@@ -114,7 +118,7 @@ def sample(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("fnmodels-sample", parser, sample, argv, needs=("tokenizers",))
+    return run_command(_name(), parser, sample, argv, needs=("tokenizers",))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels.tree import Tree
-from train.commands import sentence
+from train.commands import main_job, sentence
 from train.errors import UserError
 from train.joining import patiently, world
 from train.member import Member, Work
@@ -130,7 +130,7 @@ def follow(limit: datetime.timedelta | None) -> int:
         lost = loss_of_another(error)
         what = f"ends, for another has ended or hangs: {lost}" if lost else f"has failed: {str(error) or repr(error)}"
         said = sentence(f"process {world()[0]} of the run {what}")
-        print(f"fnmodels-train: {said}", file=sys.__stderr__, flush=True)
+        print(f"{main_job()}: {said}", file=sys.__stderr__, flush=True)
         return 1
     finally:
         for number, handler in before.items():

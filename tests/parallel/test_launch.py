@@ -204,7 +204,7 @@ def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
     # The others have ended by themselves, and not by torchrun half a minute later. It asks them to end, which the first
     # one heeds when it is on its way out already, and then says nothing more.
     ends = re.findall(
-        r"^fnmodels-train: process (\d) of the run ends, for another has ended", done.stderr, re.MULTILINE
+        r"^python -m train: process (\d) of the run ends, for another has ended", done.stderr, re.MULTILINE
     )
     assert sorted(ends) == ["1", "2"], done.stderr
     assert done.stderr.count("Traceback") == 0, done.stderr
@@ -379,13 +379,13 @@ def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> 
     (code, _, said), (other, *nothing) = ranks(2)(run_main, str(tmp_path / "run"), "--mesh", "fsdp=3")
     assert code == other == 2 and nothing == ["", ""]
     assert said == (
-        "fnmodels-train: --mesh fsdp=3 is of 3 processes, and there are 2: start them with torchrun --nproc-per-node 3 "
-        "-m train -- and the flags.\n"
+        "python -m train: --mesh fsdp=3 is of 3 processes, and there are 2: start them with torchrun "
+        "--nproc-per-node 3 -m train -- and the flags.\n"
     )
     whole = ("--mesh", "fsdp=2", "--optimizer", "adafactor", "--ema", "0.9")
     (code, _, said), (other, *nothing) = ranks(2)(run_main, str(tmp_path / "run"), *whole)
     assert code == other == 2 and nothing == ["", ""]
-    assert said.startswith("fnmodels-train: --mesh fsdp=2: The optimizer needs whole leaves, and embed_tokens is")
+    assert said.startswith("python -m train: --mesh fsdp=2: The optimizer needs whole leaves, and embed_tokens is")
 
 
 def test_processes_that_do_not_find_each_other_are_told_so_and_end(
@@ -409,7 +409,7 @@ def test_processes_that_do_not_find_each_other_are_told_so_and_end(
                 monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
                 monkeypatch.setenv("MASTER_PORT", str(places[place]))
             assert main(words(tmp_path / "run", "--mesh", "fsdp=3")) == 2
-            (said,) = re.findall(rf"^fnmodels-train: process {rank} of 3 .*$", capfd.readouterr().err, re.MULTILINE)
+            (said,) = re.findall(rf"^python -m train: process {rank} of 3 .*$", capfd.readouterr().err, re.MULTILINE)
             assert expected in said
     assert not dist.is_initialized() and not (tmp_path / "run").exists()
 

@@ -134,17 +134,17 @@ def test_a_folder_that_cannot_even_be_looked_at_is_one_sentence(
     assert main([str(tmp_path / ("x" * 300))]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.endswith(": File name too long.\n")
-    assert captured.err.startswith("fnmodels-inspect: ") and captured.err.count("\n") == 1
+    assert captured.err.startswith("python -m params.inspect: ") and captured.err.count("\n") == 1
     assert main([str(tmp_path / "nosuch")]) == 2
     said = f"{tmp_path / 'nosuch'}: There is no such checkpoint folder (nothing is ever downloaded)."
-    assert capsys.readouterr() == ("", f"fnmodels-inspect: {said}\n")
+    assert capsys.readouterr() == ("", f"python -m params.inspect: {said}\n")
 
     def refuse(path: object, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("os.stat", refuse)  # as for those who may not enter the folder above; root may
     assert main([str(tmp_path / "model")]) == 2
-    assert capsys.readouterr() == ("", f"fnmodels-inspect: {tmp_path / 'model'}: Permission denied.\n")
+    assert capsys.readouterr() == ("", f"python -m params.inspect: {tmp_path / 'model'}: Permission denied.\n")
 
 
 def test_what_a_terminal_would_obey_is_escaped(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

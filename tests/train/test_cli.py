@@ -77,7 +77,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, name):
     out, error = capsys.readouterr()
     assert named in error
     assert out == "" or name in ("empty data", "binary data")  # of which the text must be read
-    assert error.startswith("fnmodels-train: ")
+    assert error.startswith("python -m train: ")
     assert error.endswith(".\n")
     assert error.count("\n") == 1
 
@@ -109,7 +109,11 @@ def test_a_failing_disk_is_a_sentence_too(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr("train.run.train_run", full)
     assert main(["--run", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err == f"fnmodels-train: {tmp_path}/run/metrics.jsonl: No space left on device.\n"
+    said = f"{tmp_path}/run/metrics.jsonl: No space left on device.\n"
+    assert capsys.readouterr().err == f"python -m train: {said}"
+    monkeypatch.setattr(sys, "argv", ["bin/fnmodels-train"])  # which is then its name
+    assert main(["--run", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == f"fnmodels-train: {said}"
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):

@@ -365,7 +365,7 @@ def test_a_full_disk_ends_the_run_in_a_sentence_and_resuming_goes_on(tmp_path, t
         patch.setattr(checkpoint, "write_tensors", full)
         assert train(tmp_path / "full", text, "--save-every", 2) == 2
     assert one_sentence(capsys) == (
-        f"fnmodels-train: {tmp_path / 'full' / 'steps'}: Step 4 was not saved (No space left on device); "
+        f"python -m train: {tmp_path / 'full' / 'steps'}: Step 4 was not saved (No space left on device); "
         "step 2 and what is before it is as it was.\n"
     )
     assert saved(tmp_path / "full") == [2]
@@ -516,7 +516,7 @@ def one_sentence(capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1, error
     assert error.endswith(".\n")
-    assert error.startswith("fnmodels-train: ")
+    assert error.startswith("python -m train: ")
     return error
 
 
