@@ -545,8 +545,8 @@ def nothing_over_nothing(patch: pytest.MonkeyPatch) -> None:
     right = train.step._gradients
 
     def divided(*given: Any, divide: bool) -> Any:
-        total, count, aux, grads = right(*given, divide=False)
-        return total, count, aux, [grad / count * (1 if divide else count) for grad in grads]
+        total, count, aux, grads, unreached = right(*given, divide=False)
+        return total, count, aux, [grad / count * (1 if divide else count) for grad in grads], unreached
 
     patch.setattr("train.step._gradients", divided)
 
