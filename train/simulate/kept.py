@@ -132,7 +132,7 @@ def layer_kept(
         experts=experts,
     )
     saved, kept = _kept(run, given)
-    leaves = frozenset(path for path, is_kept in zip(flat, kept, strict=False) if is_kept)
+    leaves = frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
     return Layer(saved, kept[-1], leaves, sum(keys), *chosen)
 
 
@@ -157,7 +157,9 @@ def ends_kept(config: Any, spec: Tree, plan: Tree, shape: tuple[int, int], mesh:
         }
     flat = tree.flatten(last)
     head, kept = _kept(lambda: head_loss(last, x, tokens, config=config)[0], [*flat.values(), tokens])
-    return Ends(embedding, head, frozenset(path for path, is_kept in zip(flat, kept, strict=False) if is_kept))
+    return Ends(
+        embedding, head, frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
+    )
 
 
 def _stream(config: Any, shape: tuple[int, int], work: Work) -> Tensor:
