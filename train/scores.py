@@ -61,7 +61,7 @@ def scores(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, 
     every = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
     valid = labels != IGNORE
     logp = every.gather(-1, torch.where(valid, labels, 0)[..., None])[..., 0]
-    entropy = -(every.exp() * _finite(every)).sum(-1)
+    entropy = _entropy(every.exp(), _finite(every))[..., 0]
     return torch.where(valid, logp, 0.0), torch.where(valid, entropy, 0.0)
 
 
@@ -70,12 +70,17 @@ def _slope(logits: Tensor, labels: Tensor, of_logp: Tensor, of_entropy: Tensor, 
     wide, valid = logits.to(_wide(logits)), labels != IGNORE
     every = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
     p, every = every.exp(), _finite(every)
-    entropy = -(p * every).sum(-1, keepdim=True)
+    entropy = _entropy(p, every)
     of_logp, of_entropy = (torch.where(valid, g, 0.0)[..., None] for g in (of_logp, of_entropy))
     # -p (of_logp + of_entropy (log p + entropy)), in two passes over the vocabulary
     slope = p * torch.addcmul(-of_logp - of_entropy * entropy, every, -of_entropy)
     slope.scatter_add_(-1, torch.where(valid, labels, 0)[..., None], of_logp)
     return (slope if temperature == 1 else slope / temperature).to(logits.dtype)
+
+
+def _entropy(p: Tensor, logp: Tensor) -> Tensor:
+    """[..., 1]. Divided, since all of log p is off by the rounding of one sum, and then so is what p sums to."""
+    return -(p * logp).sum(-1, keepdim=True) / p.sum(-1, keepdim=True)
 
 
 def _finite(logp: Tensor) -> Tensor:
