@@ -124,44 +124,59 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         assert optimizer.apply_ is not None
         optimizer.apply_(grads, opt_state["inner"], params, skip=skip)
-        share, new = 1 - decay if skip is None else (1 - decay) * ~skip, tree.flatten(params)
+        new = tree.flatten(params)
         for path, e in tree.flatten(opt_state["ema"]).items():
-            e.lerp_(new[path].to(e.dtype), torch.as_tensor(share, dtype=e.dtype, device=e.device))
+            after = e.lerp(new[path].to(e.dtype), 1 - decay)
+            e.copy_(after if skip is None else torch.where(skip, e, after))  # a share of 0 would make 0 of -0
 
     return around(optimizer, init, update, apply_, lambda inner: with_ema(inner, decay))
 
 
 def averaged(params: Tree, ema: Tree) -> Tree:
     """The parameters with the averages of `with_ema`, opt_state["ema"], in place of those that train."""
-    found = tree.flatten(ema)
+    return _overlaid(params, ema)
+
+
+def _overlaid(params: Tree, some: Tree) -> Tree:
+    """The parameters with the leaves of `some` in place of theirs; None there leaves one as it is."""
+    found = tree.flatten(some)
     return with_paths(lambda path, p: found.get(path, p), params)
 
 
 def with_master(optimizer: Optimizer) -> Optimizer:
-    """Updates an fp32 copy of each parameter, of which a bf16 parameter is the rounded view; for small rates.
+    """Updates an fp32 copy of each bf16 parameter that trains, of which the parameter is the rounded view.
 
-    bf16 has 8 bits: an update below 1/256 of a weight is lost without this. Moments are fp32 too. State: {inner,
-    master}. The pure update adds master - parameter, which rounds to the same bits but for ties.
+    bf16 has 8 bits: an update below 1/256 of a weight is lost without this. Moments are fp32 too. What is fp32 already
+    is updated itself, and what does not train has no copy. State: {inner, master}, None in master where there is none.
+    The pure update is rounded - parameter in fp32, which added gives the rounded bits unless a parameter becomes 2^16
+    times smaller at once.
     """
 
     def init(params: Tree) -> Tree:
-        master = tree.map(_wide_copy, params)
-        return {"inner": optimizer.init(master), "master": master}
+        train = trainable_mask(params, optimizer.trainable)
+        master = tree.map(lambda p, t: _wide_copy(p) if t and p.dtype != _wide(p) else None, params, train)
+        return {"inner": optimizer.init(_overlaid(params, master)), "master": master}
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        master = opt_state["master"]
-        changes, inner = optimizer.update(tree.map(widened, grads), opt_state["inner"], master)
-        new = apply_updates(master, changes)
-        flat, old = tree.flatten(new), tree.flatten(params)
-        updates = with_paths(lambda path, _: flat[path] - old[path].to(flat[path].dtype), changes)
-        return updates, {"inner": inner, "master": new}
+        wide, kept = _overlaid(params, opt_state["master"]), opt_state["master"]
+        changes, inner = optimizer.update(tree.map(widened, grads), opt_state["inner"], wide)
+        new, old, own = (tree.flatten(t) for t in (apply_updates(wide, changes), params, kept))
+
+        def rounded(path: str, change: Tensor) -> Tensor:
+            if path not in own:
+                return change
+            return new[path].to(old[path].dtype).to(new[path].dtype) - old[path].to(new[path].dtype)
+
+        return with_paths(rounded, changes), {"inner": inner, "master": with_paths(lambda path, _: new[path], kept)}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         assert optimizer.apply_ is not None
-        optimizer.apply_(tree.map(widened, grads), opt_state["inner"], opt_state["master"], skip=skip)
-        for wide, param in zip(tree.leaves(opt_state["master"]), tree.leaves(params), strict=True):
-            param.copy_(wide)
+        wide = _overlaid(params, opt_state["master"])
+        optimizer.apply_(tree.map(widened, grads), opt_state["inner"], wide, skip=skip)
+        flat = tree.flatten(params)
+        for path, master in tree.flatten(opt_state["master"]).items():
+            flat[path].copy_(master)
 
     return around(optimizer, init, update, apply_, with_master)
 

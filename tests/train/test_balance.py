@@ -19,6 +19,7 @@ from fnmodels.ops.moe import moe
 from fnmodels.ops.router import sigmoid_top_k
 from tests.support import batch_of, cases, generic, generic_params, is_routed, off, segments, sparse_layers, trainable
 from train.engine import Engine
+from train.optim import with_paths
 
 E, K, D = 6, 2, 8
 SCORES = ("softmax", "sigmoid")
@@ -242,6 +243,19 @@ def test_the_bias_moves_once_per_step(name: str, inplace: bool, options: dict[st
         want = torch.stack([train.update_bias(b, c, 0.01) for b, c in zip(biases(before), counts, strict=True)])
         assert torch.equal(biases(state.params), want) and not torch.equal(want, biases(before))
     assert torch.equal(biases(params), biases(model()))  # the caller's own are not written
+
+
+def test_the_bias_keeps_its_moves_beside_fp32_copies_of_bf16_weights() -> None:
+    optimizer = train.with_master(train.adamw(1e-2, spec=SPEC))
+    step = train.make_step(toy_loss, optimizer, balance_rate=0.01)
+    params = with_paths(lambda path, p: p if path.endswith("selection_bias") else p.bfloat16(), model())
+    batch = {name: t.bfloat16() if t.is_floating_point() else t for name, t in toy_batch().items()}
+    state, want = train.init_state(params, optimizer), biases(params)
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        counts = metrics["aux"]["counts"]
+        want = torch.stack([train.update_bias(b, c, 0.01) for b, c in zip(want, counts, strict=True)])
+        assert torch.equal(biases(state.params), want)
 
 
 def test_without_a_rate_the_bias_stays() -> None:
