@@ -192,7 +192,7 @@ def test_only_bf16_leaves_that_train_have_a_master_copy() -> None:
 
 def test_the_pure_update_of_a_master_copy_gives_the_bits_of_the_one_in_place() -> None:
     # far from the parameter: added to it, the difference would be rounded once before it is rounded to bf16
-    masters = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 1e-4
+    masters = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 1e-2 + 1e-3
     params, optimizer = {"w": torch.ones(4096, dtype=torch.bfloat16)}, with_master(sgd(1.0))
     state, grads = optimizer.init(params) | {"master": {"w": masters}}, {"w": torch.zeros_like(params["w"])}
     updates, after = optimizer.update(grads, state, params)
