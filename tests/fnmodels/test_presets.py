@@ -146,8 +146,9 @@ def test_counts_equal_the_published_totals(name: str, record_property: Callable[
 def largest() -> Iterator[Any]:
     """Of each model type; without those that tests/contract/test_build.py runs from their config.json."""
     published = [(c.model_type, c) for family in family_modules() for c in published_of(family).values()]
+    configs = [preset(name) for name in presets()]
     for model_type in fnmodels.families():
-        config = max((c for c in map(preset, presets()) if c.model_type == model_type), key=P.count)
+        config = max((c for c in configs if c.model_type == model_type), key=P.count)
         if (model_type, config) not in published:
             yield pytest.param(config, id=model_type)
 
