@@ -1,5 +1,6 @@
 """fp32 logits equal transformers', for every variant of every family and every form of batch."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -52,6 +53,22 @@ def _document_by_document(case: Case, tokens: torch.Tensor, segment_ids: torch.T
     return out
 
 
+@functools.cache
+def _reference(case: Case) -> Any:
+    """The reference's parameters as our tree, which nobody writes to."""
+    return params_of(model_of(case.values), case.config)
+
+
+@functools.cache
+def _theirs(case: Case, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, the reference's logits) of a form of batch, for every kernel."""
+    segment_ids = FORMS[form]
+    tokens, valid = tokens_of(case.config, *segment_ids.shape, seed=seed_of(case)), segment_ids > 0
+    if _is_separate(case, form):
+        return tokens, _document_by_document(case, tokens, segment_ids)
+    return tokens, logits_of(case.values, tokens, positions_of(segment_ids), None if valid.all() else valid)
+
+
 def _is_separate(case: Case, form: str) -> bool:
     """Whether transformers reads such a batch wrongly: see SEPARATE; and where tokens see later ones, all documents."""
     wrong = getattr(variants_of(case.family), "SEPARATE", {})
@@ -63,17 +80,12 @@ def _is_separate(case: Case, form: str) -> bool:
 @pytest.mark.parametrize("form", FORMS)
 def test_logits(case: Case, kernel: str, form: str) -> None:
     segment_ids = FORMS[form]
-    tokens = tokens_of(case.config, *segment_ids.shape, seed=seed_of(case))
     positions, valid = positions_of(segment_ids), segment_ids > 0
-    params = params_of(model_of(case.values), case.config)
+    params, (tokens, theirs) = _reference(case), _theirs(case, form)
     if is_routed(case.config):
         prepared = fnmodels.prepare(case.config, tokens, positions=positions, segment_ids=segment_ids)
         assert_routed(case, params, prepared, MARGIN)
     ours = _ours(case, params, tokens, positions=positions, segment_ids=segment_ids, kernel=kernel)
-    if _is_separate(case, form):
-        theirs = _document_by_document(case, tokens, segment_ids)
-    else:
-        theirs = logits_of(case.values, tokens, positions, None if valid.all() else valid)
     assert_close(ours[valid], theirs[valid])
     if form in ("plain", "left", "right"):  # one document per row: prepare knows its positions
         same = _ours(case, params, tokens, segment_ids=segment_ids, kernel=kernel)
