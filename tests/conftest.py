@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.forks import Forks
 from tests.status import Status
 
 hypothesis.settings.register_profile("fnmodels", deadline=None, derandomize=True)
@@ -26,3 +27,11 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """forks.run(arguments) runs a program without a start of Python: see tests.forks."""
+    made = Forks()
+    yield made
+    made.close()

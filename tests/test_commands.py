@@ -2,8 +2,6 @@
 
 import fcntl
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,9 +16,9 @@ import train.plot
 import train.sample
 import train.simulate
 from params.commands import Parser, run_command
+from tests.forks import Forks
 from tests.train.nursery import TINY, Nursery
 
-ROOT = Path(train.__file__).parents[1]
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": lambda argv: train.cli.main(argv, defaults=TINY),
     "train.plot": train.plot.main,
@@ -163,12 +161,12 @@ def test_a_mistake_is_one_sentence(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_process_exits_with_the_code(place: Path, command: str) -> None:
+def test_the_process_exits_with_the_code(place: Path, forks: Forks, command: str) -> None:
     found = next(
         (arguments, words) for name, arguments, words in MISTAKES if name == command and "nowhere" in arguments
     )
     arguments = found[0].replace("{}", str(place)).split()
-    done = subprocess.run([sys.executable, "-m", command, *arguments], capture_output=True, text=True, cwd=ROOT)
+    done = forks.run(["-m", command, *arguments])
     assert done.returncode == 2
     is_sentence(done.stderr, place, found[1])
 
@@ -186,13 +184,19 @@ def test_a_full_disk_is_one_sentence_wherever_it_is_met(
     assert last.startswith("python -m train: ") and last.endswith(".") and "Traceback" not in nursery.log.read_text()
 
 
-@pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    made = Nursery(tmp_path / "cache")
-    made.log = tmp_path / "log"
-    made.log.touch()
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    made = Nursery(tmp_path_factory.mktemp("cache"))
     yield made
     made.close()
+
+
+@pytest.fixture
+def nursery(shared: Nursery, tmp_path: Path) -> Iterator[Nursery]:
+    shared.log = tmp_path / "log"
+    shared.log.touch()
+    yield shared
+    shared.clear()
 
 
 def test_what_is_no_mistake_of_the_user_is_not_hidden() -> None:

@@ -124,8 +124,8 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("module", ["train", "train.sample"])
-def test_help_names_every_flag(module):
-    shown = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)
+def test_help_names_every_flag(forks, module):
+    shown = forks.run(["-m", module, "--help"])
     assert (shown.returncode, shown.stderr) == (0, "")
     flags = {
         "train": (
