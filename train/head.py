@@ -19,7 +19,16 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .parallel.vocab import Vocab, opened
-from .token_loss import IGNORE, Terms, check_labels, count_labels, cross_entropy_sum, loss_and_slope, wide_of
+from .token_loss import (
+    IGNORE,
+    Terms,
+    check_labels,
+    check_weights,
+    count_labels,
+    cross_entropy_sum,
+    loss_and_slope,
+    wide_of,
+)
 
 CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
 
@@ -57,8 +66,7 @@ def head_loss(
         rows = table.part
         params, x = opened(params, name, x)
     check_labels(labels, x.shape[:-1], "hidden states")
-    if weights is not None and weights.shape != labels.shape:
-        raise ValueError(f"weights must be {list(labels.shape)} like the labels, not {list(weights.shape)}.")
+    check_weights(weights, labels)
     terms, count = Terms(label_smoothing, z_loss, rows), count_labels(labels, weights)
     family = fnmodels.family_of(config)
     # The head never reads the layers, and what is not handed in gets no gradient buffer.

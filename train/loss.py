@@ -91,10 +91,7 @@ def hidden_states(
     taps: tuple[str, ...] = (),
 ) -> Any:
     """`fnmodels.hidden` of a batch as `next_token_loss` takes it, after a check of its keys and labels."""
-    missing = [name for name in ("tokens", "positions", "segment_ids", "labels") if name not in batch]
-    if missing:
-        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
-    check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
+    check_batch(batch)
     inputs, masks, freqs_cis = fnmodels.prepare(
         config,
         batch["tokens"],
@@ -104,6 +101,14 @@ def hidden_states(
     )
     how: dict[str, Any] = {"kernel": kernel, "layout": layout, "layer_fn": layer_fn, "experts": experts, "taps": taps}
     return fnmodels.hidden(params, replayed(inputs, batch), masks, freqs_cis, config=config, **how)
+
+
+def check_batch(batch: Mapping[str, Tensor]) -> None:
+    """ValueError for a batch without what a loss reads, or with labels that are not of its tokens."""
+    missing = [name for name in ("tokens", "positions", "segment_ids", "labels") if name not in batch]
+    if missing:
+        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
+    check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
 
 
 def replayed(inputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -16,7 +16,7 @@ from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 from train.balance import Balance, balance_terms
 from train.head import CHUNK, head_loss
-from train.loss import replayed
+from train.loss import check_batch, replayed
 from train.parallel.vocab import Vocab
 from train.token_loss import IGNORE, counted
 
@@ -63,6 +63,7 @@ def mtp_loss(
     the heads behind those of the layers, so that `make_step(balance_rate=...)` moves their biases too.
     """
     check_ahead(batch, config)
+    check_batch(batch)
     inputs, masks, freqs_cis = fnmodels.prepare(
         config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=length
     )

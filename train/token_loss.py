@@ -46,6 +46,8 @@ def cross_entropy(
     target is spread evenly over the vocabulary (arXiv 1512.00567). z_loss: times log(sum(exp(logits)))^2, which keeps
     logits from drifting (PaLM, arXiv 2204.02311, with 1e-4).
     """
+    check_labels(labels, logits.shape[:-1], "logits' tokens")
+    check_weights(weights, labels)
     return cross_entropy_sum(logits, labels, weights, Terms(label_smoothing, z_loss)), count_labels(labels, weights)
 
 
@@ -65,7 +67,12 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None, te
         return losses
     if terms.z_loss:
         losses = losses + terms.z_loss * torch.where(targets != IGNORE, wide.logsumexp(-1).square(), 0.0)
-    return (losses if weights is None else losses * weights.flatten()).sum()
+    return _weighted(losses, targets != IGNORE, weights)
+
+
+def _weighted(losses: Tensor, valid: Tensor, weights: Tensor | None) -> Tensor:
+    """Their sum. What does not count may have any weight, as the inf of a document of no length."""
+    return (losses if weights is None else losses * torch.where(valid, weights.flatten(), 0.0)).sum()
 
 
 def _partial_cross_entropy(wide: Tensor, targets: Tensor, weights: Tensor | None, terms: Terms, part: Part) -> Tensor:
@@ -74,7 +81,7 @@ def _partial_cross_entropy(wide: Tensor, targets: Tensor, weights: Tensor | None
     total, at, mean = part.totals(wide, torch.where(valid, targets, 0))
     losses = total - (1 - terms.label_smoothing) * at - terms.label_smoothing * mean
     losses = torch.where(valid, losses + terms.z_loss * total.square(), 0.0)
-    return (losses if weights is None else losses * weights.flatten()).sum()
+    return _weighted(losses, valid, weights)
 
 
 def count_labels(labels: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -94,6 +101,11 @@ def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
         raise ValueError(f"labels must be {list(shape)} like the {of}, not {list(labels.shape)}.")
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, not {str(labels.dtype).removeprefix('torch.')}.")
+
+
+def check_weights(weights: Tensor | None, labels: Tensor) -> None:
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(f"weights must be {list(labels.shape)} like the labels, not {list(weights.shape)}.")
 
 
 def loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:

@@ -232,6 +232,9 @@ def test_what_does_not_fit_is_said() -> None:
         mtp.hidden(generic_params(case.config), x, next_tokens_of(batch, 1), *prepared[1:], config=case.config)
     with pytest.raises(ValueError, match=r"train.look_ahead\(batch, heads\)"):
         train.mtp_loss(weights, {"tokens": batch.tokens}, config=config)
+    given = {"tokens": batch.tokens, "segment_ids": batch.segment_ids, "labels": batch.labels}
+    with pytest.raises(ValueError, match="The batch has no positions; its keys are"):
+        train.mtp_loss(weights, train.look_ahead(given, HEADS), config=config)
 
 
 def test_a_training_step_moves_the_heads() -> None:
@@ -281,7 +284,15 @@ def test_weights_of_tokens_and_losses_of_routers() -> None:
     routers = train.next_token_loss(weights, {**given, "weights": given["weights"] * 1e-30}, **options)[0]
     half = train.mtp_loss(weights, train.look_ahead(halved, HEADS), **options)[0]
     assert off(half - routers, (full - routers) / 2) < 1e-9
+    # those of weight 0 are learnt by no head, as labels that are not there
+    chosen = given["weights"] > 0.5
+    some = {**given, "weights": chosen.double()}
+    fewer = {name: given[name] for name in given if name != "weights"} | {"labels": batch.labels.where(chosen, -100)}
+    of_both = [train.mtp_loss(weights, train.look_ahead(of, HEADS), config=config, length=24) for of in (some, fewer)]
+    assert off(*of_both) < 1e-12
     ahead = train.look_ahead(given, HEADS)
+    counts = train.mtp_loss(weights, ahead, **options, aux=True)[2]["counts"][-HEADS:]
+    assert torch.equal(counts.sum(1), (ahead["next_tokens"] >= 0).sum((0, 1)) * config.num_experts_per_tok)
     _, tapped = batch.forward(weights, taps=("layers.*.expert_indices",))
     routing = torch.stack(list(tapped.values()), dim=2)
     math = {**options, "kernel": "math"}

@@ -145,6 +145,11 @@ def test_the_loss_has_what_balance_adds() -> None:
     padded = {**batch, "segment_ids": batch["segment_ids"].where(valid, -1)}  # what is not above 0 is padding
     other, _, sums = train.next_token_loss(params, padded, config=ROUTED.config, balance=balance, aux=True)
     assert torch.equal(other, total) and torch.equal(sums["counts"], aux["counts"])
+    # a label of weight 0 is none for the routers' terms too
+    fewer = {**batch, "labels": batch["labels"].index_fill(1, torch.tensor([2, 7]), -100)}
+    weighed = {**batch, "weights": torch.ones(ROWS.shape).index_fill(1, torch.tensor([2, 7]), 0)}
+    run = functools.partial(train.next_token_loss, params, config=ROUTED.config, balance=balance, aux=True)
+    assert off(run(weighed), run(fewer)) < 1e-6
 
 
 def test_a_model_without_experts_is_told() -> None:

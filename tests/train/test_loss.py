@@ -339,6 +339,7 @@ def test_a_label_of_weight_0_does_not_count():
     given = batch()
     given["weights"] = torch.ones(B, S)
     given["weights"][1, :5] = 0
+    given["weights"][0] = -1  # which teaches the other way
     assert int(next_token_loss(parameters(config()), given, config=config())[1]) == int(
         ((given["labels"] != -100) & (given["weights"] != 0)).sum()
     )
@@ -351,6 +352,31 @@ def test_a_label_of_weight_0_does_not_count():
 def test_terms_are_checked(change, words):
     with pytest.raises(ValueError, match=words):
         next_token_loss(parameters(config()), batch(), config=config(), **change)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_does_not_count_may_have_any_weight(grad, chunk):
+    """1 / length of a document that has none is inf, and 0 times that NaN."""
+    params, given = parameters(config()), batch()
+    weights = torch.linspace(1, 2, B * S, dtype=torch.float64).reshape(B, S)
+    found = []
+    for other in (0.0, torch.inf, torch.nan):
+        given["weights"] = weights.where(given["labels"] != -100, other)
+        leaves = tree.map(lambda p: p.detach().requires_grad_(), params)
+        with torch.set_grad_enabled(grad):
+            total, count = next_token_loss(leaves, given, config=config(), chunk=chunk, kernel="math")
+        found.append([total.detach(), count, *(torch.autograd.grad(total, tree.leaves(leaves)) if grad else ())])
+    for one in found[1:]:
+        assert_close(one, found[0])
+
+
+def test_labels_and_weights_of_another_shape_are_named_beside_logits_too():
+    logits, labels = torch.randn(2, 3, V), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"labels must be \[2, 3\]"):
+        cross_entropy(logits, labels.reshape(3, 2))
+    with pytest.raises(ValueError, match=r"weights must be \[2, 3\]"):
+        cross_entropy(logits, labels, weights=torch.ones(3, 2))
 
 
 def test_weights_of_another_shape_are_named():
