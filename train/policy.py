@@ -12,6 +12,10 @@ from torch import Tensor
 
 Sums = dict[str, Tensor]
 
+# The largest log of a ratio. That is 5e8 then, far beyond every clip; it would be inf soon, and the slope of what is
+# clipped 0 times inf: one such token would cost the whole step.
+FURTHEST = 20.0
+
 
 def dpo_loss(
     chosen: Tensor,
@@ -24,16 +28,22 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Sums]:
     """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta x (margin over the reference)).
 
-    All [N]: summed log-probabilities of the answers (see `document_sums`). label_smoothing: the probability that a
-    preference is wrong (conservative DPO, arXiv 2305.18290 appendix). Metrics: margin and accuracy.
+    All [N]: summed log-probabilities of the answers (see `document_sums`); no gradient reaches the reference's.
+    label_smoothing: the probability that a preference is wrong (conservative DPO, arXiv 2305.18290 appendix). Metrics:
+    the rewards beta x (log p - reference's) of both answers, the margin between them, and accuracy: pairs where it is
+    above 0.
     """
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it must be at least 0 and below 1.")
     same_shape(
         chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
     )
-    margin = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
+    better, worse = beta * (chosen - reference_chosen.detach()), beta * (rejected - reference_rejected.detach())
+    margin = better - worse
     losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    metrics = {"margin": margin.detach().sum(), "accuracy": (margin.detach() > 0).to(margin).sum()}
-    return losses.sum(), torch.tensor(chosen.numel(), device=chosen.device), metrics
+    metrics = {"chosen": better, "rejected": worse, "margin": margin, "accuracy": (margin > 0).to(margin)}
+    count = torch.tensor(chosen.numel(), device=chosen.device)
+    return losses.sum(), count, {name: m.detach().sum() for name, m in metrics.items()}
 
 
 def policy_loss(
@@ -43,6 +53,8 @@ def policy_loss(
     valid: Tensor,
     *,
     clip: tuple[float, float] = (0.2, 0.2),
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
     reference_logp: Tensor | None = None,
     kl: float = 0.0,
     entropy: Tensor | None = None,
@@ -50,37 +62,48 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Sums]:
     """PPO's clipped surrogate (arXiv 1707.06347) per token, as GRPO uses it (arXiv 2402.03300), to be minimized.
 
-    logp, old_logp, advantages, entropy, reference_logp, valid: [B, S]. old_logp: of the policy that drew the tokens.
-    advantages: per token; a whole answer's is repeated over its tokens. clip: how far the ratio may fall and rise
-    before its gradient stops (unequal: "clip higher", arXiv 2503.14476). kl: weight of the penalty
-    exp(r) - r - 1, r = reference_logp - logp, an unbiased and positive estimate (GRPO's equation 4).
-    entropy_bonus: weight of the entropy that is rewarded.
+    logp, old_logp, advantages, weights, entropy, reference_logp, valid: [B, S]. old_logp: of the policy that drew the
+    tokens. advantages: per token; a whole answer's is repeated over its tokens. clip: how far the ratio may fall and
+    rise before its gradient stops (unequal: "clip higher", arXiv 2503.14476). dual_clip: where it stops above for
+    negative advantages too (arXiv 1912.09729, with 3). weights: what each token's loss is multiplied by, penalty and
+    bonus included. kl: weight of the penalty exp(r) - r - 1, r = reference_logp - logp, an unbiased and positive
+    estimate (GRPO's equation 4). entropy_bonus: weight of the entropy that is rewarded.
 
-    Returns (sum over valid tokens, how many, {ratio, clipped, kl, entropy} summed). What is not valid may hold
-    anything, NaN too. Dividing by the count of tokens is GRPO's token-level form (as in DAPO); for a mean per answer
-    weight the advantages by 1 / length.
+    Returns (sum over valid tokens, how many, {ratio, clipped, kl, entropy} summed without weights). What is not valid
+    may hold anything, NaN too. Divided by this count it is GRPO's token-level form (as in DAPO). For the mean of
+    answers' means weigh tokens by 1 / length of their answer, and return the number of answers for the count; the
+    mean of answers' sums (arXiv 2503.20783) is that without weights. Ratios, and exp(r) in the penalty, are e^20 at
+    most, from where on they have no gradient.
     """
     given = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "valid": valid}
-    given |= {"reference_logp": reference_logp} if reference_logp is not None else {}
-    same_shape(**given, **({} if entropy is None else {"entropy": entropy}))
+    more = {"reference_logp": reference_logp, "entropy": entropy, "weights": weights}
+    same_shape(**given, **{name: t for name, t in more.items() if t is not None})
+    if valid.dtype != torch.bool:
+        raise ValueError(f"valid is {valid.dtype}; it must say True or False of each token (torch.bool).")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}; it must be above 1, or None.")
     if kl and reference_logp is None:
         raise ValueError(f"kl is {kl}, so reference_logp must be given.")
     if entropy_bonus and entropy is None:
         raise ValueError(f"entropy_bonus is {entropy_bonus}, so entropy must be given.")
     logp, old_logp, advantages = (torch.where(valid, t, 0.0) for t in (logp, old_logp.detach(), advantages.detach()))
-    ratio = (logp - old_logp).exp()
+    ratio = (logp - old_logp).clamp(max=FURTHEST).exp()
     low, high = 1 - clip[0], 1 + clip[1]
     gain = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    losses = -gain
     beyond = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    if dual_clip is not None:
+        gain = torch.where(advantages < 0, torch.maximum(gain, dual_clip * advantages), gain)
+        beyond = beyond | ((ratio > dual_clip) & (advantages < 0))
+    losses = -gain
     metrics = {"ratio": ratio, "clipped": beyond.to(ratio)}
     if reference_logp is not None:
-        r = torch.where(valid, reference_logp.detach(), 0.0) - logp
+        r = (torch.where(valid, reference_logp.detach(), 0.0) - logp).clamp(max=FURTHEST)
         metrics["kl"] = r.exp() - r - 1
         losses = losses + kl * metrics["kl"]
     if entropy is not None:
         metrics["entropy"] = torch.where(valid, entropy, 0.0)
         losses = losses - entropy_bonus * metrics["entropy"]
+    losses = losses if weights is None else losses * weights.detach()
     total = torch.where(valid, losses, 0.0).sum()
     return total, valid.sum(), {name: torch.where(valid, m.detach(), 0.0).sum() for name, m in metrics.items()}
 
@@ -88,8 +111,9 @@ def policy_loss(
 def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
     """GRPO's advantages (arXiv 2402.03300): each answer's reward against those to the same prompt, [prompts, answers].
 
-    normalize: divided by the group's standard deviation; False is the form without that bias (arXiv 2503.20783). A
-    group whose rewards are all equal teaches nothing: 0.
+    normalize: divided by the group's standard deviation (over n; it is larger by sqrt(n / (n - 1)) over n - 1, as TRL
+    and verl take it); False is the form without that bias (arXiv 2503.20783). A group whose rewards are all equal, or
+    that has one answer, teaches nothing: 0.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [prompts, answers], not {list(rewards.shape)}.")
