@@ -14,7 +14,7 @@ from .distill import distill, distillation_loss, token_divergence
 from .forward import make_eval_step, make_forward_only
 from .head import head_loss
 from .lion import lion
-from .logprobs import document_sums, head_logprobs, logprobs, token_logprobs
+from .logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
 from .loss import next_token_loss
 from .mtp import look_ahead, mtp_loss
 from .muon import muon
@@ -72,6 +72,7 @@ __all__ = [
     "partition",
     "policy_loss",
     "random_state",
+    "routed_logprobs",
     "router_z_loss",
     "set_random_state",
     "sgd",

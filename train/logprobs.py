@@ -20,9 +20,10 @@ from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
 
+from .balance import Balance
 from .chunks import per_token
 from .head import CHUNK, head_name
-from .loss import hidden_states
+from .loss import hidden_states, states_and_routers
 from .parallel.vocab import Vocab, opened
 from .scores import Scores, scores
 from .token_loss import IGNORE, check_labels
@@ -50,6 +51,35 @@ def token_logprobs(
     how: dict[str, Any] = {"kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
     x = hidden_states(params, batch, config=config, **how, experts=experts)
     return head_logprobs(params, x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
+
+
+def routed_logprobs(
+    params: Tree,
+    batch: Mapping[str, Tensor],
+    *,
+    config: Any,
+    temperature: float = 1.0,
+    kernel: Kernel = "auto",
+    layout: Layout | None = None,
+    layer_fn: Any = None,
+    chunk: int | None = CHUNK,
+    length: int | Tensor | None = None,
+    experts: str | Experts = "auto",
+    balance: Balance | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """(logp, entropy, valid, added, sums): `token_logprobs` of a model with experts, for losses made of it.
+
+    added: what `balance` adds to the loss's sum, 0-d with a gradient. sums: of what the routers did, as the aux of
+    `next_token_loss`. Both are of the labels that count, neither -100 nor of weight 0, so mark there what the loss does
+    not learn from; a loss with another count (of answers, of pairs) adds `added * count / valid.sum()`.
+    """
+    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
+    x, added, sums = states_and_routers(
+        params, batch, balance=balance or Balance(), aux=True, config=config, **how, experts=experts
+    )
+    assert added is not None
+    found = head_logprobs(params, x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
+    return *found, added, sums
 
 
 def head_logprobs(
@@ -86,6 +116,7 @@ def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tup
     Both are 0 where the label is -100.
     """
     _check(temperature)
+    check_labels(labels, logits.shape[:-1], "logits' tokens")
     return scores(logits, labels, temperature)
 
 

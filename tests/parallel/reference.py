@@ -30,6 +30,8 @@ from train import (
     make_step,
     mtp_loss,
     next_token_loss,
+    policy_loss,
+    routed_logprobs,
 )
 from train.balance import Balance
 from train.layers import layer_fn
@@ -49,15 +51,17 @@ from train.step import Sums, gradient_sums, update
 MODELS = {"llama": "qwen3_bias_sliding", "deepseek": "deepseek_v3", "gpt_oss": "gpt_oss"}
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
 WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
+WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
 # What takes a second model: with tables that the longest position decides, with experts.
 TAUGHT = {"forward": "deepseek_v3", "reverse": "deepseek_v3"}
 TEACHERS = {"forward": "length", "reverse": "gpt_oss"}
-OPTIONS: dict[str, dict[str, Any]] = {name: {"balance_rate": 0.01} for name in ("deepseek", "mtp", *TAUGHT)}
+OPTIONS: dict[str, dict[str, Any]] = {name: {"balance_rate": 0.01} for name in ("deepseek", "mtp", "policy", *TAUGHT)}
 TERMS: dict[str, dict[str, Any]] = {
     "llama": {"label_smoothing": 0.1, "z_loss": 1e-2},
     "deepseek": {"balance": Balance(sequence=0.3, z=0.1, scores="sigmoid")},
     "batch": {"balance": Balance(sequence=0.1, batch=0.5, z=0.1)},
     "length": {"length": None},
+    "policy": {"balance": Balance(sequence=0.3, z=0.1)},
     "mtp": {"balance": Balance(sequence=0.3), "label_smoothing": 0.1, "z_loss": 1e-2},
     **{name: {"balance": Balance(sequence=0.3, z=0.1), "direction": name, "temperature": 2.0} for name in TAUGHT},
 }
@@ -71,7 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "length": {},
     "mtp": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 2},
 }
-CHANGES |= dict.fromkeys(TAUGHT, CHANGES["batch"])
+CHANGES |= dict.fromkeys(("policy", *TAUGHT), CHANGES["batch"])
 LENGTH = 24  # what some rope scalings need: of the whole run, not of a rank's part
 CLIP = 0.5  # below the norms
 Errors = dict[str, float]
@@ -131,7 +135,27 @@ def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..
         theirs = config_of(TEACHERS[name])
         teacher = functools.partial(distill, teacher=generic_params(theirs), teacher_config=theirs, chunk=7)
         return functools.partial(teacher, config=config_of(name, layers), **options)
-    return functools.partial(mtp_loss if name == "mtp" else next_token_loss, config=config_of(name, layers), **options)
+    loss = {"mtp": mtp_loss, "policy": policy}.get(name, next_token_loss)
+    return functools.partial(loss, config=config_of(name, layers), **options)
+
+
+def policy(
+    params: Any,
+    batch: Mapping[str, Tensor],
+    *,
+    config: Any,
+    balance: Balance,
+    kernel: str,
+    experts: str = "auto",
+    aux: bool = True,
+    **how: Any,
+) -> tuple[Any, ...]:
+    """A policy gradient of a model with experts. aux: so that the step may ask for their counts, which are there."""
+    how |= {"kernel": kernel, "experts": experts}
+    logp, entropy, valid, added, sums = routed_logprobs(params, batch, config=config, balance=balance, chunk=7, **how)
+    place = 7.0 * batch["tokens"] + batch["positions"]
+    total, count, metrics = policy_loss(logp, place.sin() - 4, place.cos(), valid, entropy=entropy, entropy_bonus=0.1)
+    return total + added, count, metrics | sums
 
 
 def spec_of(name: str, layers: int | None = None) -> Any:

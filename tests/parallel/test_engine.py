@@ -68,7 +68,8 @@ def policy(config: Any) -> tuple[Any, pp.Staged]:
     def judge(scores: tuple[Tensor, Tensor, Tensor], batch: Any) -> tuple[Any, ...]:
         logp, entropy, valid = scores
         more: dict[str, Any] = {"entropy": entropy, "entropy_bonus": 0.1}
-        return train.policy_loss(logp, batch["old_logp"], batch["advantages"], valid, **more)
+        total, count, metrics = train.policy_loss(logp, batch["old_logp"], batch["advantages"], valid, **more)
+        return total, 1.3 * count, metrics  # a count that is no whole number, as a sum of weights
 
     def whole(params: Any, batch: Any) -> tuple[Any, ...]:
         return judge(train.token_logprobs(params, batch, config=config, kernel="math"), batch)
@@ -77,6 +78,20 @@ def policy(config: Any) -> tuple[Any, pp.Staged]:
         return judge(train.head_logprobs(params, x, batch["labels"], config=config), batch)
 
     return whole, pp.Staged(config, head, "math", aux=True)
+
+
+def routed(config: Any) -> tuple[Any, pp.Staged]:
+    """As `policy`, with what the routers did."""
+    balance, staged = train.Balance(sequence=0.3, z=0.1), policy(config)[1]
+
+    def whole(params: Any, batch: Any) -> tuple[Any, ...]:
+        found = train.routed_logprobs(params, batch, config=config, kernel="math", balance=balance)
+        logp, entropy, valid, added, sums = found
+        more: dict[str, Any] = {"entropy": entropy, "entropy_bonus": 0.1}
+        total, count, metrics = train.policy_loss(logp, batch["old_logp"], batch["advantages"], valid, **more)
+        return total + added, 1.3 * count, metrics | sums
+
+    return whole, dataclasses.replace(staged, balance=balance)
 
 
 def renamed(loss: Any) -> Any:
@@ -105,9 +120,8 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
     flat = tree.flatten(whole)
     made = iter([where.distribute(flat[path][where.here()].clone()) for path, where in tree.flatten(plan).items()])
     given = tree.map(lambda _: next(made), plan)
-    routed = name == "deepseek_v3"
-    plain = functools.partial(train.next_token_loss, config=config, kernel="math", aux=True)
-    loss, of_stages = (plain, plain) if routed else policy(config)
+    sparse = name == "deepseek_v3"
+    loss, of_stages = routed(config) if sparse else policy(config)
     logprobs = functools.partial(train.token_logprobs, config=config, kernel="math")
     before = surroundings()
     with warnings.catch_warnings(record=True) as warned:
@@ -116,13 +130,16 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
     assert ["is used as it is" in str(w.message) for w in warned if w.category is UserWarning] == [True]
     theirs, shards = Engine(config, whole, optimizer, clip=clip), tree.flatten(shardings(given))
     found: dict[str, float] = {}
-    both = [(of_stages, loss)] * 2
-    if not routed:  # the second list's loss has other metrics, all but one
-        both[1] = dataclasses.replace(of_stages, head=renamed(of_stages.head)), renamed(loss)
+    both = [(of_stages, loss)] * 2  # one of the lists has a loss with other metrics, all but one
+    if sparse:
+        plain = functools.partial(train.next_token_loss, config=config, kernel="math", aux=True)
+        both[0], sizes = (plain, plain), [1, 6]
+    else:
+        both[1], sizes = (dataclasses.replace(of_stages, head=renamed(of_stages.head)), renamed(loss)), [3, 3]
     for _ in range(2):
-        for batches, (ours_of, theirs_of) in zip(map(judged, rollouts(config)), both, strict=True):
+        for batches, (ours_of, theirs_of), size in zip(map(judged, rollouts(config)), both, sizes, strict=True):
             added, expected = ours.forward_backward(batches, ours_of), theirs.forward_backward(batches, theirs_of)
-            assert added["aux"].keys() == expected["aux"].keys() and len(expected["aux"]) == (1 if routed else 3)
+            assert added["aux"].keys() == expected["aux"].keys() and len(expected["aux"]) == size
             for key, value in tree.flatten(expected).items():
                 far = (tree.flatten(added)[key].double() - value).abs().max() / value.abs().max()
                 found[key] = max(float(far), found.get(key, 0.0))
@@ -131,7 +148,7 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
             far = (grad - one[path][shards[path].here()]).abs().max() / one[path].abs().max().clamp(min=1e-30)
             found[f"gradient of {path}"] = float(far)
         measured, metrics = ours.optim_step(), theirs.optim_step()
-        assert measured["aux"].keys() == metrics["aux"].keys() and len(metrics["aux"]) == (1 if routed else 5)
+        assert measured["aux"].keys() == metrics["aux"].keys() and len(metrics["aux"]) == (6 if sparse else 5)
         for key in ("loss", "count", "grad_norm", *metrics["aux"]):
             value, one_value = (of["aux"].get(key, of.get(key)).double() for of in (measured, metrics))
             found[f"{key} of a step"] = float((value - one_value).abs().max() / one_value.abs().max())

@@ -1,5 +1,7 @@
 """Per-token log-probabilities and entropies: one alignment, equal to the dense computation, in little memory."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -8,7 +10,17 @@ import fnmodels
 import train.scores
 from fnmodels import tree
 from tests.support import batch_of, cases, generic_params, segments, trainable
-from train import cross_entropy, document_sums, token_logprobs
+from train import (
+    Balance,
+    cross_entropy,
+    document_sums,
+    init_state,
+    make_step,
+    next_token_loss,
+    routed_logprobs,
+    sgd,
+    token_logprobs,
+)
 from train.logprobs import head_logprobs, logprobs
 from train.scores import Scores, scores
 
@@ -77,6 +89,44 @@ def test_their_sum_is_the_cross_entropy() -> None:
     labels = _batch()["labels"]
     logp, _ = logprobs(logits, labels)
     torch.testing.assert_close(-logp.sum(), cross_entropy(logits, labels)[0])
+
+
+def test_labels_of_another_shape_are_named() -> None:
+    """They would be broadcast, or read in another order."""
+    logits = torch.randn(2, 3, 7)
+    for labels in (torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"labels must be \[2, 3\]"):
+            logprobs(logits, labels)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_with_what_the_routers_did(accumulate: int) -> None:
+    """The negative log-probabilities with what `balance` adds are the loss of the next tokens, and so is their step."""
+    config = next(case for case in cases() if case.name == "deepseek_v3").config
+    made = batch_of(config, segments((7, 5), (-2, 10), (9, -3), (-12,)))
+    batch = {name: getattr(made, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    batch["labels"][2, :4] = -100
+    how = {"config": config, "kernel": "math", "balance": Balance(sequence=0.5, z=0.25)}
+
+    def ours(params, batch, *, aux=True, layer_fn=None):
+        logp, entropy, valid, added, sums = routed_logprobs(params, batch, **how, chunk=5, layer_fn=layer_fn)
+        plain = token_logprobs(params, batch, config=config, kernel="math")
+        assert all(map(torch.equal, (logp, entropy, valid), plain))
+        return added - logp.sum(), valid.sum(), sums
+
+    optimizer = sgd(0.1, spec=fnmodels.family_of(config).spec(config))
+    found = []
+    for loss in (ours, functools.partial(next_token_loss, **how)):
+        step = make_step(loss, optimizer, balance_rate=0.01, accumulate=accumulate, remat="full")
+        state, metrics = step(init_state(generic_params(config), optimizer), batch)
+        assert metrics["aux"].keys() == {"counts", "sequence_balance", "router_z"}
+        names = ("loss", "count", "grad_norm")
+        found.append([*tree.leaves(state.params), *(metrics[n] for n in names), *metrics["aux"].values()])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    _, _, _, added, sums = routed_logprobs(generic_params(config), batch, config=config)
+    assert added == 0 and [*sums] == ["counts"]
+    with pytest.raises(ValueError, match="models with experts, and llama has none"):
+        routed_logprobs(generic_params(CONFIG), _batch(), config=CONFIG)
 
 
 def test_a_temperature_is_that_of_sampling() -> None:

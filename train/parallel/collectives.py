@@ -106,7 +106,7 @@ def summed(x: Tensor, *groups: ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
-def maximum(x: Tensor, group: ProcessGroup) -> Tensor:
+def maximum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """The largest of everyone's x, element by element, without a gradient."""
     largest = x.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

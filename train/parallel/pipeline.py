@@ -32,6 +32,7 @@ from fnmodels.tree import Tree
 from ..calls import Batch
 from ..optim import Optimizer, trainable_mask, wide_dtype
 from ..step import Sums, joined
+from .collectives import maximum
 from .microbatch import Microbatch, clear_length, microbatches, padded, unpadded
 from .passes import Found, runner
 from .schedule import LOOPED, SCHEDULES, SINGLE, SPLITTING, VEE, Pipeline, check_microbatches, pipeline
@@ -89,7 +90,7 @@ def gradient_sums(
     """
     loss = staged(loss_fn)
     run = runner(loss, pipe, group, layer_fn, outside, leaving, counts, dtype)
-    tied = frozenset.intersection(*ends(loss.config))
+    tied, kind = frozenset.intersection(*ends(loss.config)), _kind_of_count(group)
 
     def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = False) -> Sums:
         leaves: dict[str, nn.Parameter] = {}
@@ -106,6 +107,7 @@ def gradient_sums(
             return leaves[path]
 
         total, count, found = _summed(*run(tree.map(leaf, params), parts, True))
+        count = kind(count)
         grads = {path: _gradient(leaf) for path, leaf in leaves.items()}
         _sum_ends([grad for path, grad in grads.items() if path.partition(".")[0] in tied], pipe, group)
         aux = found if counts or loss.aux else None
@@ -132,12 +134,12 @@ def loss_sums(
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
     """sums(params, parts) -> (sum, count, aux) without gradients, otherwise as `gradient_sums`."""
     loss = staged(loss_fn)
-    run = runner(loss, _forward(pipe), group, layer_fn, outside, leaving, counts, dtype)
+    run, kind = runner(loss, _forward(pipe), group, layer_fn, outside, leaving, counts, dtype), _kind_of_count(group)
 
     @torch.no_grad()
     def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
         total, count, found = _summed(*run(params, parts, False))
-        return total, count, found if counts or loss.aux else None
+        return total, kind(count), found if counts or loss.aux else None
 
     return sums
 
@@ -230,6 +232,22 @@ def _summed(losses: Sequence[Tensor], found: Found) -> tuple[Tensor, Tensor, dic
     count = beside.pop() if losses else torch.zeros_like(beside[-1], dtype=torch.long)
     total = torch.stack([*(loss.detach() for loss in losses), *beside]).sum()
     return total, count, _joined([[sums for _, sums in of_stage] for of_stage in found])
+
+
+def _kind_of_count(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    """The count in fp64 where that of the last stage is no whole number: as one, the others would all divide by less.
+
+    They tell each other once.
+    """
+    known: list[bool] = []
+
+    def kind(count: Tensor) -> Tensor:
+        if not known:
+            broken = torch.tensor(count.is_floating_point(), dtype=torch.long, device=count.device)
+            known.append(bool(maximum(broken, group)))
+        return count.double() if known[0] else count
+
+    return kind
 
 
 def _joined(of_stages: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
