@@ -47,13 +47,27 @@ def distill(
 ) -> tuple[Tensor, Tensor, Sums]:
     """(sum over the labels that count of the divergence from the teacher in nats, count, {agree}): for `make_step`.
 
-    teacher: parameters of a model with the same vocabulary, over a mesh whole in every process; teacher_config: its
-    config where it is another one. direction, temperature: see `distillation_loss`. agree: tokens for which both find
-    the same one likeliest. The rest is as in `next_token_loss`: labels say where something is learnt, and never what;
-    balance and aux are of the student's routers, whose sums stand beside `agree`. Both models' logits exist for `chunk`
-    tokens at a time, in the backward too; chunk=None holds all, in plain operations. Where the head is a `Vocab`
-    (tensor parallelism) each process makes its part of both models' logits.
+    teacher: parameters of a model with the same vocabulary, over a mesh whole in every process, and of a pipeline run
+    by the last stage; teacher_config: its config where it is another one. direction, temperature: see
+    `distillation_loss`. agree: tokens for which both find the same one likeliest. The rest is as in `next_token_loss`:
+    labels say where something is learnt, and never what; balance and aux are of the student's routers, whose sums stand
+    beside `agree`. Both models' logits exist for `chunk` tokens at a time, in the backward too; chunk=None holds all,
+    in plain operations. Where the head is a `Vocab` (tensor parallelism) each process makes its part of both models'
+    logits.
     """
+    theirs: dict[str, Any] = {"teacher": teacher, "teacher_config": teacher_config}
+    check_teacher(config, direction=direction, temperature=temperature, **theirs)
+    how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "length": length, "experts": experts}
+    x, added, sums = states_and_routers(params, batch, balance=balance, aux=aux, layer_fn=layer_fn, **how)
+    terms: dict[str, Any] = {"direction": direction, "temperature": temperature, "chunk": chunk}
+    total, count, agree = head_distill(params, x, batch, **theirs, **terms, **how)
+    return total if added is None else total + added, count, agree | sums
+
+
+def check_teacher(
+    config: Any, *, teacher: Tree, teacher_config: Any = None, direction: str = "forward", temperature: float = 1.0
+) -> None:
+    """ValueError for what a student of `config` cannot learn from."""
     theirs = config if teacher_config is None else teacher_config
     if theirs.vocab_size != config.vocab_size:
         raise ValueError(
@@ -65,12 +79,30 @@ def distill(
             raise ValueError(
                 f"The teacher's {path} is a DTensor; each process needs all of its leaves, as plain tensors."
             )
-    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "length": length}
-    of_student: dict[str, Any] = {"config": config, "layer_fn": layer_fn, "experts": experts}
-    x, added, sums = states_and_routers(params, batch, balance=balance, aux=aux, **of_student, **how)
+
+
+def head_distill(
+    params: Tree,
+    x: Tensor,
+    batch: Mapping[str, Tensor],
+    *,
+    config: Any,
+    teacher: Tree,
+    teacher_config: Any = None,
+    direction: str = "forward",
+    temperature: float = 1.0,
+    kernel: Kernel = "auto",
+    layout: Layout | None = None,
+    chunk: int | None = CHUNK,
+    length: int | Tensor | None = None,
+    experts: str | Experts = "auto",
+) -> tuple[Tensor, Tensor, Sums]:
+    """As `distill`, from the student's hidden states x [B, S, D] (before the final norm); experts are the teacher's."""
+    theirs = config if teacher_config is None else teacher_config
     with torch.no_grad():  # experts that are divided are the student's alone
         own = experts if isinstance(experts, str) else "auto"
-        y = hidden_states(teacher, batch, config=theirs, layer_fn=None, experts=own, **how)
+        how: dict[str, Any] = {"kernel": kernel, "layout": layout, "length": length, "experts": own}
+        y = hidden_states(teacher, batch, config=theirs, layer_fn=None, **how)
     table, part = params.get(head_name(config)), None
     if isinstance(table, Vocab):
         part, name = table.part, head_name(theirs)
@@ -92,9 +124,9 @@ def distill(
 
     divergence, agree = per_token(one, (x, y), batch["labels"].shape, chunk)
     valid, weights = counted(batch["labels"], batch.get("weights")), batch.get("weights")
-    total = torch.where(valid, divergence if weights is None else divergence * weights, 0.0).sum()
-    total = total if added is None else total + added
-    return total, valid.sum(), {"agree": (agree & valid).sum(), **sums}
+    if weights is not None:
+        divergence = divergence * torch.where(valid, weights, 0.0)
+    return torch.where(valid, divergence, 0.0).sum(), valid.sum(), {"agree": (agree & valid).sum()}
 
 
 def distillation_loss(
@@ -108,6 +140,8 @@ def distillation_loss(
     """
     _check(direction, temperature)
     same_shape(student=student, teacher=teacher)
+    if valid.shape != student.shape[:-1]:
+        raise ValueError(f"valid must be {list(student.shape[:-1])} like the logits' tokens, not {list(valid.shape)}.")
     divergence = token_divergence(student, teacher.detach(), direction=direction, temperature=temperature)
     return torch.where(valid, divergence, 0.0).sum(), valid.sum()
 
@@ -118,7 +152,9 @@ def token_divergence(student: Tensor, teacher: Tensor, *, direction: str, temper
     p, q = (torch.log_softmax(z.to(wide) / temperature, -1) for z in (teacher, student))
     if direction == "reverse":
         p, q = q, p
-    return (p.exp() * (p - q)).sum(-1) * temperature**2
+    share = p.exp()
+    # A token that both forbid (logit -inf) is as far from itself as inf from inf: what has no share adds nothing.
+    return (share * torch.where(share > 0, p - q, 0.0)).sum(-1) * temperature**2
 
 
 def _of_parts(

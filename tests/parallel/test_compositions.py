@@ -200,7 +200,12 @@ def test_heads_for_further_tokens_behind_the_last_stage(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy"),
-    [("forward", "fsdp=2,tp=2", {}), ("reverse", "ep=2,tp=2", SP), ("forward", "cp=2", {})],
+    [
+        ("forward", "fsdp=2,tp=2", {}),
+        ("reverse", "ep=2,tp=2", SP),
+        ("forward", "cp=2", {}),
+        ("forward", "pp=2,cp=2", {"schedule": "GPipe"}),
+    ],
 )
 def test_a_student_learns_from_parts_of_both_models_logits(
     ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any]
@@ -208,6 +213,18 @@ def test_a_student_learns_from_parts_of_both_models_logits(
     """Of distributions over all the vocabulary; the teacher, of another family, is whole everywhere."""
     assert name == "forward" or one_process(name).metrics["aux"]["agree"] > 0
     assert worst(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy))[0] < LIMIT
+
+
+def test_the_last_stage_runs_the_teacher(ranks: Ranks) -> None:
+    found = ranks(4)(errors_of, "reverse", "pp=2,tp=2", {"schedule": "InterleavedZeroBubble"}, FOUR, 5)
+    assert {"agree", "counts", "sequence_balance"} < {what for errors in found for what in errors}
+    assert worst(found)[0] < LIMIT, worst(found)
+
+
+def test_a_loss_of_ones_own_balances_the_experts_too(ranks: Ranks) -> None:
+    found = ranks(4)(errors_of, "policy", "cp=2,tp=2")
+    assert {"ratio", "counts", "sequence_balance", "router_z"} < found[0].keys()
+    assert worst(found)[0] < LIMIT, worst(found)
 
 
 def test_the_longest_position_of_all_columns_decides(ranks: Ranks) -> None:

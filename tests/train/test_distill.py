@@ -11,6 +11,7 @@ import fnmodels
 from fnmodels import tree
 from tests.support import batch_of, cases, generic_params, segments
 from train import Balance, adamw, distill, distillation_loss, init_state, make_step, next_token_loss
+from train.parallel.staged import staged
 
 CONFIG = next(case for case in cases() if case.name == "llama").config
 TEACHER_CONFIG = next(case for case in cases() if case.name == "qwen3").config
@@ -33,6 +34,27 @@ def test_distillation_is_torchs_divergence(direction: str) -> None:
     assert torch.autograd.grad(total, teacher, allow_unused=True) == (None,)
     with pytest.raises(ValueError, match="direction"):
         distillation_loss(student, teacher, valid, direction="sideways")
+    with pytest.raises(ValueError, match=r"valid must be \[2, 3\]"):
+        distillation_loss(student, teacher, valid[0])
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_token_that_both_models_forbid_adds_nothing(direction: str) -> None:
+    student, teacher, valid = _normal(4, 6), _normal(4, 6), torch.ones(4, dtype=torch.bool)
+    forbidden = torch.full((4, 1), -torch.inf, dtype=torch.float64)
+    found = []
+    for more in (forbidden[:, :0], forbidden):
+        leaf = student.clone().requires_grad_()
+        ours, theirs = torch.cat((leaf, more), 1), torch.cat((teacher, more), 1)
+        total, _ = distillation_loss(ours, theirs, valid, direction=direction)
+        found.append((total, torch.autograd.grad(total, leaf)[0]))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    barred = teacher.clone()
+    barred[:, 0] = -torch.inf
+    total, _ = distillation_loss(student, barred, valid, direction=direction)
+    p, q = (torch.distributions.Categorical(logits=z) for z in (barred, student))
+    kl = torch.distributions.kl_divergence(*((p, q) if direction == "forward" else (q, p)))
+    torch.testing.assert_close(total, kl.sum())  # of the student inf, of the teacher not
 
 
 def _batch(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -119,6 +141,8 @@ def test_what_cannot_be_learnt_from_is_named() -> None:
     other = fnmodels.llama.Config(CONFIG.vocab_size + 1, 8, 8, 1, 2, 2)
     with pytest.raises(ValueError, match="teacher's vocabulary has"):
         distill(params, batch, config=CONFIG, teacher=params, teacher_config=other)
+    with pytest.raises(ValueError, match="teacher's vocabulary has"):  # in all stages, and not the last alone
+        staged(functools.partial(distill, config=CONFIG, teacher=params, teacher_config=other))
     with pytest.raises(ValueError, match="temperature is 0"):
         distill(params, batch, config=CONFIG, teacher=params, temperature=0.0)
     with pytest.raises(ValueError, match="balance and aux are for models with experts, and llama has none"):

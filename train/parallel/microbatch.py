@@ -108,7 +108,7 @@ def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
         batch["tokens"],
         positions=batch["positions"],
         segment_ids=batch["segment_ids"],
-        length=loss.length(batch["positions"]) if callable(loss.length) else loss.length,
+        length=loss.length_of(batch["positions"]),
     )
     layout = layout_of(batch, loss.compiled)
     return Microbatch(batch, replayed(inputs, batch), masks, freqs_cis, layout)

@@ -19,6 +19,7 @@ from fnmodels.tree import Tree
 
 from ..balance import Balance, balance_terms
 from ..calls import Batch
+from ..distill import check_teacher, distill, head_distill
 from ..head import head_loss
 from ..logprobs import head_logprobs, token_logprobs
 from ..loss import next_token_loss
@@ -40,6 +41,7 @@ class Staged:
     also a function of a microbatch's positions. aux: the head returns (sum, count, metrics), a dict of 0-d sums, which
     stand beside those of balance and are named otherwise. compiled: the layers are, so that layouts must be few.
     check: raises ValueError for a batch that the head cannot read: all stages refuse it then, and not the last alone.
+    teacher_config: of a second model that the head runs, called with kernel, length and layout too.
     layered: the head runs layers of its own. It is called with masks, freqs_cis, layout, kernel, experts and layer_fn
     too, and with counts, for which it returns (sum, count, [its layers, E]): these stand behind those of the model.
     """
@@ -53,11 +55,15 @@ class Staged:
     aux: bool = False
     compiled: bool = False
     check: Callable[[Batch], None] | None = None
+    teacher_config: Any = None
     layered: bool = False
+
+    def length_of(self, positions: Tensor) -> int | Tensor | None:
+        return self.length(positions) if callable(self.length) else self.length
 
 
 def staged(loss_fn: Callable[..., Any] | Staged) -> Staged:
-    """Of functools.partial(train.next_token_loss, config=config, ...), or of `train.mtp_loss`.
+    """Of functools.partial(train.next_token_loss, config=config, ...), or of `train.mtp_loss` or `train.distill`.
 
     What is `Staged` is returned as it is.
     """
@@ -65,6 +71,8 @@ def staged(loss_fn: Callable[..., Any] | Staged) -> Staged:
         return loss_fn
     if isinstance(loss_fn, functools.partial) and loss_fn.func is mtp_loss:
         return _further(loss_fn)
+    if isinstance(loss_fn, functools.partial) and loss_fn.func is distill:
+        return _taught(loss_fn)
     given, terms = _bound(loss_fn, next_token_loss, head_loss)
 
     def head(params: Tree, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -87,6 +95,17 @@ def _further(loss_fn: Callable[..., Any]) -> Staged:
         check_ahead(batch, config)
 
     return Staged(config, functools.partial(heads_loss, **terms), check=check, layered=True, **_of_layers_in(given))
+
+
+def _taught(loss_fn: Callable[..., Any]) -> Staged:
+    """Of a student, whose last stage runs all of the teacher."""
+    given, terms = _bound(loss_fn, distill, head_distill)
+    config = terms["config"]
+    named = ("teacher", "teacher_config", "direction", "temperature")
+    check_teacher(config, **{name: terms[name] for name in named if name in terms})
+    second = terms.get("teacher_config") or config
+    head = functools.partial(head_distill, **terms)
+    return Staged(config, head, check=_labelled, aux=True, teacher_config=second, **_of_layers_in(given))
 
 
 def _labelled(batch: Batch) -> None:
@@ -173,6 +192,9 @@ def run_stage(
     added, sums = _balance(loss, part, tapped)
     if hi == len(family.kinds(config)):
         more: dict[str, Any] = {}
+        if loss.teacher_config is not None:
+            length = loss.length_of(part.batch["positions"])
+            more = {"kernel": loss.kernel, "layout": part.layout, "length": length}
         if loss.layered:
             more = {"masks": part.masks, "freqs_cis": part.freqs_cis, "layout": part.layout, "layer_fn": layer_fn}
             more |= {"kernel": loss.kernel, "experts": loss.experts, "counts": bool(names)}

@@ -148,7 +148,7 @@ def _staged(
     config, devices, strategy = placed.config, placed.devices, placed.strategy
     mesh, loss = mesh_of(devices), staged(loss_fn)
     loss = dataclasses.replace(loss, balance=whole_balance(loss.balance, devices), compiled=compile == "block")
-    if asks_length(loss.length, config):
+    if any(asks_length(loss.length, of) for of in (config, loss.teacher_config)):
         loss = dataclasses.replace(loss, length=longest(devices))
     if mesh.cp > 1:
         group = devices.get_group("cp")
