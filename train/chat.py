@@ -27,11 +27,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from params.files import read_json
 from train.encoder import Talk, encode_talks
 from train.errors import UserError
 from train.token_loss import IGNORE
 
 Message = Mapping[str, Any]
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class RewrittenError(UserError):
@@ -63,17 +66,28 @@ class Example:
 def read_template(folder: str | Path) -> Template:
     """The template of a checkpoint folder: chat_template.jinja, or `chat_template` in tokenizer_config.json."""
     folder = Path(folder)
-    file = folder / "tokenizer_config.json"
-    values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     own = folder / "chat_template.jinja"
-    source = own.read_text(encoding="utf-8") if own.exists() else values.get("chat_template")
+    source = own.read_text(encoding="utf-8") if own.exists() else _tokenizer_config(folder).get("chat_template")
     if isinstance(source, list):  # several named ones; "default" is for conversation
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
-        raise UserError(f"{folder} has no chat template: neither {own.name} nor 'chat_template' in {file.name}")
+        raise UserError(f"{folder} has no chat template: neither {own.name} nor 'chat_template' in {TOKENIZER_CONFIG}")
+    return Template(source, special_tokens(folder))
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Those that a chat template may name, {"bos_token": "<s>", ...}, as tokenizer_config.json gives them."""
+    values = _tokenizer_config(folder)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     given = {name: values.get(name) for name in names}
-    return Template(source, {n: v["content"] if isinstance(v, dict) else v for n, v in given.items() if v is not None})
+    return {name: v["content"] if isinstance(v, dict) else v for name, v in given.items() if v is not None}
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    file = folder / TOKENIZER_CONFIG
+    values: dict[str, Any] = read_json(file) if file.exists() else {}
+    return values
 
 
 def render(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:

@@ -3,33 +3,40 @@
     results = lm_eval.simple_evaluate(model=Checkpoint(folder), tasks=["my_task"], task_manager=...)
 
 `python -m train.tasks` is this as a command. The harness makes texts of a task's documents and looks only at what the
-three methods return, so nothing of a model is in it.
+three methods return, so nothing of a model is in it. What is not said by a task is as in the harness's own model of
+transformers (`hf`), so that numbers can be compared: beginnings of texts, lengths, when to draw and when to stop.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
 
 from params.files import read_json
 
+from .chat import Template, read_template, render, special_tokens
 from .errors import UserError
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .sample import continuation
 from .scoring import ROW_TOKENS, score_continuations
 
-SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
+# how long an answer may be, under the names that tasks use; the first one that is set counts
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+SETTINGS = {"until", "do_sample", "temperature", "top_k", *LENGTHS}
+OF_DRAWS = {"top_p", "min_p", "typical_p"}  # without a meaning where the likeliest token is taken
 
 
 class Checkpoint(LM):
     """folder: config.json, *.safetensors and tokenizer.json, or adapters. dtype: of the weights; None: as stored.
 
-    add_special_tokens: whether texts begin as the tokenizer would begin them, with <bos> for instance; the harness
-    leaves that out, but for models that need it (Gemma). batch_tokens: see `score_continuations`.
+    add_special_tokens: whether texts begin as the tokenizer begins them, with <bos> for instance; so `hf` does now,
+    and in lm-eval 0.4.9 for Gemma only. batch_tokens: see `score_continuations`.
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class Checkpoint(LM):
         *,
         dtype: torch.dtype | None = None,
         device: str | None = None,
-        add_special_tokens: bool = False,
+        add_special_tokens: bool = True,
         batch_tokens: int = ROW_TOKENS,
     ) -> None:
         super().__init__()
@@ -46,28 +53,37 @@ class Checkpoint(LM):
         self._tokenizer = load_tokenizer(self.folder)
         self.config, self.params = load_model(self.folder, merge=True, dtype=dtype, device=device)
         check_vocabulary(self._tokenizer, self.config.vocab_size, self.folder)
-        self.ends = end_ids(self.folder)
+        ends = end_ids(self.folder)
+        # What begins texts, else what ends them: by tokenizer_config.json, and where it names neither by config.json.
+        named = special_tokens(self.folder)
+        begin, end = (self._tokenizer.token_to_id(named.get(name, "")) for name in ("bos_token", "eos_token"))
+        other = read_json(weights_folder(self.folder) / "config.json").get("bos_token_id")
+        self._first = next((token for token in (begin, end, other, *ends) if token is not None), None)
+        self.ends = ends if end is None else (end, *ends)
         self.add_special_tokens, self.batch_tokens = add_special_tokens, batch_tokens
 
     @property
     def first(self) -> int:
-        """What stands before a text with nothing before it: the token that begins texts, else one that ends them."""
-        begins = read_json(weights_folder(self.folder) / "config.json").get("bos_token_id")
-        if begins is None and not self.ends:
+        """What stands before a text with nothing before it."""
+        if self._first is None:
             raise UserError(
                 f"{self.folder}: config.json has neither bos_token_id nor eos_token_id to begin a text with"
             )
-        return int(self.ends[0] if begins is None else begins)
+        return self._first
 
     def ids(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=self.add_special_tokens).ids)
+        """Of a text as the tokenizer begins it, and not twice: a rendered conversation may have its beginning in it."""
+        begins = None if self._first is None else self._tokenizer.id_to_token(self._first)
+        begun = begins is not None and text.startswith(begins)
+        return list(self._tokenizer.encode(text, add_special_tokens=self.add_special_tokens and not begun).ids)
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The ids of both as those of one text; spaces between them belong to the continuation, as in the harness."""
-        stripped = context.rstrip()
-        whole = self.ids(context + continuation)
-        before = self.ids(stripped)
-        # with nothing but spaces before it, or nothing at all, the text still needs something to be predicted from
+        if not context:
+            whole = list(self._tokenizer.encode(continuation, add_special_tokens=False).ids)
+            return [self.first], whole[1:] if whole[:1] == [self.first] else whole
+        before, whole = self.ids(context.rstrip()), self.ids(context + continuation)
+        # with nothing but spaces before it the text still needs something to be predicted from
         return (before, whole[len(before) :]) if before else ([self.first], whole)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -89,29 +105,74 @@ class Checkpoint(LM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        return [self.answer(*request.args) for request in requests]
+        # a request may be there several times, so that its answers can be drawn: each has draws of its own
+        told = tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests")
+        return [self.answer(*request.args, seed=seed) for seed, request in enumerate(told)]
 
-    def answer(self, context: str, settings: dict[str, Any]) -> str:
-        """What follows the context, up to the first stop text. settings: the harness's, see SETTINGS."""
-        unknown = sorted(settings.keys() - SETTINGS)
-        if unknown:
-            raise UserError(f"generation takes {', '.join(sorted(SETTINGS))}; the task also sets {unknown[0]}")
+    def answer(self, context: str, settings: dict[str, Any], *, seed: int = 0) -> str:
+        """What follows the context, up to the first stop text. settings: the harness's, see SETTINGS.
+
+        Of a context that leaves no room for the longest answer the first tokens are cut.
+        """
+        how = drawing(settings)
+        length = next((settings[name] for name in LENGTHS if settings.get(name) is not None), 256)
+        room = self.config.max_position_embeddings - length
+        if room < 1:
+            raise UserError(
+                f"the task sets max_gen_toks {length} (256 where it sets none); {self.folder} takes "
+                f"{self.config.max_position_embeddings} tokens, which must hold the answer and some of the question"
+            )
         until = settings.get("until") or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-        draws = settings.get("do_sample", False)
+        context_ids = (self.ids(context) or [self.first])[-room:]
         new: list[int] = []
         text = ""
         for token in continuation(
-            self.params,
-            self.config,
-            self.ids(context) or [self.first],
-            tokens=settings.get("max_gen_toks", 256),
-            temperature=settings.get("temperature", 1.0) if draws else 0.0,
-            top_k=settings.get("top_k"),
-            end=self.ends,
+            self.params, self.config, context_ids, tokens=length, end=self.ends, seed=seed, **how
         ):
             new.append(token)
-            text = self._tokenizer.decode(new, skip_special_tokens=True)
-            if any(stop in text for stop in stops):
+            text = self._tokenizer.decode(new)
+            # a stop text may be a special token, which an answer does not have
+            whole = self._tokenizer.decode(new, skip_special_tokens=False)
+            if any(stop in text or stop in whole for stop in stops):
                 break
         return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as a text, up to where the assistant begins or else to where its last message ends."""
+        try:
+            text = render(self._template, chat_history, prompt=add_generation_prompt)
+        except UserError:  # some templates take no message of the system
+            spoken = [message for message in chat_history if message["role"] != "system"]
+            text = render(self._template, spoken, prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The source, for the report of an evaluation."""
+        return self._template.source
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Under which the harness keeps the requests that it has rendered, where it is told to keep them."""
+        return str(self.folder.resolve()).replace("/", "__")
+
+    @cached_property
+    def _template(self) -> Template:
+        return read_template(self.folder)
+
+
+def drawing(settings: dict[str, Any]) -> dict[str, Any]:
+    """{temperature, top_k} by a task's settings: the likeliest token, unless do_sample or a temperature says so."""
+    temperature = settings.get("temperature")
+    draws = settings.get("do_sample")
+    if draws is None:
+        draws = bool(temperature)
+    unknown = sorted(settings.keys() - SETTINGS - (set() if draws else OF_DRAWS))
+    if unknown:
+        raise UserError(f"generation takes {', '.join(sorted(SETTINGS))}; the task also sets {unknown[0]}")
+    if not draws:
+        return {"temperature": 0.0, "top_k": None}
+    return {"temperature": 1.0 if temperature is None else temperature, "top_k": settings.get("top_k")}

@@ -27,7 +27,7 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     scaled = logits.float() / temperature
     if top_k is not None and top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
-    return int(torch.multinomial(scaled.softmax(0), 1, generator=generator))
+    return int(torch.multinomial(scaled.softmax(0).cpu(), 1, generator=generator))
 
 
 @torch.no_grad()
@@ -50,10 +50,11 @@ def continuation(
         raise ValueError("ids is empty: there must be at least one token to continue.")
     generator = torch.Generator().manual_seed(seed)
     family = fnmodels.family_of(config)
+    device = next(iter(fnmodels.tree.leaves(params))).device
     context = list(ids)
     for _ in range(tokens):
         context = context[-config.max_position_embeddings :]
-        inputs, masks, freqs = fnmodels.prepare(config, torch.tensor([context]))
+        inputs, masks, freqs = fnmodels.prepare(config, torch.tensor([context], device=device))
         x = fnmodels.hidden(params, inputs, masks, freqs, config=config)
         logits = family.unembed(params, x[:, -1:], config=config)[0, 0]
         token = choose(logits, temperature, top_k, generator)

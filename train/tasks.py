@@ -21,7 +21,12 @@ def parser() -> Parser:
     made.add_argument("--include", type=Path, metavar="DIR", help="a folder with tasks of your own, as YAML files")
     made.add_argument("--limit", type=at_least(1), metavar="N", help="the first N documents of each task")
     made.add_argument("--shots", type=at_least(0), metavar="N", help="solved examples before each question")
-    made.add_argument("--special-tokens", action="store_true", help="begin texts as the tokenizer does (for Gemma)")
+    made.add_argument(
+        "--no-special-tokens",
+        action="store_true",
+        help="begin texts without what the tokenizer puts there, such as <bos>",
+    )
+    made.add_argument("--chat", action="store_true", help="ask by the checkpoint's chat template")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     return made
 
@@ -40,8 +45,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for name in names:
         if name not in manager.all_tasks:
             raise UserError(f"there is no task {name}{nearest(name, manager.all_tasks)}")
-    model = Checkpoint(arguments.checkpoint, add_special_tokens=arguments.special_tokens)
+    model = Checkpoint(arguments.checkpoint, add_special_tokens=not arguments.no_special_tokens)
     how = {"num_fewshot": arguments.shots, "limit": arguments.limit, "task_manager": manager}
+    how["apply_chat_template"] = arguments.chat
     found = lm_eval.simple_evaluate(model=model, tasks=names, bootstrap_iters=1000, log_samples=False, **how)
     print(make_table(found))
     if arguments.out is not None:

@@ -1,4 +1,5 @@
-"""EleutherAI's harness on a checkpoint folder, offline, with tasks that the test writes, against direct log-probs."""
+"""EleutherAI's harness on a checkpoint folder, offline, with tasks that the test writes, against direct log-probs and
+against the harness's own model of transformers."""
 
 import json
 import math
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import fnmodels
 import params as P
@@ -33,18 +34,24 @@ def _tokenizer() -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens(["<bos>", "<eos>"])
+    made.add_special_tokens(["<bos>", "<eos>", "<end>"])
     return made
+
+
+def _write(path: Path, tokenizer: Tokenizer, **named: str) -> Path:
+    P.save_pretrained(path, CONFIG, generic_params(CONFIG))
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"bos_token_id": 256, "eos_token_id": 257}))
+    if named:
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        (path / "tokenizer_config.json").write_text(json.dumps(kind | named))
+    return path
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    P.save_pretrained(path, CONFIG, generic_params(CONFIG))
-    _tokenizer().save(str(path / "tokenizer.json"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"bos_token_id": 256, "eos_token_id": 257}))
-    return path
+    return _write(tmp_path_factory.mktemp("checkpoint"), _tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +158,95 @@ def test_answers_are_the_likeliest_tokens_up_to_a_stop(model: Any) -> None:
     assert model.answer("Ice is", settings | {"until": stop, "temperature": 0.0}) == text[: text.index(stop)]
     drawn = {"do_sample": True, "temperature": 0.9, "top_k": 5, "max_gen_toks": 3}
     assert model.answer("Ice is", drawn) == model.answer("Ice is", drawn)
+    assert model.answer("Ice is", settings | {"top_p": 0.5}) == text  # which says nothing of the likeliest
     with pytest.raises(UserError, match="the task also sets top_p"):
-        model.answer("Ice is", settings | {"top_p": 0.5})
+        model.answer("Ice is", drawn | {"top_p": 0.5})
+    with pytest.raises(UserError, match=r"max_gen_toks 256 .* takes 24 tokens"):
+        model.answer("Ice is", {"until": ["x"]})
+
+
+def test_a_request_that_is_there_several_times_is_drawn_several_times(model: Any) -> None:
+    """As tasks have it that take the best or the most frequent of many answers."""
+    drawn = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 6}
+    found = model.generate_until([_Request("Ice is", drawn)] * 8)
+    assert len(set(found)) > 4
+    assert found == model.generate_until([_Request("Ice is", drawn)] * 8)
+    warm = {"temperature": 1.0, "max_gen_toks": 6}  # a temperature alone says to draw
+    assert model.generate_until([_Request("Ice is", warm)] * 8) == found
+
+
+def test_a_special_token_stops_an_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is not in the texts of answers."""
+    told = iter([*_ids("so"), 258, *_ids("far")])
+    monkeypatch.setattr("train.harness.continuation", lambda *args, **how: told)
+    assert model.answer("Ice is", {"until": ["<end>"], "max_gen_toks": 6}) == "so"
+    assert next(told) == _ids("far")[0]
+
+
+WORDS = "cold", "ice", "is", "one", "and", "two", "three", "times", "a", "stone", "that", "falls"
+TURNS = """\
+{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ bos_token }}
+{%- for turn in messages %}<{{ turn.role }}>{{ turn.content }}<end>{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def _text(start: int, words: int) -> str:
+    return " ".join(WORDS[(start * 7 + i * 3) % len(WORDS)] for i in range(words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", [False, True], ids=["as_it_is", "begun"])
+@pytest.mark.parametrize(
+    "named", [{"bos_token": "<bos>", "eos_token": "<eos>"}, {"eos_token": "<end>"}], ids=["bos", "end"]
+)
+def test_as_the_harness_reads_the_same_folder_by_transformers(
+    tmp_path: Path, begun: bool, named: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beginnings of texts, cuts of what is too long, windows, conversations, stops."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from lm_eval.models.huggingface import HFLM
+
+    from train.harness import Checkpoint
+
+    tokenizer = _tokenizer()
+    if begun:
+        tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", 256)])
+    folder = _write(tmp_path, tokenizer, chat_template=TURNS, **named)
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+    ours = Checkpoint(folder)
+    assert ours.chat_template(True) == theirs.chat_template(True)
+
+    pairs = [(_text(i, i % 5 + 1), " " + _text(i + 3, 1 + i % 2)) for i in range(10)]
+    pairs += [
+        ("", "of nothing"),
+        ("spaces  ", "x"),
+        ("a\n", "b"),
+        ("<bos>begun", " so"),
+        ("", "<bos>x"),
+        ("", "<end>y"),
+    ]
+    requests = [_Request(*pair) for pair in pairs]
+    found, wanted = ours.loglikelihood(requests), theirs.loglikelihood(requests, disable_tqdm=True)
+    assert [logp for logp, _ in found] == pytest.approx([logp for logp, _ in wanted], abs=1e-4)
+    assert [likeliest for _, likeliest in found] == [likeliest for _, likeliest in wanted]
+
+    texts = [_text(0, 1), _text(1, 20), "x" * 23, "x" * 24, "x" * 25, "é" * 30, "<bos>begun"]
+    requests = [_Request(text) for text in texts]
+    wanted = theirs.loglikelihood_rolling(requests, disable_tqdm=True)
+    assert ours.loglikelihood_rolling(requests) == pytest.approx(wanted, abs=1e-3)
+
+    conversation = [{"role": "user", "content": "Ice?"}, {"role": "assistant", "content": "It is"}]
+    asked = [{"role": "system", "content": "Be brief."}, conversation[0]]
+    chats = [ours.apply_chat_template(asked), ours.apply_chat_template(conversation, add_generation_prompt=False)]
+    assert chats[0] == theirs.apply_chat_template(asked)
+    assert chats[1] == theirs.apply_chat_template(conversation, add_generation_prompt=False)
+    for until in ([], ["e", "\n"], "1"):
+        settings = {"until": until, "max_gen_toks": 8, "do_sample": False}
+        contexts = [*chats, *(_text(i, i + 1) for i in range(4))]
+        found = ours.generate_until([_Request(context, settings) for context in contexts], disable_tqdm=True)
+        requests = [_Request(context, dict(settings)) for context in contexts]
+        assert found == theirs.generate_until(requests, disable_tqdm=True)
 
 
 @pytest.mark.slow
@@ -161,6 +255,7 @@ def test_answers_are_the_likeliest_tokens_up_to_a_stop(model: Any) -> None:
     [
         (["--tasks", "own_choise"], "there is no task own_choise; the nearest is own_choice"),
         (["--tasks", "own_choice", "--limit", "0"], "0"),
+        (["--tasks", "own_choice", "--chat"], "has no chat template"),
     ],
 )
 def test_mistakes_are_one_sentence(
