@@ -30,7 +30,15 @@ class _Letters:
 
 @pytest.mark.parametrize(
     ("answer", "reward", "length"),
-    [("7\n12", 1, 2), ("7\n\n\n", 1, 2), ("8\n12", 0, 2), ("7?\n1", 0, 3), ("\n777", 0, 1), ("0007", 0, 4)],
+    [
+        ("7\n12", 1, 2),
+        ("7\n\n\n", 1, 2),
+        ("8\n12", 0, 2),
+        ("7?\n1", 0, 3),
+        ("\n777", 0, 1),
+        ("0007", 0, 4),
+        ("07\n7", 0, 3),
+    ],
 )
 def test_only_the_sum_and_a_line_end_are_rewarded(grpo: Any, answer: str, reward: int, length: int) -> None:
     row = torch.tensor([ord(c) for c in "3+4=" + answer])
@@ -62,3 +70,12 @@ def test_a_short_run(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     out = capsys.readouterr().out
     assert "seed 0: reward" in out and "seed 1: reward" in out
     assert (tmp_path / "grpo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_reward_rises(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a policy that has learned less, in half of the updates: it doubles."""
+    monkeypatch.setattr(grpo, "SMALL", dataclasses.replace(grpo.SMALL, steps=250, eval_every=250))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    curve = grpo.learn(grpo.base_policy(tmp_path), 0, 40)
+    assert sum(curve[-10:]) > 1.6 * sum(curve[:10]) > 0

@@ -85,6 +85,27 @@ def test_inference_and_export_see_the_updated_weights() -> None:
     assert len(exported) == len(tree.leaves(engine.params))
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_before_the_update_a_loss_sees_the_very_numbers_that_were_inferred(dtype: torch.dtype, remat: str) -> None:
+    """So that the first ratio of a policy's update is 1 exactly, where the loss hands on what it is given."""
+    engine = Engine(CONFIG, tree.map(lambda t: t.to(dtype), PARAMS), adamw(0.01), remat=remat)
+    parts = [_rows(0, 1), _rows(1, 4)]
+    inferred = [logp for logp, _, _ in engine.infer(parts, functools.partial(token_logprobs, config=CONFIG))]
+    seen = []
+
+    def loss(params: Any, batch: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logp, _, valid = token_logprobs(params, batch, config=CONFIG, **how)
+        seen.append(logp.detach())
+        return -logp.sum(), valid.sum()
+
+    engine.forward_backward(parts, loss)
+    assert all(torch.equal(old, new) for old, new in zip(inferred, seen, strict=True))
+    engine.optim_step()
+    engine.forward_backward(parts, loss)
+    assert not torch.equal(inferred[0], seen[2])
+
+
 def test_engines_are_apart_and_leave_what_they_were_given() -> None:
     before = tree.map(torch.clone, PARAMS)
     one, two = (Engine(CONFIG, PARAMS, adamw(0.01)) for _ in range(2))
