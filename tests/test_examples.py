@@ -74,8 +74,8 @@ def test_a_short_run(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 def test_the_reward_rises(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a policy that has learned less, in half of the updates: it doubles."""
+    """From a policy that has learned less: it doubles. Without updates, the last prompts give a tenth more."""
     monkeypatch.setattr(grpo, "SMALL", dataclasses.replace(grpo.SMALL, steps=250, eval_every=250))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    curve = grpo.learn(grpo.base_policy(tmp_path), 0, 40)
+    curve = grpo.learn(grpo.base_policy(tmp_path), 1, 50)
     assert sum(curve[-10:]) > 1.6 * sum(curve[:10]) > 0
