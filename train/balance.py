@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels import tree
+from fnmodels.tree import Tree
+
 SCORES = ("softmax", "sigmoid")
 Adding = Callable[[Tensor], Tensor]
 
@@ -99,6 +102,28 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
         )
     wide = counts.to(torch.promote_types(bias.dtype, torch.float32))
     return (bias + rate * torch.sign(wide.mean() - wide)).to(bias.dtype)
+
+
+def moved_biases(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dict[str, Tensor]:
+    """{path: the selection bias of a layer after one step, or where `skip` is True as it was}.
+
+    counts [layers, E]: of the layers with experts in order. Heads that predict further tokens come behind the layers,
+    where the counts are of them too.
+    """
+    flat = tree.flatten(params)
+    biases = [path for path in flat if path.endswith(".selection_bias")]
+    paths = [path for path in biases if path.startswith("layers.")]
+    heads = [path for path in biases if path.startswith("mtp.")]
+    paths += heads if len(counts) == len(paths) + len(heads) else []
+    if len(paths) != len(counts):
+        raise ValueError(
+            f"balance_rate moves a selection_bias of each layer with experts: there are {len(paths)} of them, and "
+            f"{len(counts)} such layers."
+        )
+    return {
+        path: torch.where(skip, flat[path], update_bias(flat[path], of_layer, rate))
+        for path, of_layer in zip(paths, counts, strict=True)
+    }
 
 
 def balance_terms(

@@ -73,22 +73,35 @@ def compiling(function: Callable[..., Any], compile: str) -> Callable[..., Any]:
 
 def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Batch]:
     """A list as it was cut by the caller; else the batch's rows in `accumulate` parts, the first ones one row longer
-    where it does not divide."""
+    where it does not divide. Each is a dict."""
     if isinstance(batch, (list, tuple)):
         if not batch:
             raise ValueError("The list of microbatches is empty; it needs at least one.")
         if accumulate != 1:
             raise ValueError(f"The batch is a list of {len(batch)} microbatches, so accumulate is 1, not {accumulate}.")
-        return list(batch)
+        return [_as_dict(part, f"Microbatch {i} of the list") for i, part in enumerate(batch)]
+    whole = _as_dict(batch, "A batch that is no list")
     if accumulate == 1:
-        return [batch]  # type: ignore[list-item]  # mypy does not see that a Mapping is no list
-    for name, tensor in tree.flatten(batch).items():
-        if not tensor.ndim or tensor.shape[0] < accumulate:
+        return [whole]
+    sizes: dict[str, int] = {}
+    for name, tensor in tree.flatten(whole).items():
+        if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] < accumulate:
+            what = f"whose shape is {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "which is no tensor"
             raise ValueError(
-                f"accumulate={accumulate} cannot split {name!r}, whose shape is {tuple(tensor.shape)}, by rows: give "
-                "fewer parts, or a list of microbatches."
+                f"accumulate={accumulate} cannot split {name!r}, {what}, by rows: give fewer parts, or a list of "
+                "microbatches."
             )
-    return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], batch) for i in range(accumulate)]
+        sizes[name] = tensor.shape[0]
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"accumulate={accumulate} splits a batch by rows, and its entries differ in them: {sizes}.")
+    return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], whole) for i in range(accumulate)]
+
+
+def _as_dict(batch: Any, what: str) -> dict[str, Tensor]:
+    """A dict of any mapping: trees know dicts alone."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"{what} must be a dict of tensors; it is a {type(batch).__name__}.")
+    return batch if isinstance(batch, dict) else dict(batch)
 
 
 def layout_of(batch: Batch, compiled: bool) -> Layout | None:

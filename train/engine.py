@@ -33,7 +33,8 @@ from .optim import Optimizer
 from .parallel.dtensors import local_tree
 from .parallel.mesh import Mesh, Strategy, warn_of_group
 from .state import State, init_state
-from .step import LossFn, Sums, check_strategy, gradient_sums, joined, update
+from .step import check_limits, check_strategy, update
+from .sums import LossFn, Sums, gradient_sums, joined
 
 
 class Engine:
@@ -52,6 +53,7 @@ class Engine:
         mesh: Mesh | None = None,
         strategy: Strategy | None = None,
     ) -> None:
+        check_limits(clip, balance_rate)
         check_strategy(mesh, strategy)
         self.config, self.optimizer, self.clip, self.balance_rate = config, optimizer, clip, balance_rate
         self.mesh, self.strategy = mesh, strategy
@@ -81,16 +83,18 @@ class Engine:
 
         loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; give the same function each time, for what is
         compiled is kept with it. Returns what this call added: {total, count}, and aux where the loss has one; the
-        metrics of `optim_step` have the sums of all calls, whatever names each loss has.
+        metrics of `optim_step` have the sums of all calls, whatever names each loss has. A call that raises may have
+        added some of its microbatches: what was added since the last update is forgotten.
         """
         if not batches and self.mesh is None:  # over a mesh others may have some: all are told
             raise ValueError("forward_backward needs at least one microbatch.")
         if loss_fn not in self._runs:
             self._runs[loss_fn] = self._summing(loss_fn)
         run, whole_aux = self._runs[loss_fn]
-        held, into = self._sums, None
+        held, held_aux, into = self._sums, self._aux, None
         if held is not None:
             into = dataclasses.replace(held, aux=None)
+        self.zero_grad()  # until all of the call is in them
         sums = run(self.state.params, batches, into, divide=False)
         total, count, aux = sums.total, sums.count, sums.aux
         if held is not None:
@@ -102,7 +106,7 @@ class Engine:
             if aux is not None and whole_aux is not None:
                 aux = whole_aux(aux)
         mine = None if self.balance_rate is None else joined(None if held is None else held.aux, sums.aux)
-        self._sums, self._aux = dataclasses.replace(sums, aux=mine), joined(self._aux, aux)
+        self._sums, self._aux = dataclasses.replace(sums, aux=mine), joined(held_aux, aux)
         return {"total": total, "count": count} | ({} if aux is None else {"aux": aux})
 
     def _summing(self, loss_fn: LossFn) -> tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]:

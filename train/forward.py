@@ -11,18 +11,19 @@ With `mesh=` the parameters are DTensors, and the batch and the results are whol
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .calls import Batch, caller, microbatches
 from .parallel.mesh import Mesh, Strategy
-from .step import LossFn, check_strategy, checked_loss, valid_count
+from .step import check_strategy
+from .sums import LossFn, checked_loss, joined, valid_count
 
 
 def make_eval_step(
@@ -50,12 +51,11 @@ def make_eval_step(
 
 def totals(call: Callable[[Tree, Batch], Any], params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
     """(sum, count[, aux]) of all parts."""
-    sums: tuple[Any, ...] | None = None
-    for part in parts:
-        found = checked_loss(call(params, part))
-        sums = found if sums is None else tree.map(torch.add, sums, found)
-    assert sums is not None
-    return sums
+    (total, count, *aux), *rest = (checked_loss(call(params, part)) for part in parts)
+    for more, number, *others in rest:
+        total, count = total + more, count + number
+        aux = [joined(one, other) for one, other in itertools.zip_longest(aux, others)]
+    return (total, count, *aux)
 
 
 def metrics_of(total: Tensor, count: Tensor, *aux: Tree) -> dict[str, Any]:

@@ -23,8 +23,9 @@ LayerFn = Callable[[Block], Block]
 
 def layer_fn(remat: str, compile: str) -> LayerFn | None:
     """The wrapper around each kind's block, arguments as in `make_step`; None where there is nothing to wrap."""
-    kind, _, number = remat.partition(":")
-    if (remat not in ("none", "full", "selective") and kind != "every") or (kind == "every" and not number.isdigit()):
+    kind, _, number = remat.partition(":") if isinstance(remat, str) else ("", "", "")
+    counts = kind == "every" and number.isascii() and number.isdecimal()
+    if remat not in ("none", "full", "selective") and not counts:
         raise ValueError(f'remat is {remat!r}; it must be "none", "full", "selective" or "every:N" with a number N.')
     every = int(number) if number else 1
     if every < 1:

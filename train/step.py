@@ -4,15 +4,16 @@
     state = init_state(params, optimizer)
     state, metrics = step(state, batch)
 
-Remat and compilation reach the model through the loss function's `layer_fn`, so nothing is patched; and since the step
-is built on `torch.autograd.grad` over detached leaves, nothing is left behind in `.grad`.
+Remat and compilation reach the model through the loss function's `layer_fn`, so nothing is patched. The two halves can
+be called apart: `train.sums.gradient_sums`, and `update` with what it returns.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .balance import update_bias
-from .calls import Batch, caller, microbatches
+from .balance import moved_biases
+from .calls import Batch, microbatches
 from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from .parallel.mesh import Mesh, Strategy
 from .state import State, consume
+from .sums import LossFn, Sums, gradient_sums, valid_count
 
-LossFn = Callable[..., tuple[Tensor, ...]]
 Step = Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]
 
 
@@ -70,15 +71,14 @@ def make_step(
     metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
     finite; aux, summed, where there is one; and lr_of, the rate of each group of `partition`. Where the loss or the
     norm is not finite, the parameters and the optimizer's state keep their bits, `finite` is False, and the step counts
-    as made. A batch without valid tokens has loss 0 and gradient 0. Any other must reach each leaf that trains by at
-    least one of its parts, or a ValueError names those that would only decay; over a mesh, where gathered leaves always
-    have a gradient, this is not checked.
+    as made. A part without valid tokens adds nothing, and a batch of such alone has loss 0 and gradient 0. Any other
+    must reach each leaf that trains by at least one of its parts, or a ValueError names those that would only decay;
+    over a mesh, where gathered leaves always have a gradient, this is not checked.
     With an optimizer that has `apply_`, nothing waits for the device but the making of a layout.
     """
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate is {accumulate!r}; it must be a whole number, at least 1.")
-    if clip is not None and clip <= 0:
-        raise ValueError(f"clip is {clip}; it must be above 0, or None.")
+    check_limits(clip, balance_rate)
     check_strategy(mesh, strategy)
     if mesh is not None:
         from .parallel.step import make_step_over
@@ -96,77 +96,30 @@ def make_step(
             strategy=strategy or Strategy(),
         )
     sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
-    checked = False
+    last: weakref.ref[State] | None = None
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
-        nonlocal checked
-        if not checked:  # once: what a step returns has the structure of what it was given
-            check_opt_state(optimizer, state)
-            checked = True
+        nonlocal last
+        if last is None or last() is not state:  # what this step returned has the structure of what it was given
+            check_state(optimizer, state)
         sums = sums_of(state.params, microbatches(batch, accumulate))
-        return update(optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
+        after, metrics = update(optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
+        last = weakref.ref(after)
+        return after, metrics
 
     return step
+
+
+def check_limits(clip: float | None, balance_rate: float | None) -> None:
+    if clip is not None and not (isinstance(clip, (Real, Tensor)) and clip > 0):
+        raise ValueError(f"clip is {clip!r}; it must be a number above 0, or None.")
+    if balance_rate is not None and not (isinstance(balance_rate, (Real, Tensor)) and balance_rate >= 0):
+        raise ValueError(f"balance_rate is {balance_rate!r}; it must be a number, at least 0, or None.")
 
 
 def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
     if mesh is None and strategy is not None:
         raise ValueError(f"{strategy} is for many processes: it needs a mesh.")
-
-
-@dataclass
-class Sums:
-    """What the parts of a batch add up to. grads: for the leaves that train, which nothing else refers to.
-
-    divided: the gradients are those of total / count already. unreached: the paths of leaves that train, but that no
-    part's loss depends on; over a mesh none are known.
-    """
-
-    total: Tensor
-    count: Tensor
-    aux: Tree
-    grads: list[Tensor]
-    divided: bool
-    unreached: frozenset[str] = frozenset()
-
-
-def joined(held: Tree, found: Tree) -> Tree:
-    """The sum of two trees of sums. What one of them alone has a name for stays as it is; None is nothing."""
-    if held is None or found is None:
-        return found if held is None else held
-    if isinstance(held, dict) and isinstance(found, dict):
-        return held | found | {name: joined(held[name], found[name]) for name in held.keys() & found.keys()}
-    return tree.map(torch.add, held, found)
-
-
-def gradient_sums(
-    loss_fn: LossFn, optimizer: Optimizer, *, remat: str = "none", compile: str = "none", counts: bool = False
-) -> Callable[..., Sums]:
-    """sums(params, parts, into=None) -> Sums of a list of batches, added to `into` where it is given (and used up).
-
-    Arguments as in `make_step`. counts: ask the loss function for its aux. Gradients are summed in fp32 at least. One
-    part alone is divided on the way.
-    """
-    call = caller(loss_fn, remat=remat, compile=compile, counts=counts)
-
-    def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = True) -> Sums:
-        train = trainable_mask(params, optimizer.trainable)
-        lone = divide and into is None and len(parts) == 1
-        for part in parts:
-            total, count, aux, grads, unreached = _gradients(call, params, train, part, divide=lone)
-            if into is None:
-                wide = grads if lone else [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-                into = Sums(total, count, aux, wide, lone, unreached)
-                continue
-            into.total, into.count = into.total + total, into.count + count
-            into.aux, into.unreached = joined(into.aux, aux), into.unreached & unreached
-            for held, grad in zip(into.grads, grads, strict=True):
-                held.add_(grad)
-            del grads  # before the next part makes its own
-        assert into is not None
-        return into
-
-    return sums
 
 
 @torch.no_grad()
@@ -179,10 +132,12 @@ def update(
     inplace: bool = True,
     balance_rate: float | None = None,
     norm_of: Callable[[list[Tensor]], Tensor] = global_norm,
+    biases_of: Callable[..., dict[str, Tensor]] = moved_biases,
 ) -> tuple[State, dict[str, Any]]:
     """(the State after one update with the gradients of `sums`, which are used up; the metrics of `make_step`).
 
-    norm_of: the global norm of the gradients, of which this process may hold parts.
+    norm_of: the global norm of the gradients, of which this process may hold parts. biases_of: `moved_biases`, of which
+    it may hold parts too.
     """
     _check_reached(sums)
     loss, norm = sums.total / valid_count(sums.total, sums.count), norm_of(sums.grads)
@@ -201,66 +156,15 @@ def update(
     if sums.aux is not None:
         metrics["aux"] = sums.aux
     train = trainable_mask(state.params, optimizer.trainable)
+    moved: dict[str, Tensor] = {}
+    if balance_rate is not None:  # before anything is written: it may refuse
+        counts = (sums.aux or {}).get("counts", loss.new_zeros(0))  # none of a stage without experts
+        moved = biases_of(state.params, counts, balance_rate, ~finite)
     after = _update(optimizer, state, _scatter(train, sums.grads), ~finite, inplace)
-    if balance_rate is not None:
-        after = State(after.step, balanced(after.params, sums.aux["counts"], balance_rate, ~finite), after.opt_state)
+    if moved:
+        params = with_paths(lambda path, leaf: moved.get(path, leaf), after.params)
+        after = State(after.step, params, after.opt_state)
     return after, metrics
-
-
-def balanced(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
-    """The parameters with the selection bias of each layer moved by its counts; other leaves as they are.
-
-    Heads that predict further tokens come behind the layers, where the counts are of them too.
-    """
-    flat = tree.flatten(params)
-    biases = [path for path in flat if path.endswith(".selection_bias")]
-    paths = [path for path in biases if path.startswith("layers.")]
-    heads = [path for path in biases if path.startswith("mtp.")]
-    paths += heads if len(counts) == len(paths) + len(heads) else []
-    if len(paths) != len(counts):
-        raise ValueError(
-            f"balance_rate moves a selection_bias of each layer with experts: there are {len(paths)} of them, and "
-            f"{len(counts)} such layers."
-        )
-    moved = {
-        path: torch.where(skip, flat[path], update_bias(flat[path], of_layer, rate))
-        for path, of_layer in zip(paths, counts, strict=True)
-    }
-    return with_paths(lambda path, leaf: moved.get(path, leaf), params)
-
-
-def _gradients(
-    call: Callable[[Tree, Batch], Any], params: Tree, train: Tree, batch: Batch, *, divide: bool
-) -> tuple[Tensor, Tensor, Tree, list[Tensor], frozenset[str]]:
-    """(sum, count, aux, gradients for the leaves that train, which nothing else refers to, `Sums.unreached`).
-
-    divide: gradients of sum / count rather than of the sum; dividing on the way in saves a pass over all of them.
-    """
-    leaves: list[Tensor] = []
-
-    def leaf(param: Tensor, trains: bool) -> Tensor:
-        fresh = param.detach()
-        if trains:
-            leaves.append(fresh.requires_grad_())
-        return fresh
-
-    given = tree.map(leaf, params, train)
-    if not leaves:
-        raise ValueError("No leaf trains: params need a floating leaf that the optimizer's spec does not freeze.")
-    total, count, *aux = checked_loss(call(given, batch))
-    slope = 1 / valid_count(total, count).to(total.dtype) if divide else None
-    found = torch.autograd.grad(total, leaves, slope, allow_unused=True) if total.requires_grad else ()
-    if all(grad is None for grad in found):
-        raise ValueError(
-            "The loss does not depend on any leaf that trains: it must be computed from the params that the loss "
-            "function is given, without no_grad or detach."
-        )
-    paths = [path for path, trains in tree.flatten(train).items() if trains]
-    unreached = frozenset(path for path, grad in zip(paths, found, strict=True) if grad is None)
-    grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found, strict=True)]
-    taken = {t.untyped_storage().data_ptr() for t in (*leaves, *tree.leaves(batch)) if isinstance(t, Tensor)}
-    sums = tree.map(Tensor.detach, aux[0]) if aux else None
-    return total.detach(), count.detach(), sums, _own(grads, taken), unreached
 
 
 def _check_reached(sums: Sums) -> None:
@@ -278,49 +182,37 @@ def _check_reached(sums: Sums) -> None:
         )
 
 
-def checked_loss(result: Any) -> tuple[Any, ...]:
-    """What a loss function returned, if it is (sum, count) or (sum, count, aux)."""
-    parts = result if isinstance(result, (tuple, list)) else (result,)
-    if len(parts) in (2, 3) and all(isinstance(part, Tensor) and not part.ndim for part in parts[:2]):
-        return tuple(parts)
-    kinds = [type(p).__name__ + (f" of shape {list(p.shape)}" if isinstance(p, Tensor) else "") for p in parts]
-    raise ValueError(
-        "The loss function must return (sum, count) or (sum, count, aux), sum and count 0-d tensors; "
-        f"it returned {', '.join(kinds)}."
-    )
+def check_state(optimizer: Optimizer, state: State) -> None:
+    """ValueError where the State's opt_state has other leaves than this optimizer makes for such params.
 
-
-def check_opt_state(optimizer: Optimizer, state: State) -> None:
-    """ValueError where the State's opt_state has other leaves than this optimizer makes for such params."""
+    Fused kernels read moments of another size beyond their end.
+    """
+    if not isinstance(state, State):
+        raise ValueError(f"A step takes a State, as train.init_state(params, optimizer) makes it, no {_name(state)}.")
     shapes = tree.map(lambda p: torch.empty_like(p, device="meta"), state.params)
     try:
         with torch.no_grad():
             made = optimizer.init(shapes)
     except RuntimeError:
         return  # an init that reads values cannot be asked for no more than a structure
-    want, have = tree.flatten(made).keys(), tree.flatten(state.opt_state).keys()
-    if want != have:
-        wrong = [*(f"{path} is missing" for path in want - have), *(f"{path} is too much" for path in have - want)]
+    want, have = tree.flatten(made), tree.flatten(state.opt_state)
+    wrong = [f"{path} is missing" for path in want.keys() - have.keys()]
+    wrong += [f"{path} is too much" for path in have.keys() - want.keys()]
+    same = [path for path in want if path in have and isinstance(have[path], Tensor) and isinstance(want[path], Tensor)]
+    wrong += [f"{p} is {_kind(have[p])}, not {_kind(want[p])}" for p in same if _kind(have[p]) != _kind(want[p])]
+    if wrong:
         raise ValueError(
             f"The State's opt_state is not of this step's optimizer ({sorted(wrong)[0]}, one of {len(wrong)} such "
             "leaves): make it by train.init_state(params, optimizer) with the optimizer that the step has."
         )
 
 
-def valid_count(total: Tensor, count: Tensor) -> Tensor:
-    """The count as a divisor: at least 1, so that nothing over nothing is 0."""
-    return count.clamp(min=1).to(torch.promote_types(total.dtype, torch.float32))
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _own(grads: list[Tensor], taken: set[int]) -> list[Tensor]:
-    """The gradients, copied where writing into one would show elsewhere: autograd hands out views and shared ones."""
-    owned = []
-    for grad in grads:
-        where = grad.untyped_storage().data_ptr()
-        private = where not in taken and grad.is_contiguous()
-        owned.append(grad if private else grad.clone(memory_format=torch.contiguous_format))
-        taken.add(where)
-    return owned
+def _name(value: Any) -> str:
+    return type(value).__name__
 
 
 def _update(optimizer: Optimizer, state: State, grads: Tree, skip: Tensor, inplace: bool) -> State:

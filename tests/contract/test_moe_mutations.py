@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import fnmodels.qwen_moe
 import train.balance
 import train.loss
 import train.step
+import train.sums
 from fnmodels.ops import dispatch as dispatch_module
 from tests.contract import test_moe
 from tests.fnmodels import test_moe as test_ops
@@ -270,40 +272,41 @@ def _step(**options: Any) -> Callable[[Case], object]:
 
 @bug("M5", _step(accumulate=3))
 def a_bias_moved_in_every_part(patch: pytest.MonkeyPatch) -> None:
-    right = test_balance.toy_loss
+    right, update = test_balance.toy_loss, train.balance.update_bias
 
     def moving(params: Any, batch: Any, *, layer_fn: Any = None, aux: bool = False) -> Any:
         result = right(params, batch, layer_fn=layer_fn, aux=aux)
         if aux and torch.is_grad_enabled():
             for layer, counts in zip(params["layers"], result[2]["counts"], strict=True):
                 bias = layer["mlp"]["selection_bias"]
-                bias.data.copy_(train.balance.update_bias(bias, counts, 0.01))
+                bias.data.copy_(update(bias, counts, 0.01))
         return result
 
     patch.setattr(test_balance, "toy_loss", moving)
-    patch.setattr(train.step, "balanced", lambda params, *rest: params)
+    patch.setattr(train.balance, "update_bias", lambda bias, counts, rate: bias)
 
 
 @bug("M5", _step(accumulate=2))
 def counts_of_the_last_part_only(patch: pytest.MonkeyPatch) -> None:
-    right = train.step._gradients
+    right = train.sums._gradients
 
     def halved(*args: Any, **how: Any) -> Any:
-        total, count, aux, grads = right(*args, **how)
-        return total, count, {"counts": aux["counts"] // 2} if aux else aux, grads
+        total, count, aux, grads, unreached = right(*args, **how)
+        return total, count, {"counts": aux["counts"] // 2} if aux else aux, grads, unreached
 
-    patch.setattr(train.step, "_gradients", halved)
+    patch.setattr(train.sums, "_gradients", halved)
 
 
 @bug("M5", _step())
 def a_bias_that_decays(patch: pytest.MonkeyPatch) -> None:
-    right = train.step.update_bias
-    patch.setattr(train.step, "update_bias", lambda bias, counts, rate: right(0.995 * bias, counts, rate))
+    right = train.balance.update_bias
+    patch.setattr(train.balance, "update_bias", lambda bias, counts, rate: right(0.995 * bias, counts, rate))
 
 
 @bug("M5", _step())
 def a_bias_that_feeds_the_greedy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(train.step, "update_bias", lambda bias, counts, rate: train.balance.update_bias(bias, counts, -rate))
+    right = train.balance.update_bias
+    patch.setattr(train.balance, "update_bias", lambda bias, counts, rate: right(bias, counts, -rate))
 
 
 @bug(
@@ -353,8 +356,9 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     planted = PLANTED[name]
     case = next(case for case in cases() if case.name == planted.variant)
     planted.plant(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+    with pytest.raises((AssertionError, RuntimeError, ValueError)) as found:
         planted.found_by(case)
+    assert found.traceback[-1].path != Path(__file__), "the bug failed, not what it was planted in"
 
 
 def test_each_property_has_a_bug() -> None:

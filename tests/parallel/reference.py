@@ -44,7 +44,8 @@ from train.parallel.parts import own_rows
 from train.parallel.stages import stage_plan
 from train.parallel.stateful import Model, shard
 from train.parallel.step import rules_of
-from train.step import Sums, gradient_sums, update
+from train.step import update
+from train.sums import Sums, gradient_sums
 
 # A tied embedding, biases, normed heads and a window; latents, a dense first layer, a shared expert and a bias of the
 # experts' choice, which no gradient moves; sinks, experts with biases and two kinds of layers.

@@ -25,7 +25,7 @@ from train.balance import Balance
 from train.optim import with_paths
 from train.parallel import microbatch, passes, staged
 from train.parallel import pipeline as pp
-from train.step import gradient_sums
+from train.sums import gradient_sums
 
 # A tied embedding; a dense first layer, shared experts and a selection bias; sinks, a router bias and two kinds.
 FAMILIES = ("llama_tied", "deepseek_v3", "gpt_oss")

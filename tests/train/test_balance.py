@@ -300,8 +300,14 @@ def test_what_moves_no_bias_is_refused() -> None:
     spec = fnmodels.family_of(ROUTED.config).spec(ROUTED.config)
     optimizer = train.adamw(1e-2, spec=spec)
     step = train.make_step(functools.partial(train.next_token_loss, config=ROUTED.config), optimizer, balance_rate=0.01)
-    with pytest.raises(ValueError, match="there are 0 of them, and 2 such layers"):
-        step(train.init_state(dense, optimizer), given())
+    state = train.init_state(dense, optimizer)
+    for _ in range(2):  # before anything is written, so the State stays usable
+        with pytest.raises(ValueError, match="there are 0 of them, and 2 such layers"):
+            step(state, given())
+    assert off(state.params, dense) == 0
+    silent = train.make_step(lambda p, b, aux=False: toy_loss(p, b), train.adamw(1e-2, spec=SPEC), balance_rate=0.01)
+    with pytest.raises(ValueError, match="there are 2 of them, and 0 such layers"):
+        silent(train.init_state(model(), train.adamw(1e-2, spec=SPEC)), toy_batch())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

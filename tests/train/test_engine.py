@@ -134,3 +134,29 @@ def test_calls_out_of_order_are_told() -> None:
     engine.zero_grad()
     with pytest.raises(RuntimeError, match="after forward_backward"):
         engine.optim_step()
+
+
+def test_a_call_that_raises_leaves_nothing_of_itself_behind() -> None:
+    """Of its microbatches some were added: they would weigh in the next update, without their count."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        if batch["tokens"].shape[1] == 3:
+            raise MemoryError
+        return LOSS(params, batch)
+
+    engine, plain = (Engine(CONFIG, PARAMS, adamw(0.01, eps=1e-2)) for _ in range(2))
+    engine.forward_backward([_rows(0, 1)], loss)
+    with pytest.raises(MemoryError):
+        engine.forward_backward([_rows(1, 2), _cut(2, 3, 3)], loss)
+    with pytest.raises(RuntimeError, match="after forward_backward"):
+        engine.optim_step()
+    found = []
+    for one in (engine, plain):
+        one.forward_backward([_rows(0, 2)], loss)
+        found.append(one.optim_step())
+    assert off(engine.params, plain.params) == 0 and torch.equal(found[0]["loss"], found[1]["loss"])
+
+
+def test_limits_that_cannot_be_are_named() -> None:
+    with pytest.raises(ValueError, match="clip is nan"):
+        Engine(CONFIG, PARAMS, adamw(0.01), clip=float("nan"))

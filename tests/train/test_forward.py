@@ -87,6 +87,17 @@ def test_aux_is_summed_over_microbatches() -> None:
     assert int(whole.sum()) == 21 * SPARSE.num_experts_per_tok * len(whole)
 
 
+def test_microbatches_may_have_sums_of_other_names() -> None:
+    def loss(params, batch):
+        name = "long" if batch["tokens"].shape[1] > 3 else "short"
+        return *LOSS(params, batch), {"rows": torch.tensor(len(batch["tokens"])), name: torch.tensor(1)}
+
+    expected = {"rows": 4, "long": 2, "short": 1}
+    _, metrics = make_step(loss, adamw(0.01))(init_state(PARAMS, adamw(0.01)), FORMS["a list"])
+    for found in (metrics, make_eval_step(loss)(PARAMS, FORMS["a list"])):
+        assert {name: int(value) for name, value in found["aux"].items()} == expected
+
+
 def test_what_does_not_go_is_named() -> None:
     optimizer = adamw(0.01)
     step = make_step(LOSS, optimizer, accumulate=2)

@@ -22,7 +22,7 @@ from train import (
     token_logprobs,
 )
 from train.calls import microbatches
-from train.step import gradient_sums
+from train.sums import gradient_sums
 
 DRAW = torch.Generator().manual_seed(0)
 

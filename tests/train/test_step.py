@@ -1,6 +1,8 @@
+import collections
 import copy
 import functools
 import re
+import types
 
 import pytest
 import torch
@@ -170,6 +172,48 @@ def test_no_valid_label_gives_zero_and_no_nan(accumulate):
     assert float(metrics["loss"]) == 0 and int(metrics["count"]) == 0 and metrics["finite"]
 
 
+def plain_zero(params, batch):
+    """A loss that looks at its labels first."""
+    count = (batch["labels"] != -100).sum()
+    return toy_loss(params, batch) if count else (torch.zeros(()), count)
+
+
+@pytest.mark.parametrize("loss", [toy_loss, plain_zero])
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_part_without_a_token_adds_nothing(loss, rows):
+    empty = {name: tensor[:rows] for name, tensor in toy_batch().items()}
+    empty["labels"] = torch.full_like(empty["labels"], -100)
+    whole, (clipped,) = run(toy_loss, sgd(1.0), toy_params(), [toy_batch()], clip=0.3)
+    for parts in ([toy_batch(), empty], [empty, toy_batch()]):
+        state, (metrics,) = run(loss, sgd(1.0), toy_params(), [parts], clip=0.3)
+        assert_close(state.params, whole.params)
+        assert_close(metrics, clipped)
+    state, (metrics,) = run(loss, sgd(1.0), toy_params(), [[empty, empty]])
+    assert same_bits(state.params, toy_params()) and metrics["finite"] and float(metrics["loss"]) == 0
+
+
+def test_a_count_of_weights_may_be_below_one():
+    def light(params, batch):
+        total, count = toy_loss(params, batch)
+        return total / 64, count / 64
+
+    whole, expected = gradients(toy_params(), toy_batch())
+    for accumulate in (1, 3):
+        state, (metrics,) = run(light, sgd(1.0), toy_params(), [toy_batch()], accumulate=accumulate)
+        assert_close(tree.map(torch.sub, toy_params(), state.params), whole)
+        torch.testing.assert_close(metrics["loss"], expected["loss"])
+        assert float(metrics["count"]) < 1
+
+
+def test_a_batch_may_be_any_mapping():
+    whole, expected = gradients(toy_params(), toy_batch(), accumulate=2)
+    for mapping in (collections.UserDict, types.MappingProxyType):
+        found, metrics = gradients(toy_params(), mapping(toy_batch()), accumulate=2)
+        assert same_bits(found, whole) and same_bits(metrics, expected)
+        found, _ = gradients(toy_params(), [mapping(toy_batch())])
+        assert_close(found, whole)
+
+
 class Explode(torch.autograd.Function):
     """Finite forward, infinite gradient."""
 
@@ -187,8 +231,11 @@ class Explode(torch.autograd.Function):
 
 
 def bad_loss(params, batch):
-    total, count = toy_loss(params | {"head": Explode.apply(params["head"])} if batch["bad"].any() else params, batch)
-    return (total * torch.nan if (batch["bad"] == 2).any() else total), count
+    total, count = toy_loss(
+        params | {"head": Explode.apply(params["head"])} if (batch["bad"] == 1).any() else params, batch
+    )
+    total = total * torch.nan if (batch["bad"] == 2).any() else total
+    return (total + torch.inf if (batch["bad"] == 3).any() else total), count
 
 
 def without_apply(optimizer):
@@ -198,7 +245,7 @@ def without_apply(optimizer):
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("inplace", [True, False])
-@pytest.mark.parametrize("bad", [1, 2], ids=["gradient", "loss"])
+@pytest.mark.parametrize("bad", [1, 2, 3], ids=["gradient", "both", "loss"])
 @pytest.mark.parametrize(
     "optimizer",
     [adamw(1e-2), sgd(1e-2), sgd(1e-2, momentum=0.9), without_apply(adamw(1e-2))],
@@ -462,7 +509,14 @@ def test_batches_that_begin_elsewhere_share_a_wrapper(counter, monkeypatch, begi
         ({"accumulate": 0}, "accumulate is 0"),
         ({"accumulate": 2.0}, r"accumulate is 2\.0; it must be a whole number"),
         ({"clip": 0.0}, "clip is 0"),
+        ({"clip": float("nan")}, "clip is nan; it must be a number above 0"),
+        ({"clip": "1"}, "clip is '1'"),
+        ({"balance_rate": -1e-3}, r"balance_rate is -0\.001; it must be a number, at least 0"),
+        ({"balance_rate": float("nan")}, "balance_rate is nan"),
         ({"remat": "some"}, "remat is 'some'"),
+        ({"remat": "every-0"}, "remat is 'every-0'"),
+        ({"remat": "every:\u00b2"}, "remat is 'every:\u00b2'"),
+        ({"remat": True}, "remat is True"),
         ({"remat": "every"}, "remat is 'every'"),
         ({"remat": "every:0"}, "remat is 'every:0'"),
         ({"compile": "all"}, "compile is 'all'"),
@@ -478,6 +532,22 @@ def test_wrapping_layers_needs_a_loss_that_lets_it(options):
     with pytest.raises(ValueError, match="layer_fn"):
         make_step(lambda params, batch: toy_loss(params, batch), sgd(1.0), **options)
     make_step(lambda params, batch, **more: toy_loss(params, batch, **more), sgd(1.0), **options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "named"),
+    [
+        (lambda whole: (part for part in [whole]), 1, "no list must be a dict of tensors; it is a generator"),
+        (lambda whole: [whole, None], 1, "Microbatch 1 of the list must be a dict of tensors; it is a NoneType"),
+        (lambda whole: whole | {"name": "a"}, 2, "accumulate=2 cannot split 'name', which is no tensor"),
+        (lambda whole: whole | {"weights": torch.ones(3, 4)}, 2, "differ in them: {'x': 6, 'labels': 6, 'weights': 3}"),
+    ],
+    ids=["a generator", "a list of others", "a name", "rows"],
+)
+def test_a_batch_that_is_none_is_named(batch, accumulate, named):
+    step = make_step(toy_loss, sgd(1.0), accumulate=accumulate)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        step(init_state(toy_params(), sgd(1.0)), batch(toy_batch()))
 
 
 SUM, COUNT = torch.tensor(1.0), torch.tensor(1)
@@ -501,6 +571,12 @@ SUM, COUNT = torch.tensor(1.0), torch.tensor(1)
 def test_a_loss_that_returns_something_else_is_named(result, named):
     step = make_step(lambda params, batch: result, sgd(1.0))
     with pytest.raises(ValueError, match=re.escape(f"sum and count 0-d tensors; it returned {named}.")):
+        step(init_state(toy_params(), sgd(1.0)), toy_batch())
+
+
+def test_sums_beside_the_loss_are_tensors():
+    step = make_step(lambda params, batch: (*toy_loss(params, batch), {"a": {"kl": 0.5}}), sgd(1.0))
+    with pytest.raises(ValueError, match=r"aux must be a tree of tensors.*; a\.kl is a float"):
         step(init_state(toy_params(), sgd(1.0)), toy_batch())
 
 
@@ -564,6 +640,35 @@ def test_the_state_of_another_optimizer_is_named_and_stays_usable(mine, made, na
         with pytest.raises(ValueError, match=f"not of this step's optimizer .{named}"):
             step(state, toy_batch())
     make_step(toy_loss, made)(state, toy_batch())
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["first", "after a step"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.bfloat16(), r"exp_avg.head is bfloat16 \[5, 6\], not float32 \[5, 6\], one of 10 "),
+        (lambda t: t[:1] if t.ndim else t, r"exp_avg.head is float32 \[1, 6\], not float32 \[5, 6\], one of 10 "),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_moments_of_other_parameters_are_named_before_a_kernel_reads_them(change, named, later):
+    step, state = make_step(toy_loss, adamw(1.0)), init_state(toy_params(), adamw(1.0))
+    if later:
+        state, _ = step(state, toy_batch())
+    moments = {name: tree.map(change, values) for name, values in state.opt_state.items() if name != "step"}
+    other = State(state.step, state.params, state.opt_state | moments)
+    with pytest.raises(ValueError, match=named):
+        step(other, toy_batch())
+    step(state, toy_batch())
+    with pytest.raises(ValueError, match=r"A step takes a State, .* no dict"):
+        step(toy_params(), toy_batch())
+
+
+def test_a_state_that_the_step_returned_is_not_looked_at_again():
+    plain, asked = sgd(0.1), []
+    optimizer = Optimizer(lambda params: asked.append(1) or plain.init(params), plain.update)
+    run(toy_loss, optimizer, toy_params(), [toy_batch()] * 3)
+    assert len(asked) == 2  # for the State, and to look at it
 
 
 def test_an_optimizer_whose_init_reads_values_is_not_asked_for_its_structure():

@@ -22,7 +22,7 @@ from fnmodels.tree import Tree
 from train.calls import Batch, caller
 from train.forward import metrics_of, totals
 from train.optim import with_paths
-from train.step import LossFn
+from train.sums import LossFn
 
 from .collectives import all_gather
 from .dtensors import local_tree

@@ -2,7 +2,7 @@
 
     pipe = pipeline(config, 2, "Interleaved1F1B")                 # which layers, in which order, on which rank
     mine = share(params, config, pipe, rank)                      # a rank's part of any tree like the params
-    sums = gradient_sums(loss_fn, optimizer, pipe, group)         # `train.step.gradient_sums`, over the stages
+    sums = gradient_sums(loss_fn, optimizer, pipe, group)         # `train.sums.gradient_sums`, over the stages
     found = sums(mine, fnmodels.split(batch, 4))                  # four microbatches
 
 Every rank is given the same microbatches, and makes masks, tables and layouts of them by itself: nothing but hidden
@@ -31,7 +31,7 @@ from fnmodels.tree import Tree
 
 from ..calls import Batch
 from ..optim import Optimizer, trainable_mask, wide_dtype
-from ..step import Sums, joined
+from ..sums import Sums, joined
 from .collectives import maximum
 from .microbatch import Microbatch, clear_length, microbatches, padded, unpadded
 from .passes import Found, runner

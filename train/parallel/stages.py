@@ -28,7 +28,7 @@ from params.init import draw
 from train.calls import Batch
 from train.layers import layer_fn
 from train.optim import Optimizer
-from train.step import Sums
+from train.sums import Sums
 
 from .collectives import broadcast
 from .context import asks_length, context_kernel, longest, whole_balance
@@ -78,7 +78,7 @@ def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
 def stage_sums(
     loss_fn: LossFn, optimizer: Optimizer, placed: Placed, *, remat: str, compile: str, counts: bool
 ) -> Callable[..., Sums]:
-    """`train.step.gradient_sums` of this process."""
+    """`train.sums.gradient_sums` of this process."""
     loss, pipe, how = _staged(loss_fn, placed, compile, remat)
     group = placed.devices.get_group("pp")
     return gradient_sums(loss, optimizer, pipe, group, counts=counts or _wants_aux(loss_fn), **how)

@@ -28,7 +28,8 @@ from train.balance import Balance
 from train.calls import Batch, compiling, open_keywords
 from train.optim import Optimizer, trainable_mask
 from train.state import State
-from train.step import LossFn, Step, Sums, check_opt_state, gradient_sums
+from train.step import Step, check_state
+from train.sums import LossFn, Sums, checked_loss, gradient_sums
 
 from .context import asks_length, context_kernel, longest, whole_balance
 from .dtensors import local_tree
@@ -78,7 +79,7 @@ def make_step_over(
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
         if not known or not known[0][0].placed.is_of(state.params):
             # once: what a step returns lies as what it was given
-            check_opt_state(optimizer, local_tree(state))
+            check_state(optimizer, local_tree(state))
             teaching = teach(place(mesh, state.params, config, strategy, optimizer.trainable), optimizer)
             known[:] = [(teaching, sums_over(teaching.placed, loss_fn, optimizer, **how))]
         teaching, sums_of = known[0]
@@ -140,10 +141,10 @@ def place(mesh: Mesh, params: Tree, config: Any, strategy: Strategy, trainable: 
 def sums_over(
     placed: Placed, loss_fn: LossFn, optimizer: Optimizer, *, remat: str, compile: str, counts: bool
 ) -> Callable[..., Sums]:
-    """`train.step.gradient_sums` of this process: of `local_tree(params)` and lists of its parts of batches."""
+    """`train.sums.gradient_sums` of this process: of `local_tree(params)` and lists of its parts of batches."""
     if placed.devices["pp"].size() > 1:
         return stage_sums(loss_fn, optimizer, placed, remat=remat, compile=compile, counts=counts)
-    return gradient_sums(placed_loss(loss_fn, placed, compile), optimizer, remat=remat, counts=counts)
+    return gradient_sums(_with_a_graph(placed_loss(loss_fn, placed, compile)), optimizer, remat=remat, counts=counts)
 
 
 def placed_loss(loss_fn: LossFn, placed: Placed, compile: str) -> LossFn:
@@ -168,6 +169,22 @@ def placed_loss(loss_fn: LossFn, placed: Placed, compile: str) -> LossFn:
     if mesh.tp > 1:
         loss_fn = tensor_parallel(placed.config, placed.shards, sequence=strategy.sequence).run(loss_fn)
     return gathering(compiling(loss_fn, compile), placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
+
+
+def _with_a_graph(loss_fn: LossFn) -> LossFn:
+    """ValueError for a sum that is a constant, even where nothing counts: others wait for this process' gradients."""
+
+    @functools.wraps(loss_fn)
+    def run(params: Tree, batch: Batch, **more: Any) -> Any:
+        total, *rest = checked_loss(loss_fn(params, batch, **more))
+        if not total.requires_grad:
+            raise ValueError(
+                "The loss does not depend on any leaf that trains; over a mesh it must do so in every process, of rows "
+                "without a token too: a sum of nothing, rather than a constant."
+            )
+        return total, *rest
+
+    return run
 
 
 def _with(loss_fn: LossFn, **chosen: Any) -> LossFn:

@@ -6,6 +6,7 @@ A copy of a leaf counts once in the norm, and an optimizer that needs whole matr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,11 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Sharding
+from train.balance import moved_biases
 from train.optim import Optimizer, Whole, on_parts, wide_dtype, with_paths
 from train.state import State, consume
-from train.step import Sums, balanced, update
+from train.step import update
+from train.sums import Sums
 
 from .collectives import all_gather, summed
 from .dtensors import like, local_tree
@@ -66,11 +69,16 @@ def update_over(
     """`train.step.update` with the sums that each process has."""
     held, placed = local_tree(state), teaching.placed
     everyone = _global(sums, placed.devices)
-    after, metrics = update(teaching.optimizer, held, everyone, clip=clip, inplace=inplace, norm_of=teaching.norm_of)
-    if balance_rate is not None:
-        counts = metrics["aux"].get("counts", everyone.total.new_zeros(0))  # none of a stage without experts
-        moved = _balanced(after.params, placed.shards, counts, balance_rate, ~metrics["finite"])
-        after = State(after.step, moved, after.opt_state)
+    after, metrics = update(
+        teaching.optimizer,
+        held,
+        everyone,
+        clip=clip,
+        inplace=inplace,
+        balance_rate=balance_rate,
+        norm_of=teaching.norm_of,
+        biases_of=functools.partial(_moved_parts, placed.shards),
+    )
     if teaching.whole_aux is not None and "aux" in metrics:
         metrics["aux"] = teaching.whole_aux(metrics["aux"])
     result = tree.map(like, after, state)
@@ -155,13 +163,12 @@ def _on_matrices(shards: Tree) -> Whole:
     return run
 
 
-def _balanced(params: Tree, shards: Tree, counts: Tensor, rate: float, skip: Tensor) -> Tree:
-    """`train.step.balanced`, of biases that may be divided."""
+def _moved_parts(shards: Tree, params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dict[str, Tensor]:
+    """`train.balance.moved_biases`, of biases that may be divided."""
     placed = tree.flatten(shards)
 
-    def is_bias(path: str) -> bool:
-        return path.endswith(".selection_bias")
+    def whole(path: str, x: Tensor) -> Tensor:
+        return gather([Part(x, placed[path], x.dtype)])[0] if path.endswith(".selection_bias") else x
 
-    whole = with_paths(lambda p, x: gather([Part(x, placed[p], x.dtype)])[0] if is_bias(p) else x, params)
-    moved = balanced(whole, counts, rate, skip)
-    return with_paths(lambda p, x: x[placed[p].here()].contiguous() if is_bias(p) else x, moved)
+    moved = moved_biases(with_paths(whole, params), counts, rate, skip)
+    return {path: x[placed[path].here()].contiguous() for path, x in moved.items()}
