@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 
 from fnmodels import tree
 from tests.support import batch_of, cases, generic_params, off, segments
@@ -53,11 +54,18 @@ def test_every_form_of_a_batch_makes_the_same_step_and_evaluates_to_its_loss(for
 
 @pytest.mark.parametrize("compile", ["none", "block"])
 def test_evaluation_is_the_training_forward_to_the_bit(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     optimizer = adamw(0.01)
     _, metrics = make_step(LOSS, optimizer, compile=compile)(init_state(PARAMS, optimizer), WHOLE)
+    torch._dynamo.reset()
+    counter.clear()
     assert torch.equal(make_eval_step(LOSS, compile=compile)(PARAMS, WHOLE)["loss"], metrics["loss"])
     torch._dynamo.reset()
+    of_eval = counter.frame_count
+    make_forward_only(LOGPROBS, compile=compile)(PARAMS, WHOLE)
+    torch._dynamo.reset()
+    assert (of_eval > 0) == (counter.frame_count > of_eval) == (compile == "block")
 
 
 def test_the_logprobs_of_each_form_are_those_of_the_rows() -> None:
