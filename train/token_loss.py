@@ -134,7 +134,7 @@ def _rows_loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms:
     if terms.part is None:
         p, vocabulary = torch.softmax(z, -1), z.shape[-1]
         total = z.amax(-1) - p.amax(-1).log()  # log(sum(exp(z)))
-        losses = total - (1 - spread) * z.gather(-1, target[..., None])[..., 0]
+        losses = total - (1 - spread) * _of_labels(z, target)
         if spread:
             losses = losses - spread * z.mean(-1)
     else:
@@ -152,6 +152,20 @@ def _rows_loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms:
     factors = torch.where(valid, weights, 0.0)
     p.mul_(factors[..., None])
     return (torch.where(valid, losses, 0.0) * factors).sum(), p
+
+
+def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each label's logit; on the CPU an IndexError if there is none, as of torch's cross entropy."""
+    try:
+        return logits.gather(-1, labels[..., None])[..., 0]
+    except RuntimeError:  # torch's own names an index of a dimension
+        low, high, last = int(labels.min()), int(labels.max()), logits.shape[-1] - 1
+        if low >= 0 and high <= last:
+            raise
+        raise IndexError(
+            f"The labels go from {low} to {high}, out of bounds of the logits, 0 to {last}; what is not to be learnt "
+            f"has the label {IGNORE}."
+        ) from None
 
 
 def wide_of(tensor: Tensor) -> torch.dtype:

@@ -18,6 +18,7 @@ from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe import moe
 from fnmodels.ops.router import sigmoid_top_k
 from tests.support import batch_of, cases, generic, generic_params, is_routed, off, segments, sparse_layers, trainable
+from train.balance import moved_biases
 from train.engine import Engine
 from train.optim import with_paths
 
@@ -180,12 +181,29 @@ def test_rows_in_parts_have_the_sums_of_the_whole() -> None:
 
 
 def test_the_bias_goes_towards_the_mean() -> None:
-    bias, counts = torch.tensor([0.5, -0.5, 0.0, 0.1]), torch.tensor([3, 9, 6, 6])
+    bias, counts = torch.tensor([0.5, -0.5, 0.0, 0.1, 0.2]), torch.tensor([3, 10, 6, 7, 6])
     moved = train.update_bias(bias, counts, 0.01)
-    assert torch.allclose(moved, torch.tensor([0.51, -0.51, 0.0, 0.1])) and bias[0] == 0.5
-    for even in (torch.full((4,), 7), torch.zeros(4, dtype=torch.int64)):
+    assert torch.allclose(moved, torch.tensor([0.51, -0.51, 0.01, 0.09, 0.21])) and bias[0] == 0.5
+    for even in (torch.full((5,), 7), torch.zeros(5, dtype=torch.int64)):
         assert torch.equal(train.update_bias(bias, even, 0.01), bias)
     assert train.update_bias(bias.double(), counts, torch.tensor(0.01)).dtype == torch.float64
+
+
+def test_the_biases_of_heads_move_where_they_are_counted() -> None:
+    params = {
+        "layers": [{"w": torch.ones(2)}, {"mlp": {"selection_bias": torch.zeros(2)}}],
+        "mtp": [{"block": {"mlp": {"selection_bias": torch.zeros(2)}}}],
+    }
+    counts = torch.tensor([[1, 3], [3, 1]])
+    here, there = (f"{where}.mlp.selection_bias" for where in ("layers.1", "mtp.0.block"))
+    up, down = torch.tensor([0.5, -0.5]), torch.tensor([-0.5, 0.5])
+    no, yes = torch.tensor(False), torch.tensor(True)
+    both, alone = (moved_biases(params, some, 0.5, no) for some in (counts, counts[:1]))
+    assert torch.equal(both[here], up) and torch.equal(both[there], down)
+    assert torch.equal(alone.pop(here), up) and not alone
+    assert not moved_biases(params, counts[:1], 0.5, yes)[here].any()
+    with pytest.raises(ValueError, match="there are 1 of them, and 3 such layers"):
+        moved_biases(params, counts[[0, 0, 0]], 0.5, no)
 
 
 SPEC = {"layers": [{"mlp": moe_leaves(D, E, 12, std=0.5, selection_bias=True)} for _ in range(2)]}
