@@ -25,7 +25,8 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train --run runs/demo $(if $(wildcard runs/demo),--resume)
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --nbmake tests examples
+# The notebook first: a long test at the end leaves the other processes without work.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --nbmake examples tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -270,6 +270,7 @@ def compiled(way: str) -> dict[str, float]:
     return found | {"graphs": len(graphs)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", COMPILED)
 def test_a_step_of_compiled_blocks_is_that_of_one_process(ranks: Ranks, way: str) -> None:
     for found in ranks(2)(compiled, way):
