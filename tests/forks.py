@@ -31,15 +31,17 @@ class Forks:
     def __init__(self) -> None:
         self.server: subprocess.Popen[str] | None = None
 
-    def run(self, arguments: list[str | Path], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """`python arguments` in the checkout: a script or -m and a module, and what follows. env: beside ours."""
+    def run(
+        self, arguments: list[str | Path], env: dict[str, str] | None = None, cwd: Path = ROOT
+    ) -> subprocess.CompletedProcess[str]:
+        """`python arguments` in the folder `cwd`: a script or -m and a module, and what follows. env: beside ours."""
         if self.server is None:
             command = [sys.executable, "-m", "tests.forks"]
             self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.server.stdin and self.server.stdout
         words = [str(word) for word in arguments]
         with tempfile.TemporaryDirectory() as place:
-            request = {"arguments": words, "env": {**os.environ, **(env or {})}, "place": place}
+            request = {"arguments": words, "env": {**os.environ, **(env or {})}, "cwd": str(cwd), "place": place}
             self.server.stdin.write(json.dumps(request) + "\n")
             self.server.stdin.flush()
             code = int(self.server.stdout.readline())
@@ -52,12 +54,15 @@ class Forks:
             self.server.communicate()
 
 
-def child(arguments: list[str], env: dict[str, str], place: str) -> None:
+def child(arguments: list[str], env: dict[str, str], cwd: str, place: str) -> None:
     """Runs the program as Python would; never returns."""
     for number, name in ((0, os.devnull), (1, f"{place}/out"), (2, f"{place}/err")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(env)
+    os.chdir(cwd)
+    beside = cwd if arguments[0] == "-m" else str(Path(arguments[0]).parent)
+    sys.path[:1] = [beside, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     code: Any = 0
     try:
         if arguments[0] == "-m":
@@ -65,7 +70,6 @@ def child(arguments: list[str], env: dict[str, str], place: str) -> None:
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = arguments
-            sys.path[:1] = [str(Path(arguments[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         code = end.code

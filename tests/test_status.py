@@ -1,15 +1,15 @@
 """The table of model types in the README follows the tests: a full run fails where they differ, and only a full run."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import fnmodels
+from tests.forks import ROOT, Forks
 from tests.status import BEGIN, END, brief, spread, table, verdict, with_table
 
-pytest_plugins = ["pytester"]
-ROOT = Path(__file__).parents[1]
 CONFTEST = """
 from tests.status import Status
 
@@ -42,8 +42,18 @@ def test_sizes(record_property):
 """
 
 
+@dataclass(frozen=True)
+class Project:
+    path: Path
+    forks: Forks
+
+    def run_tests(self, *arguments: str) -> pytest.RunResult:
+        done = self.forks.run(["-m", "pytest", *arguments], cwd=self.path)
+        return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
+
+
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+def project(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """Two files of tests and a README whose table says nothing yet."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("FNMODELS_UPDATE_DOCS", raising=False)
@@ -53,11 +63,11 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
         "README.md": f"Above.\n{BEGIN}{table({})}{END}Below.\n",
         "conftest.py": CONFTEST,
     }.items():
-        (pytester.path / name).write_text(text)
-    return write(pytester)
+        (tmp_path / name).write_text(text)
+    return write(Project(tmp_path, forks))
 
 
-def write(project: pytest.Pytester, broken: str = "", packing: str = "pass") -> pytest.Pytester:
+def write(project: Project, broken: str = "", packing: str = "pass") -> Project:
     for name, text in {
         "parity/test_logits.py": PARITY.format(broken=broken),
         "contract/test_packing.py": PACKING.format(packing=packing),
@@ -68,45 +78,43 @@ def write(project: pytest.Pytester, broken: str = "", packing: str = "pass") -> 
     return project
 
 
-def row(project: pytest.Pytester, model_type: str) -> list[str]:
+def row(project: Project, model_type: str) -> list[str]:
     text = (project.path / "README.md").read_text()
     assert text.startswith("Above.\n") and text.endswith("Below.\n")
     (cells,) = (line.split(" | ") for line in text.splitlines() if line.startswith(f"| {model_type} |"))
     return [cell.strip(" |") for cell in cells]
 
 
-def update(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+def update(project: Project, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setenv("FNMODELS_UPDATE_DOCS", "1")
-    project.runpytest_subprocess(*arguments)
+    project.run_tests(*arguments)
     monkeypatch.delenv("FNMODELS_UPDATE_DOCS")
 
 
-def test_a_full_run_writes_what_it_showed(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_run_writes_what_it_showed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     update(project, monkeypatch, "tests")
     assert row(project, "llama")[2:] == ["yes", "not yet", "not yet", "not yet", "500M to 7B (2)", "7B"]
     assert row(project, "gpt2")[2:] == ["yes", "yes", "not yet", "not yet", "none", "none"]
     assert row(project, "qwen3")[2:] == [*["not yet"] * 4, "none", "none"]
-    project.runpytest_subprocess("tests").assert_outcomes(passed=4)
+    project.run_tests("tests").assert_outcomes(passed=4)
     write(project, broken="llama", packing="pytest.skip('no device')")
     update(project, monkeypatch)
     assert row(project, "llama")[2] == "no" and row(project, "gpt2")[2:4] == ["yes", "no"]
 
 
-def test_a_full_run_fails_where_the_readme_says_more_or_less(
-    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_run_fails_where_the_readme_says_more_or_less(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     update(project, monkeypatch)
     readme = project.path / "README.md"
     right = readme.read_text()
     for wrong in (right.replace("| yes | yes |", "| yes | not yet |"), right.replace("none | none", "7B | 7B")):
         readme.write_text(wrong)
-        check_refused(project.runpytest_subprocess())
+        check_refused(project.run_tests())
         assert readme.read_text() == wrong
 
 
 @pytest.mark.slow
-def test_several_processes_are_one_run(project: pytest.Pytester) -> None:
-    result = project.runpytest_subprocess("-p", "xdist", "-n", "2")
+def test_several_processes_are_one_run(project: Project) -> None:
+    result = project.run_tests("-p", "xdist", "-n", "2")
     check_refused(result)
     result.stdout.fnmatch_lines(["+ | llama | * | yes | not yet | not yet | not yet | 500M to 7B (2) | 7B |"])
 
@@ -118,12 +126,10 @@ def check_refused(result: pytest.RunResult) -> None:
     result.stdout.fnmatch_lines(["FAILED README.md::status*"])
 
 
-def test_a_run_of_some_tests_neither_writes_nor_fails(
-    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_some_tests_neither_writes_nor_fails(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (project.path / "README.md").read_text()
     for narrow in (("-k", "logits"), ("--ignore", "tests/parity"), ("--co",)):
-        result = project.runpytest_subprocess(*narrow)
+        result = project.run_tests(*narrow)
         assert result.ret == pytest.ExitCode.OK, narrow
     update(project, monkeypatch, "tests/parity")
     assert (project.path / "README.md").read_text() == before
