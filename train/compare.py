@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -93,7 +94,8 @@ def run_at(revision: str, like: Path, into: Path) -> Path:
     git("worktree", "add", "--detach", str(tree), revision)
     try:
         command = [sys.executable, "-m", "train", "--run", str(run), *(text for flag in flags for text in flag)]
-        if subprocess.run(command, cwd=tree).returncode:
+        paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])  # also where Python is safe
+        if subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": paths}).returncode:
             raise UserError(f"the run at {revision} failed; what it said stands above")
     finally:
         git("worktree", "remove", "--force", str(tree))
@@ -159,6 +161,10 @@ def parser() -> Parser:
 def compare(arguments: argparse.Namespace) -> int:
     if (arguments.second is None) == (arguments.ref is None):
         raise UserError("give either a second run or --ref")
+    if arguments.out is not None:
+        from train.plot import check_name
+
+        check_name(arguments.out)  # a run that is made anew may take hours
     with TemporaryDirectory() as temporary:
         second = arguments.second or run_at(arguments.ref, arguments.first, Path(temporary))
         name = arguments.ref or str(second)

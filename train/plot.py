@@ -130,10 +130,14 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def curves(path: Path, folders: Mapping[str, Path]) -> None:
-    """Running means of the train losses of {name: run folder}, each step's own pale behind; held-out ones dotted."""
+def check_name(path: Path) -> None:
     if path.suffix not in PICTURES:
         raise UserError(f"--out {path}: the name of a picture ends in {' or '.join(PICTURES)}")
+
+
+def curves(path: Path, folders: Mapping[str, Path]) -> None:
+    """Running means of the train losses of {name: run folder}, each step's own pale behind; held-out ones dotted."""
+    check_name(path)
     runs = {name: read_run(folder) for name, folder in folders.items()}
     figure, axes = sheet(runs)
     for color, (name, run) in zip(colors(), runs.items(), strict=False):  # there is no end of colors

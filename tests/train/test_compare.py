@@ -80,6 +80,13 @@ def test_mistakes_are_one_sentence(runs, arguments, words: str, capsys: pytest.C
     assert words in err and len(err.splitlines()) == 1
 
 
+def test_no_run_is_made_for_a_picture_that_cannot_be(runs, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(compare, "run_at", lambda *_: pytest.fail("a run was made"))
+    assert compare.main([str(runs[0]), "--ref", "HEAD", "--out", "both.xyz"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "--out both.xyz: the name of a picture ends in .png" in err
+
+
 def test_settings_that_differ_are_told(runs, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of --init are what its model has, whatever stands beside it: the sizes of no model, and longer rows."""
     settings = {"learning_rate": 1e-3, "seed": 0, "hidden_size": 64, "row_length": 512, "init": None}
@@ -125,5 +132,7 @@ def test_another_revision_makes_the_run_again(runs, tmp_path: Path, monkeypatch:
     made = compare.run_at("old", runs[0], tmp_path / "made")
     assert compare.all_losses(made) == dict.fromkeys((1, 2, 3), 4.0)
     assert (made / "betas").read_text() == "0.5,0.9"
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # which would find the `train` of these tests instead
+    assert compare.all_losses(compare.run_at("old", runs[0], tmp_path / "safe")) == dict.fromkeys((1, 2, 3), 4.0)
     assert compare.main([str(runs[0]), "--ref", "nonsense"]) == 2
     assert not list((repository / ".git").glob("worktrees/*"))
