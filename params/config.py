@@ -41,7 +41,7 @@ def read_config(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     if unfinished and not (folder / CONFIG).exists():
         text = (
             f"There is no config.json: a save was cut short while it moved its files here from {unfinished[0]} "
-            "(params.recover finishes it); folder"
+            "(params.recover finishes it) in the folder"
         )
         raise FileNotFoundError(errno.ENOENT, text, str(folder))
     file = plain_file(folder, CONFIG)

@@ -107,14 +107,16 @@ def _no_weights(folder: Path) -> Exception:
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:
         return FileNotFoundError(
-            errno.ENOENT, f"There is neither {SINGLE} nor {INDEX}, though there is {shards[0]}; folder", str(folder)
+            errno.ENOENT,
+            f"There is neither {SINGLE} nor {INDEX}, though there is {shards[0]}, in the folder",
+            str(folder),
         )
     if pickled:
         return UnsupportedError(
             f"{folder} has only pickled weights ({pickled[0]}), and unpickling runs whatever code is in them: "
             "this is never done here. Save the model as safetensors where you trust the file."
         )
-    return FileNotFoundError(errno.ENOENT, f"There is neither {SINGLE} nor {INDEX}; folder", str(folder))
+    return FileNotFoundError(errno.ENOENT, f"There is neither {SINGLE} nor {INDEX} in the folder", str(folder))
 
 
 def make_index(shards: dict[str, dict[str, int]]) -> dict[str, Any]:

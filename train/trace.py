@@ -1,5 +1,6 @@
 """A profile of some steps as a chrome trace, for chrome://tracing or ui.perfetto.dev."""
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from torch.profiler import profile
 
 from train.files import write_atomic
 
+LAST = 10_000  # bytes of a trace, in which its own name stands, and no more events
 WARM = 2  # steps before, in which buffers are made and kernels chosen
 
 
@@ -25,9 +27,14 @@ def traced(path: Path, steps: int | None, left: int) -> Iterator[Callable[[], No
     first = min(WARM, max(left - steps, 0))
     last = min(first + steps, left)
 
+    def export(temporary: Path) -> None:
+        profiler.export_chrome_trace(str(temporary))  # which says of a full disk nothing that can be caught
+        if b'"traceName"' not in temporary.read_bytes()[-LAST:]:
+            raise OSError(errno.ENOSPC, "The trace could not be written in full", str(path))
+
     def finish() -> None:
         profiler.stop()
-        write_atomic(path, lambda temporary: profiler.export_chrome_trace(str(temporary)))
+        write_atomic(path, export)
         print(f"trace of {made - first} steps: {path}")
 
     def done() -> None:
