@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import params as P
 from fnmodels import llama
-from train import pretrained, sources
+from train import model, sources
 from train.errors import UserError
-from train.model import hf_config
+from train.job import check_experts
 from train.settings import Settings
 from train.sharing import Sharing, check_fit
 
@@ -14,14 +13,17 @@ from train.sharing import Sharing, check_fit
 def check(settings: Settings, sharing: Sharing) -> None:
     """UserError, or a CheckpointError, where a run that begins so cannot be. What it passes may still not do."""
     check_text(settings.data)
-    if settings.init is not None:
-        source = Path(settings.init)
-        pretrained.load_tokenizer(source)
-        P.load_config(pretrained.weights_folder(source))
-        return
-    # How large the vocabulary will be, the text decides: this one divides by whatever mesh there is.
-    config = llama.Config.from_hf(hf_config(settings, sharing.mesh.world * 64, {}))
+    config = new_config(settings, sharing) if settings.init is None else model.promised(Path(settings.init), settings)
+    check_experts(config, model.spec_for(config, settings), settings)
     check_fit(sharing, settings, config)
+
+
+def new_config(settings: Settings, sharing: Sharing) -> llama.Config:
+    """How large the vocabulary will be, the text decides: this one divides by whatever mesh there is."""
+    width, heads = settings.hidden_size, settings.num_attention_heads
+    if width % heads:
+        raise UserError(f"--hidden-size {width} is not a multiple of --num-attention-heads {heads}")
+    return llama.Config.from_hf(model.hf_config(settings, sharing.mesh.world * 64, {}))
 
 
 def check_text(data: str | None) -> None:

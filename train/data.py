@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One part of every source, and the bytes of text it stands for."""
+    """One part of every source, and the bytes of text that its targets stand for."""
 
     sources: tuple[Tokens, ...]
     bytes: int
@@ -39,6 +39,11 @@ class Part:
     @property
     def total(self) -> int:
         return sum(tokens.total for tokens in self.sources)
+
+    @property
+    def learning(self) -> int:
+        """How many of the tokens are targets: of conversations, what the assistant says."""
+        return sum(tokens.learning for tokens in self.sources)
 
 
 @dataclass(frozen=True, eq=False)

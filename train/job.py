@@ -66,8 +66,8 @@ class Job:
         return evaluate.bits_per_byte(loss, self.heldout_targets, self.dataset.heldout.bytes)
 
     def train_bits_per_byte(self, loss: float) -> float:
-        """With the mean bytes of a token of what is learned from, not of the batch."""
-        return evaluate.bits_per_byte(loss, self.dataset.train.total, self.dataset.train.bytes)
+        """With the mean bytes of a target of all that is learned from, not of the batch."""
+        return evaluate.bits_per_byte(loss, self.dataset.train.learning, self.dataset.train.bytes)
 
     def epochs(self, steps: int) -> dict[str, float]:
         """How often each source was gone through, by the number it has in --data."""
@@ -92,7 +92,6 @@ def prepare(
     made = model.resumed(path, settings, spread=spread) if recorded else model.begun(settings, texts, spread=spread)
     config, tokenizer, ends = made.config, made.tokenizer, made.ends
     fits(config)
-    check_experts(made, settings)
     length = min(settings.row_length, config.max_position_embeddings)
     if not tokenizer.encode(settings.prompt).ids:
         raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
@@ -182,14 +181,14 @@ def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
             )
 
 
-def check_experts(made: Model, settings: Settings) -> None:
+def check_experts(config: Any, spec: Tree, settings: Settings) -> None:
     """UserError where the settings balance what the model does not have."""
     of = f"and {settings.init or 'the new model'} has none"
     for name in ("balance_loss", "router_z_loss"):
-        if getattr(settings, name) and not is_routed(made.config):
+        if getattr(settings, name) and not is_routed(config):
             raise UserError(f"{flag(name)} {getattr(settings, name)} is for models with experts, {of}")
     if settings.balance_rate is not None:
-        if not any(path.endswith("selection_bias") for path in tree.flatten(made.spec)):
+        if not any(path.endswith("selection_bias") for path in tree.flatten(spec)):
             raise UserError(f"--balance-rate {settings.balance_rate} moves the selection bias of routers, {of}")
         if settings.lora:
             raise UserError(

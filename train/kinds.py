@@ -66,8 +66,10 @@ BETAS = Kind(
 
 
 def _is_text(value: Any) -> bool:
-    """Also for names of files: what is not UTF-8 comes with halves of characters, which no file here can hold."""
-    return type(value) is str and value != "" and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    """Also for names of files, which hold no NUL: what is not UTF-8 comes with halves of characters, which none can."""
+    if type(value) is not str or value == "" or "\0" in value:
+        return False
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 REMAT = Kind(

@@ -105,11 +105,23 @@ def load_whole(source: Path, *, plan: Tree | None = None) -> tuple[Any, Tree]:
     return pretrained.load_model(source, merge=True, **how)
 
 
+def promised(source: Path, settings: Settings) -> Any:
+    """The config of what --init names, of which the beginnings of its files alone are read."""
+    pretrained.load_tokenizer(source)
+    if settings.lora:
+        check_whole(source)
+    return config_of(source, optional(source))
+
+
+def check_whole(source: Path) -> None:
+    if pretrained.weights_folder(source) != source:
+        raise UserError(f"--init {source} holds adapters; --lora needs the checkpoint of whole weights they are of")
+
+
 def adapted(source: Path, settings: Settings, *, spread: bool) -> Model:
     """A checkpoint's weights and new adapters, which have values however the weights are spread."""
     tokenizer = pretrained.load_tokenizer(source)
-    if pretrained.weights_folder(source) != source:
-        raise UserError(f"--init {source} holds adapters; --lora needs the checkpoint of whole weights they are of")
+    check_whole(source)
     check_unchanged(source)
     left_out = optional(source)
     if spread:

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import params as P
+from params.commands import printable
 from train import folder
 from train.commands import sentence
 from train.files import write_text
@@ -74,6 +75,11 @@ def peak(job: Job) -> None:
         print(f"MFU: tokens per second x {flops} / {job.settings.peak_flops:.3g} FLOP/s, in {folder.SPEED}")
 
 
+def shown(said: str) -> str:
+    """What a model says, which may be anything, without what would move a terminal's cursor."""
+    return "\t".join(map(printable, said.split("\t")))
+
+
 def is_result(summary: Json | None) -> bool:
     """Whether it is all there, and can be told: no save verifies this file."""
     numbers = ("heldout_bits_per_byte", "heldout_bytes", "zlib_bits_per_byte")
@@ -88,6 +94,6 @@ def result(summary: Json, path: Path) -> None:
         f"held out{by}: {summary['heldout_bits_per_byte']:.3f} bits per byte over {summary['heldout_bytes']:,} bytes "
         f"(zlib -9, each source as one stream: {summary['zlib_bits_per_byte']:.3f})"
     )
-    print(f"a sample:\n{summary['sample']}\n")
+    print(f"a sample:\n{shown(summary['sample'])}\n")
     also = f", and of the average {path / folder.EMA}" if averaged else ""
     print(f"curves: {path / folder.PICTURE}\ncheckpoint: {path}{also}")

@@ -38,6 +38,14 @@ class Tokens:
     def total(self) -> int:
         return int(self.lengths.sum())
 
+    @cached_property
+    def learning(self) -> int:
+        """How many of the tokens are targets."""
+        if self.learnt is None:
+            return self.total
+        before = np.concatenate([[0], self.learnt.cumsum()])
+        return int((before[self.begins + self.lengths] - before[self.begins]).sum())
+
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Ids [start, stop) of a document, fewer where it ends before."""
         return self._slice(self.parts, document, start, stop)

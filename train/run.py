@@ -81,13 +81,13 @@ def train_run(options: Options, defaults: Settings) -> int:
             report.result(summary, options.run)
             return 0
         ahead.check_text(settings.data) if saved else ahead.check(settings, sharing)
-        report.settings(settings)
         print("reading the text", flush=True)
         began = time.monotonic()
         several = sharing.mesh.world > 1
         fits = partial(check_fit, sharing, settings)
         params, job = prepare(options.run, settings, recorded if saved else None, fits, spread=several)
         report.skipped(job)
+        report.settings(settings)  # not before: a mistake that the text shows would be lost below a page of them
         report.prepared(job, time.monotonic() - began)
         report.peak(job)
         shared = Team(Work(sharing, settings, job.config, options.limit), fresh=saved is None) if several else None
@@ -216,13 +216,14 @@ def train_steps(
             if saver:
                 saver.check()
             began = time.perf_counter()
-            state, measured = step(state, batch(job.mixture, job.settings.seed, index, job.settings.batch_rows))
-            count = int(measured["count"])
+            taken = batch(job.mixture, job.settings.seed, index, job.settings.batch_rows)
+            state, measured = step(state, taken)
+            tokens += int(measured["count"])  # waits for the step
+            text = int((taken["segment_ids"] > 0).sum())
+            cost = what_it_cost(job, index + 1, text, time.perf_counter() - began)
             done()
-            tokens += count
             row: metrics.Row = {"step": index + 1, "tokens": tokens, "epochs": job.epochs(index + 1)}
             row |= metrics.of_step(measured, bits_per_byte, balance)
-            cost = what_it_cost(job, index + 1, count, time.perf_counter() - began)
             now = cost["tokens_per_second"]
             speed = 0.9 * speed + 0.1 * now if speed else now
             if (index + 1) % evaluate_every == 0 or index + 1 == total:
@@ -235,7 +236,7 @@ def train_steps(
             if sample_every and (index + 1) % sample_every == 0:
                 said = speech(job, state, shared)
                 log.sample(index + 1, said)
-                print(f"step {index + 1} says: {said}", flush=True)
+                print(f"step {index + 1} says: {report.shown(said)}", flush=True)
             stopping = asked()
             if (index + 1) % job.settings.save_every == 0 or index + 1 == total or stopping:
                 log.sync()
@@ -250,7 +251,10 @@ def train_steps(
 
 
 def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics.Row:
-    """The row of speed.jsonl: without `mfu` where nobody said what the machine's peak is."""
+    """The row of speed.jsonl: without `mfu` where nobody said what the machine's peak is.
+
+    tokens: all that the model met, learned from or not, without padding.
+    """
     cost: metrics.Row = {"step": step, "seconds": metrics.short(seconds), "peak_memory": peak_memory()}
     cost["tokens_per_second"] = metrics.short(tokens / seconds)
     if job.settings.peak_flops is not None:

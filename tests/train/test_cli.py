@@ -20,6 +20,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def files(path):
     (path / "file").write_text("text")
+    (path / "short").write_text("a text of no length\n" * 9)
     (path / "long").write_text("a text of some length\n" * 999)
     (path / "a.toml").write_text("stepz = 3")
     (path / "nothing").mkdir()
@@ -51,7 +52,11 @@ def errors(path):
             [*run, "--init", str(path), "--hidden-size", "8"],
             f"--hidden-size 8 is of a model that is made anew, and --init {path} names one",
         ),
-        "heads": ([*run, "--data", str(path / "long"), "--num-attention-heads", "3"], "num_attention_heads"),
+        "heads": (
+            [*run, "--data", str(path / "long"), "--num-attention-heads", "3"],
+            "num_attention_heads 3 is not a multiple of num_key_value_heads",
+        ),
+        "short data": ([*run, "--data", str(path / "short")], "too little text"),
         "adapters of nothing": ([*run, "--lora", "r=2,targets=q_proj"], "name one with --init"),
         "no tokenizer": ([*run, "--init", str(path / "nothing")], "has no tokenizer.json"),
         "mesh": ([*run, "--mesh", "fsdp=2"], "--mesh fsdp=2"),
@@ -76,7 +81,8 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, name):
     assert main(flags) == 2
     out, error = capsys.readouterr()
     assert named in error
-    assert out == "" or name in ("empty data", "binary data")  # of which the text must be read
+    read = name in ("empty data", "binary data", "short data")  # what is wrong with a text is known when it was read
+    assert out == ("reading the text\n" if read else "")
     assert error.startswith("python -m train: ")
     assert error.endswith(".\n")
     assert error.count("\n") == 1

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import params as P
-from train import checkpoint, job, run
+from train import checkpoint, job, report, run
 from train.cli import main
 from train.schedule import warmup_stable_decay
 from train.settings import Settings
@@ -137,7 +137,7 @@ def test_the_model_speaks_on_the_way_and_a_resumed_one_says_the_same(tmp_path, t
     said = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in said] == [2, 4, 6]
     assert all(row["text"].startswith("def f1") and len(row["text"]) > 6 for row in said)
-    assert f"step 4 says: {said[1]['text']}" in out
+    assert f"step 4 says: {report.shown(said[1]['text'])}" in out
     assert said[2]["text"] == json.loads((tmp_path / "whole" / "summary.json").read_text())["sample"]
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
@@ -169,6 +169,21 @@ def test_a_profile_is_a_trace_of_as_many_steps_and_changes_nothing(
     if stop:
         assert train(path, None, "--resume") == 0
     assert same(tmp_path / "plain", path) == []
+
+
+def test_a_trace_that_a_full_disk_cuts_short_is_none(tmp_path, text, monkeypatch, capsys):
+    def cut(profiler, name):
+        Path(name).write_text('{"traceEvents": [{"na')  # torch prints what went wrong, and raises nothing
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", cut)
+    path = tmp_path / "run"
+    assert train(path, text, "--profile", 1) == 2
+    assert "trace.json: The trace could not be written in full" in one_sentence(capsys)
+    assert not (path / "trace.json").exists() and not list(path.glob(".writing-*"))
+
+
+def test_what_a_model_says_moves_no_cursor():
+    assert report.shown("a\tb\n\x1b[2J\x0ec \u00e9\ufffd") == "a\tb\n\\x1b[2J\\x0ec \u00e9\ufffd"
 
 
 RECIPES = {

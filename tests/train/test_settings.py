@@ -62,6 +62,7 @@ def test_every_default_is_a_value_that_may_be_given():
         ("betas = 0.9", "betas is 0.9, which is not two numbers"),
         ('dtype = "float16"', "dtype is 'float16', which is not one of bfloat16, float32"),
         ("data = 3", "data is 3, which is not a path"),
+        ('init = "a\\u0000b"', "init is 'a\\x00b', which is not a path"),
         ("steps = ", "is not TOML"),
         ("steps = 1\nsteps = 2", "is not TOML"),
         (b"\xff", "is not TOML"),

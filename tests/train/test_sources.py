@@ -1,6 +1,7 @@
 """What --data may name: text, records, shards, and mixtures of them, up to whole runs."""
 
 import json
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.train.test_run import rows, same, stop_after, train
+from tests.train.test_run import TINY, rows, same, stop_after, train
 from train import data, sources, tokenizer
 from train.chat import Template
 from train.errors import UserError
@@ -178,6 +179,8 @@ def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tm
     starts = batch["segment_ids"].unique(dim=1).amax(1).sum()
     assert int(starts) == len(answers)  # none is cut in two
     assert dataset.train.bytes == len(said)
+    assert dataset.train.learning == int((batch["labels"] >= 0).sum()) < dataset.train.total
+    assert dataset.heldout.learning == int((data.heldout(again, 64)["labels"] >= 0).sum())
     with pytest.raises(UserError, match="1 conversations cannot be learnt from"):
         data.tokenized(texts, made, 0, 300, template=template, length=64, strict=True)
     with pytest.raises(UserError, match="need a chat template and the length of a row"):
@@ -196,6 +199,17 @@ def test_a_run_learns_from_conversations(tmp_path: Path, monkeypatch, capsys: py
     assert train(tmp_path / "whole", talks, "--init", tmp_path / "first") == 0
     out = capsys.readouterr().out
     assert "skipped 1 files or records: talks.jsonl, line 121" in out and "% of them text" in out
+    made = Tokenizer.from_file(str(tmp_path / "first" / "tokenizer.json"))
+    answers = [f"{2 * i}.\n" for i in range(120)]  # one in twenty is held out: not enough to matter here
+    targets, size = (
+        sum(len(made.encode(answer, add_special_tokens=False).ids) for answer in answers),
+        sum(map(len, answers)),
+    )
+    row = rows(tmp_path / "whole")[0]
+    assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) * targets / size, rel=0.05)
+    cost = json.loads((tmp_path / "whole" / "speed.jsonl").read_text().splitlines()[0])
+    met = cost["seconds"] * cost["tokens_per_second"]  # the questions too, which nothing is learned from
+    assert 2 * row["tokens"] < met <= 1.001 * TINY.batch_rows * TINY.row_length
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         assert train(tmp_path / "parts", talks, "--init", tmp_path / "first") == 130
