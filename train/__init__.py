@@ -8,7 +8,7 @@ run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"]
 from . import checkpoint, sharded
 from .adafactor import adafactor
 from .balance import Balance, balance_loss, router_z_loss, update_bias
-from .chain import chain, clip_norm
+from .chain import chain, clip_norm, masked
 from .combine import averaged, partition, with_ema, with_master
 from .distill import distill, distillation_loss, token_divergence
 from .forward import make_eval_step, make_forward_only
@@ -66,6 +66,7 @@ __all__ = [
     "make_eval_step",
     "make_forward_only",
     "make_step",
+    "masked",
     "mtp_loss",
     "muon",
     "next_token_loss",

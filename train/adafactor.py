@@ -8,7 +8,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 
 from .leafwise import State, leafwise, zeros
-from .optim import Optimizer, Rate
+from .optim import Optimizer, Rate, check_numbers
 
 
 def adafactor(
@@ -27,16 +27,23 @@ def adafactor(
     Matrices and stacks of them (experts) are factored along their last two dimensions, vectors are not. spec: as in
     `adamw`.
     """
-    if beta2_decay > 0:
+    if not beta2_decay <= 0:
         raise ValueError(f"beta2_decay is {beta2_decay}; it must be at most 0.")
+    if not clip > 0:
+        raise ValueError(f"clip is {clip}; it must be above 0.")
+    least, of_param = eps
+    check_numbers(**({} if least is None else {"eps[0]": least}), **{"eps[1]": of_param})
 
     def init(param: Tensor) -> State:
         if param.ndim < 2:
             return {"variance": zeros(param)}
-        return {"row": zeros(param[..., :1]), "column": zeros(param[..., :1, :])}
+        *stack, rows, columns = param.shape
+        return {"row": param.new_zeros(*stack, rows, 1), "column": param.new_zeros(*stack, 1, columns)}
 
     def rule(grad: Tensor, state: State, param: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
-        floor = torch.finfo(param.dtype).eps if eps[0] is None else eps[0]
+        if not param.numel():  # means over nothing would be NaN
+            return grad, state
+        floor = torch.finfo(param.dtype).eps if least is None else least
         share = step.to(grad.dtype) ** beta2_decay
         if "variance" in state:
             new = {"variance": state["variance"].lerp(grad.square(), share)}
@@ -48,7 +55,7 @@ def adafactor(
         change = grad * variance.clamp(min=floor * floor).rsqrt()
         change = change / (_rms(change) / clip).clamp(min=1.0)
         relative = torch.minimum(torch.as_tensor(rate, dtype=grad.dtype), step.to(grad.dtype).rsqrt())
-        return -relative * _rms(param).clamp(min=eps[1]) * change, new
+        return -relative * _rms(param).clamp(min=of_param) * change, new
 
     return leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
+
 import torch
 from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .optim import Optimizer, Whole, clip_by_global_norm, on_parts, takes_parts
+from .optim import Optimizer, Whole, clip_by_global_norm, on_parts, takes_parts, with_paths
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
@@ -17,8 +19,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
         optimizer = chain(clip_norm(1.0), adamw(3e-4))
 
-    A transform is an Optimizer whose `update` returns gradients; see `clip_norm`. Within `partition` it belongs to a
-    group alone. State: a list, one per transform.
+    A transform is an Optimizer whose `update` returns gradients; see `clip_norm` and `masked`. Within `partition` it
+    belongs to a group alone. State: a list, one per transform.
     """
     if not transforms:
         raise ValueError("chain needs at least one transform; the last one is an optimizer.")
@@ -72,3 +74,37 @@ def clip_norm(limit: float) -> Optimizer:
     if not limit > 0:
         raise ValueError(f"limit is {limit}; it must be above 0.")
     return Optimizer(lambda params: None, lambda grads, state, params: (clip_by_global_norm(grads, limit)[0], state))
+
+
+def masked(transform: Optimizer, *patterns: str) -> Optimizer:
+    """A transform of the leaves whose path one of `patterns` matches, as in `partition`; others' gradients pass it by.
+
+        optimizer = chain(masked(clip_norm(0.1), "embed_*", "lm_head"), adamw(3e-4))
+
+    A pattern without a leaf raises. State: the transform's, None where a leaf is not its own. For leaves that take
+    another optimizer, or none, there is `partition`: here their raw gradients would be added to them.
+    """
+    if not patterns:
+        raise ValueError("masked needs at least one pattern.")
+    if transform.lr is not None:
+        raise ValueError("masked is for transforms before an optimizer; train.partition gives leaves optimizers.")
+
+    def own(values: Tree) -> Tree:
+        return with_paths(
+            lambda path, leaf: leaf if any(fnmatch.fnmatchcase(path, p) for p in patterns) else None, values
+        )
+
+    def init(params: Tree) -> Tree:
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in tree.flatten(params)):
+                raise ValueError(
+                    f"The pattern {pattern!r} gets no leaf; the paths are like {next(iter(tree.flatten(params)))}."
+                )
+        return transform.init(own(params))
+
+    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        changed, state = transform.update(own(grads), opt_state, own(params))
+        flat = tree.flatten(changed)
+        return with_paths(lambda path, grad: flat.get(path, grad), grads), state
+
+    return Optimizer(init, update, elementwise=transform.elementwise)

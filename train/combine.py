@@ -15,6 +15,8 @@ from .optim import (
     Optimizer,
     Whole,
     apply_updates,
+    check_below_1,
+    like,
     on_parts,
     takes_parts,
     trainable_mask,
@@ -64,7 +66,7 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
             change, state = optimizer.update(given[pattern], state, ours[pattern])
             updates |= tree.flatten(change)
             states.append(state)
-        return with_paths(lambda path, _: updates.get(path), grads), states
+        return like(grads, updates), states
 
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         assigned = assign(params)
@@ -104,8 +106,7 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
     ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. What does not train has
     None there: `averaged` puts the two together. State: {inner, ema}.
     """
-    if not 0.0 <= decay < 1.0:
-        raise ValueError(f"decay is {decay}; it must be at least 0 and below 1.")
+    check_below_1(decay=decay)
 
     def init(params: Tree) -> Tree:
         train = trainable_mask(params, optimizer.trainable)

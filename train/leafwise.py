@@ -20,7 +20,9 @@ from .optim import (
     first_step,
     from_spec,
     like,
+    of_learning,
     rate_at,
+    renewed,
     trainable_mask,
     wide_dtype,
     with_paths,
@@ -74,7 +76,7 @@ def leafwise(
         rate = rate_at(lr, step)
         states = {name: tree.flatten(values) for name, values in opt_state.items() if name != "step"}
         flat = tree.flatten(params)
-        for path, grad in tree.flatten(grads).items():
+        for path, grad in tree.flatten(of_learning(grads, trainable)).items():
             wide = wide_dtype(flat[path].dtype)
             old = {name: values[path] for name, values in states.items() if path in values}
             param = flat[path].to(wide)
@@ -86,11 +88,14 @@ def leafwise(
             yield Change(path, change, flat[path], old, new)
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        updates, leaves = {}, {}
+        updates: dict[str, Tensor] = {}
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in opt_state if name != "step"}
         for made in changes(grads, opt_state, params):
             updates[made.path] = made.change
-            leaves[made.path] = {name: made.new[name].to(s.dtype) for name, s in made.old.items()}
-        return like(grads, updates), {"step": opt_state["step"] + 1, **_by_name(leaves, params)}
+            for name, old in made.old.items():
+                states[name][made.path] = made.new[name].to(old.dtype)
+        new = {name: renewed(opt_state[name], leaves) for name, leaves in states.items()}
+        return like(grads, updates), {"step": opt_state["step"] + 1, **new}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:

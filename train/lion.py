@@ -7,7 +7,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 
 from .leafwise import State, leafwise, zeros
-from .optim import Optimizer, Rate
+from .optim import Optimizer, Rate, check_betas
 
 
 def lion(
@@ -15,9 +15,7 @@ def lion(
 ) -> Optimizer:
     """betas: the momentum's share in the step and in what is kept. lr, spec: as in `adamw`; a tenth of its rate and
     ten times its decay are the paper's rule of thumb. One moment per parameter, in its dtype."""
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas are {betas}; they must be two numbers, at least 0 and below 1.")
-    now, kept = betas
+    now, kept = check_betas(betas)
 
     def rule(grad: Tensor, state: State, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
         momentum = state["momentum"]

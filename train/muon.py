@@ -10,7 +10,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 
 from .leafwise import State, leafwise, zeros
-from .optim import Optimizer, Rate, check_numbers
+from .optim import Optimizer, Rate, check_below_1, check_numbers
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the steepest slope at 0
 
@@ -34,7 +34,10 @@ def muon(
     Over a mesh that divides matrices each is put together, in bf16, by every process that has a part of it.
     For hidden matrices only: embeddings, heads, norms and biases go to AdamW, see `partition`. A vector raises.
     """
-    check_numbers(momentum=momentum, eps=eps)
+    check_numbers(eps=eps)
+    check_below_1(momentum=momentum)  # at 1 neither would the momentum take up a gradient nor the direction have one
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps is {steps!r}; it must be a whole number, at least 1.")
 
     def init(param: Tensor) -> State:
         if param.ndim < 2:
@@ -50,6 +53,8 @@ def muon(
         return direction.to(torch.bfloat16), {"momentum": moment}
 
     def scaled(direction: Tensor) -> Tensor:
+        if not direction.numel():
+            return direction
         rows, columns = direction.shape[-2:]
         scale = 0.2 * math.sqrt(max(rows, columns)) if match_adamw else math.sqrt(max(1.0, rows / columns))
         return scale * orthogonalize(direction, steps=steps, eps=eps).float()

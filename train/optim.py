@@ -6,8 +6,8 @@
     params = apply_updates(params, updates)
 
 `update` is written in plain tensor operations: pure, and fit for vmap, grad and compile. `apply_` is the same step with
-torch's fused kernels, writing parameters and state in place, at a fraction of the time. A frozen leaf has None in
-`grads`, in the moments and in `updates`.
+torch's fused kernels, writing parameters and state in place, at a fraction of the time. A frozen leaf has None in the
+moments and in `updates`, whatever `grads` has for it; a leaf with None in `grads` keeps its state and gets no update.
 """
 
 from __future__ import annotations
@@ -109,9 +109,11 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 def clip_by_global_norm(grads: Tree, limit: float) -> tuple[Tree, Tensor]:
     """(gradients scaled down so that their global norm is at most `limit`, the norm before)."""
+    if not limit > 0:
+        raise ValueError(f"limit is {limit}; it must be above 0.")
     norm = global_norm(grads)
     factor = clip_factor(norm, limit)
-    return tree.map(lambda g: g * factor.to(g.dtype), grads), norm
+    return tree.map(lambda g: (g * factor.to(wide_dtype(g.dtype))).to(g.dtype), grads), norm
 
 
 def adamw(
@@ -133,9 +135,7 @@ def adamw(
     """
     check_rate(lr)
     check_numbers(eps=eps, weight_decay=weight_decay)
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas are {betas}; they must be two numbers, at least 0 and below 1.")
-    beta1, beta2 = betas
+    beta1, beta2 = check_betas(betas)
     trainable, decays = from_spec(spec)
 
     def init(params: Tree) -> Tree:
@@ -145,13 +145,18 @@ def adamw(
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         step = opt_state["step"] + 1
         rate = rate_at(lr, step)
-        # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
-        correction1, correction2 = (-torch.expm1(step.to(torch.float32) * _log(beta)) for beta in betas)
+        given = tree.flatten(of_learning(grads, trainable))
         flat = [tree.flatten(t) for t in (params, opt_state["exp_avg"], opt_state["exp_avg_sq"])]
+        # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
+        corrections = {
+            wide: [-torch.expm1(step.to(wide) * _log(beta)) for beta in betas]
+            for wide in {wide_dtype(flat[0][path].dtype) for path in given}
+        }
         updates, first, second = {}, {}, {}
-        for path, grad in tree.flatten(grads).items():
+        for path, grad in given.items():
             param, m, v = (t[path] for t in flat)
             wide = wide_dtype(param.dtype)
+            correction1, correction2 = corrections[wide]
             g, p = grad.to(wide), param.to(wide)
             m_new = m.to(wide).lerp(g, 1 - beta1)
             v_new = v.to(wide) * beta2 + (1 - beta2) * g * g
@@ -159,15 +164,19 @@ def adamw(
             decay = weight_decay if decays is None or decays[path] else 0.0
             updates[path] = -rate * (change + decay * p if decay else change)
             first[path], second[path] = m_new.to(m.dtype), v_new.to(v.dtype)
-        new_state = {"step": step, "exp_avg": like(grads, first), "exp_avg_sq": like(grads, second)}
-        return like(grads, updates), new_state
+        moments = {
+            "exp_avg": renewed(opt_state["exp_avg"], first),
+            "exp_avg_sq": renewed(opt_state["exp_avg_sq"], second),
+        }
+        return like(grads, updates), {"step": step, **moments}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         step = opt_state["step"]
         rate = rate_at(lr, step + 1)
         names = (opt_state["exp_avg"], opt_state["exp_avg_sq"])
-        for decay, (ps, gs, ms, vs) in _groups(grads, params, names, decays, weight_decay):
+        given = of_learning(grads, trainable)
+        for decay, (ps, gs, ms, vs) in _groups(given, params, names, decays, weight_decay):
             # found_inf is the kernels' own word for "leave everything as it is".
             torch._fused_adamw_(
                 ps,
@@ -218,7 +227,7 @@ def sgd(
         rate = rate_at(lr, step)
         flat_params, flat_buffers = tree.flatten(params), tree.flatten(opt_state["momentum"])
         updates, buffers = {}, {}
-        for path, grad in tree.flatten(grads).items():
+        for path, grad in tree.flatten(of_learning(grads, trainable)).items():
             param = flat_params[path]
             wide = wide_dtype(param.dtype)
             g = grad.to(wide)
@@ -229,14 +238,15 @@ def sgd(
                 buffers[path] = buffer.to(flat_buffers[path].dtype)
                 g = g + momentum * buffer if nesterov else buffer
             updates[path] = -rate * g
-        return like(grads, updates), {"step": step, "momentum": like(grads, buffers) if momentum else None}
+        return like(grads, updates), {"step": step, "momentum": renewed(opt_state["momentum"], buffers)}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         step = opt_state["step"]
         rate = rate_at(lr, step + 1)
         names = (opt_state["momentum"],) if momentum else ()
-        for decay, (ps, gs, *buffers) in _groups(grads, params, names, decays, weight_decay):
+        groups = _groups(of_learning(grads, trainable), params, names, decays, weight_decay)
+        for decay, (ps, gs, *buffers) in ((decay, lists) for decay, group in groups for lists in _for_sgd(group)):
             torch._fused_sgd_(
                 ps,
                 gs,
@@ -270,10 +280,23 @@ def check_rate(lr: Rate) -> None:
         raise ValueError(f"lr is {lr!r}; it must be a number, at least 0, or a function of the update's number.")
 
 
+def check_betas(betas: tuple[float, float]) -> tuple[float, float]:
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not pair or not all(isinstance(beta, Real) and 0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas are {betas!r}; they must be two numbers, at least 0 and below 1.")
+    return betas
+
+
 def check_numbers(**numbers: float) -> None:
     for name, number in numbers.items():
         if not (isinstance(number, Real) and number >= 0):
             raise ValueError(f"{name} is {number!r}; it must be a number, at least 0.")
+
+
+def check_below_1(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not (isinstance(number, Real) and 0.0 <= number < 1.0):
+            raise ValueError(f"{name} is {number!r}; it must be a number, at least 0 and below 1.")
 
 
 def rate_at(lr: Rate, step: Tensor) -> float | Tensor:
@@ -306,21 +329,58 @@ def with_paths(function: Callable[[str, Any], Any], params: Tree) -> Tree:
 
 
 def like(grads: Tree, flat: dict[str, Tensor]) -> Tree:
-    return with_paths(lambda path, _: flat[path], grads)
+    """The updates as a tree, with None where a gradient makes none."""
+    return with_paths(lambda path, _: flat.get(path), grads)
+
+
+def of_learning(grads: Tree, trainable: Tree | None) -> Tree:
+    """The gradients without those of frozen leaves, which a caller may have: they teach nothing."""
+    if trainable is None:
+        return grads
+    flat = tree.flatten(trainable)
+    return with_paths(lambda path, grad: grad if flat[path] else None, grads)
+
+
+def renewed(values: Tree, new: dict[str, Tensor]) -> Tree:
+    """The tree with the leaves of `new` at their paths; others stay, as the state of a leaf that got no gradient."""
+    return with_paths(lambda path, old: new.get(path, old), values)
 
 
 def _groups(
     grads: Tree, params: Tree, states: tuple[Tree, ...], decays: dict[str, bool] | None, weight_decay: float
 ) -> Iterator[tuple[float, tuple[list[Tensor], ...]]]:
-    """(weight decay, lists of params, gradients, states) per device, dtype and decay, as fused kernels want them."""
+    """(weight decay, lists of params, gradients, states) per device, dtype and decay, as fused kernels want them.
+
+    The kernels walk all tensors with one index: same dtype, same memory layout. What lies otherwise is given as a copy,
+    and written back when the last group is done.
+    """
     flat = [tree.flatten(t) for t in (params, *states)]
     groups: dict[Any, list[list[Tensor]]] = {}
+    copies: list[tuple[Tensor, Tensor]] = []
     for path, grad in tree.flatten(grads).items():
         param, *rest = (t[path] for t in flat)
         decay = weight_decay if decays is None or decays[path] else 0.0
         lists = groups.setdefault((param.device, param.dtype, decay), [[] for _ in range(2 + len(states))])
-        # The kernels walk all tensors with one index: same dtype, same memory layout.
-        for into, tensor in zip(lists, (param, grad.to(param.dtype).contiguous(), *rest), strict=True):
-            into.append(tensor)
+        lists[1].append(grad.to(param.dtype).contiguous())
+        for into, tensor in zip((lists[0], *lists[2:]), (param, *rest), strict=True):
+            into.append(tensor.contiguous())
+            if into[-1] is not tensor:
+                copies.append((tensor, into[-1]))
     for (_, _, decay), lists in groups.items():
         yield decay, tuple(lists)
+    for tensor, copy in copies:
+        tensor.copy_(copy)
+
+
+def _for_sgd(lists: tuple[list[Tensor], ...]) -> Iterator[tuple[list[Tensor], ...]]:
+    """The lists as they are, or one leaf after the other in fp32 where torch's kernel would be wrong: most numbers of
+    bf16 and fp16 on the CPU it leaves as they were (pytorch/pytorch#191763)."""
+    first = lists[0][0]
+    if first.device.type != "cpu" or first.dtype not in (torch.bfloat16, torch.float16):
+        yield lists
+        return
+    for leaves in zip(*lists, strict=True):
+        wide = tuple([leaf.float()] for leaf in leaves)
+        yield wide
+        for leaf, (new,) in zip(leaves[:1] + leaves[2:], wide[:1] + wide[2:], strict=True):
+            leaf.copy_(new)

@@ -80,7 +80,8 @@ def draw(seed: int, step: Tensor, path: str, like: Tensor) -> Tensor:
 
     A hash and no generator, so that it is pure, waits for no device and gives the same on all of them.
     """
-    key = _mix(_mix(step.to(torch.int64) + 1 + (seed & _WORD)) ^ zlib.crc32(path.encode())) & 0x7FFFFFFF
+    # seed and path in one: were the seed added to the step, the next seed would repeat the draws a step earlier
+    key = _mix(_mix(step.to(torch.int64)) ^ zlib.crc32(f"{seed} {path}".encode())) & 0x7FFFFFFF
     index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape)
     # Half a mix is enough here, in place and in int32, whose products wrap: 2 ns per parameter where _mix takes 35.
     x = (index ^ key.to(index)).mul_(0x7FEB352D)

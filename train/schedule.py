@@ -7,6 +7,7 @@ compiled step which must not wait for the device.
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ def warmup_stable_decay(
 
     step: the update being made, counted from `base`: 1 (the first step is never 0), or 0 for parity with trainers whose
         first step has rate 0.
-    total, warmup: in steps; with warmup >= total the whole run is warmup.
+    total, warmup: whole numbers of steps; with warmup >= total the whole run is warmup.
     decay_ratio: the decay's share of `total`; None decays from the end of the warmup on; 0 never decays. A decay that
         would begin inside the warmup begins where the warmup ends.
-    shape: "linear", "sqrt" (1 - sqrt(progress)) or "cosine", between 1 and floor.
+    shape: "linear", "sqrt" (1 - sqrt(progress)) or "cosine", between 1 and floor, a share of the peak.
         So a constant rate is decay_ratio=0, and a cosine from the warmup to the end is shape="cosine".
 
     With base=1 the multiplier of step s is that of s whole steps of warmup, and the last decay step is one short of the
@@ -41,10 +42,15 @@ def warmup_stable_decay(
         raise ValueError(f"shape is {shape!r}; it must be one of {', '.join(SHAPES)}.")
     if base not in (0, 1):
         raise ValueError(f"base is {base!r}; it must be 1 (the first step is step 1) or 0.")
-    if total < 1 or warmup < 0:
-        raise ValueError(f"total is {total} and warmup is {warmup}; total must be at least 1 and warmup at least 0.")
-    if decay_ratio is not None and not 0.0 <= decay_ratio <= 1.0:
-        raise ValueError(f"decay_ratio is {decay_ratio}; it must lie between 0 and 1, or be None.")
+    if not (_is_whole(total, 1) and _is_whole(warmup, 0)):
+        raise ValueError(
+            f"total is {total!r} and warmup is {warmup!r}; they must be whole numbers of steps, total at least 1 and "
+            "warmup at least 0."
+        )
+    if decay_ratio is not None and not _is_share(decay_ratio):
+        raise ValueError(f"decay_ratio is {decay_ratio!r}; it must lie between 0 and 1, or be None.")
+    if not _is_share(floor):
+        raise ValueError(f"floor is {floor!r}; it must lie between 0 and 1, a share of the peak.")
 
     warmup = min(warmup, total)
     decay = total - warmup if decay_ratio is None else min(round(total * decay_ratio), total - warmup)
@@ -53,15 +59,22 @@ def warmup_stable_decay(
     rise = _clip((done + base) / warmup) if warmup else _clip(done + 1)
     if decay == 0:
         return rise
-    progress = _clip((done - (total - decay)) / decay)
-    if shape == "linear":
-        left = 1 - progress
-    elif shape == "sqrt":
-        left = 1 - progress**0.5
-    else:
-        angle = math.pi * progress
-        left = (1 + (angle.cos() if isinstance(angle, torch.Tensor) else math.cos(angle))) / 2
+    # By what is left, and not 1 - progress: in fp32 the last steps of a long cosine would round to 0.
+    left = _clip((total - done) / decay)
+    if shape == "sqrt":
+        left = left / (1 + (1 - left) ** 0.5)
+    elif shape == "cosine":
+        angle = math.pi / 2 * left
+        left = (angle.sin() if isinstance(angle, torch.Tensor) else math.sin(angle)) ** 2
     return rise * (floor + (1 - floor) * left)
+
+
+def _is_whole(number: Any, least: int) -> bool:
+    return isinstance(number, Real) and float(number) >= least and float(number).is_integer()
+
+
+def _is_share(number: Any) -> bool:
+    return isinstance(number, Real) and 0.0 <= float(number) <= 1.0
 
 
 def _clip(value: Any) -> Any:

@@ -41,8 +41,13 @@ class State:
 def init_state(params: Tree, optimizer: Optimizer) -> State:
     """A State at step 0. It copies the parameters, so that steps in place never write into the caller's tensors.
 
-    Of DTensors the moments are DTensors too, placed alike.
+    Of DTensors the moments are DTensors too, placed alike. ValueError for one tensor at two paths, which would be two
+    from here on: a tie is one leaf.
     """
+    seen: dict[int, str] = {}
+    for path, leaf in tree.flatten(params).items():
+        if seen.setdefault(id(leaf), path) != path:
+            raise ValueError(f"{seen[id(leaf)]} and {path} are one tensor: keep it at one path, and use it twice.")
     with torch.no_grad():
         owned = map_local(lambda p: p.detach().clone(memory_format=torch.contiguous_format), params)
         opt_state = like_params(optimizer.init(local_tree(owned)), owned)

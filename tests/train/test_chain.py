@@ -12,8 +12,10 @@ from train import (
     clip_norm,
     init_state,
     make_step,
+    masked,
     partition,
     sgd,
+    trainable_mask,
 )
 
 
@@ -39,6 +41,12 @@ def test_each_result_is_the_next_ones_gradient() -> None:
     assert float(norm) > 0.5  # clipping did something
     _assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert state[0] is None and int(state[-1]["step"]) == 50
+    optimizer, held = chain(clip_norm(0.5), _heavy(0.9), sgd(0.1)), tree.map(torch.clone, params)
+    kept = optimizer.init(held)
+    for step in range(50):
+        optimizer.apply_(tree.map(lambda p, step=step: _gradient(p, step), held), kept, held)
+    _assert_close(held, theirs, rtol=1e-5, atol=1e-6)
+    _assert_close(kept[1], buffer, rtol=1e-5, atol=1e-6)
 
 
 def test_a_group_is_clipped_by_its_own_norm() -> None:
@@ -81,3 +89,27 @@ def test_what_does_not_go_is_named() -> None:
         chain()
     with pytest.raises(ValueError, match="limit is 0; it must be above 0"):
         clip_norm(0)
+    with pytest.raises(ValueError, match="at least one pattern"):
+        masked(clip_norm(1.0))
+    with pytest.raises(ValueError, match="The pattern 'tal' gets no leaf; the paths are like wide"):
+        masked(clip_norm(1.0), "w*", "tal").init(_params())
+    with pytest.raises(ValueError, match=r"train\.partition"):
+        masked(adamw(1e-3), "tall")
+
+
+def test_a_masked_transform_sees_its_own_leaves_and_the_others_pass() -> None:
+    params = _params()
+    both = chain(masked(clip_norm(0.1), "t*", "square"), masked(_heavy(0.9), "wide"), sgd(0.1))
+    ours, state = _ours(both, params)
+    named = {name: params[name] for name in ("tall", "square")}
+    _assert_close({name: ours[name] for name in named}, _ours(chain(clip_norm(0.1), sgd(0.1)), named)[0])
+    _assert_close(ours["wide"], _ours(chain(_heavy(0.9), sgd(0.1)), {"wide": params["wide"]})[0]["wide"])
+    assert list(tree.flatten(state[1])) == ["wide"]
+    assert not both.elementwise
+
+
+def test_what_trains_and_the_rates_are_those_of_the_last() -> None:
+    optimizer = chain(clip_norm(0.5), partition({"tall": None, "wide": sgd(0.1), "*": sgd(0.2)}))
+    params = _params()
+    assert tree.flatten(trainable_mask(params, optimizer.trainable))["tall"] is False
+    assert optimizer.rates is not None and optimizer.rates(optimizer.init(params)) == {"wide": 0.1, "*": 0.2}

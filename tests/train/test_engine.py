@@ -124,6 +124,11 @@ def test_remat_and_compiled_blocks_are_kept_with_the_loss() -> None:
     assert off(engine.params, plain.params) == 0
 
 
+def test_a_wrong_clip_is_named() -> None:
+    with pytest.raises(ValueError, match=r"clip is -1\.0"):
+        Engine(CONFIG, PARAMS, adamw(0.01), clip=-1.0)
+
+
 def test_calls_out_of_order_are_told() -> None:
     engine = Engine(CONFIG, PARAMS, adamw(0.01))
     with pytest.raises(RuntimeError, match="after forward_backward"):

@@ -1,6 +1,9 @@
 """Lion, Muon, Adafactor and the combinations, against torch.optim or a loop, over 50 steps."""
 
+import sys
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,15 +12,18 @@ from torch import Tensor
 from fnmodels import llama, tree
 from tests.support import batch_of, cases, generic_params, segments
 from train import (
+    State,
     adafactor,
     adamw,
     apply_updates,
     averaged,
     chain,
+    checkpoint,
     clip_norm,
     init_state,
     lion,
     make_step,
+    masked,
     muon,
     next_token_loss,
     partition,
@@ -74,6 +80,61 @@ def test_adafactor_is_torchs(weight_decay: float) -> None:
     _assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"lr": 1.0},  # above 1/sqrt(step), which then rules
+        {"lr": 0.05, "beta2_decay": -0.5, "eps": (None, 0.5)},
+        {"lr": 0.05, "eps": (0.3, 1e-3), "weight_decay": 0.1},
+        {"lr": 0.05, "d": 3.0},
+    ],
+    ids=str,
+)
+def test_adafactors_numbers_are_torchs(numbers: dict) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"stack": (3, 5, 4), "row": (1, 7), "column": (13, 1), "number": (), "vector": (5,)}
+    params = {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+    ours, _ = _ours(adafactor(**{"clip" if name == "d" else name: x for name, x in numbers.items()}), params)
+    _assert_close(ours, _theirs(lambda ps: torch.optim.Adafactor(ps, **numbers), params), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("match_adamw", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_what_is_around_muons_iteration_is_torchs(nesterov: bool, match_adamw: bool, monkeypatch) -> None:
+    """With an exact polar factor on both sides nothing is left of bf16's noise, which would hide a wrong momentum."""
+
+    def exact(matrix: Tensor, *_, **__) -> Tensor:
+        left, _, right = torch.linalg.svd(matrix.bfloat16().double(), full_matrices=False)
+        return left @ right
+
+    start = _params(torch.float64)  # so that what is rounded to bf16 is the same on both sides
+    monkeypatch.setattr(sys.modules["train.muon"], "orthogonalize", exact)  # train.muon itself is the function
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", exact)
+    ours, _ = _ours(muon(0.02, momentum=0.8, nesterov=nesterov, match_adamw=match_adamw), start)
+    adjust = "match_rms_adamw" if match_adamw else "original"
+    how = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.8, "nesterov": nesterov, "adjust_lr_fn": adjust}
+    _assert_close(ours, _theirs(lambda ps: torch.optim.Muon(ps, **how), start), rtol=0, atol=1e-6)
+
+
+def test_stacks_of_matrices_are_updated_one_by_one() -> None:
+    draw = torch.Generator().manual_seed(0)
+    stack = torch.randn(2, 3, 8, 5, generator=draw)
+    grad = torch.randn(2, 3, 8, 5, generator=draw) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
+    for match_adamw in (True, False):
+        optimizer = muon(0.02, match_adamw=match_adamw)
+        whole, _ = optimizer.update({"w": grad}, optimizer.init({"w": stack}), {"w": stack})
+        for i in ((0, 0), (0, 1), (1, 2)):
+            one, g = {"w": stack[i]}, {"w": grad[i]}
+            alone, _ = optimizer.update(g, optimizer.init(one), one)
+            torch.testing.assert_close(whole["w"][i], alone["w"], rtol=0, atol=5e-4)
+
+
+def test_muons_steps_and_eps_are_used() -> None:
+    matrix = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(orthogonalize(matrix, steps=1), orthogonalize(matrix, steps=5))
+    torch.testing.assert_close(orthogonalize(matrix, eps=1e6), torch.zeros(6, 6).bfloat16(), rtol=0, atol=0.01)
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("match_adamw", [True, False])
 def test_muon_is_torchs(nesterov: bool, match_adamw: bool) -> None:
@@ -117,6 +178,128 @@ def test_lion_is_its_loop() -> None:
             theirs[name] = param - 0.01 * (sign + 0.1 * param)
             moments[name] = 0.95 * moments[name] + 0.05 * grad
     _assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+EACH = {
+    "adamw": adamw(0.01),
+    "momentum": sgd(0.01, momentum=0.9),
+    "lion": lion(0.01),
+    "adafactor": adafactor(0.01),
+    "muon": muon(0.01),
+    "partition": partition({"t*": muon(0.01), "*": adamw(0.01)}),
+    "ema": with_ema(adamw(0.01), 0.9),
+    "master": with_master(adamw(0.01)),
+    "stochastic": with_stochastic_rounding(adamw(0.01)),
+    "chain": chain(masked(clip_norm(0.1), "wide"), adamw(0.01)),
+}
+
+
+def _once(optimizer, grads, state, params, *, inplace: bool):
+    if not inplace:
+        updates, state = optimizer.update(grads, state, params)
+        return apply_updates(params, updates), state
+    params, state = tree.map(torch.clone, params), tree.map(torch.clone, state)
+    optimizer.apply_(grads, state, params)
+    return params, state
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["pure", "in place"])
+@pytest.mark.parametrize("name", EACH)
+def test_a_leaf_without_a_gradient_keeps_its_state(name: str, inplace: bool) -> None:
+    """As in torch: a branch that was not used in a step is taught again in the next one."""
+    optimizer, params = EACH[name], _params(torch.bfloat16)
+    grads = tree.map(lambda p: _gradient(p, 0), params)
+    before, state = _once(optimizer, grads, optimizer.init(params), params, inplace=inplace)
+    after, passed = _once(optimizer, grads | {"tall": None}, state, before, inplace=inplace)
+    assert tree.flatten(passed).keys() == tree.flatten(state).keys()
+    for path, leaf in tree.flatten((before, state)).items():
+        if path.endswith("tall") and "ema" not in path:  # the average goes on towards the weights
+            assert torch.equal(tree.flatten((after, passed))[path], leaf), path
+    assert not torch.equal(after["wide"], before["wide"])
+    last, _ = _once(optimizer, grads, passed, after, inplace=inplace)
+    assert not torch.equal(last["tall"], after["tall"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "momentum", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("wrap", [lambda o: o, with_master, with_stochastic_rounding, lambda o: with_ema(o, 0.9)])
+def test_a_frozen_leaf_has_no_state_and_its_gradient_teaches_nothing(name: str, wrap) -> None:
+    """torch.func.grad makes one for every leaf."""
+    spec = {n: SimpleNamespace(decay=True, trainable=n != "tall") for n in _params()}
+    make = {"adamw": adamw, "sgd": sgd, "momentum": partial(sgd, momentum=0.9), "lion": lion, "muon": muon}
+    optimizer = wrap(make.get(name, adafactor)(0.01, spec=spec))
+    params = _params(torch.bfloat16)
+    grads, state = tree.map(torch.ones_like, params), optimizer.init(params)
+    assert not [path for path in tree.flatten(state) if path.endswith("tall")]
+    for inplace in (False, True):
+        after, _ = _once(optimizer, grads, state, params, inplace=inplace)
+        assert torch.equal(after["tall"], params["tall"]) and not torch.equal(after["wide"], params["wide"])
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_leaves_without_numbers_go_along(name: str) -> None:
+    """As a process has them where a mesh divides few rows between many."""
+    params = _params() | {"none": torch.ones(0, 3), "t_none": torch.ones(2, 3, 0)}
+    alone = _once(EACH[name], tree.map(torch.ones_like, _params()), EACH[name].init(_params()), _params(), inplace=True)
+    for inplace in (False, True):
+        optimizer = EACH[name]
+        after, state = _once(
+            optimizer, tree.map(torch.ones_like, params), optimizer.init(params), params, inplace=inplace
+        )
+        assert all(leaf.isfinite().all() for leaf in tree.leaves((after, state)))
+        _assert_close({n: after[n] for n in _params()}, alone[0])
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_saved_state_goes_on_bit_by_bit(name: str, tmp_path) -> None:
+    optimizer, held = EACH[name], {}
+
+    def on(params, state, steps):
+        for step in steps:
+            grads = tree.map(lambda p, step=step: _gradient(p, step), params)
+            params, state = _once(optimizer, grads, state, params, inplace=True)
+        return params, state
+
+    start = init_state(_params(torch.bfloat16), optimizer)
+    held = on(start.params, start.opt_state, range(5))
+    middle = on(start.params, start.opt_state, range(3))
+    checkpoint.save(tmp_path, 3, State(torch.tensor(3), *middle))
+    found = checkpoint.load(checkpoint.latest(tmp_path), like=start)
+    again = on(found.params, found.opt_state, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(held), tree.leaves(again), strict=True))
+
+
+def test_what_is_fp32_needs_no_master() -> None:
+    params = {"small": torch.ones(3, dtype=torch.bfloat16), "norm": torch.ones(3), "table": torch.arange(3)}
+    optimizer = with_master(adamw(0.01))
+    state = optimizer.init(params)
+    assert list(tree.flatten(state["master"])) == ["small"]
+    assert {leaf.dtype for path, leaf in tree.flatten(state).items() if "step" not in path} == {torch.float32}
+    grads = {"small": torch.ones(3), "norm": torch.ones(3), "table": None}
+    for inplace in (False, True):
+        after, _ = _once(optimizer, grads, state, params, inplace=inplace)
+        torch.testing.assert_close(after["norm"], torch.full((3,), 0.99 - 1e-4), rtol=1e-6, atol=0)
+        torch.testing.assert_close(after["small"].float(), after["norm"], rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: muon(0.02, momentum=1.0), "momentum is 1.0; it must be a number, at least 0 and below 1"),
+        (lambda: muon(0.02, steps=0), "steps is 0; it must be a whole number, at least 1"),
+        (lambda: muon(0.02, steps=2.5), "steps is 2.5; it must be a whole number, at least 1"),
+        (lambda: muon(-0.02), "lr is -0.02; it must be a number, at least 0"),
+        (lambda: lion(0.02, betas=(0.9, 1.0)), "betas are .*, at least 0 and below 1"),
+        (lambda: adafactor(clip=0.0), "clip is 0.0; it must be above 0"),
+        (lambda: adafactor(beta2_decay=0.8), "beta2_decay is 0.8; it must be at most 0"),
+        (lambda: adafactor(eps=(-1.0, 1e-3)), r"eps\[0\] is -1.0; it must be a number, at least 0"),
+        (lambda: adafactor(eps=(None, -1.0)), r"eps\[1\] is -1.0; it must be a number, at least 0"),
+        (lambda: with_ema(sgd(0.1), 1.0), "decay is 1.0; it must be a number, at least 0 and below 1"),
+        (lambda: with_ema(sgd(0.1), "0.9"), "decay is '0.9'; it must be a number, at least 0 and below 1"),
+    ],
+)
+def test_wrong_numbers_are_named(make, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 def test_a_partition_is_each_optimizer_on_its_own_leaves() -> None:

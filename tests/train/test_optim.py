@@ -98,13 +98,33 @@ def test_decay_follows_the_spec(name, inplace):
 def test_fp64_stays_fp64(name):
     pure, _ = run_ours(OURS[name](), toy(torch.float64), inplace=False)
     assert {t.dtype for t in tree.leaves(pure)} == {torch.float64}
-    assert_close(pure, run_theirs(THEIRS[name], toy(torch.float64)), rtol=1e-6, atol=1e-6)
+    assert_close(pure, run_theirs(THEIRS[name], toy(torch.float64)), rtol=1e-11, atol=1e-12)
 
 
-def test_bf16_pure_and_in_place_agree_within_one_rounding():
-    pure, _ = run_ours(OURS["adamw"](), toy(torch.bfloat16), inplace=False, steps=3)
-    inplace, _ = run_ours(OURS["adamw"](), toy(torch.bfloat16), inplace=True, steps=3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OURS)
+def test_half_a_word_pure_and_in_place_agree_within_one_rounding(name, dtype):
+    """Leaves are longer than a vector of the kernels: of those torch's own SGD writes the rest alone, on the CPU."""
+    start = toy(dtype) | {"long": torch.linspace(-1, 1, 100).to(dtype)}
+    pure, _ = run_ours(OURS[name](), start, inplace=False, steps=3)
+    inplace, state = run_ours(OURS[name](), start, inplace=True, steps=3)
     assert_close(pure, inplace, rtol=2**-7, atol=1e-3)
+    assert {leaf.dtype for leaf in tree.leaves(state) if leaf.ndim} <= {dtype}
+    wide, _ = run_ours(OURS[name](), tree.map(torch.Tensor.float, start), inplace=False, steps=3)
+    assert_close(tree.map(torch.Tensor.float, inplace), wide, rtol=2**-6, atol=5e-3)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_transposed_leaf_is_updated_in_place_as_any_other(name):
+    start = toy()
+    turned = tree.map(torch.clone, start) | {"embed": start["embed"].t().contiguous().t()}
+    assert not turned["embed"].is_contiguous()
+    optimizer = OURS[name]()
+    state = optimizer.init(turned)
+    for step in range(3):
+        optimizer.apply_(gradients(step, turned), state, turned)
+    assert not turned["embed"].is_contiguous()
+    assert_close(turned, run_ours(optimizer, start, inplace=True, steps=3)[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["pure", "in place"])
@@ -193,6 +213,9 @@ def test_clip_equals_torch():
         torch.testing.assert_close(g, p.grad)
     small, _ = clip_by_global_norm(grads, 1e6)
     assert_same_bits(small, grads)
+    for limit in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"limit is {limit}; it must be above 0"):
+            clip_by_global_norm(grads, limit)
 
 
 def test_global_norm_of_bf16_is_in_fp32_and_of_nothing_is_0():
@@ -216,7 +239,7 @@ def test_wrong_numbers_are_named(make, name, value):
         make(**{"lr": 1e-3, name: value})
 
 
-@pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, 0.99, 0.999)])
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, 0.99, 0.999), 0.9, ("0.9", 0.99)])
 def test_wrong_betas_are_named(betas):
     with pytest.raises(ValueError, match=r"betas are .*two numbers, at least 0 and below 1"):
         adamw(1e-3, betas=betas)

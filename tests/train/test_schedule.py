@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -74,9 +75,42 @@ def test_a_tensor_gives_the_same_rate_as_a_number(shape, base):
         ({"shape": "cubic"}, "cubic"),
         ({"base": 2}, "base"),
         ({"total": 0}, "total"),
+        ({"total": 10.5}, "total is 10.5"),
+        ({"total": math.nan}, "total is nan"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"warmup": 0.1}, "warmup is 0.1; they must be whole numbers of steps"),  # a share, in other trainers
         ({"decay_ratio": 1.5}, "decay_ratio"),
+        ({"decay_ratio": math.nan}, "decay_ratio"),
+        ({"floor": 1.5}, "floor is 1.5; it must lie between 0 and 1"),
+        ({"floor": -0.1}, "floor is -0.1"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, named):
     with pytest.raises(ValueError, match=named):
         warmup_stable_decay(1, **({"total": 10, "warmup": 2} | wrong))
+
+
+@pytest.mark.parametrize("shape", ["linear", "sqrt", "cosine"])
+@pytest.mark.parametrize("total", [10**4, 10**6, 3 * 10**7])
+def test_no_step_of_a_long_run_has_rate_0(shape, total):
+    """Of a tensor it is computed in fp32, in which 1 + cos of almost pi is 0 from 13,000 steps on."""
+    args = dict(total=total, warmup=10, shape=shape)
+    assert warmup_stable_decay(1, **args) > 0
+    exact = {"linear": 1, "sqrt": 0.5, "cosine": (math.pi / 2) ** 2 / (total - 10)}[shape] / (total - 10)
+    for last in (warmup_stable_decay(total, **args), float(warmup_stable_decay(torch.tensor(total), **args))):
+        assert last == pytest.approx(exact, rel=1e-3)
+
+
+def test_every_curve_is_its_pieces():
+    """Against the definition, piece by piece, for all warmups and shares of the decay."""
+    for total, warmup, ratio, shape, base in itertools.product(
+        (1, 7, 20), (0, 1, 5, 30), (None, 0, 0.3, 0.55, 1), ("linear", "sqrt", "cosine"), (0, 1)
+    ):
+        args = dict(total=total, warmup=warmup, decay_ratio=ratio, shape=shape, floor=0.1, base=base)
+        decay = total - min(warmup, total)
+        decay = decay if ratio is None else min(decay, round(total * ratio))
+        for step in range(base, total + 4):
+            progress = min(1, max(0, step - base - (total - decay)) / decay) if decay else 0
+            fall = {"linear": progress, "sqrt": progress**0.5, "cosine": (1 - math.cos(math.pi * progress)) / 2}[shape]
+            expected = min(1, step / min(warmup, total) if warmup else 1) * (1 - 0.9 * fall)
+            assert warmup_stable_decay(step, **args) == pytest.approx(expected, abs=1e-12), (step, args)

@@ -277,6 +277,12 @@ def test_init_state_copies():
     assert all(p.grad is None and not p.requires_grad for p in tree.leaves(params))
 
 
+def test_a_tie_of_two_paths_is_refused_before_it_comes_apart():
+    tied = torch.ones(3, 2)
+    with pytest.raises(ValueError, match=r"embed and head\.w are one tensor: keep it at one path"):
+        init_state({"embed": tied, "norm": torch.ones(2), "head": {"w": tied}}, adamw(1e-1))
+
+
 @pytest.mark.parametrize("optimizer", [adamw(1e-1), without_apply(adamw(1e-1))], ids=["in place", "update only"])
 def test_a_state_that_was_used_up_says_so(optimizer):
     step, state = make_step(toy_loss, optimizer), init_state(toy_params(), optimizer)
