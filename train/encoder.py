@@ -18,6 +18,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], end: int | None) -> tuple
 
     Each with what the tokenizer puts before it, and with the token `end` after it.
     """
+    take_all(tokenizer)
     tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a text is text, not the end of a document
     tail = [] if end is None else [end]
     found = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
@@ -31,8 +32,13 @@ def encode_talks(tokenizer: Tokenizer, talks: Sequence[Talk]) -> tuple[np.ndarra
 
     A token that begins before a turn and reaches into it is not learnt: the assistant never chooses it.
     """
+    take_all(tokenizer)
     tokenizer.encode_special_tokens = False  # the template writes them as text
-    found = tokenizer.encode_batch([text for text, _ in talks], add_special_tokens=False)
+    after, tokenizer.post_processor = tokenizer.post_processor, None  # GPT-NeoX's moves offsets past a token's spaces
+    try:
+        found = tokenizer.encode_batch([text for text, _ in talks], add_special_tokens=False)
+    finally:
+        tokenizer.post_processor = after
     ids, learnt = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
     for encoding, (_, turns) in zip(found, talks, strict=True):
         begins = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
@@ -41,6 +47,12 @@ def encode_talks(tokenizer: Tokenizer, talks: Sequence[Talk]) -> tuple[np.ndarra
         for start, stop in turns:
             learnt[-1] |= (start <= begins) & (begins < stop)
     return np.concatenate(ids), np.array([len(some) for some in ids[1:]], np.int64), np.concatenate(learnt)
+
+
+def take_all(tokenizer: Tokenizer) -> None:
+    """A tokenizer.json may tell to cut every text at so many tokens and to pad it: its trainer's batches, not ours."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
 
 def answer(tokenizer: Tokenizer, kind: str, end: int | None, items: Sequence) -> tuple[np.ndarray, ...]:

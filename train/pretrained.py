@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 import params as P
 from fnmodels.tree import Tree
 from params.files import read_json
+from train.encoder import take_all
 from train.errors import UserError
 
 
@@ -20,9 +21,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not path.is_file():
         raise UserError(f"{folder}: the checkpoint folder has no tokenizer.json")
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} is not a tokenizer that the tokenizers library can read ({error})") from error
+    take_all(tokenizer)
+    return tokenizer
 
 
 def weights_folder(folder: Path) -> Path:

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 
 from train import cache, data, tokenizer
 from train.corpus import Corpus, Document
-from train.encoder import encode
+from train.encoder import encode, encode_talks
+from train.pretrained import load_tokenizer
 from train.sources import Source, Texts
 
 TEXTS = ["def one():\n    return 1\n" * 9, "class Two:\n\tpass\r\n\r\n" * 7, "<|endoftext|> é 漢字 \U0001f600\n" * 5]
@@ -48,6 +49,23 @@ def test_documents_begin_and_end_with_the_end_token_and_cannot_spell_it():
     for ids in np.split(line, lengths.cumsum())[:-1]:
         assert ids[0] == ids[-1] == end
         assert end not in ids[1:-1]
+
+
+def test_a_tokenizer_that_cuts_and_pads_does_neither_here(tmp_path):
+    """As those that trl or sentence-transformers save do: every text would be its first tokens, and padding learnt."""
+    whole = tokenizer.train(TEXTS, 300)
+    expected = encode(whole, TEXTS, 0)
+    cutting = Tokenizer.from_str(whole.to_str())
+    cutting.enable_truncation(4)
+    cutting.enable_padding(pad_id=7, length=9)
+    cutting.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.to_str() == whole.to_str() and loaded.encode(TEXTS[0]).ids == whole.encode(TEXTS[0]).ids
+    for made in (Tokenizer.from_str(cutting.to_str()), loaded):
+        assert all(np.array_equal(*pair) for pair in zip(encode(made, TEXTS, 0), expected, strict=True))
+    talks = [(text, [(0, 3)]) for text in TEXTS]
+    for pair in zip(encode_talks(cutting, talks), encode_talks(whole, talks), strict=True):
+        assert np.array_equal(*pair)
 
 
 def test_sizes_are_those_of_the_text():
