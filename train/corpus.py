@@ -5,6 +5,7 @@ The default needs no download: the Python standard library's own source files.
 
 import hashlib
 import os
+import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Document:
     name: str
     text: str
     messages: Messages | None = None
+    tools: Messages = ()
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Corpus:
     train: tuple[Document, ...]
     heldout: tuple[Document, ...]
     skipped: tuple[str, ...] = ()
+    copies: int = 0  # documents that were left out because they are there already
 
     @property
     def is_chat(self) -> bool:
@@ -74,7 +77,7 @@ def of_dataset(dataset: Any, name: str = "dataset", *, strict: bool = False) -> 
 
 def parted(found: Iterable[tuple[str, Record]], source: str, *, strict: bool) -> Corpus:
     """Documents to learn from and documents held out, of the records found in a source."""
-    documents, skipped = distinct(found)
+    documents, skipped, copies = distinct(found)
     if strict and skipped:
         raise UserError(f"{len(skipped)} files or records of {source} cannot be read: {skipped[0]}")
     if not documents:
@@ -89,7 +92,7 @@ def parted(found: Iterable[tuple[str, Record]], source: str, *, strict: bool) ->
     train, heldout = split(documents)
     if not train or not heldout:
         raise UserError(f"too little text in {source} to hold a part of it out")
-    return Corpus(train, heldout, skipped)
+    return Corpus(train, heldout, skipped, copies)
 
 
 def files_under(root: Path) -> list[Path]:
@@ -114,6 +117,9 @@ def contents(files: list[Path], root: Path) -> Iterator[tuple[str, Record]]:
     for path in files:
         name = path.relative_to(root).as_posix()
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+                yield name, Record("", fault="neither a regular file nor a folder")
+                continue
             for record in records.records(path) if records.is_records(path) else (plain(path),):
                 yield name, record
         except OSError as error:
@@ -127,21 +133,24 @@ def plain(path: Path) -> Record:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         return Record("", fault=f"not UTF-8 text: byte 0x{data[error.start]:02x} in line {line}")
+    text = text.removeprefix("\ufeff")  # the byte order mark of some editors, which is no text
     return Record("", fault="binary") if "\0" in text else Record("", text=text)
 
 
-def distinct(found: Iterable[tuple[str, Record]]) -> tuple[list[Document], tuple[str, ...]]:
-    """Distinct documents, and what was skipped. Of copies one stays: two could end up on both sides."""
+def distinct(found: Iterable[tuple[str, Record]]) -> tuple[list[Document], tuple[str, ...], int]:
+    """Distinct documents, what was skipped, and how many copies: of them one stays, two could end up on both sides."""
     documents: dict[str, Document] = {}
     skipped: list[str] = []
+    copies = 0
     for file, record in found:
         name = f"{file}, {record.place}" if record.place else file
-        text = canonical(record.messages) if record.messages is not None else record.text
+        text = canonical(record) if record.messages is not None else record.text
         if text is None:
             skipped.append(printable(f"{name} ({record.fault})"))
         elif text.strip():  # an empty file is nobody's mistake
-            documents.setdefault(digest(text), Document(name, text, record.messages))
-    return list(documents.values()), tuple(skipped)
+            document = Document(name, text, record.messages, record.tools)
+            copies += documents.setdefault(digest(text), document) is not document
+    return list(documents.values()), tuple(skipped), copies
 
 
 def printable(text: str) -> str:

@@ -1,6 +1,7 @@
 """Many documents in one place: JSON lines, Parquet, a Hugging Face dataset. Each record is a text or a conversation.
 
 A record's document is its field `text`, or where it has none `messages`: a list of {"role": ..., "content": ...}.
+Beside them `tools` may say what the assistant can call: a list of JSON schemas, or the same as JSON in a text.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from train.commands import check_installed
 from train.errors import UserError
 
-TEXT, MESSAGES = "text", "messages"
+TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 HALF = "holds half a character, a lone surrogate"
 BATCH = 1024  # records of a Parquet file held at a time
 
@@ -29,15 +30,16 @@ class Record:
     text: str | None = None
     messages: Messages | None = None
     fault: str = ""
+    tools: Messages = ()
 
 
 def is_records(path: Path) -> bool:
-    return path.suffix in (".jsonl", ".parquet")
+    return path.suffix.lower() in (".jsonl", ".ndjson", ".parquet")
 
 
 def records(path: Path) -> Iterator[Record]:
     """The records of a file, broken ones among them. OSError where it cannot be read at all."""
-    return _json_lines(path) if path.suffix == ".jsonl" else _parquet(path)
+    return _parquet(path) if path.suffix.lower() == ".parquet" else _json_lines(path)
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
@@ -52,6 +54,8 @@ def _of_json(place: str, line: bytes) -> Record:
         value = json.loads(line)
     except UnicodeDecodeError:
         return Record(place, fault="not UTF-8")
+    except json.JSONDecodeError as error:  # which counts lines of its own, from this one
+        return Record(place, fault=f"not JSON: {error.msg}, column {error.colno}")
     except (ValueError, RecursionError) as error:
         return Record(place, fault=f"not JSON: {error}")
     if not isinstance(value, dict):
@@ -69,14 +73,14 @@ def _parquet(path: Path) -> Iterator[Record]:
         try:
             file = parquet.ParquetFile(opened)
             names = file.schema_arrow.names
-            columns = [name for name in (TEXT, MESSAGES) if name in names][:1]
-            if not columns:
+            columns = [TEXT] if TEXT in names else [name for name in (MESSAGES, TOOLS) if name in names]
+            if not columns or columns == [TOOLS]:
                 yield Record("its schema", fault=f"no column {TEXT!r} or {MESSAGES!r} among {', '.join(names)}")
                 return
             for batch in file.iter_batches(BATCH, columns=columns):
                 for value in batch.to_pylist():
                     number += 1
-                    yield _of_value(f"row {number}", value)
+                    yield _of_columns(f"row {number}", value)
         except (pyarrow.ArrowException, OSError) as error:  # what is damaged may show late, as either
             where = f"after row {number}" if number else "the file"
             yield Record(where, fault=f"not Parquet: {error}")
@@ -89,12 +93,28 @@ def of_dataset(dataset: Any) -> Iterator[Record]:
     except TypeError as error:
         raise UserError(f"the dataset is a {type(dataset).__name__} without a length: a stream has no order") from error
     for number in range(count):
-        value = dataset[number]
+        try:
+            value = dataset[number]
+        except KeyError as error:
+            raise UserError(f"the dataset is a {type(dataset).__name__} of named parts: give one of them") from error
         place = f"item {number}"
         if isinstance(value, Mapping):
-            yield _of_value(place, value)
+            yield _of_columns(place, value)
         else:
             yield Record(place, fault=f"{value!r:.40} is no dict of columns")
+
+
+def _of_columns(place: str, value: Mapping[str, Any]) -> Record:
+    """The record of a row whose objects all have the same fields: null where they do not have one."""
+    talk = {name: _there(value[name]) for name in (MESSAGES, TOOLS) if name in value}
+    return _of_value(place, {**value, **talk})
+
+
+def _there(value: Any) -> Any:
+    """The same without the fields that are null, which a template would take for given; that nothing is said stays."""
+    if isinstance(value, Mapping):
+        return {name: _there(field) for name, field in value.items() if field is not None or name == "content"}
+    return [_there(item) for item in value] if isinstance(value, list) else value
 
 
 def _of_value(place: str, value: Mapping[str, Any]) -> Record:
@@ -112,13 +132,28 @@ def _of_value(place: str, value: Mapping[str, Any]) -> Record:
         return Record(place, fault=f"{MESSAGES!r} is {messages!r:.40}, no list of objects with a role")
     if not messages:
         return Record(place, fault=f"{MESSAGES!r} is empty")
-    whole = is_unicode(canonical(tuple(messages)))
-    return Record(place, messages=tuple(messages)) if whole else Record(place, fault=f"{MESSAGES!r} {HALF}")
+    tools = _tools(value.get(TOOLS))
+    if tools is None:
+        return Record(place, fault=f"{TOOLS!r} is {value[TOOLS]!r:.40}, no list of objects")
+    found = Record(place, messages=tuple(messages), tools=tools)
+    return found if is_unicode(canonical(found)) else Record(place, fault=f"{MESSAGES!r} {HALF}")
 
 
-def canonical(messages: Messages) -> str:
-    """A conversation as one text that equal ones share."""
-    return json.dumps(messages, ensure_ascii=False, sort_keys=True, default=str)
+def _tools(value: Any) -> Messages | None:
+    """As they were given; None where they are none that a template could name."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "[]")
+        except (ValueError, RecursionError):
+            return None
+    value = [] if value is None else value
+    return tuple(value) if isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value) else None
+
+
+def canonical(record: Record) -> str:
+    """A conversation, and what can be called in it, as one text that equal ones share."""
+    whole = (*record.tools, record.messages) if record.tools else record.messages
+    return json.dumps(whole, ensure_ascii=False, sort_keys=True, default=str)
 
 
 def is_unicode(text: str) -> bool:

@@ -45,6 +45,8 @@ def skipped(job: Job) -> None:
         write_text(job.path / folder.SKIPPED, "".join(f"{what}\n" for what in found))
         more = f", ...; all are in {job.path / folder.SKIPPED}" if len(found) > 5 else ""
         print(f"skipped {len(found)} files or records: {', '.join(found[:5])}{more}")
+    if job.texts.copies:
+        print(f"left out {job.texts.copies} documents that are copies of others in their source: a weight repeats one")
 
 
 def settings(chosen: Settings) -> None:

@@ -1,8 +1,8 @@
 """Text that was tokenized before: .npy files of token ids, memory-mapped, so that a corpus may be larger than memory.
 
-A shard is one line of ids (uint16, uint32 or int32). Where `NAME.lengths.npy` lies beside `NAME.npy`, it says how long
-its documents are, in order; else each end-of-text id ends a document, which it belongs to. No document goes on in the
-next shard. A folder's shards are read in the order of their names.
+A shard is one line of ids (uint8, uint16, uint32, int32 or int64). Where `NAME.lengths.npy` lies beside `NAME.npy`, it
+says how long its documents are, in order; else each end-of-text id ends a document, which it belongs to. No document
+goes on in the next shard. A folder's shards are read in the order of their names.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from train.errors import UserError
 from train.order import permuted
 from train.rows import Tokens
 
-DTYPES = ("uint16", "uint32", "int32")
+DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 LENGTHS = ".lengths.npy"
 AT_ONCE = 1 << 24  # ids looked at
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.05, 1 << 20  # of the documents; tokens

@@ -42,6 +42,10 @@ class Texts:
         )
 
     @property
+    def copies(self) -> int:
+        return sum(text.copies for _, text in self._texts())
+
+    @property
     def train(self) -> tuple[corpus.Document, ...]:
         """What a tokenizer can be made of, where no source is of another kind than texts."""
         return tuple(document for _, text in self._texts() for document in text.train)

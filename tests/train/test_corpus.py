@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,29 @@ def test_a_folder_is_read_in_a_fixed_order_and_what_is_no_text_is_reported(tmp_p
     assert [d.name for d in found.train] == ["a.md (head)", "b.txt (head)", "sub/c.py (head)"]
     assert "\r\n" in found.train[1].text
     assert [s.split(" ")[0] for s in found.skipped] == ["latin.txt", "link.txt", "zeros.bin"]
+
+
+def test_copies_are_counted(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("the same\n" * 20)
+    (tmp_path / "other.txt").write_text("another\n" * 20)
+    found = corpus.load(tmp_path)
+    assert found.copies == 2 and found.skipped == ()
+    assert [d.name for d in found.train] == ["a.txt (head)", "other.txt (head)"]
+
+
+def test_a_pipe_is_not_waited_for_and_a_byte_order_mark_is_no_text(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbf")
+    (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + b"from an editor\n" * 20)
+    (tmp_path / "wide.txt").write_text("two bytes each\n", encoding="utf-16")
+    found = corpus.load(tmp_path)
+    (head,), (tail,) = found.train, found.heldout
+    assert head.text + tail.text == "from an editor\n" * 20
+    assert found.skipped == (
+        "pipe.jsonl (neither a regular file nor a folder)",
+        "wide.txt (not UTF-8 text: byte 0xff in line 1)",
+    )
 
 
 def test_the_fingerprint_follows_the_texts_and_not_their_place(tmp_path):

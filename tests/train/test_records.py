@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from train import corpus
 from train.errors import UserError
-from train.records import records
+from train.records import of_dataset, records
 
 GOOD = [f"text number {i}\n" * 5 for i in range(3)]
 
@@ -45,7 +45,7 @@ def test_records_are_documents_beside_plain_files(tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "cut": (b'{"text": "abc', "not JSON"),
+    "cut": (b'{"text": "abc', "not JSON: Invalid control character at, column 14)"),
     "latin": (b'{"text": "\xe9"}', "not UTF-8"),
     "list": (b"[1]", "not a JSON object"),
     "field": (b'{"body": "x"}', "no field 'text' or 'messages' among body"),
@@ -55,6 +55,8 @@ BROKEN = {
     "half a character": (b'{"text": "a\\ud800b"}', "'text' holds half a character"),
     "roles": (b'{"messages": [{"content": "x"}]}', "no list of objects with a role"),
     "no turns": (b'{"messages": []}', "'messages' is empty"),
+    "tools": (b'{"messages": [{"role": "user"}], "tools": [3]}', "'tools' is [3], no list of objects"),
+    "tools that are no JSON": (b'{"messages": [{"role": "user"}], "tools": "["}', "'tools' is '[', no list of objects"),
     "half in a turn": (b'{"messages": [{"role": "user", "content": "\\udc00"}]}', "'messages' holds half"),
 }
 
@@ -135,6 +137,52 @@ def test_conversations_are_read_from_lines_and_columns(tmp_path: Path) -> None:
     assert len(found.heldout) == 8 and sorted(both, key=str) == sorted(TALKS, key=str)
 
 
+def test_the_ends_of_names_are_known_in_any_case(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "A.JSONL").rename(tmp_path / "b.ndjson")
+    _jsonl(tmp_path / "A.JSONL")
+    assert _texts(corpus.load(tmp_path)) == _texts(corpus.load(tmp_path / "b.ndjson")) == GOOD
+    _parquet(tmp_path / "C.PARQUET", text=GOOD)
+    assert _texts(corpus.load(tmp_path / "C.PARQUET")) == GOOD
+
+
+CALLS = [
+    [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": name, "arguments": {key: 1}}]},
+        {"role": "tool", "content": "4", "name": name},
+    ]
+    for name, key in (("add", "a"), ("sum", "b"))
+]
+
+
+def test_fields_that_only_other_rows_have_are_not_there(tmp_path: Path) -> None:
+    """Columns hold null for them, and 'tool_calls' in message would be true of every message."""
+    schemas = [[{"name": "add", "parameters": {"a": "int"}}], [{"name": "sum", "parameters": {"b": "int"}}]]
+    rows = [{"messages": talk, "tools": tools} for talk, tools in zip(CALLS, schemas, strict=True)]
+    _parquet(tmp_path / "a.parquet", messages=CALLS, tools=schemas)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    as_text = [row | {"tools": json.dumps(row["tools"])} for row in rows]
+    found = [records(tmp_path / "a.parquet"), records(tmp_path / "b.jsonl")]
+    found += [of_dataset(dataset) for some in (rows, as_text) for dataset in _datasets(some)]
+    for source in map(list, found):
+        assert [list(record.messages or ()) for record in source] == CALLS
+        assert [list(record.tools) for record in source] == schemas
+    _parquet(tmp_path / "c.parquet", messages=CALLS, tools=[None, []])
+    assert [record.tools for record in records(tmp_path / "c.parquet")] == [(), ()]
+    _parquet(tmp_path / "d.parquet", tools=schemas)
+    (told,) = records(tmp_path / "d.parquet")
+    assert told.fault == "no column 'text' or 'messages' among tools"
+
+
+def test_a_conversation_with_other_tools_is_another(tmp_path: Path) -> None:
+    rows = [{"messages": CALLS[0], "tools": tools} for tools in ([], [{"name": "add"}], [{"name": "sum"}], [])]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = corpus.load(tmp_path / "a.jsonl")
+    tools = sorted((d.tools for d in found.train + found.heldout), key=str)
+    assert tools == [(), ({"name": "add"},), ({"name": "sum"},)]
+    assert found.copies == 1
+
+
 def test_of_few_conversations_a_whole_one_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS[:3]))
     found = corpus.load(tmp_path / "a.jsonl")
@@ -190,6 +238,8 @@ def test_a_dataset_is_read_by_what_it_can_do() -> None:
 def test_what_is_no_dataset_is_told() -> None:
     with pytest.raises(UserError, match="the dataset is a generator without a length"):
         corpus.of_dataset(value for value in [{"text": "a"}])
+    with pytest.raises(UserError, match="the dataset is a dict of named parts: give one of them"):
+        corpus.of_dataset({"train": Columns([])})
     assert corpus.of_dataset(Columns([*({"text": text} for text in GOOD), 7])).skipped == (
         "dataset, item 3 (7 is no dict of columns)",
     )

@@ -110,8 +110,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "longer": (_longer, r"a\.npy has more bytes than it says"),
     "beginning": (lambda path: (path / "a.npy").write_bytes(b"\x93NUMPY"), r"a\.npy is not an \.npy file, or its"),
     "empty file": (lambda path: (path / "a.npy").write_bytes(b""), r"a\.npy is not an \.npy file, or its"),
-    "float": (_save("a.npy", np.zeros(3)), r"a\.npy holds float64 of shape \(3,\): a shard is one line of uint16"),
-    "wide": (_save("a.npy", np.zeros(3, np.int64)), r"a\.npy holds int64"),
+    "float": (
+        _save("a.npy", np.zeros(3)),
+        r"a\.npy holds float64 of shape \(3,\): a shard is one line of uint8, uint16",
+    ),
+    "wide": (_save("a.npy", np.zeros(3, np.uint64)), r"a\.npy holds uint64"),
     "big endian": (_save("a.npy", np.zeros(3, ">u2")), r"a\.npy holds >u2"),
     "pickled": (_pickled, r"a\.npy holds object"),
     "table": (_save("a.npy", np.zeros((3, 2), np.uint16)), r"a\.npy holds uint16 of shape \(3, 2\)"),
