@@ -75,19 +75,22 @@ def test_little_text_is_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_that_dies_is_told_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start = [], workers._start
+    started, start, told, tell = [], workers._start, [], workers._tell
 
     def watched(*arguments) -> subprocess.Popen:
         started.append(start(*arguments))
         return started[-1]
 
+    def killing(process: subprocess.Popen, message: object) -> None:
+        told.append(process)
+        if told.count(process) == 3 and process is started[0]:  # what to do, a group, and now another
+            process.kill()
+        tell(process, message)
+
     monkeypatch.setattr(workers, "_start", watched)
-
-    def kill(done: int, total: int) -> None:
-        started[0].kill()
-
+    monkeypatch.setattr(workers, "_tell", killing)
     with pytest.raises(RuntimeError, match="ended with -9 before its work did"):
-        workers.encode(tokenizer.train(TEXTS, 300), TEXTS * 20, 0, workers=2, show=kill)
+        workers.encode(tokenizer.train(TEXTS, 300), TEXTS * 20, 0, workers=2)
     assert [process.poll() for process in started] == [-9, -9]
 
 
