@@ -11,7 +11,8 @@ it: a conversation tokenized turn by turn has other tokens at the seams.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -35,6 +36,7 @@ from train.token_loss import IGNORE
 Message = Mapping[str, Any]
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+BEGIN, STOP = "\ufdd0", "\ufdd1"  # around what a template marks; Unicode keeps them out of every text
 
 
 class RewrittenError(UserError):
@@ -43,10 +45,17 @@ class RewrittenError(UserError):
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template (Jinja source) and the special tokens that it may name."""
+    """A chat template (Jinja source), the special tokens that it may name, and the day (ISO) that it may tell: today's
+    where there is none.
+    """
 
     source: str
     special: Mapping[str, str]
+    day: str | None = None
+
+    @property
+    def tells_the_day(self) -> bool:
+        return "strftime_now" in self.source
 
 
 @dataclass(frozen=True)
@@ -67,34 +76,46 @@ def read_template(folder: str | Path) -> Template:
     """The template of a checkpoint folder: chat_template.jinja, or `chat_template` in tokenizer_config.json."""
     folder = Path(folder)
     own = folder / "chat_template.jinja"
-    source = own.read_text(encoding="utf-8") if own.exists() else _tokenizer_config(folder).get("chat_template")
+    try:
+        source = own.read_text(encoding="utf-8") if own.exists() else _tokenizer_config(folder).get("chat_template")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{own} is not UTF-8 text") from error
     if isinstance(source, list):  # several named ones; "default" is for conversation
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[0].get("template") if named else None
     if not isinstance(source, str):
         raise UserError(f"{folder} has no chat template: neither {own.name} nor 'chat_template' in {TOKENIZER_CONFIG}")
     return Template(source, special_tokens(folder))
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Those that a chat template may name, {"bos_token": "<s>", ...}, as tokenizer_config.json gives them."""
-    values = _tokenizer_config(folder)
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    given = {name: values.get(name) for name in names}
-    return {name: v["content"] if isinstance(v, dict) else v for name, v in given.items() if v is not None}
+    """Those that a chat template may name, {"bos_token": "<s>", ...}, as the folder's files give them."""
+    tokens = {name: value for name, value in _tokenizer_config(folder).items() if name.endswith("_token")}
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: value for name, value in tokens.items() if isinstance(value, str)}  # "add_bos_token" is a bool
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
-    file = folder / TOKENIZER_CONFIG
-    values: dict[str, Any] = read_json(file) if file.exists() else {}
+    """Empty where there is no such file. Older folders have special tokens in a file of their own."""
+    values: dict[str, Any] = {}
+    for path in (folder / "special_tokens_map.json", folder / TOKENIZER_CONFIG):
+        found = read_json(path) if path.exists() else {}
+        if not isinstance(found, dict):
+            raise UserError(f"{path} holds no JSON object")
+        values |= found
     return values
 
 
 def render(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
     """The text of a conversation; prompt: up to where the assistant begins. UserError where the template refuses."""
+    return _unmarked(_rendered(template, messages, prompt=prompt, **extra))[0]
+
+
+def _rendered(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
     try:
-        compiled = _compiled(template.source)
-        return compiled.render(messages=messages, add_generation_prompt=prompt, **template.special, **extra)
+        given: dict[str, Any] = {"tools": None, "documents": None, **template.special, **extra}  # as in transformers
+        given["strftime_now"] = (datetime.fromisoformat(template.day) if template.day else datetime.now()).strftime
+        return _compiled(template.source).render(messages=list(messages), add_generation_prompt=prompt, **given)
     except Exception as error:  # a template is a program of somebody else's, and may fail as any program can
         raise UserError(f"the chat template cannot render the conversation: {error}") from error
 
@@ -103,19 +124,42 @@ def render(template: Template, messages: Sequence[Message], *, prompt: bool = Fa
 def _compiled(source: str) -> jinja2.Template:
     extensions = [loopcontrols, Generation]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.filters["tojson"] = _json
+    environment.globals["raise_exception"] = _refuse
     return environment.from_string(source)
 
 
 class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, by which templates mark the assistant's part: its text as it is."""
+    """{% generation %} ... {% endgeneration %}, by which templates mark what is the assistant's."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return BEGIN + caller() + STOP
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the marks, and where what they enclose stands in it."""
+    pieces, found, size = re.split(f"([{BEGIN}{STOP}])", text), [], 0
+    if pieces[1::2] != [BEGIN, STOP] * (len(pieces) // 4):
+        raise UserError("the chat template marks the assistant's part inside of the assistant's part")
+    for number, piece in enumerate(pieces[::2]):
+        if number % 2:
+            found.append((size, size + len(piece)))
+        size += len(piece)
+    return "".join(pieces[::2]), found
+
+
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As in transformers; jinja2's own writes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -127,11 +171,14 @@ def spans(
 ) -> tuple[str, list[tuple[int, int]]]:
     """(the rendered text, where each of the assistant's turns stands in it, the end of the turn included).
 
-    With `last` only the last message's. A turn is what the text up to it gains over the text that ends with the
-    assistant's cue. RewrittenError where a template renders a turn differently once others follow it (dropping earlier
-    thoughts, say): then nothing says what to learn.
+    A template that marks them with {% generation %} is taken at its word, as transformers does. Else a turn is what the
+    text up to it gains over the text that ends with the assistant's cue; with `last` the last message's only.
+    RewrittenError where a template renders a turn differently once others follow it (dropping earlier thoughts, say):
+    then nothing says what to learn.
     """
-    whole, found = render(template, messages, **extra), []
+    whole, found = _unmarked(_rendered(template, messages, **extra))
+    if found:
+        return whole, found
     for index, message in enumerate(messages):
         if message.get("role") != "assistant" or (last and index + 1 < len(messages)):
             continue
@@ -142,7 +189,12 @@ def spans(
                 "says cannot be told from what announces it"
             )
         until = render(template, messages[: index + 1], **extra)
-        if not (whole.startswith(until) and until.startswith(before)):
+        if not until.startswith(before):
+            raise UserError(
+                f"the chat template does not begin turn {index + 1} of {len(messages)} with its cue for the assistant, "
+                f"which ends with {before[-20:]!r}: what is said after the cue cannot be told"
+            )
+        if not whole.startswith(until):
             raise RewrittenError(
                 f"the chat template renders turn {index + 1} of {len(messages)} differently when others follow it, so "
                 "its place in the text cannot be told: give each turn that is to be learnt as an example of its own"

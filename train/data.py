@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,14 +114,18 @@ def tokenized(
     )
 
 
-def template_for(texts: Texts, folder: Path) -> Template | None:
-    """The chat template of a checkpoint folder, where there are conversations. UserError where it has none."""
+def template_for(texts: Texts, folder: Path, day: str | None = None) -> Template | None:
+    """The chat template of a checkpoint folder, where there are conversations. UserError where it has none.
+
+    A template that tells the day tells `day`, or without it today's, whenever it is rendered.
+    """
     if not texts.conversations:
         return None
     check_installed(("jinja2",))
     from train.chat import read_template
 
-    return read_template(folder)
+    template = read_template(folder)
+    return replace(template, day=day or date.today().isoformat()) if template.tells_the_day else template
 
 
 def mixture(dataset: Dataset, length: int) -> Mixture:
@@ -147,7 +152,7 @@ def of_text(
 ) -> Halves:
     """From the cache where an equal corpus met an equal tokenizer before."""
     known_as = fingerprint(corpus)
-    settings = f"1 {known_as} {end} {tokenizer.to_str()}"
+    settings = f"2 {known_as} {end} {tokenizer.to_str()}"
 
     def write(path: Path) -> None:
         documents, count = corpus.train + corpus.heldout, len(corpus.train)
@@ -189,7 +194,7 @@ def of_chats(
 ) -> Halves:
     """From the cache, as texts are. The bytes are those of what the assistant says, which is all that is learnt."""
     known_as = hashlib.sha256(f"{fingerprint(corpus)} {template}".encode()).hexdigest()
-    settings = f"1 {known_as} {length} {tokenizer.to_str()}"
+    settings = f"2 {known_as} {length} {tokenizer.to_str()}"
 
     def write(path: Path) -> None:
         arrays: dict[str, np.ndarray] = {}
@@ -237,7 +242,7 @@ def talks_of(
     rendered: list[Talk] = []
     for document in documents:
         try:
-            found = talks(template, document.messages or ())
+            found = talks(template, document.messages or (), tools=list(document.tools) or None)
         except UserError as error:
             skipped.append(f"{document.name} ({error})")
             continue

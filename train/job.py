@@ -95,6 +95,7 @@ def prepare(
     length = min(settings.row_length, config.max_position_embeddings)
     if not tokenizer.encode(settings.prompt).ids:
         raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
+    template = data.template_for(texts, made.source or path, (recorded or {}).get("day"))
     with tokenizing() as show:
         dataset = data.tokenized(
             texts,
@@ -102,7 +103,7 @@ def prepare(
             ends[0] if ends else None,
             config.vocab_size,
             length=length,
-            template=data.template_for(texts, made.source or path),
+            template=template,
             strict=settings.broken == "stop",
             show=show,
         )
@@ -113,6 +114,8 @@ def prepare(
         "config": json.loads(json.dumps(config.to_hf())),
         "weights": made.weights,
     }
+    if template and template.day:
+        identity["day"] = template.day  # which a resumed run tells again
     if recorded:
         check_agreement(recorded, identity, path)
     check_length(dataset, length, settings.data)

@@ -4,11 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from fnmodels import pack
-from train.chat import Example, Template, encode_chat, encode_turns, read_template, render, spans
+from fnmodels.errors import CheckpointError
+from train.chat import Example, Template, encode_chat, encode_turns, read_template, render, spans, talks
 from train.errors import UserError
 
 CHAT = [
@@ -222,12 +223,27 @@ def test_a_token_across_the_seam_is_not_learnt() -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     forgetful = Template(
-        "{% for m in messages %}{{ '[' + m['role'] + ']' + (m['content'] if loop.last else m['content'] | upper) }}"
+        "{% for m in messages %}{% set kept = loop.last or m['role'] == 'user' %}"
+        "{{ '[' + m['role'] + ']' + (m['content'] if kept else m['content'] | upper) }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}",
         {},
     )
     with pytest.raises(UserError, match="renders turn 2 of 4 differently"):
         spans(forgetful, CHAT)
+
+
+def test_a_turn_that_does_not_begin_with_its_cue_is_refused() -> None:
+    """DeepSeek R1's way: the cue opens a thought, and a turn that is given is rendered without one."""
+    template = Template(
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'].split('</think>')[-1] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}",
+        {},
+    )
+    for messages in (CHAT, CHAT[:2]):
+        with pytest.raises(
+            UserError, match=r"does not begin turn 2 of \d with its cue .* ends with 'i<assistant><think>"
+        ):
+            talks(template, messages)
 
 
 THOUGHTS = (  # Qwen 3's way: the last answer is rendered with its thoughts, even if it has none, earlier ones without
@@ -271,6 +287,88 @@ def test_marks_of_the_assistants_part_leave_no_trace() -> None:
     assert render(Template(marked, {}), CHAT) == theirs == render(Template(CHATML, {}), CHAT)
 
 
+MARKED = {
+    "without the cue": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}",
+    "thoughts of the last turn": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{% if loop.last %}{{ '<think>\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_template_that_marks_what_the_assistant_says_is_taken_at_its_word(name: str) -> None:
+    source, tokenizer = MARKED[name], _tokenizer()
+    reference = PreTrainedTokenizerFast(tokenizer_object=_tokenizer())
+    theirs = reference.apply_chat_template(
+        CHAT, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+    )
+    (example,) = encode_turns(tokenizer, Template(source, {}), CHAT)
+    assert example.tokens.tolist() == theirs["input_ids"]
+    assert example.learnt.int().tolist() == theirs["assistant_masks"] and sum(theirs["assistant_masks"]) > 0
+    last = "<think>\n4<|im_end|>" if "thoughts" in name else "4<|im_end|>"
+    assert _text(example, learnt=True) == "Hello!<|im_end|>" + last
+
+
+def test_marks_within_marks_are_refused() -> None:
+    inside = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
+    with pytest.raises(UserError, match="marks the assistant's part inside of"):
+        render(Template(inside, {}), CHAT)
+
+
+# What published templates ask of their surroundings (GLM-4.5, Llama 3.1, Mistral, Qwen 2.5), in a line each.
+ASKED = {
+    "letters as they are": "{{ messages | tojson(ensure_ascii=False) }}",
+    "escaped letters": "{{ messages | tojson(ensure_ascii=True) }}",
+    "separators": "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}",
+    "indented": "{{ messages | tojson(indent=2) }}",
+    "no tools": "{% if tools is not none %}{{ tools | length }}{% endif %}{{ messages[0]['content'] }}",
+    "tools": "{% for tool in tools %}{{ tool | tojson }}{% endfor %}",
+    "documents": "{% if documents is none %}none{% endif %}",
+    "one more turn": "{% set messages = [{'role': 'system'}] + messages %}{{ messages | length }}",
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("tools", [None, [{"name": "add", "parameters": {"a": None}}]])
+def test_what_templates_ask_for_is_there_as_in_transformers(name: str, tools: Any) -> None:
+    messages = [{"role": "user", "content": "ü < 漢"}, CHAT[1]]
+    reference = PreTrainedTokenizerFast(tokenizer_object=_tokenizer())
+    try:
+        theirs = reference.apply_chat_template(messages, chat_template=ASKED[name], tools=tools, tokenize=False)
+    except TypeError:  # a loop over no tools
+        with pytest.raises(UserError, match="cannot render"):
+            render(Template(ASKED[name], {}), messages, tools=tools)
+    else:
+        assert render(Template(ASKED[name], {}), tuple(messages), tools=tools) == theirs
+
+
+def test_the_day_is_todays_or_the_one_that_is_given() -> None:
+    source = "{{ strftime_now('%d %b %Y') }}"
+    reference = PreTrainedTokenizerFast(tokenizer_object=_tokenizer())
+    theirs = {reference.apply_chat_template(CHAT, chat_template=source, tokenize=False) for _ in range(2)}
+    assert render(Template(source, {}), CHAT) in theirs | {
+        reference.apply_chat_template(CHAT, chat_template=source, tokenize=False)
+    }
+    assert render(Template(source, {}, day="2024-07-26"), CHAT) == "26 Jul 2024"
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["offsets whole", "offsets past spaces"])
+def test_spaces_at_a_seam_belong_to_the_side_that_writes_them(moved: bool) -> None:
+    tokenizer = _tokenizer()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=moved)
+    template = Template(
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' <|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        {},
+    )
+    example = encode_chat(tokenizer, template, CHAT)
+    assert _text(example, learnt=True) == "Hello! <|im_end|>4 <|im_end|>"
+    assert str(tokenizer.post_processor) == str(processors.ByteLevel(trim_offsets=moved))
+
+
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ {}.popitem() }}", "{{ none + 'a' }}"])
 def test_whatever_a_template_does_is_a_sentence(source: str) -> None:
     with pytest.raises(UserError, match="the chat template cannot render"):
@@ -300,3 +398,16 @@ def test_templates_are_found_in_a_folder(tmp_path: Any) -> None:
     assert read_template(tmp_path) == Template("A", SPECIAL)
     (tmp_path / "chat_template.jinja").write_text("B")
     assert read_template(tmp_path).source == "B"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<old>", "sep_token": "<sep>"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values | {"add_bos_token": True, "pad_token": None}))
+    assert read_template(tmp_path).special == SPECIAL | {"sep_token": "<sep>"}
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is not UTF-8"):
+        read_template(tmp_path)
+    for content, message in (
+        ("[1]", r"tokenizer_config\.json holds no JSON object"),
+        ("{", r"config\.json is not valid"),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises((UserError, CheckpointError), match=message):
+            read_template(tmp_path)

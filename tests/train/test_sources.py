@@ -1,5 +1,6 @@
 """What --data may name: text, records, shards, and mixtures of them, up to whole runs."""
 
+import datetime
 import json
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.train.test_run import TINY, rows, same, stop_after, train
-from train import data, sources, tokenizer
+from train import cache, data, sources, tokenizer
 from train.chat import Template
 from train.errors import UserError
 from train.rows import everything
@@ -187,6 +188,19 @@ def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tm
         data.tokenized(texts, made, 0, 300)
 
 
+def test_a_conversation_is_rendered_with_its_tools(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2."}]
+    lines = [json.dumps({"messages": talk, "tools": [{"name": f"tool {i}"}]}) + "\n" for i in range(5)]
+    (tmp_path / "a.jsonl").write_text("".join(lines) + json.dumps({"messages": talk}))
+    made = tokenizer.train(["<user><assistant> 0123456789?+.\n"] * 9, 300)
+    template = Template("{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}" + TEMPLATE, {})
+    texts = sources.load(str(tmp_path / "a.jsonl"))
+    dataset = data.tokenized(texts, made, 0, 300, template=template, length=64)
+    halves = dataset.train.sources[0], dataset.heldout.sources[0]
+    texts_of = {made.decode(half.read(n, 0, 64)) for half in halves for n in range(len(half.lengths))}
+    assert texts_of == {f"{named}<user>2?\n<assistant>2.\n" for named in ["", *(f"[tool {i}]" for i in range(5))]}
+
+
 def test_a_run_learns_from_conversations(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
     assert train(tmp_path / "first", _words(tmp_path / "a.txt", "one")) == 0
     talks = _talks(tmp_path / "talks.jsonl")
@@ -215,6 +229,32 @@ def test_a_run_learns_from_conversations(tmp_path: Path, monkeypatch, capsys: py
         assert train(tmp_path / "parts", talks, "--init", tmp_path / "first") == 130
     assert train(tmp_path / "parts", None, "--resume") == 0
     assert same(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_a_template_that_tells_the_day_tells_the_day_that_the_run_began(tmp_path: Path, monkeypatch) -> None:
+    """As Llama 3.2's does: elsewhere, or without the cache, a run resumed tomorrow would learn from another text."""
+
+    class Day(datetime.date):
+        @classmethod
+        def today(cls) -> datetime.date:
+            return days[-1]
+
+    days = [datetime.date(2026, 2, 28)]
+    monkeypatch.setattr(data, "date", Day)
+    assert train(tmp_path / "first", _words(tmp_path / "a.txt", "one")) == 0
+    (tmp_path / "first" / "chat_template.jinja").write_text("{{ strftime_now('%d %b') }}" + TEMPLATE)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        assert train(tmp_path / "run", _talks(tmp_path / "talks.jsonl"), "--init", tmp_path / "first") == 130
+    (file,) = cache.folder().glob("chats-*")
+    before = file.read_bytes()
+    file.unlink()
+    days.append(datetime.date(2026, 3, 1))
+    assert train(tmp_path / "run", None, "--resume", "--keep", 1) == 0
+    assert file.read_bytes() == before
+    texts = sources.load(str(tmp_path / "talks.jsonl"))
+    template = data.template_for(texts, tmp_path / "run")
+    assert template is not None and template.day == "2026-03-01"
 
 
 def test_what_is_broken_may_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
