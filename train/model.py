@@ -4,6 +4,7 @@ Of adapters only they are kept, in the saved steps and in the run folder: the we
 are, and a resumed run holds them against the digests that it began with.
 """
 
+import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from train.errors import UserError
 from train.parallel.dtensors import map_local
 from train.settings import Settings
 from train.state import State
-from train.tokenizer import special_ids, train
+from train.tokenizer import PIECES, special_ids, train
 
 Json = dict[str, Any]
 
@@ -221,8 +222,9 @@ def new_tokenizer(texts: sources.Texts, vocab_size: int) -> Tokenizer:
         raise UserError(f"--data {name} holds token ids: name with --init the checkpoint whose tokenizer made them")
     for name in texts.conversations:
         raise UserError(f"--data {name} holds conversations: name with --init a checkpoint with a chat template")
+    key = hashlib.sha256(f"{PIECES} {texts.fingerprint} {vocab_size}".encode()).hexdigest()
     return cached(
-        f"tokenizer-{texts.fingerprint[:32]}-{vocab_size}.json",
+        f"tokenizer-{key[:32]}.json",
         lambda path: path.write_text(train((d.text for d in texts.train), vocab_size).to_str(), encoding="utf-8"),
         lambda path: Tokenizer.from_file(str(path)),
     )

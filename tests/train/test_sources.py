@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.train.test_run import TINY, rows, same, stop_after, train
-from train import cache, data, sources, tokenizer
+from train import cache, data, model, sources, tokenizer
 from train.chat import Template
 from train.errors import UserError
 from train.rows import everything
@@ -108,6 +108,17 @@ def test_all_kinds_of_sources_become_one_mixture(tmp_path: Path) -> None:
     of_ids = dataset.train.sources[2], dataset.heldout.sources[2]
     texts = [[part.read(n, 0, int(size)) for n, size in enumerate(part.lengths)] for part in of_ids]
     assert "".join(made.decode(ids) for pair in zip(*texts, strict=True) for ids in pair) == text
+
+
+def test_a_tokenizer_is_made_of_all_sources(tmp_path: Path) -> None:
+    """The cache once knew it by the first one: a second mixture got the tokenizer of the first."""
+    names = [_words(tmp_path / word, word) for word in ("alpha", "bravo", "charlie")]
+    for other in names[1:]:
+        texts = sources.load(f"{names[0]},{other}")
+        for _ in range(2):
+            made = model.new_tokenizer(texts, 300)
+            assert made.to_str() == tokenizer.train((d.text for d in texts.train), 300).to_str()
+    assert model.new_tokenizer(texts, 280).get_vocab_size() == 280
 
 
 def test_the_hash_is_of_the_contents(tmp_path: Path) -> None:
