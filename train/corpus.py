@@ -96,7 +96,7 @@ def parted(found: Iterable[tuple[str, Record]], source: str, *, strict: bool) ->
 
 
 def files_under(root: Path) -> list[Path]:
-    """All files below a folder in a fixed order, without hidden ones; links to folders are not followed."""
+    """All files below a folder in a fixed order, without hidden ones; a link to a folder is one, and not followed."""
     found: list[Path] = []
 
     def refuse(error: OSError) -> None:
@@ -104,7 +104,8 @@ def files_under(root: Path) -> list[Path]:
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [Path(folder, name) for name in names + links if not name.startswith(".")]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -117,8 +118,10 @@ def contents(files: list[Path], root: Path) -> Iterator[tuple[str, Record]]:
     for path in files:
         name = path.relative_to(root).as_posix()
         try:
-            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-                yield name, Record("", fault="neither a regular file nor a folder")
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode):  # a pipe would be waited for, a link upwards followed for ever
+                what = "a link to a folder" if stat.S_ISDIR(mode) else "neither a regular file nor a folder"
+                yield name, Record("", fault=what)
                 continue
             for record in records.records(path) if records.is_records(path) else (plain(path),):
                 yield name, record

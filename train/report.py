@@ -46,7 +46,7 @@ def skipped(job: Job) -> None:
         more = f", ...; all are in {job.path / folder.SKIPPED}" if len(found) > 5 else ""
         print(f"skipped {len(found)} files or records: {', '.join(found[:5])}{more}")
     if job.texts.copies:
-        print(f"left out {job.texts.copies} documents that are copies of others in their source: a weight repeats one")
+        print(f"left out {job.texts.copies} documents that are copies of others: a weight repeats a source")
 
 
 def settings(chosen: Settings) -> None:

@@ -5,8 +5,8 @@ talks.jsonl:3,books/:1     of every four rows, three from the first
 tokenized/                 a folder of .npy shards (train.shards), made by the tokenizer of --init
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, lcm
 from pathlib import Path
@@ -80,7 +80,7 @@ def load(data: str | None, *, without: Path | None = None, strict: bool = False)
     """Read what `data` names, token ids only later; see train.corpus.load. UserError names what is wrong."""
     found = [(None, Fraction(1))] if data is None else parse(data)
     return Texts(
-        tuple(
+        apart(
             Source(
                 str(path or LIBRARY),
                 weight,
@@ -92,8 +92,25 @@ def load(data: str | None, *, without: Path | None = None, strict: bool = False)
     )
 
 
+def apart(sources: Iterable[Source]) -> tuple[Source, ...]:
+    """The same, where no source learns from a document that another holds out. UserError where nothing is left."""
+    found = tuple(sources)
+    heldout = {document.text for source in found if source.text for document in source.text.heldout}
+
+    def rest(source: Source) -> Source:
+        if source.text is None:
+            return source
+        train = tuple(document for document in source.text.train if document.text not in heldout)
+        if not train:
+            raise UserError(f"{source.name}: all that there is to learn from is held out by another source")
+        copies = source.text.copies + len(source.text.train) - len(train)
+        return replace(source, text=replace(source.text, train=train, copies=copies))
+
+    return tuple(map(rest, found))
+
+
 def of_dataset(dataset: Any, name: str = "dataset", *, weight: Fraction | int = 1, strict: bool = False) -> Source:
-    """A Hugging Face dataset as a source, see train.corpus.of_dataset; `Texts((source, ...))` is what a run learns."""
+    """A Hugging Face dataset as a source, see train.corpus.of_dataset; a run learns `Texts(apart([it, ...]))`."""
     return Source(name, Fraction(weight), corpus.of_dataset(dataset, name, strict=strict))
 
 

@@ -4,6 +4,7 @@ import datetime
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -108,6 +109,25 @@ def test_all_kinds_of_sources_become_one_mixture(tmp_path: Path) -> None:
     of_ids = dataset.train.sources[2], dataset.heldout.sources[2]
     texts = [[part.read(n, 0, int(size)) for n, size in enumerate(part.lengths)] for part in of_ids]
     assert "".join(made.decode(ids) for pair in zip(*texts, strict=True) for ids in pair) == text
+
+
+def test_what_one_source_holds_out_no_other_learns(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"record {i}, {i % 7}\n" * 3}) + "\n" for i in range(300)]
+    (tmp_path / "all.jsonl").write_text("".join(lines))
+    (tmp_path / "some.jsonl").write_text("".join(lines[100:220]))
+    texts = sources.load(f"{tmp_path / 'all.jsonl'},{tmp_path / 'some.jsonl'}:3")
+    parts = [source.text for source in texts.sources if source.text]
+    heldout = {document.text for part in parts for document in part.heldout}
+    learnt = {document.text for part in parts for document in part.train}
+    assert [len(part.heldout) for part in parts] == [15, 6] and len(heldout) == 18
+    assert not heldout & learnt and len(heldout | learnt) == 300
+    assert texts.copies == 300 + 120 - 15 - 6 - sum(len(part.train) for part in parts) > 0
+    alone = sources.load(str(tmp_path / "all.jsonl"))
+    assert alone.copies == 0 and len(alone.train) == 285
+    part = parts[0]
+    other = replace(part, train=part.heldout)
+    with pytest.raises(UserError, match="b: all that there is to learn from is held out by another source"):
+        sources.apart([sources.Source("a", Fraction(1), part), sources.Source("b", Fraction(1), other)])
 
 
 def test_a_tokenizer_is_made_of_all_sources(tmp_path: Path) -> None:
