@@ -62,7 +62,7 @@ def load(data: Path | None = None, *, without: Path | None = None, strict: bool 
         root, files, source = data.parent, [data], str(data)
     elif data.is_dir():
         root, files, source = data, files_under(data), f"the folder {data}"
-        files = [path for path in files if without is None or without.resolve() not in path.resolve().parents]
+        files = [path for path in files if without is None or not is_below(path, without)]
     elif data.exists():
         raise UserError(f"--data {data}: it is neither a regular file nor a folder")
     else:
@@ -107,6 +107,12 @@ def files_under(root: Path) -> list[Path]:
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         found += [Path(folder, name) for name in names + links if not name.startswith(".")]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def is_below(path: Path, folder: Path) -> bool:
+    return (
+        Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+    )  # Path.resolve fails on a link to itself
 
 
 def is_library_source(path: Path) -> bool:

@@ -5,6 +5,7 @@ the defaults, and those that decide its numbers must not be given otherwise.
 """
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -220,7 +221,7 @@ def absolute(name: str, value: Any, base: Path) -> Any:
     """The same value; where it names files, relative ones are relative to `base`."""
     if KINDS[name] is DATA:
         return sources.absolute(value, base)
-    return str((base / value).resolve()) if KINDS[name] is CHECKPOINT else value
+    return os.path.realpath(base / value) if KINDS[name] is CHECKPOINT else value
 
 
 def flag(name: str) -> str:

@@ -5,6 +5,7 @@ talks.jsonl:3,books/:1     of every four rows, three from the first
 tokenized/                 a folder of .npy shards (train.shards), made by the tokenizer of --init
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -135,8 +136,8 @@ def parse(data: str) -> list[tuple[Path | None, Fraction]]:
 def absolute(data: str, base: Path = Path()) -> str:
     """The same with paths that do not depend on the working folder; relative ones are relative to `base`."""
     if _exists(base / data):
-        return str((base / data).resolve())
-    found = [(str((base / path).resolve()), weight) for path, weight in parse(data) if path]
+        return os.path.realpath(base / data)
+    found = [(os.path.realpath(base / path), weight) for path, weight in parse(data) if path]
     return ",".join(path if weight == 1 else f"{path}:{weight}" for path, weight in found)
 
 

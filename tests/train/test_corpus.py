@@ -73,10 +73,12 @@ def test_a_pipe_is_not_waited_for_and_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "wide.txt").write_text("two bytes each\n", encoding="utf-16")
     (tmp_path / "upwards").symlink_to(tmp_path)
     (tmp_path / ".hidden").symlink_to(tmp_path)
-    found = corpus.load(tmp_path)
+    (tmp_path / "itself.txt").symlink_to(tmp_path / "itself.txt")
+    found = corpus.load(tmp_path, without=tmp_path / "run")
     (head,), (tail,) = found.train, found.heldout
     assert head.text + tail.text == "from an editor\n" * 20
     assert found.skipped == (
+        "itself.txt (Too many levels of symbolic links)",
         "pipe.jsonl (neither a regular file nor a folder)",
         "upwards (a link to a folder)",
         "wide.txt (not UTF-8 text: byte 0xff in line 1)",

@@ -42,6 +42,21 @@ def test_training_a_tokenizer_is_deterministic():
     assert tokenizer.train(TEXTS, 320).to_str() == tokenizer.train(list(TEXTS), 320).to_str()
 
 
+def test_a_word_of_megabytes_is_learnt_in_parts(monkeypatch):
+    parts = []
+    real = Tokenizer.train_from_iterator
+    monkeypatch.setattr(Tokenizer, "train_from_iterator", lambda self, texts, by: real(self, kept(texts), by))
+
+    def kept(texts):
+        parts.extend(texts)
+        return parts
+
+    long = "acgt" * 6000
+    tokenizer.train([*TEXTS, f"a line\n{long} and more\n"], 300)
+    assert max(map(len, parts)) == 10_000 and "".join(parts) == "".join(TEXTS) + f"a line\n{long} and more\n"
+    assert parts[: len(TEXTS)] == TEXTS
+
+
 def test_documents_begin_and_end_with_the_end_token_and_cannot_spell_it():
     made = tokenizer.train(TEXTS, 300)
     end = made.token_to_id(tokenizer.END)

@@ -314,8 +314,15 @@ def test_a_dataset_is_a_source_among_others(tmp_path: Path) -> None:
     assert mixture.names[1] == "records" and mixture.weights == (2, 1)
 
 
+def _link(path: Path) -> Path:
+    path.symlink_to(path)
+    return path
+
+
 MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "absent": (lambda path: f"{_words(path / 'a', 'one')}:3,{path / 'no'}", "there is no such file or folder"),
+    "link to itself": (lambda path: f"{_link(path / 'a')}", "a: there is no such file or folder"),
+    "links to themselves": (lambda path: f"{_link(path / 'a')}:2,{path / 'a'}", "a: there is no such file or folder"),
     "weight": (lambda path: f"{_words(path / 'a', 'one')}:0,{path / 'a'}", "a weight above 0"),
     "empty": (lambda path: f"{_words(path / 'a', 'one')},{_words(path / 'b', '', 0)}", "no text in"),
 }
