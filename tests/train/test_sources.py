@@ -219,6 +219,46 @@ def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tm
         data.tokenized(texts, made, 0, 300)
 
 
+def test_the_cache_answers_no_other_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tokenizer, end, template and length has its own; what is made in one folder is what each makes alone."""
+    words = ["<user><assistant> 0123456789?+.\n" * 3, "one is answer <user> 1212 3434\n" * 3]
+    one, other = (tokenizer.train([text] * 9, 270) for text in words)
+    assert one.get_vocab_size() == other.get_vocab_size()
+    talks, texts = (
+        sources.load(str(path)).sources[0].text
+        for path in (_talks(tmp_path / "a.jsonl"), _words(tmp_path / "b.txt", "one is 1212"))
+    )
+    assert talks is not None and texts is not None
+    template = Template(TEMPLATE, {})
+    asked = [
+        lambda: data.of_text(texts, one, 0),
+        lambda: data.of_text(texts, other, 0),
+        lambda: data.of_text(texts, one, None),
+        lambda: data.of_text(texts, one, 5),
+        lambda: data.of_chats(talks, one, template, 64),
+        lambda: data.of_chats(talks, other, template, 64),
+        lambda: data.of_chats(talks, one, template, 24),
+        lambda: data.of_chats(talks, one, Template("# " + TEMPLATE, {}), 64),
+        lambda: data.of_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "?"}), 64),
+        lambda: data.of_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "+"}), 64),
+    ]
+
+    def answer(ask: Callable[[], data.Halves]) -> tuple:
+        half = ask()
+        tokens = half.train
+        numbers = [tokens.targets(n, 0, int(size)).tolist() for n, size in enumerate(tokens.lengths)]
+        return numbers, tokens.parts[0].tolist(), half.sizes, half.skipped, half.fingerprint
+
+    together = [answer(ask) for _ in range(2) for ask in asked]
+    alone = []
+    for number, ask in enumerate(asked):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache {number}"))
+        alone.append(answer(ask))
+    assert together == alone * 2
+    assert len({str(found) for found in alone}) == len(asked)
+    assert len({found[-1] for found in alone[:4]}) == 1 and len({found[-1] for found in alone[4:]}) == 4
+
+
 def test_a_conversation_is_rendered_with_its_tools(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2."}]
     lines = [json.dumps({"messages": talk, "tools": [{"name": f"tool {i}"}]}) + "\n" for i in range(5)]
