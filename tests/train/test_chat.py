@@ -369,6 +369,16 @@ def test_spaces_at_a_seam_belong_to_the_side_that_writes_them(moved: bool) -> No
     assert str(tokenizer.post_processor) == str(processors.ByteLevel(trim_offsets=moved))
 
 
+def test_the_template_alone_writes_the_beginning_of_a_text() -> None:
+    tokenizer, template = _tokenizer(), Template(LLAMA3, SPECIAL)
+    plain = encode_chat(tokenizer, template, CHAT)
+    begin = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    assert tokenizer.encode("a").ids[0] == begin
+    assert encode_chat(tokenizer, template, CHAT).tokens.tolist() == plain.tokens.tolist()
+    assert plain.tokens.tolist().count(begin) == 1
+
+
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ {}.popitem() }}", "{{ none + 'a' }}"])
 def test_whatever_a_template_does_is_a_sentence(source: str) -> None:
     with pytest.raises(UserError, match="the chat template cannot render"):

@@ -1,6 +1,7 @@
 import json
 import zlib
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,6 +102,23 @@ def test_the_tokenized_corpus_is_cached_and_a_damaged_file_is_made_again(monkeyp
     assert equal(data.tokenized(small_texts(), made, 0, 300), first)
     other = data.tokenized(small_texts(), tokenizer.train(TEXTS, 280), 0, 280)
     assert not equal(other, first)
+
+
+def test_what_is_not_finished_is_not_in_the_cache():
+    def stopped(path):
+        path.write_text("ha")
+        raise KeyboardInterrupt
+
+    def slow(path):
+        path.write_text("ha")
+        assert cache.cached("a.txt", lambda path: path.write_text("another's"), Path.read_text) == "another's"
+        path.write_text("half and half")
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.cached("a.txt", stopped, Path.read_text)
+    assert list(cache.folder().iterdir()) == []
+    assert cache.cached("a.txt", slow, Path.read_text) == "half and half"  # two at once: the last wins
+    assert [path.name for path in cache.folder().iterdir()] == ["a.txt"]
 
 
 def test_the_tokenizer_file_is_plain_json():

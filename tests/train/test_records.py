@@ -125,6 +125,15 @@ def test_broken_parquet_is_named(tmp_path: Path) -> None:
     assert found["null.parquet"][0].place == "row 2"
 
 
+def test_rows_are_counted_through_batches_and_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.records.BATCH", 4)
+    texts = [None if i in (2, 7, 13) else f"text {i}" for i in range(1, 15)]
+    parquet.write_table(pyarrow.table({"text": texts, "id": range(14)}), tmp_path / "a.parquet", row_group_size=3)
+    found = list(records(tmp_path / "a.parquet"))
+    assert [record.text for record in found] == texts
+    assert [record.place for record in found if record.fault] == ["row 2", "row 7", "row 13"]
+
+
 TALKS = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in range(150)]
 
 

@@ -61,6 +61,13 @@ def test_ids_are_looked_through_once_and_again_when_the_file_has_changed(tmp_pat
     other = shards.load(file, vocab_size=100, end=4)
     assert other.tokens.read(1, 5, 6) == 11 and other.fingerprint != first.fingerprint
     assert shards.load(file, vocab_size=100, end=5).fingerprint != other.fingerprint
+    with pytest.raises(UserError, match=r"id number 9 is 11, .* has 11 entries"):  # of another model
+        shards.load(file, vocab_size=11, end=4)
+    for lengths in ([3, 7], [4, 6], [10]):
+        np.save(tmp_path / "a.lengths.npy", np.array(lengths))
+        assert [len(ids) for ids in _documents(shards.load(file, vocab_size=100, end=4).tokens)] == lengths
+    (tmp_path / "a.lengths.npy").unlink()
+    assert shards.load(file, vocab_size=100, end=4).fingerprint == other.fingerprint
 
 
 def test_a_part_is_held_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -109,6 +110,12 @@ def test_all_kinds_of_sources_become_one_mixture(tmp_path: Path) -> None:
     of_ids = dataset.train.sources[2], dataset.heldout.sources[2]
     texts = [[part.read(n, 0, int(size)) for n, size in enumerate(part.lengths)] for part in of_ids]
     assert "".join(made.decode(ids) for pair in zip(*texts, strict=True) for ids in pair) == text
+    told, tails = (
+        data.of_shards(sources.load(mix).sources[2], made, 0, 300),
+        "".join(map(made.decode, texts[1])).encode(),
+    )
+    assert told.sizes[1:] == (len(tails), len(zlib.compress(tails, 9)))
+    assert told.sizes[0] == pytest.approx(len(text) - len(tails), rel=0.05)  # estimated
 
 
 def test_what_one_source_holds_out_no_other_learns(tmp_path: Path) -> None:
@@ -213,6 +220,14 @@ def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tm
     assert dataset.train.bytes == len(said)
     assert dataset.train.learning == int((batch["labels"] >= 0).sum()) < dataset.train.total
     assert dataset.heldout.learning == int((data.heldout(again, 64)["labels"] >= 0).sum())
+    questions = [f"<user>{i} + {i}?\n<assistant>" for i in range(120)]
+    sizes = sorted(len(made.encode(question, add_special_tokens=False).ids) for question in questions)
+    short = data.tokenized(
+        texts, made, 0, 300, template=template, length=sizes[-1]
+    )  # no place for longer ones' answers
+    cut = [what for what in short.skipped if "hold nothing that the assistant says)" in what]
+    kept = sum(len(part.sources[0].lengths) for part in (short.train, short.heldout))
+    assert len(cut) == len(short.skipped) - 1 == 120 - kept == sum(size >= sizes[-1] for size in sizes) > 0
     with pytest.raises(UserError, match="1 conversations cannot be learnt from"):
         data.tokenized(texts, made, 0, 300, template=template, length=64, strict=True)
     with pytest.raises(UserError, match="need a chat template and the length of a row"):
