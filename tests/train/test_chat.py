@@ -414,6 +414,7 @@ def test_templates_are_found_in_a_folder(tmp_path: Any) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"chat_template\.jinja is not UTF-8"):
         read_template(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("B")
     for content, message in (
         ("[1]", r"tokenizer_config\.json holds no JSON object"),
         ("{", r"config\.json is not valid"),

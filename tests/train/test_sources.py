@@ -115,7 +115,7 @@ def test_all_kinds_of_sources_become_one_mixture(tmp_path: Path) -> None:
         "".join(map(made.decode, texts[1])).encode(),
     )
     assert told.sizes[1:] == (len(tails), len(zlib.compress(tails, 9)))
-    assert told.sizes[0] == pytest.approx(len(text) - len(tails), rel=0.05)  # estimated
+    assert told.sizes[0] == pytest.approx(len(text) - len(tails), rel=0.1)  # estimated
 
 
 def test_what_one_source_holds_out_no_other_learns(tmp_path: Path) -> None:
@@ -227,6 +227,7 @@ def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tm
     )  # no place for longer ones' answers
     cut = [what for what in short.skipped if "hold nothing that the assistant says)" in what]
     kept = sum(len(part.sources[0].lengths) for part in (short.train, short.heldout))
+    assert max(int(part.sources[0].lengths.max()) for part in (short.train, short.heldout)) == sizes[-1]
     assert len(cut) == len(short.skipped) - 1 == 120 - kept == sum(size >= sizes[-1] for size in sizes) > 0
     with pytest.raises(UserError, match="1 conversations cannot be learnt from"):
         data.tokenized(texts, made, 0, 300, template=template, length=64, strict=True)
