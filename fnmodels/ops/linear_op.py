@@ -33,7 +33,7 @@ def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
     rows = slope.flatten(0, -2)
     return (
         compiled_linear(slope, weight.t(), None) if of_x else None,
-        rows.t() @ x.flatten(0, -2) if of_weight else None,
+        compiled_linear(rows.t(), x.flatten(0, -2).t(), None) if of_weight else None,
         rows.sum(0) if of_bias else None,
     )
 
