@@ -29,8 +29,9 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     """{pattern: optimizer}: each leaf goes to the first pattern that its dotted path matches; None freezes it.
 
     Patterns are those of the shell (`fnmatch`), over the whole path: "layers.*.attention.*", "*norm*", "*". A leaf that
-    none matches raises, and so does a pattern without a leaf. Groups have rates of their own: in the metrics of a step
-    `lr` is the first one's, and `lr_of` has one for each pattern. State: a list, one per optimizer in the given order.
+    none matches raises, and so does a pattern without a leaf: over pipeline stages each must have one on every stage.
+    Groups have rates of their own: in the metrics of a step `lr` is the first one's, and `lr_of` has one for each
+    pattern. State: a list, one per optimizer in the given order.
     """
     trained = {pattern: optimizer for pattern, optimizer in groups.items() if optimizer is not None}
     if not trained:
