@@ -116,6 +116,7 @@ def child(log: str, command: str, arguments: dict[str, Any]) -> None:
     os.dup2(handle, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # what came meanwhile comes now
         COMMANDS[command](**arguments)
     except OSError as error:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # to say it
@@ -128,6 +129,7 @@ def child(log: str, command: str, arguments: dict[str, Any]) -> None:
 
 
 def serve() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until a child can take it
     print("ready", flush=True)
     for line in sys.stdin:
         command = json.loads(line)
