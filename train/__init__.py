@@ -12,21 +12,14 @@ from .chain import chain, clip_norm, masked
 from .combine import averaged, partition, with_ema, with_master
 from .distill import distill, distillation_loss, token_divergence
 from .forward import make_eval_step, make_forward_only
+from .fused import adamw, sgd
 from .head import head_loss
 from .lion import lion
 from .logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
 from .loss import next_token_loss
 from .mtp import look_ahead, mtp_loss
 from .muon import muon
-from .optim import (
-    Optimizer,
-    adamw,
-    apply_updates,
-    clip_by_global_norm,
-    global_norm,
-    sgd,
-    trainable_mask,
-)
+from .optim import Optimizer, apply_updates, clip_by_global_norm, global_norm, trainable_mask
 from .policy import dpo_loss, group_advantages, policy_loss
 from .randomness import random_state, set_random_state
 from .rounding import stochastic_round, with_stochastic_rounding

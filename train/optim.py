@@ -1,6 +1,6 @@
-"""Optimizers as pairs of functions over trees, in the shape of optax.
+"""What an optimizer is: a pair of functions over trees, in the shape of optax.
 
-    optimizer = adamw(3e-4, weight_decay=0.1, spec=family.spec(config))
+    optimizer = train.adamw(3e-4, weight_decay=0.1, spec=family.spec(config))
     opt_state = optimizer.init(params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = apply_updates(params, updates)
@@ -12,8 +12,7 @@ moments and in `updates`, whatever `grads` has for it; a leaf with None in `grad
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -116,157 +115,6 @@ def clip_by_global_norm(grads: Tree, limit: float) -> tuple[Tree, Tensor]:
     return tree.map(lambda g: (g * factor.to(wide_dtype(g.dtype))).to(g.dtype), grads), norm
 
 
-def adamw(
-    lr: Rate,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    spec: Tree | None = None,
-) -> Optimizer:
-    """AdamW (arXiv 1711.05101), equal to torch.optim.AdamW.
-
-    lr: a float, or a function of the number of the update being made (a 0-d int64 tensor, from 1) to a float or 0-d
-        tensor.
-    spec: the family's tree of `Leaf`, or any tree of the parameters' structure whose leaves have `decay` and
-        `trainable`. None decays and trains every floating leaf, as torch does.
-
-    The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
-    """
-    check_rate(lr)
-    check_numbers(eps=eps, weight_decay=weight_decay)
-    beta1, beta2 = check_betas(betas)
-    trainable, decays = from_spec(spec)
-
-    def init(params: Tree) -> Tree:
-        first, second = _zeros(params, trainable), _zeros(params, trainable)
-        return {"step": first_step(params), "exp_avg": first, "exp_avg_sq": second}
-
-    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        step = opt_state["step"] + 1
-        rate = rate_at(lr, step)
-        given = tree.flatten(of_learning(grads, trainable))
-        flat = [tree.flatten(t) for t in (params, opt_state["exp_avg"], opt_state["exp_avg_sq"])]
-        # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
-        corrections = {
-            wide: [-torch.expm1(step.to(wide) * _log(beta)) for beta in betas]
-            for wide in {wide_dtype(flat[0][path].dtype) for path in given}
-        }
-        updates, first, second = {}, {}, {}
-        for path, grad in given.items():
-            param, m, v = (t[path] for t in flat)
-            wide = wide_dtype(param.dtype)
-            correction1, correction2 = corrections[wide]
-            g, p = grad.to(wide), param.to(wide)
-            m_new = m.to(wide).lerp(g, 1 - beta1)
-            v_new = v.to(wide) * beta2 + (1 - beta2) * g * g
-            change = (m_new / correction1) / ((v_new / correction2).sqrt() + eps)
-            decay = weight_decay if decays is None or decays[path] else 0.0
-            updates[path] = -rate * (change + decay * p if decay else change)
-            first[path], second[path] = m_new.to(m.dtype), v_new.to(v.dtype)
-        moments = {
-            "exp_avg": renewed(opt_state["exp_avg"], first),
-            "exp_avg_sq": renewed(opt_state["exp_avg_sq"], second),
-        }
-        return like(grads, updates), {"step": step, **moments}
-
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        step = opt_state["step"]
-        rate = rate_at(lr, step + 1)
-        names = (opt_state["exp_avg"], opt_state["exp_avg_sq"])
-        given = of_learning(grads, trainable)
-        for decay, (ps, gs, ms, vs) in _groups(given, params, names, decays, weight_decay):
-            # found_inf is the kernels' own word for "leave everything as it is".
-            torch._fused_adamw_(
-                ps,
-                gs,
-                ms,
-                vs,
-                [],
-                [(step + 1).to(ps[0].device, torch.float32)] * len(ps),
-                lr=rate,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=decay,
-                eps=eps,
-                amsgrad=False,
-                maximize=False,
-                found_inf=None if skip is None else skip.to(ps[0].device, torch.float32),
-            )
-        step.add_(1 if skip is None else (~skip).to(step))
-
-    return Optimizer(
-        init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=True
-    )
-
-
-def sgd(
-    lr: Rate,
-    *,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    spec: Tree | None = None,
-) -> Optimizer:
-    """Stochastic gradient descent with momentum, equal to torch.optim.SGD (weight decay is added to the gradient).
-
-    lr, spec: as in `adamw`. State: {step, momentum}, where `momentum` is None without one.
-    """
-    check_rate(lr)
-    check_numbers(momentum=momentum, weight_decay=weight_decay)
-    if nesterov and not momentum:
-        raise ValueError("nesterov=True needs a momentum above 0.")
-    trainable, decays = from_spec(spec)
-
-    def init(params: Tree) -> Tree:
-        return {"step": first_step(params), "momentum": _zeros(params, trainable) if momentum else None}
-
-    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        step = opt_state["step"] + 1
-        rate = rate_at(lr, step)
-        flat_params, flat_buffers = tree.flatten(params), tree.flatten(opt_state["momentum"])
-        updates, buffers = {}, {}
-        for path, grad in tree.flatten(of_learning(grads, trainable)).items():
-            param = flat_params[path]
-            wide = wide_dtype(param.dtype)
-            g = grad.to(wide)
-            if weight_decay and (decays is None or decays[path]):
-                g = g + weight_decay * param.to(wide)
-            if momentum:
-                buffer = momentum * flat_buffers[path].to(wide) + g
-                buffers[path] = buffer.to(flat_buffers[path].dtype)
-                g = g + momentum * buffer if nesterov else buffer
-            updates[path] = -rate * g
-        return like(grads, updates), {"step": step, "momentum": renewed(opt_state["momentum"], buffers)}
-
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        step = opt_state["step"]
-        rate = rate_at(lr, step + 1)
-        names = (opt_state["momentum"],) if momentum else ()
-        groups = _groups(of_learning(grads, trainable), params, names, decays, weight_decay)
-        for decay, (ps, gs, *buffers) in ((decay, lists) for decay, group in groups for lists in _for_sgd(group)):
-            torch._fused_sgd_(
-                ps,
-                gs,
-                buffers[0] if momentum else [],
-                lr=rate,
-                momentum=momentum,
-                nesterov=nesterov,
-                weight_decay=decay,
-                dampening=0.0,
-                maximize=False,
-                is_first_step=False,
-                found_inf=None if skip is None else skip.to(ps[0].device, torch.float32),
-            )
-        step.add_(1 if skip is None else (~skip).to(step))
-
-    return Optimizer(
-        init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=True
-    )
-
-
 def from_spec(spec: Tree | None) -> tuple[Tree | None, dict[str, bool] | None]:
     if spec is None:
         return None, None
@@ -303,24 +151,12 @@ def rate_at(lr: Rate, step: Tensor) -> float | Tensor:
     return lr(step) if callable(lr) else lr
 
 
-def _log(beta: float) -> float:
-    return math.log(beta) if beta else -math.inf
-
-
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 def first_step(params: Tree) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=next(iter(tree.leaves(params))).device)
-
-
-def _zeros(params: Tree, trainable: Tree | None) -> Tree:
-    return tree.map(
-        lambda p, t: torch.zeros_like(p, memory_format=torch.contiguous_format) if t else None,
-        params,
-        trainable_mask(params, trainable),
-    )
 
 
 def with_paths(function: Callable[[str, Any], Any], params: Tree) -> Tree:
@@ -344,43 +180,3 @@ def of_learning(grads: Tree, trainable: Tree | None) -> Tree:
 def renewed(values: Tree, new: dict[str, Tensor]) -> Tree:
     """The tree with the leaves of `new` at their paths; others stay, as the state of a leaf that got no gradient."""
     return with_paths(lambda path, old: new.get(path, old), values)
-
-
-def _groups(
-    grads: Tree, params: Tree, states: tuple[Tree, ...], decays: dict[str, bool] | None, weight_decay: float
-) -> Iterator[tuple[float, tuple[list[Tensor], ...]]]:
-    """(weight decay, lists of params, gradients, states) per device, dtype and decay, as fused kernels want them.
-
-    The kernels walk all tensors with one index: same dtype, same memory layout. What lies otherwise is given as a copy,
-    and written back when the last group is done.
-    """
-    flat = [tree.flatten(t) for t in (params, *states)]
-    groups: dict[Any, list[list[Tensor]]] = {}
-    copies: list[tuple[Tensor, Tensor]] = []
-    for path, grad in tree.flatten(grads).items():
-        param, *rest = (t[path] for t in flat)
-        decay = weight_decay if decays is None or decays[path] else 0.0
-        lists = groups.setdefault((param.device, param.dtype, decay), [[] for _ in range(2 + len(states))])
-        lists[1].append(grad.to(param.dtype).contiguous())
-        for into, tensor in zip((lists[0], *lists[2:]), (param, *rest), strict=True):
-            into.append(tensor.contiguous())
-            if into[-1] is not tensor:
-                copies.append((tensor, into[-1]))
-    for (_, _, decay), lists in groups.items():
-        yield decay, tuple(lists)
-    for tensor, copy in copies:
-        tensor.copy_(copy)
-
-
-def _for_sgd(lists: tuple[list[Tensor], ...]) -> Iterator[tuple[list[Tensor], ...]]:
-    """The lists as they are, or one leaf after the other in fp32 where torch's kernel would be wrong: most numbers of
-    bf16 and fp16 on the CPU it leaves as they were (pytorch/pytorch#191763)."""
-    first = lists[0][0]
-    if first.device.type != "cpu" or first.dtype not in (torch.bfloat16, torch.float16):
-        yield lists
-        return
-    for leaves in zip(*lists, strict=True):
-        wide = tuple([leaf.float()] for leaf in leaves)
-        yield wide
-        for leaf, (new,) in zip(leaves[:1] + leaves[2:], wide[:1] + wide[2:], strict=True):
-            leaf.copy_(new)

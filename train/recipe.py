@@ -10,9 +10,10 @@ from fnmodels.tree import Tree
 from train.adafactor import adafactor
 from train.balance import Balance
 from train.combine import averaged, partition, with_ema
+from train.fused import adamw, sgd
 from train.lion import lion
 from train.muon import muon
-from train.optim import Optimizer, adamw, sgd
+from train.optim import Optimizer
 from train.schedule import warmup_stable_decay
 from train.settings import Settings
 from train.state import State

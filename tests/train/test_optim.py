@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from fnmodels import tree
-from train.optim import adamw, apply_updates, clip_by_global_norm, global_norm, sgd, trainable_mask
+from train.fused import adamw, sgd
+from train.optim import apply_updates, clip_by_global_norm, global_norm, trainable_mask
 
 STEPS = 50
 
