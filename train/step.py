@@ -188,7 +188,8 @@ def check_state(optimizer: Optimizer, state: State) -> None:
     Fused kernels read moments of another size beyond their end.
     """
     if not isinstance(state, State):
-        raise ValueError(f"A step takes a State, as train.init_state(params, optimizer) makes it, no {_name(state)}.")
+        kind = type(state).__name__
+        raise ValueError(f"A step takes a State, as train.init_state(params, optimizer) makes it, no {kind}.")
     shapes = tree.map(lambda p: torch.empty_like(p, device="meta"), state.params)
     try:
         with torch.no_grad():
@@ -209,10 +210,6 @@ def check_state(optimizer: Optimizer, state: State) -> None:
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _name(value: Any) -> str:
-    return type(value).__name__
 
 
 def _update(optimizer: Optimizer, state: State, grads: Tree, skip: Tensor, inplace: bool) -> State:

@@ -100,16 +100,17 @@ def _gradients(
         raise ValueError("No leaf trains: params need a floating leaf that the optimizer's spec does not freeze.")
     total, count, *aux = checked_loss(call(given, batch))
     slope = 1 / valid_count(total, count).to(total.dtype) if divide else None
-    found = torch.autograd.grad(total, leaves, slope, allow_unused=True) if total.requires_grad else ()
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if total.requires_grad:
+        found = torch.autograd.grad(total, leaves, slope, allow_unused=True)
     if all(grad is None for grad in found) and count > 0:  # of a part without tokens a loss may be a plain 0
         raise ValueError(
             "The loss does not depend on any leaf that trains: it must be computed from the params that the loss "
             "function is given, without no_grad or detach."
         )
-    nothing = [None] * len(leaves)
     paths = [path for path, trains in tree.flatten(train).items() if trains]
-    unreached = frozenset(path for path, grad in zip(paths, found or nothing, strict=True) if grad is None)
-    grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found or nothing, strict=True)]
+    unreached = frozenset(path for path, grad in zip(paths, found, strict=True) if grad is None)
+    grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found, strict=True)]
     taken = {t.untyped_storage().data_ptr() for t in (*leaves, *tree.leaves(batch)) if isinstance(t, Tensor)}
     sums = tree.map(Tensor.detach, aux[0]) if aux else None
     return total.detach(), count.detach(), sums, _own(grads, taken), unreached
