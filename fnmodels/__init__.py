@@ -16,9 +16,6 @@ keywords.
 """
 
 from fnmodels import siblings
-from fnmodels.balance import balance, imbalance
-from fnmodels.batch import permute, rows, split
-from fnmodels.convert import to_block_mask, to_cu_seqlens, to_dense
 from fnmodels.errors import (
     CheckpointError,
     ConfigError,
@@ -30,14 +27,12 @@ from fnmodels.errors import (
 )
 from fnmodels.families import families, family_for, family_of
 from fnmodels.front import forward, hidden, prepare, run_layers
-from fnmodels.leaf import Constant, Leaf, Normal
-from fnmodels.mask import Layout, Mask, build_mask, document_layout, layout
-from fnmodels.ops.attention import explain_kernel
-from fnmodels.packing import pack, unpack
-from fnmodels.per_sample import per_sample_gradients
-from fnmodels.presets import preset, presets
-from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
-from fnmodels.segments import (
+from fnmodels.inputs.convert import to_block_mask, to_cu_seqlens, to_dense
+from fnmodels.inputs.load_balance import balance, imbalance
+from fnmodels.inputs.mask import Layout, Mask, build_mask, document_layout, layout
+from fnmodels.inputs.packing import pack, unpack
+from fnmodels.inputs.rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
+from fnmodels.inputs.segments import (
     positions_from_segments,
     segments,
     segments_from_eos,
@@ -45,6 +40,11 @@ from fnmodels.segments import (
     segments_from_positions,
     text_order,
 )
+from fnmodels.inputs.transforms import permute, rows, split
+from fnmodels.leaf import Constant, Leaf, Normal
+from fnmodels.ops.attention import explain_kernel
+from fnmodels.per_sample import per_sample_gradients
+from fnmodels.presets import preset, presets
 
 siblings.warn_shadowed(__file__, "params", "train")
 

@@ -13,24 +13,25 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.ops.attention import Kernel, attention
+from fnmodels.ops.embed import embed_tokens
+from fnmodels.ops.experts import Experts
+from fnmodels.ops.heads import project_out
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mla import latent_qkv, latent_scale
+from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, glu
+from fnmodels.ops.moe import KEPT, MOE_TAPS, moe
+from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table
+from fnmodels.ops.router import RouterDtypes, sigmoid_top_k, softmax_top_k
+
 from . import mixture, mtp
 from .decoder import check_decoder, decoder_sizes, decoder_to_hf
 from .disk import Stored
 from .errors import UnsupportedError
 from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import decoder_leaves, latent_attention_leaves, layer_leaves
-from .mask import Create, Layout, MaskLike, causal_masks
-from .ops.attention import Kernel, attention
-from .ops.embed import embed_tokens
-from .ops.experts import Experts
-from .ops.heads import project_out
-from .ops.linear import linear
-from .ops.mla import latent_qkv, latent_scale
-from .ops.mlp import ACTIVATIONS, gated_mlp, glu
-from .ops.moe import KEPT, MOE_TAPS, moe
-from .ops.norm import rms_norm
-from .ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table
-from .ops.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
@@ -192,7 +193,7 @@ def kinds(config: Config) -> tuple[str, ...]:
 def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
     return causal_masks(config.layer_kinds, None, positions, segment_ids, create=create)
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .convert import is_block_mask, shape_of
+from fnmodels.inputs.convert import is_block_mask, shape_of
+from fnmodels.inputs.mask import Layout, Mask, MaskLike
+from fnmodels.inputs.segments import integers
+from fnmodels.ops.attention import Kernel, materialize
+from fnmodels.ops.experts import Experts
+from fnmodels.ops.moe import MOE_TAPS
+
 from .families import family_of
-from .mask import Layout, Mask, MaskLike
-from .ops.attention import Kernel, materialize
-from .ops.experts import Experts
-from .ops.moe import MOE_TAPS
-from .segments import integers
 from .tree import Tree, leaves
 
 Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.ops.attention import Kernel, attention
+from fnmodels.ops.embed import embed_tokens, look_up
+from fnmodels.ops.heads import project_out, project_qkv
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
+from fnmodels.ops.norm import layer_norm
+from fnmodels.ops.rotary import no_rotation
+
 from .disk import Part, Stored
 from .errors import ConfigError
 from .hf import LAYERS_LIMIT, Fields, quantization
 from .leaf import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
-from .mask import Create, Layout, MaskLike, causal_masks
-from .ops.attention import Kernel, attention
-from .ops.embed import embed_tokens, look_up
-from .ops.heads import project_out, project_qkv
-from .ops.linear import linear
-from .ops.mlp import ACTIVATIONS, plain_mlp
-from .ops.norm import layer_norm
-from .ops.rotary import no_rotation
 from .tree import Tree
 
 MODEL_TYPES = ("gpt2",)
@@ -184,7 +185,7 @@ def kinds(config: Config) -> tuple[str, ...]:
 def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
     return causal_masks(kinds(config), None, positions, segment_ids, create=create)
 
 

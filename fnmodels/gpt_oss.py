@@ -13,21 +13,22 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.ops.attention import Kernel, attention
+from fnmodels.ops.embed import embed_tokens
+from fnmodels.ops.experts import Experts
+from fnmodels.ops.heads import project_out, project_qkv
+from fnmodels.ops.linear import linear
+from fnmodels.ops.moe import KEPT, MOE_TAPS, moe
+from fnmodels.ops.norm import rms_norm_fp32_weight
+from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
+from fnmodels.ops.router import RouterDtypes, top_k_softmax
+
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
 from .disk import Stored
 from .hf import Fields, parse_rope, rope_to_hf, rope_values
 from .leaf import Leaf, Normal, attention_leaves, decoder_leaves, layer_leaves, moe_leaves
-from .mask import Create, Layout, MaskLike, causal_masks
 from .mixture import check_experts, experts_from_hf, transposed_experts
-from .ops.attention import Kernel, attention
-from .ops.embed import embed_tokens
-from .ops.experts import Experts
-from .ops.heads import project_out, project_qkv
-from .ops.linear import linear
-from .ops.moe import KEPT, MOE_TAPS, moe
-from .ops.norm import rms_norm_fp32_weight
-from .ops.rotary import Rope, apply_rotary, rotary_table
-from .ops.router import RouterDtypes, top_k_softmax
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_oss",)
@@ -154,7 +155,7 @@ def kinds(config: Config) -> tuple[str, ...]:
 def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
     return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
 
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fnmodels.ops.rotary import Rope
+
 from .errors import ConfigError, UnsupportedError
-from .ops.rotary import Rope
 
 # Fields that change no output of a forward pass: bookkeeping, generation settings, what a trainer would like to know.
 _HARMLESS = """

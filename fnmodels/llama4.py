@@ -15,22 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.inputs.mask import Create, Layout, MaskLike, masks_of
+from fnmodels.inputs.rules import Causal, Chunk
+from fnmodels.ops.attention import Kernel, attention
+from fnmodels.ops.embed import embed_tokens
+from fnmodels.ops.experts import Experts
+from fnmodels.ops.heads import project_out, project_qkv
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, glu
+from fnmodels.ops.moe import KEPT, MOE_TAPS, moe
+from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
+from fnmodels.ops.router import RouterDtypes, top_k_sigmoid
+
 from . import decoder, mixture
 from .disk import Stored
 from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves
-from .mask import Create, Layout, MaskLike, masks_of
-from .ops.attention import Kernel, attention
-from .ops.embed import embed_tokens
-from .ops.experts import Experts
-from .ops.heads import project_out, project_qkv
-from .ops.linear import linear
-from .ops.mlp import ACTIVATIONS, gated_mlp, glu
-from .ops.moe import KEPT, MOE_TAPS, moe
-from .ops.norm import rms_norm
-from .ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
-from .ops.router import RouterDtypes, top_k_sigmoid
-from .rules import Causal, Chunk
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("llama4", "llama4_text")

@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.inputs.mask import Layout, MaskLike
+from fnmodels.ops.attention import Kernel
+from fnmodels.ops.experts import Experts
+from fnmodels.ops.linear import linear
+from fnmodels.ops.norm import rms_norm
+
 from .families import family_of
 from .front import LayerFn, run_layers
 from .leaf import norm, weight
-from .mask import Layout, MaskLike
-from .ops.attention import Kernel
-from .ops.experts import Experts
-from .ops.linear import linear
-from .ops.norm import rms_norm
 from .tree import Tree
 
 

@@ -11,17 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.ops.attention import Kernel, attention
+from fnmodels.ops.embed import embed_tokens
+from fnmodels.ops.heads import project_out, project_qkv
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
+from fnmodels.ops.norm import layer_norm
+from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
+
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
 from .hf import Fields, rope_from_hf, rope_to_hf
 from .leaf import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
-from .mask import Create, Layout, MaskLike, causal_masks
-from .ops.attention import Kernel, attention
-from .ops.embed import embed_tokens
-from .ops.heads import project_out, project_qkv
-from .ops.linear import linear
-from .ops.mlp import ACTIVATIONS, plain_mlp
-from .ops.norm import layer_norm
-from .ops.rotary import Rope, apply_rotary, rotary_table
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("starcoder2",)
@@ -129,7 +130,7 @@ def kinds(config: Config) -> tuple[str, ...]:
 def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.mask.build_mask`."""
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
     return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
 
 

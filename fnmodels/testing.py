@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fnmodels.inputs.transforms import permute, rows
+
 from . import tree
-from .batch import permute, rows
 from .tree import Tree
 
 

@@ -5,29 +5,29 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels", "params")
 
-from . import checkpoint, sharded
-from .adafactor import adafactor
-from .balance import Balance, balance_loss, router_z_loss, update_bias
-from .chain import chain, clip_norm, masked
-from .combine import averaged, partition, with_ema, with_master
-from .distill import distill, distillation_loss, token_divergence
-from .forward import make_eval_step, make_forward_only
-from .fused import adamw, sgd
-from .head import head_loss
-from .lion import lion
-from .logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
-from .loss import next_token_loss
-from .mtp import look_ahead, mtp_loss
-from .muon import muon
-from .optim import Optimizer, apply_updates, clip_by_global_norm, global_norm, trainable_mask
-from .policy import dpo_loss, group_advantages, policy_loss
-from .randomness import random_state, set_random_state
-from .rounding import stochastic_round, with_stochastic_rounding
-from .saver import Saver
-from .schedule import warmup_stable_decay
-from .state import State, init_state
-from .step import make_step
-from .token_loss import cross_entropy
+from train import checkpoint, sharded
+from train.adafactor import adafactor
+from train.balance import Balance, balance_loss, router_z_loss, update_bias
+from train.chain import chain, clip_norm, masked
+from train.combine import averaged, partition, with_ema, with_master
+from train.distill import distill, distillation_loss, token_divergence
+from train.forward import make_eval_step, make_forward_only
+from train.fused import adamw, sgd
+from train.head import head_loss
+from train.lion import lion
+from train.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
+from train.loss import next_token_loss
+from train.mtp import look_ahead, mtp_loss
+from train.muon import muon
+from train.optim import Optimizer, apply_updates, clip_by_global_norm, global_norm, trainable_mask
+from train.policy import dpo_loss, group_advantages, policy_loss
+from train.randomness import random_state, set_random_state
+from train.rounding import stochastic_round, with_stochastic_rounding
+from train.saver import Saver
+from train.schedule import warmup_stable_decay
+from train.state import State, init_state
+from train.step import make_step
+from train.token_loss import cross_entropy
 
 __all__ = [
     "Balance",

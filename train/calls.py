@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import document_layout, tree
-from fnmodels.mask import Layout
+from fnmodels.inputs.mask import Layout
 from fnmodels.tree import Tree
 
 from .layers import LayerFn, layer_fn

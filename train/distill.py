@@ -10,17 +10,17 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.mask import Layout
+from fnmodels.inputs.mask import Layout
 from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
+from train.parallel.dtensors import is_spread
+from train.parallel.vocab import Part, Vocab, opened
 
 from .balance import Balance
 from .chunks import per_token
 from .head import CHUNK, head_name
 from .loss import hidden_states, states_and_routers
-from .parallel.dtensors import is_spread
-from .parallel.vocab import Part, Vocab, opened
 from .policy import Sums, same_shape
 from .token_loss import counted
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.parallel.dtensors import local_tree
+from train.parallel.mesh import Mesh, Strategy, warn_of_group
 
 from .calls import Batch
 from .forward import make_forward_only
 from .optim import Optimizer
-from .parallel.dtensors import local_tree
-from .parallel.mesh import Mesh, Strategy, warn_of_group
 from .state import State, init_state
 from .step import check_limits, check_strategy, update
 from .sums import LossFn, Sums, gradient_sums, joined
@@ -60,8 +60,8 @@ class Engine:
         self.state: State = init_state(params, optimizer)
         self._teaching: Any = None
         if mesh is not None:
-            from .parallel.step import place
-            from .parallel.updates import teach
+            from train.parallel.step import place
+            from train.parallel.updates import teach
 
             warn_of_group()
             how = strategy or Strategy()
@@ -100,7 +100,7 @@ class Engine:
         if held is not None:
             total, count = total - held.total, count - held.count
         if self.mesh is not None:
-            from .parallel.updates import over_processes
+            from train.parallel.updates import over_processes
 
             total, count, aux = over_processes(self._teaching.placed.devices, total, count, aux)
             if aux is not None and whole_aux is not None:
@@ -113,10 +113,10 @@ class Engine:
         """(`gradient_sums`, what makes its aux that of all stages)."""
         if self.mesh is None:
             return gradient_sums(loss_fn, self.optimizer, **self._how), None
-        from .parallel.everywhere import aux_of_stages
-        from .parallel.parts import own_parts
-        from .parallel.staged import staged
-        from .parallel.step import config_for, sums_over
+        from train.parallel.everywhere import aux_of_stages
+        from train.parallel.parts import own_parts
+        from train.parallel.staged import staged
+        from train.parallel.step import config_for, sums_over
 
         placed = self._teaching.placed
         config_for(self.mesh, loss_fn, self._how["compile"], placed.strategy, self._how["remat"])
@@ -138,7 +138,7 @@ class Engine:
         if self.mesh is None:
             self.state, metrics = update(self.optimizer, self.state, sums, **how)
         else:
-            from .parallel.updates import update_over
+            from train.parallel.updates import update_over
 
             self.state, metrics = update_over(self._teaching, self.state, sums, **how)
         return metrics if aux is None else metrics | {"aux": aux}
@@ -162,8 +162,8 @@ class Engine:
             found: list[Any] = run(self.state.params, list(batches))
             return found
         if self.mesh is not None:  # others may have some, and wait
-            from .parallel.given import check_same
-            from .parallel.mesh import whole_groups
+            from train.parallel.given import check_same
+            from train.parallel.mesh import whole_groups
 
             devices = self._teaching.placed.devices
             check_same((), devices, whole_groups(devices))
@@ -175,7 +175,7 @@ class Engine:
 
         if self.mesh is None:
             return P.export(self.config, self.state.params)
-        from .parallel.everywhere import fetching
+        from train.parallel.everywhere import fetching
 
         leaves, fetch = fetching(self.state.params)
         return P.export(self.config, tree.unflatten(leaves), fetch)

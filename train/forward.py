@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fnmodels.tree import Tree
+from train.parallel.mesh import Mesh, Strategy
 
 from .calls import Batch, caller, microbatches
-from .parallel.mesh import Mesh, Strategy
 from .step import check_strategy
 from .sums import LossFn, checked_loss, joined, valid_count
 
@@ -37,7 +37,7 @@ def make_eval_step(
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
-        from .parallel.forward import make_eval_over
+        from train.parallel.forward import make_eval_over
 
         return make_eval_over(mesh, loss_fn, compile=compile, strategy=strategy or Strategy())
     call = caller(loss_fn, compile=compile)
@@ -75,7 +75,7 @@ def make_forward_only(
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
-        from .parallel.forward import make_forward_over
+        from train.parallel.forward import make_forward_over
 
         return make_forward_over(mesh, function, compile=compile, strategy=strategy or Strategy())
     call = caller(function, compile=compile)

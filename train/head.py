@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.parallel.vocab import Vocab, opened
 
-from .parallel.vocab import Vocab, opened
 from .token_loss import (
     IGNORE,
     Terms,

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.mask import Layout
+from fnmodels.inputs.mask import Layout
 from fnmodels.tree import Tree
 from params.save import config_text
 from train import checkpoint, data, evaluate, folder, model, pretrained, sources

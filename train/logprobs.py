@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
 import fnmodels
-from fnmodels.mask import Layout
+from fnmodels.inputs.mask import Layout
 from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
+from train.parallel.vocab import Vocab, opened
 
 from .balance import Balance
 from .chunks import per_token
 from .head import CHUNK, head_name
 from .loss import hidden_states, states_and_routers
-from .parallel.vocab import Vocab, opened
 from .scores import Scores, scores
 from .token_loss import IGNORE, check_labels
 

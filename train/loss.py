@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import fnmodels
-from fnmodels.mask import Layout
+from fnmodels.inputs.mask import Layout
 from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree

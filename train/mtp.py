@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import mtp
-from fnmodels.mask import Layout, MaskLike
+from fnmodels.inputs.mask import Layout, MaskLike
 from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree

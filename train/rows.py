@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fnmodels.packing import IGNORE, pack
+from fnmodels.inputs.packing import IGNORE, pack
 
 Batch = dict[str, Tensor]
 

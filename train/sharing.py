@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import params as P
-from fnmodels.balance import head_tail_order
+from fnmodels.inputs.load_balance import head_tail_order
 from train import model
 from train.errors import UserError
 from train.joining import world

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.parallel.dtensors import like_params, local_tree, map_local
 
 from .optim import Optimizer
-from .parallel.dtensors import like_params, local_tree, map_local
 
 
 @tree.pytree

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.parallel.mesh import Mesh, Strategy
 
 from .balance import moved_biases
 from .calls import Batch, microbatches
 from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
-from .parallel.mesh import Mesh, Strategy
 from .state import State, consume
 from .sums import LossFn, Sums, gradient_sums, valid_count
 
@@ -81,7 +81,7 @@ def make_step(
     check_limits(clip, balance_rate)
     check_strategy(mesh, strategy)
     if mesh is not None:
-        from .parallel.step import make_step_over
+        from train.parallel.step import make_step_over
 
         return make_step_over(
             mesh,

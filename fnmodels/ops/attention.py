@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import mask as masks
-from .. import tree
-from ..convert import is_block_mask, shape_of, to_block_mask, to_cu_seqlens, to_dense
-from ..mask import Layout, Mask, MaskLike
-from ..rules import Causal, Everything, Rule, simplify
+from fnmodels import tree
+from fnmodels.inputs import mask as masks
+from fnmodels.inputs.convert import is_block_mask, shape_of, to_block_mask, to_cu_seqlens, to_dense
+from fnmodels.inputs.mask import Layout, Mask, MaskLike
+from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
+
 from .attention_blocks import Plan, blocks_attention, plan_blocks
 from .attention_flex import flex_attention
 from .attention_math import math_attention

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import tree
-from ..mask import Layout, Mask
-from ..rules import Causal, Everything, Rule, simplify
+from fnmodels import tree
+from fnmodels.inputs.mask import Layout, Mask
+from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
+
 from .attention_math import math_attention
 from .attention_sdpa import sdpa_attention
 from .attention_tiles import causal_tiles, pays

@@ -9,8 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..convert import Ragged
-from ..rules import And, BidirectionalWindow, Causal, Everything, Rule, Window
+from fnmodels.inputs.convert import Ragged
+from fnmodels.inputs.rules import And, BidirectionalWindow, Causal, Everything, Rule, Window
 
 
 def varlen_window(rule: Rule) -> tuple[int, int] | None:

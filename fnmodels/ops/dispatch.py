@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import tree
+from fnmodels import tree
 
 
 @tree.pytree

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tree import Tree
+from fnmodels.tree import Tree
+
 from .attention import Kernel
 from .eager import alone
 from .experts import Experts, choose_experts, readable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.mask import MaskLike
+from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention import attention
 from tests.fnmodels.test_mask import POSITIONS, RULES, SEGMENTS, SPANS, slow
 from tests.support import (

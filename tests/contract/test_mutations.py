@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fnmodels
+import fnmodels.inputs.mask
 import fnmodels.llama
-import fnmodels.mask
 import params as P
 import train.sums
 from fnmodels import testing, tree
-from fnmodels.mask import Mask
+from fnmodels.inputs.mask import Mask
+from fnmodels.inputs.rules import Causal, Window
 from fnmodels.ops import attention_sdpa
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.rotary import Rope, frequencies, rotary_table
-from fnmodels.rules import Causal, Window
 from tests.contract import (
     test_build,
     test_checkpoint,
@@ -461,7 +461,7 @@ def documents_merged_where_positions_run_on(patch: pytest.MonkeyPatch) -> None:
         goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & (segment_ids[:, 1:] > 0) & (segment_ids[:, :-1] > 0)
         return right(positions, F.pad((~goes_on).long().cumsum(1), (1, 0)).add(1).where(segment_ids > 0, 0))
 
-    patch.setattr(fnmodels.mask, "document_layout", merged)
+    patch.setattr(fnmodels.inputs.mask, "document_layout", merged)
 
 
 def _around_prepare(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Patch:

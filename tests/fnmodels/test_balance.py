@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import fnmodels
-from fnmodels.balance import balance, balanced_order, head_tail_order, imbalance, inverse_order, visible_keys
+from fnmodels.inputs.load_balance import (
+    balance,
+    balanced_order,
+    head_tail_order,
+    imbalance,
+    inverse_order,
+    visible_keys,
+)
 
 RANKS, LENGTH = 4, 256
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import fnmodels
-from fnmodels import convert
+from fnmodels.inputs import convert
 
 
 @dataclasses.dataclass(frozen=True)

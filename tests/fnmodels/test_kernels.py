@@ -38,11 +38,11 @@ from fnmodels import (
     to_dense,
 )
 from fnmodels.front import run_layers
+from fnmodels.inputs.rules import simplify
 from fnmodels.ops.attention import attention, materialize
 from fnmodels.ops.attention_blocks import plan_blocks
 from fnmodels.ops.attention_tiles import pays
 from fnmodels.ops.attention_varlen import varlen_attention, varlen_window
-from fnmodels.rules import simplify
 
 DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -290,7 +290,7 @@ def test_offsets_of_documents(
 
 
 def test_a_block_mask_takes_memory_linear_in_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fnmodels.convert, "ELEMENTS", 1 << 18)
+    monkeypatch.setattr(fnmodels.inputs.convert, "ELEMENTS", 1 << 18)
     positions = torch.arange(2048)[None]
     mask = build_mask(Causal() & Window(300), positions, torch.ones_like(positions))
     with Largest() as largest:

@@ -20,7 +20,7 @@ from fnmodels import (
     build_mask,
     document_layout,
 )
-from fnmodels.mask import causal_masks
+from fnmodels.inputs.mask import causal_masks
 
 # Pads at both ends, a document that begins in its middle, one of one token, and the order shuffled in row 2.
 SEGMENTS = torch.tensor([[0, 1, 1, 1, 1, 2, 3, 3, 3, 0], [1] * 10, [2, 1, 2, 1, 0, 2, 1, 2, 1, 0]])

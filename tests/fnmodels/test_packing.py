@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnmodels.packing import IGNORE, pack, unpack
-from fnmodels.segments import segments_from_positions
+from fnmodels.inputs.packing import IGNORE, pack, unpack
+from fnmodels.inputs.segments import segments_from_positions
 
 WAYS = [("concat", True), ("concat", False), ("first_fit", True), ("first_fit", False)]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnmodels.segments import (
+from fnmodels.inputs.segments import (
     positions_from_segments,
     segments,
     segments_from_eos,

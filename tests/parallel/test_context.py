@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 import train
 from fnmodels import tree
-from fnmodels.mask import Mask
+from fnmodels.inputs.mask import Mask
+from fnmodels.inputs.rules import BidirectionalWindow, Causal, Chunk, Everything, SameSpan, Window
 from fnmodels.ops.attention import attention
-from fnmodels.rules import BidirectionalWindow, Causal, Chunk, Everything, SameSpan, Window
 from tests import support
 from tests.parallel.pool import Ranks
 from train.parallel import collectives, context, ring

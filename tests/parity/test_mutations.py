@@ -8,10 +8,10 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Window, llama, tree
+from fnmodels.inputs.rules import Tokens
 from fnmodels.ops import rotary
 from fnmodels.ops.attention import attention
 from fnmodels.ops.norm import rms_norm
-from fnmodels.rules import Tokens
 from tests.parity.oracle import assert_close, logits_of, model_of, params_of
 from tests.support import Case, cases, seed_of, structures, tokens_of
 

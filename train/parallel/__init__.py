@@ -33,6 +33,6 @@ Nothing here starts a process group, and importing it costs no more than `import
 inside of the function that does.
 """
 
-from .mesh import NAMES, Mesh, Strategy
+from train.parallel.mesh import NAMES, Mesh, Strategy
 
 __all__ = ["NAMES", "Mesh", "Strategy"]

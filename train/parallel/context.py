@@ -32,8 +32,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.balance import balanced_order, head_tail_order, visible_keys
-from fnmodels.mask import Layout, Mask
+from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
+from fnmodels.inputs.mask import Layout, Mask
 from fnmodels.ops.attention import Kernel, attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.mask import Layout, MaskLike
+from fnmodels.inputs.mask import Layout, MaskLike
+from train.calls import Batch, layout_of
+from train.loss import replayed
+from train.token_loss import IGNORE
 
-from ..calls import Batch, layout_of
-from ..loss import replayed
-from ..token_loss import IGNORE
 from .schedule import Pipeline, check_microbatches
 from .staged import Staged
 

@@ -17,8 +17,8 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.front import LayerFn
 from fnmodels.tree import Tree
+from train.calls import Batch
 
-from ..calls import Batch
 from .microbatch import Microbatch, microbatches
 from .schedule import SINGLE, Pipeline
 from .share import check_share, cut, width_of

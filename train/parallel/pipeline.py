@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from fnmodels import tree
 from fnmodels.front import LayerFn
 from fnmodels.tree import Tree
+from train.calls import Batch
+from train.optim import Optimizer, trainable_mask, wide_dtype
+from train.sums import Sums, joined
 
-from ..calls import Batch
-from ..optim import Optimizer, trainable_mask, wide_dtype
-from ..sums import Sums, joined
 from .collectives import maximum
 from .microbatch import Microbatch, clear_length, microbatches, padded, unpadded
 from .passes import Found, runner

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fnmodels.mask import Mask
+from fnmodels.inputs.mask import Mask
 from fnmodels.ops.norm import upcast
 
 from . import collectives

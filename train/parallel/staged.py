@@ -16,15 +16,15 @@ from fnmodels.front import LayerFn
 from fnmodels.ops.attention import Kernel
 from fnmodels.ops.experts import Experts
 from fnmodels.tree import Tree
+from train.balance import Balance, balance_terms
+from train.calls import Batch
+from train.distill import check_teacher, distill, head_distill
+from train.head import head_loss
+from train.logprobs import head_logprobs, token_logprobs
+from train.loss import next_token_loss
+from train.mtp import check_ahead, heads_loss, mtp_loss
+from train.token_loss import check_labels, counted
 
-from ..balance import Balance, balance_terms
-from ..calls import Batch
-from ..distill import check_teacher, distill, head_distill
-from ..head import head_loss
-from ..logprobs import head_logprobs, token_logprobs
-from ..loss import next_token_loss
-from ..mtp import check_ahead, heads_loss, mtp_loss
-from ..token_loss import check_labels, counted
 from .share import numbered
 from .together import together
 

@@ -22,11 +22,11 @@ Taken for granted: AdamW, parameters and moments in fp32, full rows, and tokens 
 device holds besides, docs/parallel.md says.
 """
 
-from .command import main
-from .facts import HELD, Message, RankFacts, Work
-from .kept import saved_bytes
-from .show import picture, shown, table, traffic
-from .simulation import simulate
+from train.simulate.command import main
+from train.simulate.facts import HELD, Message, RankFacts, Work
+from train.simulate.kept import saved_bytes
+from train.simulate.show import picture, shown, table, traffic
+from train.simulate.simulation import simulate
 
 __all__ = [
     "HELD",

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tree
+from fnmodels import tree
+from fnmodels.tree import Tree
+
 from .convert import is_block_mask
 from .mask import Layout
-from .tree import Tree
 
 
 def rows(batch: Tree) -> Tree:

@@ -15,10 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import tree
-from .batch import permute
+from fnmodels import tree
+from fnmodels.tree import Tree
+
 from .mask import Mask
-from .tree import Tree
+from .transforms import permute
 
 
 def balance(

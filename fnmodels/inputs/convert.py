@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fnmodels.tree import leaves
+
 from .mask import Layout, Mask, MaskLike
 from .rules import Range, Tokens
-from .tree import leaves
 
 
 def is_block_mask(mask: MaskLike) -> bool:

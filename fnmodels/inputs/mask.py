@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tree
+from fnmodels import tree
+
 from .rules import Causal, Rule, Tokens, Window
 from .segments import integers
 
