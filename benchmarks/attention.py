@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 import params as P
 from fnmodels import Causal, Window, llama
-from fnmodels.ops.attention import attention, materialize
+from fnmodels.ops.attention.select import attention, materialize
 
 LENGTHS = (1024, 512, 768, 896, 256, 640)  # 4,096 tokens in 6 documents
 CONFIG: dict[str, Any] = {

@@ -29,8 +29,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 import train
 from fnmodels import qwen_moe, tree
 from fnmodels.ops.mlp import glu
-from fnmodels.ops.moe import moe
-from fnmodels.ops.router import softmax_top_k
+from fnmodels.ops.moe.layer import moe
+from fnmodels.ops.moe.router import softmax_top_k
 
 BLOCK = {"tokens": 2048, "num_experts": 16, "num_experts_per_tok": 2, "hidden_size": 512, "moe_intermediate_size": 1024}
 # Qwen3-30B-A3B at an eighth of its width and a twelfth of its depth: 8 of 128 experts, each 3/8 of the width of the

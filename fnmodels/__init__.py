@@ -42,7 +42,7 @@ from fnmodels.inputs.segments import (
 )
 from fnmodels.inputs.transforms import permute, rows, split
 from fnmodels.leaf import Constant, Leaf, Normal
-from fnmodels.ops.attention import explain_kernel
+from fnmodels.ops.attention.select import explain_kernel
 from fnmodels.per_sample import per_sample_gradients
 from fnmodels.presets import preset, presets
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from fnmodels.inputs.convert import is_block_mask, shape_of
 from fnmodels.inputs.mask import Layout, Mask, MaskLike
 from fnmodels.inputs.segments import integers
-from fnmodels.ops.attention import Kernel, materialize
-from fnmodels.ops.experts import Experts
-from fnmodels.ops.moe import MOE_TAPS
+from fnmodels.ops.attention.select import Kernel, materialize
+from fnmodels.ops.moe.experts import Experts
+from fnmodels.ops.moe.layer import MOE_TAPS
 
 from .families import family_of
 from .tree import Tree, leaves
@@ -105,11 +105,11 @@ def forward(
     params: the tree of `family.spec(config)`. inputs: `prepare`'s, or token ids [B, S], or vectors [B, S, D]; a model
     with experts needs `prepare`'s, whose "valid" says what padding is, and reads an optional "routing" there, int64
     [B, S, number of sparse layers, k]: the experts to take in place of its own choice.
-    masks, freqs_cis: {kind: ...} for each kind of layer. kernel: see `ops.attention`.
+    masks, freqs_cis: {kind: ...} for each kind of layer. kernel: see `ops.attention.select`.
     layout: `fnmodels.layout(masks)`, lets kernels skip what a mask rules out. layer_fn: called once per kind with the
     block, a callable (layer, x, mask, freqs) -> (x, aux); returns the one to use (checkpointed, compiled, gathered).
     Blocks with experts are called with the keywords `valid` and `routing` besides, which it must pass on.
-    experts: how the chosen experts are computed, see `ops.experts`.
+    experts: how the chosen experts are computed, see `ops.moe.experts`.
     taps: activations to return: "embed", "hidden", "layers.3.input", "layers.3.output" and the family's own TAPS, as
     "layers.3.attention"; "layers.*.attention" for all layers that have it.
     """

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, build_mask, causal_masks
 from fnmodels.inputs.rules import BidirectionalWindow, Everything
-from fnmodels.ops.attention import Kernel, attention
-from fnmodels.ops.embed import embed_tokens
-from fnmodels.ops.heads import project_out, project_qkv
+from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm_zero_centered
+from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
 
 from .decoder import (

@@ -13,16 +13,16 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
-from fnmodels.ops.attention import Kernel, attention
-from fnmodels.ops.embed import embed_tokens
-from fnmodels.ops.experts import Experts
-from fnmodels.ops.heads import project_out, project_qkv
+from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, glu
-from fnmodels.ops.moe import KEPT, MOE_TAPS, moe
+from fnmodels.ops.moe.experts import Experts
+from fnmodels.ops.moe.layer import KEPT, MOE_TAPS, moe
+from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-from fnmodels.ops.router import RouterDtypes, sigmoid_top_k
 
 from . import mixture, mtp
 from .decoder import check_decoder, decoder_sizes, decoder_to_hf

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
-from fnmodels.ops.attention import Kernel, attention
-from fnmodels.ops.embed import embed_tokens, look_up
-from fnmodels.ops.heads import project_out, project_qkv
+from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
 from fnmodels.ops.norm import layer_norm
+from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import no_rotation
 
 from .disk import Part, Stored

@@ -14,15 +14,15 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
-from fnmodels.ops.attention import Kernel, attention
-from fnmodels.ops.embed import embed_tokens
-from fnmodels.ops.experts import Experts
-from fnmodels.ops.heads import project_out, project_qkv
+from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
-from fnmodels.ops.moe import KEPT, MOE_TAPS, moe
+from fnmodels.ops.moe.experts import Experts
+from fnmodels.ops.moe.layer import KEPT, MOE_TAPS, moe
+from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.ops.norm import rms_norm_fp32_weight
+from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-from fnmodels.ops.router import RouterDtypes, top_k_softmax
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
 from .disk import Stored
@@ -191,7 +191,7 @@ def block(
     routing: Tensor | None = None,
     experts: str | Experts = "auto",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe`."""
+    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe.layer`."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm_fp32_weight(x, layer["input_layernorm"], eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Chunk
-from fnmodels.ops.attention import Kernel, attention
-from fnmodels.ops.embed import embed_tokens
-from fnmodels.ops.experts import Experts
-from fnmodels.ops.heads import project_out, project_qkv
+from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, glu
-from fnmodels.ops.moe import KEPT, MOE_TAPS, moe
+from fnmodels.ops.moe.experts import Experts
+from fnmodels.ops.moe.layer import KEPT, MOE_TAPS, moe
+from fnmodels.ops.moe.router import RouterDtypes, top_k_sigmoid
 from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
-from fnmodels.ops.router import RouterDtypes, top_k_sigmoid
 
 from . import decoder, mixture
 from .disk import Stored
@@ -223,7 +223,7 @@ def block(
     routing: Tensor | None = None,
     experts: str | Experts = "auto",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe`."""
+    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe.layer`."""
     weights, eps = layer["attention"], config.rms_norm_eps
     q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
     q, k = (apply_rotary_interleaved(t, freqs["table"]) for t in (q, k))

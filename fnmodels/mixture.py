@@ -169,7 +169,7 @@ def grouped_leaves(config: Any, kind: str, *, selection_bias: bool) -> Tree:
 
 
 def grouped_choice(config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What `sigmoid_top_k` and `softmax_top_k` of `ops.router` are told; dtype: of the experts' weights."""
+    """What `sigmoid_top_k` and `softmax_top_k` of `ops.moe.router` are told; dtype: of the experts' weights."""
     return {
         "k": config.num_experts_per_tok,
         "renormalize": config.norm_topk_prob,

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.mask import Layout, MaskLike
-from fnmodels.ops.attention import Kernel
-from fnmodels.ops.experts import Experts
+from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.linear import linear
+from fnmodels.ops.moe.experts import Experts
 from fnmodels.ops.norm import rms_norm
 
 from .families import family_of

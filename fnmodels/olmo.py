@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
-from fnmodels.ops.attention import Kernel, attention
-from fnmodels.ops.embed import embed_tokens
-from fnmodels.ops.heads import project_out, split_heads
+from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm_fp32_weight
+from fnmodels.ops.qkv import project_out, split_heads
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
 
 from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers

@@ -11,8 +11,8 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.mask import Layout
-from fnmodels.ops.attention import Kernel
-from fnmodels.ops.experts import Experts
+from fnmodels.ops.attention.select import Kernel
+from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
 from train.parallel.dtensors import is_spread
 from train.parallel.vocab import Part, Vocab, opened

@@ -16,8 +16,8 @@ from torch.overrides import BaseTorchFunctionMode
 
 import fnmodels
 from fnmodels.inputs.mask import Layout
-from fnmodels.ops.attention import Kernel
-from fnmodels.ops.experts import Experts
+from fnmodels.ops.attention.select import Kernel
+from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
 from train.parallel.vocab import Vocab, opened
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.mask import Layout
-from fnmodels.ops.attention import Kernel
-from fnmodels.ops.experts import Experts
+from fnmodels.ops.attention.select import Kernel
+from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
 
 from .balance import Balance, balance_terms

@@ -11,8 +11,8 @@ from torch import Tensor
 import fnmodels
 from fnmodels import mtp
 from fnmodels.inputs.mask import Layout, MaskLike
-from fnmodels.ops.attention import Kernel
-from fnmodels.ops.experts import Experts
+from fnmodels.ops.attention.select import Kernel
+from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
 from train.balance import Balance, balance_terms
 from train.head import CHUNK, head_loss

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .eager import alone, in_graph
+from .torch_internals import alone, in_graph
 
 _ONEDNN = torch.backends.mkldnn.is_available()
 _LEAST = 1 << 24  # multiplications: of a smaller product, what a Function costs in Python is more than a tenth

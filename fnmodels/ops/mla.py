@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from .heads import split_heads
 from .linear import linear
 from .norm import rms_norm
+from .qkv import split_heads
 from .rotary import Rope, yarn_scale
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever the configuration says of the others

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .eager import alone
+from .torch_internals import alone
 
 _LEAST = 1 << 18  # numbers: where the time is in the numbers, and not in Python
 

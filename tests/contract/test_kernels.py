@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.ops.attention import attention
+from fnmodels.ops.attention.select import attention
 from tests.fnmodels.test_mask import POSITIONS, RULES, SEGMENTS, SPANS, slow
 from tests.support import (
     Batch,

@@ -14,9 +14,9 @@ from torch import Tensor
 import fnmodels
 import train
 from fnmodels import tree
-from fnmodels.ops.dispatch import combine, dispatch, virtual_padding
-from fnmodels.ops.experts import loop_experts
-from fnmodels.ops.router import RouterDtypes
+from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
+from fnmodels.ops.moe.experts import loop_experts
+from fnmodels.ops.moe.router import RouterDtypes
 from tests.support import (
     Batch,
     Case,

@@ -14,15 +14,15 @@ from torch import Tensor
 import fnmodels.deepseek
 import fnmodels.glm4_moe
 import fnmodels.mixtral
-import fnmodels.ops.experts as experts_module
-import fnmodels.ops.moe as moe_module
-import fnmodels.ops.router as router_module
+import fnmodels.ops.moe.experts as experts_module
+import fnmodels.ops.moe.layer as moe_module
+import fnmodels.ops.moe.router as router_module
 import fnmodels.qwen_moe
 import train.balance
 import train.loss
 import train.step
 import train.sums
-from fnmodels.ops import dispatch as dispatch_module
+from fnmodels.ops.moe import dispatch as dispatch_module
 from tests.contract import test_moe
 from tests.fnmodels import test_moe as test_ops
 from tests.support import Case, cases

@@ -25,7 +25,7 @@ import train.sums
 from fnmodels import testing, tree
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal, Window
-from fnmodels.ops import attention_sdpa
+from fnmodels.ops.attention import sdpa
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.rotary import Rope, frequencies, rotary_table
 from tests.contract import (
@@ -299,7 +299,7 @@ def a_mask_by_index(patch: pytest.MonkeyPatch) -> None:
 def a_layout_of_another_order(patch: pytest.MonkeyPatch) -> None:
     stale = fnmodels.document_layout(torch.arange(12)[None], torch.ones(4, 12, dtype=torch.long))
     patch.setattr(fnmodels, "layout", lambda masks: stale)
-    patch.setattr("fnmodels.ops.attention._check_documents", lambda *given: None)  # as where values cannot be read
+    patch.setattr("fnmodels.ops.attention.select._check_documents", lambda *given: None)  # as where values cannot be read
 
 
 @bug("P4", "llama", through(test_packing.test_rows_of_padding_and_of_one_token))
@@ -338,7 +338,7 @@ def a_mask_copied_for_every_layer(patch: pytest.MonkeyPatch) -> None:
 def _causal_whatever_it_is_asked(
     q: Tensor, k: Tensor, v: Tensor, allowed: Any, *, causal: bool = False, **o: Any
 ) -> Tensor:
-    return attention_sdpa.sdpa_attention(q, k, v, None, causal=True, **o)
+    return sdpa.sdpa_attention(q, k, v, None, causal=True, **o)
 
 
 @bug(
@@ -349,12 +349,12 @@ def _causal_whatever_it_is_asked(
 )
 @bug("P1", "llama", check(testing.check_packing, "sdpa"))
 def a_fused_kernel_that_falls_back_to_causality(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fnmodels.ops.attention.sdpa_attention", _causal_whatever_it_is_asked)
+    patch.setattr("fnmodels.ops.attention.select.sdpa_attention", _causal_whatever_it_is_asked)
 
 
 @bug("B8", "llama", through(test_kernels.test_every_rule_through_every_kernel, "blocks"))
 def blocks_that_fall_back_to_causality(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fnmodels.ops.attention_blocks.sdpa_attention", _causal_whatever_it_is_asked)
+    patch.setattr("fnmodels.ops.attention.block_sparse.sdpa_attention", _causal_whatever_it_is_asked)
 
 
 @bug(

@@ -22,7 +22,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import testing, tree
-from fnmodels.ops.moe import MOE_TAPS
+from fnmodels.ops.moe.layer import MOE_TAPS
 from tests.support import (
     Batch,
     Case,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import Causal, build_mask, layout
-from fnmodels.ops.attention import attention, materialize
+from fnmodels.ops.attention.select import attention, materialize
 
 
 def slow(

@@ -39,10 +39,10 @@ from fnmodels import (
 )
 from fnmodels.front import run_layers
 from fnmodels.inputs.rules import simplify
-from fnmodels.ops.attention import attention, materialize
-from fnmodels.ops.attention_blocks import plan_blocks
-from fnmodels.ops.attention_tiles import pays
-from fnmodels.ops.attention_varlen import varlen_attention, varlen_window
+from fnmodels.ops.attention.block_sparse import plan_blocks
+from fnmodels.ops.attention.select import attention, materialize
+from fnmodels.ops.attention.tiled import pays
+from fnmodels.ops.attention.varlen import varlen_attention, varlen_window
 
 DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fnmodels.ops.embed import embed_tokens
+from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
 
 FORMULAS = {

@@ -12,12 +12,12 @@ from torch.func import grad, jvp, vmap
 
 from fnmodels import tree
 from fnmodels.leaf import moe_leaves
-from fnmodels.ops.dispatch import combine, dispatch, virtual_padding
-from fnmodels.ops.dispatch_host import pack, unpack
-from fnmodels.ops.experts import choose_experts, dense_experts, grouped_experts, loop_experts
 from fnmodels.ops.mlp import glu
-from fnmodels.ops.moe import moe
-from fnmodels.ops.router import choose, sigmoid_top_k, softmax_top_k, top_k_sigmoid, top_k_softmax
+from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
+from fnmodels.ops.moe.dispatch_cpu import pack, unpack
+from fnmodels.ops.moe.experts import choose_experts, dense_experts, grouped_experts, loop_experts
+from fnmodels.ops.moe.layer import moe
+from fnmodels.ops.moe.router import choose, sigmoid_top_k, softmax_top_k, top_k_sigmoid, top_k_softmax
 from tests.support import generic, off
 
 E, D, F, K = 5, 8, 16, 2
@@ -27,7 +27,7 @@ SILU = functools.partial(glu, activation="silu")
 def grouped_statically(*given: Any, **how: Any) -> Tensor:
     """As on CUDA, where the number of rows that experts own is not read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fnmodels.ops.experts.readable", lambda tensor: False)
+        patch.setattr("fnmodels.ops.moe.experts.readable", lambda tensor: False)
         return grouped_experts(*given, **how)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fnmodels
-from fnmodels.ops.attention import attention
-from fnmodels.ops.attention_tiles import _Backward, causal_tiles, pays
+from fnmodels.ops.attention.select import attention
+from fnmodels.ops.attention.tiled import _Backward, causal_tiles, pays
 
 SCALE = 0.3
 

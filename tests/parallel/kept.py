@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.ops import experts
+from fnmodels.ops.moe import experts
 from train import head
 from train.parallel import context, expert, gather
 

@@ -15,7 +15,7 @@ import train
 from fnmodels import tree
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import BidirectionalWindow, Causal, Chunk, Everything, SameSpan, Window
-from fnmodels.ops.attention import attention
+from fnmodels.ops.attention.select import attention
 from tests import support
 from tests.parallel.pool import Ranks
 from train.parallel import collectives, context, ring

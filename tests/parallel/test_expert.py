@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import train
 from fnmodels import tree
-from fnmodels.ops.experts import loop_experts
+from fnmodels.ops.moe.experts import loop_experts
 from tests import support
 from tests.parallel.pool import Ranks
 from tests.parallel.test_context import worst

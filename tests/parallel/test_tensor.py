@@ -13,7 +13,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.leaf import weight
-from fnmodels.ops.attention import attention
+from fnmodels.ops.attention.select import attention
 from params import Rules, plan
 from tests.parallel.pool import Ranks, devices
 from tests.parallel.reference import even

@@ -10,7 +10,7 @@ import fnmodels
 from fnmodels import Window, llama, tree
 from fnmodels.inputs.rules import Tokens
 from fnmodels.ops import rotary
-from fnmodels.ops.attention import attention
+from fnmodels.ops.attention.select import attention
 from fnmodels.ops.norm import rms_norm
 from tests.parity.oracle import assert_close, logits_of, model_of, params_of
 from tests.support import Case, cases, seed_of, structures, tokens_of

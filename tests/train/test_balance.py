@@ -15,8 +15,8 @@ import train
 from fnmodels import tree
 from fnmodels.leaf import moe_leaves
 from fnmodels.ops.mlp import glu
-from fnmodels.ops.moe import moe
-from fnmodels.ops.router import sigmoid_top_k
+from fnmodels.ops.moe.layer import moe
+from fnmodels.ops.moe.router import sigmoid_top_k
 from tests.support import batch_of, cases, generic, generic_params, is_routed, off, segments, sparse_layers, trainable
 from train.balance import moved_biases
 from train.engine import Engine

@@ -34,7 +34,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
 from fnmodels.inputs.mask import Layout, Mask
-from fnmodels.ops.attention import Kernel, attention, materialize
+from fnmodels.ops.attention.select import Kernel, attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
 from train.balance import Balance
@@ -129,7 +129,7 @@ def _adding(devices: DeviceMesh, names: Sequence[str]) -> Callable[[Tensor], Ten
 def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:
     """A kernel for `fnmodels.forward` on a part of the batch, whose other parts the ranks of `group` hold, in order.
 
-    inner: which of `fnmodels.ops.attention.KERNELS` computes what a rank has got. "ring" has maths of its own; "gather"
+    inner: which of `fnmodels.ops.attention.select.KERNELS` computes what a rank has got. "ring" has maths of its own; "gather"
     takes those that need no layout, and on CUDA "flex" alone spares it a dense mask. All ranks must call the kernel
     equally often and in the same order, as they do by running the same model, also under remat. Raises ValueError for
     what a method cannot do.

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.dispatch import combine
-from fnmodels.ops.experts import Experts, choose_experts, sorted_rows
+from fnmodels.ops.moe.dispatch import combine
+from fnmodels.ops.moe.experts import Experts, choose_experts, sorted_rows
 
 from . import collectives
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Experts:
     """An `experts=` for `fnmodels.forward` whose experts the ranks of `group` hold, in order and equally many.
 
-    inner: how a rank computes its own, see `fnmodels.ops.experts`. Every rank must call it for every layer, with tokens
+    inner: how a rank computes its own, see `fnmodels.ops.moe.experts`. Every rank must call it for every layer, with tokens
     or without. How many rows come is read on the host, so that it runs in eager mode and not under vmap.
     """
     ranks = group.size()

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.experts import Experts, choose_experts
+from fnmodels.ops.moe.experts import Experts, choose_experts
 
 from . import collectives
 from .region import Region
@@ -109,7 +109,7 @@ def columns_of_experts(
     act: Any,
     input_weighted: bool = False,
 ) -> Tensor:
-    """The experts' functions (`fnmodels.ops.experts`) on columns of each expert; the tokens come from the stream."""
+    """The experts' functions (`fnmodels.ops.moe.experts`) on columns of each expert; the tokens come from the stream."""
     x, weights = region.enter(x, 0), region.enter(weights, 0)
     if region.sequence:
         indices = collectives.join(indices, 0, region.group)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fnmodels import tree
-from fnmodels.ops.dispatch import virtual_padding
+from fnmodels.ops.moe.dispatch import virtual_padding
 from train.calls import Batch, microbatches
 
 from .context import shard_batch

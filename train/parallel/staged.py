@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.front import LayerFn
-from fnmodels.ops.attention import Kernel
-from fnmodels.ops.experts import Experts
+from fnmodels.ops.attention.select import Kernel
+from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
 from train.balance import Balance, balance_terms
 from train.calls import Batch

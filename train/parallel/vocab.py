@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.experts import readable
+from fnmodels.ops.moe.experts import readable
 from fnmodels.tree import Tree, pytree, static
 
 from . import collectives

@@ -15,7 +15,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.front import Block
 from fnmodels.leaf import Leaf
-from fnmodels.ops.experts import grouped_experts
+from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.head import head_loss, head_name

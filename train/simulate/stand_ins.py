@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fnmodels.ops.dispatch import combine
-from fnmodels.ops.experts import grouped_experts, sorted_rows
+from fnmodels.ops.moe.dispatch import combine
+from fnmodels.ops.moe.experts import grouped_experts, sorted_rows
 from train.parallel.mesh import Mesh
 
 

@@ -21,11 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Kernel
+from fnmodels.ops.attention.select import Kernel
+from fnmodels.ops.autograd_guard import first_order
+
 from .dispatch import Dispatched, combine, dispatch
-from .dispatch_host import Packed, pack, unpack
+from .dispatch_cpu import Packed, pack, unpack
 from .experts_loop import Act, loop_mlps
-from .first_order import first_order
 
 Experts = Callable[..., Tensor]
 

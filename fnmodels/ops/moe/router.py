@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .norm import upcast
+from fnmodels.ops.norm import upcast
 
 Width = Literal["model", "wide"]
 

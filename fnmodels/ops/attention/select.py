@@ -27,13 +27,13 @@ from fnmodels.inputs import mask as masks
 from fnmodels.inputs.convert import is_block_mask, shape_of, to_block_mask, to_cu_seqlens, to_dense
 from fnmodels.inputs.mask import Layout, Mask, MaskLike
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
+from fnmodels.ops.autograd_guard import first_order
 
-from .attention_blocks import Plan, blocks_attention, plan_blocks
-from .attention_flex import flex_attention
-from .attention_math import math_attention
-from .attention_sdpa import sdpa_attention
-from .attention_varlen import varlen_attention, varlen_window
-from .first_order import first_order
+from .block_sparse import Plan, blocks_attention, plan_blocks
+from .flex import flex_attention
+from .math import math_attention
+from .sdpa import sdpa_attention
+from .varlen import varlen_attention, varlen_window
 
 # One of KERNELS, or a function of your own (one that fetches the keys of other ranks, say), which is called as
 # kernel(q, k, v, mask, scale=, softcap=, sinks=, layout=) with the mask as it was given to `forward`.

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.ops.attention.select import Kernel
+from fnmodels.ops.linear import linear
+from fnmodels.ops.norm import upcast
+from fnmodels.ops.torch_internals import alone
 from fnmodels.tree import Tree
 
-from .attention import Kernel
-from .eager import alone
 from .experts import Experts, choose_experts, readable
 from .experts_loop import Act
-from .linear import linear
-from .norm import upcast
 
 # What a sparse block returns always, and what it can be asked for besides.
 KEPT = ("counts", "router_logits")
@@ -44,10 +44,10 @@ def moe(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 
-    layer: the leaves of `fnmodels.leaf.moe_leaves`. x [B, S, D]. route: a function of `ops.router`, its statics bound.
+    layer: the leaves of `fnmodels.leaf.moe_leaves`. x [B, S, D]. route: a function of `ops.moe.router`, its statics bound.
     valid: [B, S] bool, False at padding. routing: [B, S, k] int64, experts chosen earlier, a token's all different;
     their weights come from the live logits; a ValueError on the CPU if there is no such expert or one is named twice.
-    How many a token has `forward` checks, which knows the config. experts, kernel: see `ops.experts.choose_experts`.
+    How many a token has `forward` checks, which knows the config. experts, kernel: see `ops.moe.experts.choose_experts`.
     wide_router: logits in fp32 at least, whatever x's dtype. counts: tokens that went to each expert.
     """
     if valid is None:

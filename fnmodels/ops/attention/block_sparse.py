@@ -21,9 +21,9 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Layout, Mask
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 
-from .attention_math import math_attention
-from .attention_sdpa import sdpa_attention
-from .attention_tiles import causal_tiles, pays
+from .math import math_attention
+from .sdpa import sdpa_attention
+from .tiled import causal_tiles, pays
 
 Part = tuple[int, int]  # offset and count
 
@@ -71,7 +71,7 @@ def plan_blocks(mask: Mask, layout: Layout) -> Plan:
 def blocks_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Shapes as in `ops.attention`. Raises ValueError for tensors of another batch than the plan's."""
+    """Shapes as in `ops.attention.select`. Raises ValueError for tensors of another batch than the plan's."""
     batch, length = plan.shape
     if q.shape[:2] != k.shape[:2] or q.shape[1] != length or (q.shape[0] != batch and (plan.merged or batch != 1)):
         raise ValueError(

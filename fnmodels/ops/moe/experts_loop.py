@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .first_order import FirstOrder, refuse
+from fnmodels.ops.autograd_guard import FirstOrder, refuse
 
 Act = Callable[[Tensor, Tensor], Tensor]
 

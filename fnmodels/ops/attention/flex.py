@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .norm import upcast
+from fnmodels.ops.norm import upcast
 
 NARROWEST = 16  # of a head, in FlexAttention's kernels for CUDA
 
@@ -34,7 +34,7 @@ def _compiled_static() -> Callable[..., Any]:
 def flex_attention(
     q: Tensor, k: Tensor, v: Tensor, block_mask: Any, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Shapes as in `ops.attention`. Raises NotImplementedError on the CPU where a gradient is asked for."""
+    """Shapes as in `ops.attention.select`. Raises NotImplementedError on the CPU where a gradient is asked for."""
     from torch.nn.attention import flex_attention as flex
 
     if q.is_cpu:
@@ -76,7 +76,7 @@ def flex_attention(
 
 def _differentiated(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling():
-        from .tracing import transforms  # here, for it imports dynamo
+        from fnmodels.ops.tracing import transforms  # here, for it imports dynamo
 
         if "Grad" in transforms():  # what a transform differentiates does not say so while it is traced
             return True

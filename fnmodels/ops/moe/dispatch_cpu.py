@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .first_order import FirstOrder
+from fnmodels.ops.autograd_guard import FirstOrder
 
 _AT_ONCE = 512  # rows of a gradient
 

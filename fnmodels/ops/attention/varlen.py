@@ -39,7 +39,7 @@ def _narrower(one: int, other: int) -> int:
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Ragged, *, window: tuple[int, int], scale: float
 ) -> Tensor:
-    """Shapes as in `ops.attention`; queries and keys are the same tokens."""
+    """Shapes as in `ops.attention.select`; queries and keys are the same tokens."""
     if not documents.longest:  # The kernel wants one document at least. Sums over nothing: a backward brings 0.
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + sum(t[:0].sum() for t in (q, k, v))
     from torch.nn.attention.varlen import varlen_attn

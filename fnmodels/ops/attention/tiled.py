@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .first_order import refuse
+from fnmodels.ops.autograd_guard import refuse
 
 _LENGTHS = {2: (32, 1024), 4: (256, 1024)}  # by bytes of a number: where the tiles were measured to be faster
 _SCORES = 1 << 21  # bytes of one tile's scores: they should stay in the cache between the products
@@ -30,7 +30,7 @@ def causal_tiles(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     Reverse mode once, and vmap. `first_order` stands in front for the sentence about the rest.
     """
     if torch.compiler.is_compiling():
-        from .attention_tiles_op import compiled_tiles  # here, for it imports dynamo and with that sympy
+        from .tiled_op import compiled_tiles  # here, for it imports dynamo and with that sympy
 
         return compiled_tiles(q, k, v, scale)
     return _Tiles.apply(q, k, v, scale)
@@ -41,7 +41,7 @@ def pays(q: Tensor) -> bool:
     low, high = _LENGTHS.get(q.element_size(), (1, 0))
     fits = q.device.type == "cpu" and low <= q.shape[1] <= high
     if fits and torch.compiler.is_compiling():
-        from .tracing import transforms  # here, for it imports dynamo
+        from fnmodels.ops.tracing import transforms  # here, for it imports dynamo
 
         return not transforms()
     return fits
@@ -126,7 +126,7 @@ class _Tiles(torch.autograd.Function):
         if torch._C._functorch.is_legacy_batchedtensor(slope):
             # autograd.grad(is_grads_batched=True) is another vmap than torch.func's: it asks no Function for its rule,
             # and calls an operator once for each slope.
-            from .attention_tiles_op import backward_tiles
+            from .tiled_op import backward_tiles
 
             return *backward_tiles(*ctx.saved_tensors, slope, ctx.scale), None
         return *_Backward.apply(*ctx.saved_tensors, slope, ctx.scale), None

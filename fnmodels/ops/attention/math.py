@@ -6,7 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .norm import upcast
+from fnmodels.ops.norm import upcast
 
 
 def math_attention(
@@ -19,7 +19,7 @@ def math_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Shapes as in `ops.attention`; allowed: bool [B or 1, N or 1, Q, K].
+    """Shapes as in `ops.attention.select`; allowed: bool [B or 1, N or 1, Q, K].
 
     A masked key has weight 0, and 0 times NaN is NaN: values that may hold garbage have to be cleared before.
     """
