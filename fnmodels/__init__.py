@@ -25,7 +25,6 @@ from fnmodels.errors import (
     UnsafePathError,
     UnsupportedError,
 )
-from fnmodels.families import families, family_for, family_of
 from fnmodels.front import forward, hidden, prepare, run_layers
 from fnmodels.inputs.convert import to_block_mask, to_cu_seqlens, to_dense
 from fnmodels.inputs.load_balance import balance, imbalance
@@ -41,7 +40,8 @@ from fnmodels.inputs.segments import (
     text_order,
 )
 from fnmodels.inputs.transforms import permute, rows, split
-from fnmodels.leaf import Constant, Leaf, Normal
+from fnmodels.models.common.registry import families, family_for, family_of
+from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.ops.attention.select import explain_kernel
 from fnmodels.per_sample import per_sample_gradients
 from fnmodels.presets import preset, presets

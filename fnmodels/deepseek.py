@@ -14,6 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.models.common import moe as mixture
+from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
+from fnmodels.models.common.decoder import check_decoder, decoder_sizes, decoder_to_hf
+from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
+from fnmodels.models.common.storage import Stored
 from fnmodels.ops.attention.select import Kernel, attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
@@ -26,12 +31,8 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out
 from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table
 
-from . import mixture, mtp
-from .decoder import check_decoder, decoder_sizes, decoder_to_hf
-from .disk import Stored
+from . import mtp
 from .errors import UnsupportedError
-from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import decoder_leaves, latent_attention_leaves, layer_leaves
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")

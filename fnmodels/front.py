@@ -18,11 +18,11 @@ from torch import Tensor
 from fnmodels.inputs.convert import is_block_mask, shape_of
 from fnmodels.inputs.mask import Layout, Mask, MaskLike
 from fnmodels.inputs.segments import integers
+from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.select import Kernel, materialize
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.ops.moe.layer import MOE_TAPS
 
-from .families import family_of
 from .tree import Tree, leaves
 
 Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]

@@ -13,6 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.models.common import moe as mixture
+from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
+from fnmodels.models.common.decoder import check_decoder, decoder_sizes, decoder_to_hf
+from fnmodels.models.common.spec import attention_leaves, decoder_leaves, layer_leaves, norm
+from fnmodels.models.common.storage import Stored
 from fnmodels.ops.attention.select import Kernel, attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
@@ -24,11 +29,7 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
 
-from . import mixture, mtp
-from .decoder import check_decoder, decoder_sizes, decoder_to_hf
-from .disk import Stored
-from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import attention_leaves, decoder_leaves, layer_leaves, norm
+from . import mtp
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("glm4_moe",)

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
+from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
+from fnmodels.models.common.storage import Part, Stored
 from fnmodels.ops.attention.select import Kernel, attention
 from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.linear import linear
@@ -23,10 +26,7 @@ from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import no_rotation
 
-from .disk import Part, Stored
 from .errors import ConfigError
-from .hf import LAYERS_LIMIT, Fields, quantization
-from .leaf import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from .tree import Tree
 
 MODEL_TYPES = ("gpt2",)

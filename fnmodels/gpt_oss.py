@@ -14,6 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.models.common.config_json import Fields, parse_rope, rope_to_hf, rope_values
+from fnmodels.models.common.decoder import (
+    check_decoder,
+    decoder_name,
+    decoder_sizes,
+    decoder_to_hf,
+    layer_types,
+    sliding_layers,
+)
+from fnmodels.models.common.moe import check_experts, experts_from_hf, transposed_experts
+from fnmodels.models.common.spec import Leaf, Normal, attention_leaves, decoder_leaves, layer_leaves, moe_leaves
+from fnmodels.models.common.storage import Stored
 from fnmodels.ops.attention.select import Kernel, attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
@@ -24,11 +36,6 @@ from fnmodels.ops.norm import rms_norm_fp32_weight
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
 
-from .decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, layer_types, sliding_layers
-from .disk import Stored
-from .hf import Fields, parse_rope, rope_to_hf, rope_values
-from .leaf import Leaf, Normal, attention_leaves, decoder_leaves, layer_leaves, moe_leaves
-from .mixture import check_experts, experts_from_hf, transposed_experts
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_oss",)

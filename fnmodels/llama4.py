@@ -17,6 +17,11 @@ from torch import Tensor
 
 from fnmodels.inputs.mask import Create, Layout, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Chunk
+from fnmodels.models.common import decoder
+from fnmodels.models.common import moe as mixture
+from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
+from fnmodels.models.common.spec import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves
+from fnmodels.models.common.storage import Stored
 from fnmodels.ops.attention.select import Kernel, attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
@@ -28,10 +33,6 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
 
-from . import decoder, mixture
-from .disk import Stored
-from .hf import Fields, rope_from_hf, rope_to_hf
-from .leaf import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves
 from .tree import Tree, flatten
 
 MODEL_TYPES = ("llama4", "llama4_text")

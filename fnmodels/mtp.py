@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.mask import Layout, MaskLike
+from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.spec import norm, weight
 from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.ops.norm import rms_norm
 
-from .families import family_of
 from .front import LayerFn, run_layers
-from .leaf import norm, weight
 from .tree import Tree
 
 

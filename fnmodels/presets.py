@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from .families import family_for
+from fnmodels.models.common.registry import family_for
 
 
 def preset(name: str) -> Any:

@@ -17,7 +17,7 @@ from fnmodels.errors import (
     UnsafePathError,
     UnsupportedError,
 )
-from fnmodels.leaf import Constant, Leaf, Normal
+from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.tree import flatten, unflatten
 from params import lora
 from params.config import load_config

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from fnmodels import family_of, forward, prepare, tree
-from fnmodels.disk import gather
 from fnmodels.errors import MismatchError, UnsupportedError
+from fnmodels.models.common.storage import gather
 from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
 from params.commands import Parser, UserError, run_command

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
-from fnmodels.families import families, family_for
-from fnmodels.hf import shown
+from fnmodels.models.common.config_json import shown
+from fnmodels.models.common.registry import families, family_for
 from params.files import plain_file, read_json
 
 CONFIG = "config.json"

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import join
 from fnmodels.errors import MismatchError
+from fnmodels.models.common.storage import join
 from fnmodels.tree import Tree
 from params.format import NAMES, Outgoing
 from params.index import listed

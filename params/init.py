@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.families import family_of
-from fnmodels.leaf import Constant, Leaf
+from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.spec import Constant, Leaf
 from fnmodels.tree import Tree
 from params.sharding import placed
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError
-from fnmodels.hf import quantization_of
+from fnmodels.models.common.config_json import quantization_of
 from params.commands import Parser, UserError, called, printable, run_command
 from params.config import read_config
 from params.index import open_folder

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import Part, Single, Stack, cut, disk_name, disk_names, take, take_into
 from fnmodels.errors import MismatchError
-from fnmodels.families import family_of
-from fnmodels.hf import quantization_of
+from fnmodels.models.common.config_json import quantization_of
+from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.storage import Part, Single, Stack, cut, disk_name, disk_names, take, take_into
 from fnmodels.tree import Tree
 from params.config import read_config
 from params.format import (

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import Stored
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
-from fnmodels.families import family_of
-from fnmodels.leaf import Constant, Leaf, Normal
+from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.spec import Constant, Leaf, Normal
+from fnmodels.models.common.storage import Stored
 from fnmodels.tree import Tree, pytree, static
 from params.files import plain_file, read_json, sync
 from params.format import Box, Outgoing, map_file, mapped_tensor, open_tensors, write_tensors

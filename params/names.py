@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.disk import Single, Stack, Stored, disk_name, disk_names, disk_shape
-from fnmodels.families import family_of
-from fnmodels.leaf import Leaf
+from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.spec import Leaf
+from fnmodels.models.common.storage import Single, Stack, Stored, disk_name, disk_names, disk_shape
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import MismatchError
-from fnmodels.hf import Quantization
+from fnmodels.models.common.config_json import Quantization
 from params.format import Box, Entry, TensorFile, extents, read_tensor, rows_of
 from params.index import listed
 

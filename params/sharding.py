@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.leaf import Leaf
+from fnmodels.models.common.spec import Leaf
 from fnmodels.tree import Tree
 
 if TYPE_CHECKING:  # hundreds of modules, which a plan does not need

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import fnmodels
 import params as P
-from fnmodels import disk, tree
+from fnmodels import tree
+from fnmodels.models.common import storage
 from tests.support import Case, batch_of, cases, generic_params, segments, structures
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
@@ -50,7 +51,7 @@ def test_names_on_disk(case: Case, tmp_path: Path) -> None:
     names = fnmodels.family_of(case.config).hf_names(case.config)
     assert names.keys() == tree.flatten(generic_params(case.config)).keys()
     on_disk = load_file(saved(case, tmp_path / "model") / "model.safetensors")
-    assert on_disk.keys() == {name for stored in names.values() for name in disk.disk_names(stored)}
+    assert on_disk.keys() == {name for stored in names.values() for name in storage.disk_names(stored)}
 
 
 @every_structure

@@ -7,8 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnmodels.disk import Part, Stack, covers, cut, disk_names, disk_shape, fuse, gather, join, take, take_into
-from fnmodels.mixture import expert_names
+from fnmodels.models.common.moe import expert_names
+from fnmodels.models.common.storage import (
+    Part,
+    Stack,
+    covers,
+    cut,
+    disk_names,
+    disk_shape,
+    fuse,
+    gather,
+    join,
+    take,
+    take_into,
+)
 
 FUSED = [Part("qkv", 0, 4, 8), Part("qkv", 4, 6, 8), Part("qkv", 6, 8, 8)]
 GROUPED = [Part("qkv", i, i + 1, 6, groups=2) for i in range(3)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Causal, build_mask
-from fnmodels.leaf import latent_attention_leaves
+from fnmodels.models.common.spec import latent_attention_leaves
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mla import LATENT_EPS, latent_qkv, latent_scale
 from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table

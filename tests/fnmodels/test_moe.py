@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from fnmodels import tree
-from fnmodels.leaf import moe_leaves
+from fnmodels.models.common.spec import moe_leaves
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.dispatch_cpu import pack, unpack

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import fnmodels
 import params as P
 from fnmodels import gpt_oss, llama, tree
-from fnmodels.disk import Part, Stack
-from fnmodels.leaf import Leaf
+from fnmodels.models.common.spec import Leaf
+from fnmodels.models.common.storage import Part, Stack
 from params.sharding import Sharding
 from tests.parallel.pool import Ranks, devices
 from tests.params import test_quantized as quantized

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.leaf import weight
+from fnmodels.models.common.spec import weight
 from fnmodels.ops.attention.select import attention
 from params import Rules, plan
 from tests.parallel.pool import Ranks, devices

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import params as P
 from fnmodels import llama, tree
-from fnmodels.disk import Part, Stored
-from fnmodels.leaf import weight
-from fnmodels.mixture import expert_names
+from fnmodels.models.common.moe import expert_names
+from fnmodels.models.common.spec import weight
+from fnmodels.models.common.storage import Part, Stored
 from params import load, names
 from tests.support import generic_params
 

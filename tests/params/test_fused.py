@@ -10,7 +10,7 @@ import torch
 
 import params as P
 from fnmodels import llama, tree
-from fnmodels.disk import Part, Stored, fuse
+from fnmodels.models.common.storage import Part, Stored, fuse
 from tests.support import generic_params
 
 SMALL = llama.Config(

@@ -9,7 +9,7 @@ import torch
 
 import params as P
 from fnmodels import family_of, llama
-from fnmodels.families import family_for
+from fnmodels.models.common.registry import family_for
 from params.init import draw
 from tests.support import Case, cases, structures
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import fnmodels
 import params as P
-from fnmodels import disk, tree
+from fnmodels import tree
+from fnmodels.models.common import storage
 from fnmodels.ops.norm import rms_norm_zero_centered
 from tests.parity.oracle import assert_close, model_of
 from tests.support import Case, cases, generic_params, tokens_of
@@ -81,7 +82,7 @@ def test_names_without_their_first_part(name: str, prefix: str, tmp_path: Path) 
     assert_loads(case, tmp_path)
     P.save_pretrained(tmp_path, *P.load_pretrained(tmp_path))
     names = fnmodels.family_of(case.config).hf_names(case.config)
-    assert load_file(tmp_path / FILE).keys() == {name for stored in names.values() for name in disk.disk_names(stored)}
+    assert load_file(tmp_path / FILE).keys() == {name for stored in names.values() for name in storage.disk_names(stored)}
 
 
 def test_embedding_gemma_has_the_class_of_a_text_without_a_head(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_a_tied_head_may_be_in_the_file(case: Case, tmp_path: Path) -> None:
     """L6, under each family's own name of its head: the same bits as the embedding, or an error."""
     untied: Any = {**case.config.to_hf(), "tie_word_embeddings": False}
     family = fnmodels.family_of(case.config)
-    head = disk.disk_name(family.hf_names(family.Config.from_hf(untied))["lm_head"])
+    head = storage.disk_name(family.hf_names(family.Config.from_hf(untied))["lm_head"])
     embedding = generic_params(case.config)["embed_tokens"]
     assert_loads(case, folder_of(case, tmp_path, {head: embedding}))
     folder_of(case, tmp_path, {head: embedding + 1})

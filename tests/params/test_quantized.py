@@ -13,7 +13,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import deepseek, llama, phi3, tree
-from fnmodels.hf import Quantization
+from fnmodels.models.common.config_json import Quantization
 from params import format, quantized
 from tests.support import generic_params
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import params as P
 from fnmodels import llama, tree
-from fnmodels.disk import Part, covers, gather, take
+from fnmodels.models.common.storage import Part, covers, gather, take
 from params import save
 from params.manifest import MANIFEST
 from params.names import by_name, slots

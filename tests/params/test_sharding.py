@@ -11,7 +11,7 @@ import torch
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.leaf import attention_leaves, weight
+from fnmodels.models.common.spec import attention_leaves, weight
 from params import Rules, describe, plan
 from params.sharding import Sharding
 from tests.support import richest

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 import fnmodels
-from fnmodels import disk, tree
+from fnmodels import tree
+from fnmodels.models.common import storage
 from tests.support import generic, variants_of
 
 EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -51,8 +52,8 @@ def params_of(model: torch.nn.Module, config: Any) -> Any:
     """The model's parameters as our tree, moved by name and by nothing else: no tensor may be left over."""
     state = on_disk(model)
     stored = fnmodels.family_of(config).hf_names(config)
-    assert {name for s in stored.values() for name in disk.disk_names(s)} == state.keys()
-    flat = {path: disk.gather(s, state).detach().clone() for path, s in stored.items()}
+    assert {name for s in stored.values() for name in storage.disk_names(s)} == state.keys()
+    flat = {path: storage.gather(s, state).detach().clone() for path, s in stored.items()}
     return tree.unflatten(flat)
 
 

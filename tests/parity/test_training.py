@@ -7,7 +7,8 @@ import torch
 
 import fnmodels
 import train
-from fnmodels import disk, tree
+from fnmodels import tree
+from fnmodels.models.common import storage
 from tests.parity.oracle import model_of, on_disk, params_of
 from tests.support import Batch, Case, batch_of, richest, segments
 
@@ -66,7 +67,7 @@ def _decays(case: Case) -> dict[str, bool]:
     saved, decays = on_disk(model), {}
     for path, leaf in tree.flatten(family.spec(case.config)).items():
         if leaf.trainable:
-            for name in disk.disk_names(names[path]):
+            for name in storage.disk_names(names[path]):
                 owner, _ = numbered[int(saved[name].flatten()[0])]
                 assert decays.setdefault(owner, leaf.decay) == leaf.decay
     assert decays.keys() == dict(model.named_parameters()).keys()

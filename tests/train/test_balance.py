@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 import train
 from fnmodels import tree
-from fnmodels.leaf import moe_leaves
+from fnmodels.models.common.spec import moe_leaves
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.layer import moe
 from fnmodels.ops.moe.router import sigmoid_top_k

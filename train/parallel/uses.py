@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fnmodels.leaf import Leaf
+from fnmodels.models.common.spec import Leaf
 from params.sharding import Sharding
 
 from .region import Region

@@ -14,7 +14,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.front import Block
-from fnmodels.leaf import Leaf
+from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.tree import Tree
 from params.sharding import Sharding

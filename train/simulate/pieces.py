@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fnmodels.leaf import Leaf
+from fnmodels.models.common.spec import Leaf
 from params.sharding import Sharding
 from train.parallel.mesh import DATA, Mesh
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from . import mtp
+from fnmodels import mtp
+from fnmodels.errors import ConfigError
+from fnmodels.tree import Tree
+
+from .config_json import Fields
 from .decoder import decoder_name
-from .disk import Part, Stack, Stored
-from .errors import ConfigError
-from .hf import Fields
-from .leaf import gated_mlp_leaves, moe_leaves
-from .tree import Tree
+from .spec import gated_mlp_leaves, moe_leaves
+from .storage import Part, Stack, Stored
 
 HEADS_LIMIT = 16  # heads for further tokens: published models have one to three
 

@@ -10,10 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .disk import Part, fuse
-from .errors import ConfigError
-from .hf import LAYERS_LIMIT, Fields, quantization, shown
-from .leaf import Leaf
+from fnmodels.errors import ConfigError
+
+from .config_json import LAYERS_LIMIT, Fields, quantization, shown
+from .spec import Leaf
+from .storage import Part, fuse
 
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.ops.rotary import Rope
-
-from .errors import ConfigError, UnsupportedError
 
 # Fields that change no output of a forward pass: bookkeeping, generation settings, what a trainer would like to know.
 _HARMLESS = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .tree import Tree
+from fnmodels.tree import Tree
 
 
 @dataclass(frozen=True)

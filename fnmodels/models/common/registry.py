@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from .errors import UnsupportedError
+from fnmodels.errors import UnsupportedError
 
 _PACKAGE = __name__.rpartition(".")[0]
 
