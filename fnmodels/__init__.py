@@ -15,6 +15,10 @@ and labels feed the loss; none is derived from another inside a model. Tensors a
 keywords.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
 from fnmodels import siblings
 from fnmodels.errors import (
     CheckpointError,
@@ -42,11 +46,19 @@ from fnmodels.inputs.segments import (
 from fnmodels.inputs.transforms import permute, rows, split
 from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Constant, Leaf, Normal
+from fnmodels.models.presets import preset, presets
 from fnmodels.ops.attention.select import explain_kernel
 from fnmodels.per_sample import per_sample_gradients
-from fnmodels.presets import preset, presets
 
 siblings.warn_shadowed(__file__, "params", "train")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`from fnmodels import llama`: a family by its name, imported when it is first used."""
+    if find_spec(f"fnmodels.models.{name}") is None:
+        raise AttributeError(f"module 'fnmodels' has no attribute {name!r}")
+    return import_module(f"fnmodels.models.{name}")
+
 
 __all__ = [
     "BidirectionalWindow",

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 import fnmodels
-import fnmodels.llama
+import fnmodels.models.llama
 import params as P
 
-config = fnmodels.llama.Config.from_hf(
+config = fnmodels.models.llama.Config.from_hf(
     {
         "model_type": "llama",
         "vocab_size": 64,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fnmodels import llama
+from fnmodels.models import llama
 from train import model, sources
 from train.errors import UserError
 from train.job import check_experts

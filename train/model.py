@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 import fnmodels
 import params as P
-from fnmodels import llama, tree
+from fnmodels import tree
+from fnmodels.models import llama
 from fnmodels.tree import Tree
 from params.load import check
 from params.manifest import MANIFEST, digest

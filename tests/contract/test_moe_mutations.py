@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import fnmodels.deepseek
-import fnmodels.glm4_moe
-import fnmodels.mixtral
+import fnmodels.models.deepseek
+import fnmodels.models.glm4_moe
+import fnmodels.models.mixtral
+import fnmodels.models.qwen_moe
 import fnmodels.ops.moe.experts as experts_module
 import fnmodels.ops.moe.layer as moe_module
 import fnmodels.ops.moe.router as router_module
-import fnmodels.qwen_moe
 import train.balance
 import train.loss
 import train.step
@@ -220,47 +220,47 @@ def scores_rounded_before_the_choice(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="deepseek_v3")
 def a_narrow_router(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.deepseek.moe
-    patch.setattr(fnmodels.deepseek, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
+    right = fnmodels.models.deepseek.moe
+    patch.setattr(fnmodels.models.deepseek, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
 
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="glm4_moe")
 def another_narrow_router(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.glm4_moe.moe
-    patch.setattr(fnmodels.glm4_moe, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
+    right = fnmodels.models.glm4_moe.moe
+    patch.setattr(fnmodels.models.glm4_moe, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
 
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="mixtral")
 def weights_in_the_dtype_of_the_model(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.mixtral.softmax_top_k
+    right = fnmodels.models.mixtral.softmax_top_k
 
     @functools.wraps(right)
     def route(logits: Tensor, indices: Tensor | None = None, **how: Any) -> Any:
         return right(logits, indices, **how | {"dtype": torch.bfloat16})
 
-    patch.setattr(fnmodels.mixtral, "softmax_top_k", route)
+    patch.setattr(fnmodels.models.mixtral, "softmax_top_k", route)
 
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="mixtral")
 def another_declaration(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fnmodels.mixtral, "ROUTER", dataclasses.replace(fnmodels.mixtral.ROUTER, output="model"))
+    patch.setattr(fnmodels.models.mixtral, "ROUTER", dataclasses.replace(fnmodels.models.mixtral.ROUTER, output="model"))
 
 
 @bug("R4", replay)
 def a_replay_that_chooses_again(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.qwen_moe.moe
-    patch.setattr(fnmodels.qwen_moe, "moe", lambda *args, routing=None, **how: right(*args, **how))
+    right = fnmodels.models.qwen_moe.moe
+    patch.setattr(fnmodels.models.qwen_moe, "moe", lambda *args, routing=None, **how: right(*args, **how))
 
 
 @bug("R4", replay)
 def weights_replayed_without_a_gradient(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.qwen_moe.softmax_top_k
+    right = fnmodels.models.qwen_moe.softmax_top_k
 
     def route(logits: Tensor, indices: Tensor | None = None, **how: Any) -> Any:
         weights, indices_of = right(logits, indices, **how)
         return (weights if indices is None else weights.detach()), indices_of
 
-    patch.setattr(fnmodels.qwen_moe, "softmax_top_k", route)
+    patch.setattr(fnmodels.models.qwen_moe, "softmax_top_k", route)
 
 
 # ------------------------------------------------------------------------------------------------ balance

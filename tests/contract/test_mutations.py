@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fnmodels
 import fnmodels.inputs.mask
-import fnmodels.llama
+import fnmodels.models.llama
 import params as P
 import train.sums
 from fnmodels import testing, tree
@@ -80,7 +80,7 @@ PROPERTIES = {
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 Test = Callable[[Case], object]
-LLAMA = "fnmodels.llama"
+LLAMA = "fnmodels.models.llama"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ ONE_BLOCK = _compiled(test_compile.test_one_compilation_of_the_block_for_sixteen
 
 def _around_block(change: Callable[..., Any]) -> Patch:
     """`change(block, layer, x, mask, freqs, **options)` in the place of the block."""
-    block = fnmodels.llama.block
+    block = fnmodels.models.llama.block
     return lambda patch: patch.setattr(f"{LLAMA}.block", lambda *args, **options: change(block, *args, **options))
 
 
@@ -378,7 +378,7 @@ def a_refusal_left_out(patch: pytest.MonkeyPatch) -> None:
 
 @bug("B9", "llama", check(testing.check_inputs_unchanged))
 def an_input_written_in_place(patch: pytest.MonkeyPatch) -> None:
-    embed = fnmodels.llama.embed
+    embed = fnmodels.models.llama.embed
     patch.setattr(
         f"{LLAMA}.embed", lambda params, inputs, **o: embed(params, {**inputs, "t": inputs["tokens"].abs_()}, **o)
     )
@@ -424,7 +424,7 @@ def a_look_at_the_next_token(patch: pytest.MonkeyPatch) -> None:
     check(testing.check_causality),
 )
 def keys_of_long_ago_forgotten(patch: pytest.MonkeyPatch) -> None:
-    attention = fnmodels.llama.attention
+    attention = fnmodels.models.llama.attention
 
     def forgetful(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Tensor:
         return attention(q, k, v, mask.tril().triu(-3), **options)
@@ -443,7 +443,7 @@ def documents_not_told_apart(patch: pytest.MonkeyPatch) -> None:
 
 @bug("P1", "llama", check(testing.check_packing))
 def documents_told_apart_by_position_resets(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.llama.attention_masks
+    right = fnmodels.models.llama.attention_masks
 
     def masks(config: Any, positions: Tensor, segment_ids: Tensor, *, create: Any = None) -> Any:
         resets = (positions[:, 1:] < positions[:, :-1]).long()  # a document of one token has none
@@ -688,7 +688,7 @@ def a_gather_with_half_a_tangent(patch: pytest.MonkeyPatch) -> None:
 
 @bug("F7", "llama_tied", through(test_transforms.test_a_tied_head_is_one_leaf_read_twice))
 def a_tied_head_that_learns_from_one_use(patch: pytest.MonkeyPatch) -> None:
-    unembed = fnmodels.llama.unembed
+    unembed = fnmodels.models.llama.unembed
 
     def detached(params: Any, x: Tensor, /, *, config: Any) -> Tensor:
         tied = {"embed_tokens": params["embed_tokens"].detach()} if config.tie_word_embeddings else {}
@@ -709,7 +709,7 @@ def a_slice_of_layers_one_short(patch: pytest.MonkeyPatch) -> None:
 
 @bug("F8", "llama", through(test_transforms.test_the_stack_comes_apart))
 def a_head_that_looks_at_its_chunk(patch: pytest.MonkeyPatch) -> None:
-    unembed = fnmodels.llama.unembed
+    unembed = fnmodels.models.llama.unembed
     patch.setattr(f"{LLAMA}.unembed", lambda p, x, *, config: unembed(p, x, config=config) - 1e-3 * x.mean())
 
 
@@ -726,7 +726,7 @@ def a_break_in_the_graph(patch: pytest.MonkeyPatch) -> None:
 def a_compilation_for_an_equal_config(patch: pytest.MonkeyPatch) -> None:
     """What is looked up by identity is another for each object, equal or not."""
     seen: dict[int, int] = {}
-    embed = fnmodels.llama.embed
+    embed = fnmodels.models.llama.embed
     patch.setattr(
         f"{LLAMA}.embed", lambda p, inputs, *, config: embed(p, inputs, config=config) + seen.get(id(config), 0)
     )
@@ -786,7 +786,7 @@ def a_norm_that_stays_behind(patch: pytest.MonkeyPatch) -> None:
 
 @bug("L9", "llama", test_config.test_every_field_changes_the_logits)
 def an_epsilon_written_in_the_code(patch: pytest.MonkeyPatch) -> None:
-    norm = fnmodels.llama.rms_norm
+    norm = fnmodels.models.llama.rms_norm
     patch.setattr(f"{LLAMA}.rms_norm", lambda x, weight, *, eps: norm(x, weight, eps=1e-6))
 
 

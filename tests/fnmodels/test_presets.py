@@ -7,7 +7,7 @@ import pytest
 
 import fnmodels
 import params as P
-from fnmodels.presets import preset, presets
+from fnmodels.models.presets import preset, presets
 from tests.status import CHECKED, PRESET
 from tests.support import check_shapes, family_modules, published_of
 

@@ -66,7 +66,7 @@ def test_a_report(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         str(tmp_path),
-        "  family      fnmodels.llama, model type llama",
+        "  family      fnmodels.models.llama, model type llama",
         "  layers      2: 2 full",
         "  parameters  4,560",
         "  tensors     22 in 1 file, 20.8 kB",
@@ -160,4 +160,4 @@ def test_what_a_terminal_would_obey_is_escaped(bases: Path, tmp_path: Path, caps
 def test_as_a_module(bases: Path) -> None:
     command = [sys.executable, "-m", "params.inspect", str(bases / "single")]
     done = subprocess.run(command, cwd=Path(P.__file__).parents[1], capture_output=True, text=True, check=True)
-    assert "fnmodels.llama" in done.stdout and not done.stderr
+    assert "fnmodels.models.llama" in done.stdout and not done.stderr

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 import fnmodels
-from fnmodels.presets import PRESETS, preset, presets
+from fnmodels.models.presets import PRESETS, preset, presets
 from tests.parity.oracle import assert_close, logits_of, model_of, params_of, reference_values
 from tests.support import Case, cases, family_modules, tokens_of, variants_of
 

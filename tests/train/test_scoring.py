@@ -48,7 +48,7 @@ def test_each_pair_as_if_alone(name: str, batch_tokens: int) -> None:
 
 
 def test_a_context_that_is_too_long_loses_its_beginning() -> None:
-    config = fnmodels.llama.Config(31, 16, 24, 2, 2, 1, max_position_embeddings=8)
+    config = fnmodels.models.llama.Config(31, 16, 24, 2, 2, 1, max_position_embeddings=8)
     params = generic_params(config)
     context, continuation = list(range(12)), [3, 4, 5]
     (found,) = score_continuations(params, config, [(context, continuation)])

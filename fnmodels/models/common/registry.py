@@ -14,7 +14,7 @@ from typing import Any
 
 from fnmodels.errors import UnsupportedError
 
-_PACKAGE = __name__.rpartition(".")[0]
+_PACKAGE = "fnmodels.models"
 
 
 def family_of(config: Any) -> ModuleType:
@@ -31,7 +31,7 @@ def family_of(config: Any) -> ModuleType:
 def families() -> dict[str, str]:
     """{Hugging Face model type: family module} of everything in the folder."""
     found = {}
-    for info in pkgutil.iter_modules(sys.modules[_PACKAGE].__path__, f"{_PACKAGE}."):
+    for info in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__, f"{_PACKAGE}."):
         if not info.ispkg:
             for model_type in getattr(importlib.import_module(info.name), "MODEL_TYPES", ()):
                 found[model_type] = info.name

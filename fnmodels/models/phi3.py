@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
 from fnmodels.models.common.config_json import Fields, parse_rope, rope_to_hf, rope_values
 from fnmodels.models.common.decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, fused
@@ -24,9 +25,7 @@ from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-
-from .errors import ConfigError, UnsupportedError
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("phi3",)
 TAPS = ("attention", "middle", "mlp")

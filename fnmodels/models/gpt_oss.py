@@ -35,8 +35,7 @@ from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.ops.norm import rms_norm_fp32_weight
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_oss",)
 KINDS = ("full_moe", "sliding_moe")

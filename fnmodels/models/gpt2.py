@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
 from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
@@ -25,9 +26,7 @@ from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import no_rotation
-
-from .errors import ConfigError
-from .tree import Tree
+from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt2",)
 TAPS = ("attention", "middle", "mlp")

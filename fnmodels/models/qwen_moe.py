@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
@@ -35,9 +36,7 @@ from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, split_heads
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-
-from .errors import ConfigError
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "olmoe")
 KINDS = ("full_moe", "full", "sliding_moe", "sliding")

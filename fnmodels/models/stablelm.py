@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
 from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
 from fnmodels.models.common.decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
@@ -23,9 +24,7 @@ from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import layer_norm, upcast
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-
-from .errors import ConfigError
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("stablelm",)
 TAPS = ("attention", "mlp")

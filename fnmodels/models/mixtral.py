@@ -24,8 +24,7 @@ from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mixtral",)
 KINDS = ("full_moe", "sliding_moe")

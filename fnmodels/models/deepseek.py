@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels import mtp
+from fnmodels.errors import UnsupportedError
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
@@ -30,10 +32,7 @@ from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out
 from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table
-
-from . import mtp
-from .errors import UnsupportedError
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 KINDS = ("full", "full_moe")

@@ -34,8 +34,7 @@ from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
 TAPS = ("attention", "middle", "mlp")

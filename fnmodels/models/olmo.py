@@ -29,8 +29,7 @@ from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm_fp32_weight
 from fnmodels.ops.qkv import project_out, split_heads
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("olmo2", "olmo3")
 TAPS = ("attention", "middle", "mlp")

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels import mtp
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
@@ -28,9 +29,7 @@ from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-
-from . import mtp
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("glm4_moe",)
 KINDS = ("full", "full_moe")

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
 from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
 from fnmodels.models.common.decoder import (
@@ -30,9 +31,7 @@ from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, no_rotation, rotary_table
-
-from .errors import ConfigError
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3")
 KINDS = ("full", "sliding", "full_nope", "sliding_nope")

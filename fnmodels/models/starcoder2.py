@@ -22,8 +22,7 @@ from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-
-from .tree import Tree, flatten
+from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("starcoder2",)
 TAPS = ("attention", "middle", "mlp")
