@@ -19,7 +19,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-from fnmodels import siblings
+from fnmodels import _shadowing
+from fnmodels.apply import forward, hidden, prepare, run_layers
 from fnmodels.errors import (
     CheckpointError,
     ConfigError,
@@ -29,7 +30,6 @@ from fnmodels.errors import (
     UnsafePathError,
     UnsupportedError,
 )
-from fnmodels.front import forward, hidden, prepare, run_layers
 from fnmodels.inputs.convert import to_block_mask, to_cu_seqlens, to_dense
 from fnmodels.inputs.load_balance import balance, imbalance
 from fnmodels.inputs.mask import Layout, Mask, build_mask, document_layout, layout
@@ -50,7 +50,7 @@ from fnmodels.models.presets import preset, presets
 from fnmodels.ops.attention.select import explain_kernel
 from fnmodels.per_sample import per_sample_gradients
 
-siblings.warn_shadowed(__file__, "params", "train")
+_shadowing.warn_shadowed(__file__, "params", "train")
 
 
 def __getattr__(name: str) -> ModuleType:

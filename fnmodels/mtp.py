@@ -26,7 +26,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.ops.norm import rms_norm
 
-from .front import LayerFn, run_layers
+from .apply import LayerFn, run_layers
 from .tree import Tree
 
 

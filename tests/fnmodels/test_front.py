@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import fnmodels
 from fnmodels import llama
-from fnmodels.front import run_layers
+from fnmodels.apply import run_layers
 from fnmodels.ops.rotary import mrope_table
 from tests.support import generic_params
 
@@ -328,7 +328,7 @@ def test_what_is_no_tensor_is_named(act, function) -> None:
 
 def test_the_kernel_is_chosen_once_by_what_the_hidden_states_are(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr("fnmodels.front.materialize", lambda *form, **how: given.append(how) or "made")
+    monkeypatch.setattr("fnmodels.apply.materialize", lambda *form, **how: given.append(how) or "made")
     params, (_, masks, freqs) = generic_params(CONFIG), fnmodels.prepare(CONFIG, TOKENS)
     x = torch.zeros(2, 5, 8, dtype=torch.bfloat16)
     seen = []

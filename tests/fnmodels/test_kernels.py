@@ -37,7 +37,7 @@ from fnmodels import (
     to_cu_seqlens,
     to_dense,
 )
-from fnmodels.front import run_layers
+from fnmodels.apply import run_layers
 from fnmodels.inputs.rules import simplify
 from fnmodels.ops.attention.block_sparse import plan_blocks
 from fnmodels.ops.attention.select import attention, materialize

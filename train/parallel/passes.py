@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.front import LayerFn
+from fnmodels.apply import LayerFn
 from fnmodels.tree import Tree
 from train.calls import Batch
 

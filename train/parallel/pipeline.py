@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fnmodels import tree
-from fnmodels.front import LayerFn
+from fnmodels.apply import LayerFn
 from fnmodels.tree import Tree
 from train.calls import Batch
 from train.optim import Optimizer, trainable_mask, wide_dtype

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.front import LayerFn
+from fnmodels.apply import LayerFn
 from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree

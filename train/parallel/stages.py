@@ -22,7 +22,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import family_of, tree
-from fnmodels.front import Block
+from fnmodels.apply import Block
 from fnmodels.tree import Tree
 from params.init import draw
 from train.calls import Batch

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.front import Block
+from fnmodels.apply import Block
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.tree import Tree
