@@ -74,7 +74,7 @@ def with_transformers(folder: Path, mode: str) -> Flat:
 
 
 def checks(folder: Path, mode: str) -> Flat:
-    from params.load import check
+    from params.checkpoint.load import check
 
     with ExitStack() as stack:
         check(folder, stack)

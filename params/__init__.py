@@ -20,12 +20,12 @@ from fnmodels.errors import (
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.tree import flatten, unflatten
 from params import lora
-from params.config import load_config
-from params.export import export
-from params.init import abstract, count, init
-from params.load import LoadReport, load_pretrained
-from params.manifest import verify
-from params.save import recover, save_pretrained
+from params.checkpoint.config import load_config
+from params.checkpoint.export import export
+from params.checkpoint.load import LoadReport, load_pretrained
+from params.checkpoint.manifest import verify
+from params.checkpoint.save import recover, save_pretrained
+from params.initialize import abstract, count, init
 from params.sharding import Rules, Sharding, describe, plan
 
 __all__ = [

@@ -28,11 +28,12 @@ from fnmodels.errors import MismatchError, UnsupportedError
 from fnmodels.models.common.storage import gather
 from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
-from params.commands import Parser, UserError, run_command
-from params.config import load_config
-from params.index import listed
-from params.load import load_pretrained
-from params.names import by_name, slots
+from params.checkpoint.config import load_config
+from params.checkpoint.load import load_pretrained
+from params.checkpoint.shard_index import listed
+from params.checkpoint.tensor_map import by_name, slots
+
+from .command_line import Parser, UserError, run_command
 
 BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5 to 10 times the noise of two good kernels
 LENGTH, SHORTEST, SHIFT = 24, 4, 3

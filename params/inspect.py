@@ -20,12 +20,13 @@ from pathlib import Path
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError
 from fnmodels.models.common.config_json import quantization_of
-from params.commands import Parser, UserError, called, printable, run_command
-from params.config import read_config
-from params.index import open_folder
-from params.init import count
-from params.load import check, load_pretrained
-from params.manifest import HASH, MANIFEST, read_manifest, verify
+from params.checkpoint.config import read_config
+from params.checkpoint.load import check, load_pretrained
+from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
+from params.checkpoint.shard_index import open_folder
+
+from .command_line import Parser, UserError, called, printable, run_command
+from .initialize import count
 
 Lines = Iterator[tuple[str, str]]  # (what, its value)
 

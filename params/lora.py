@@ -34,12 +34,13 @@ from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.common.storage import Stored
 from fnmodels.tree import Tree, pytree, static
-from params.files import plain_file, read_json, sync
-from params.format import Box, Outgoing, map_file, mapped_tensor, open_tensors, write_tensors
-from params.index import listed
-from params.init import draw
-from params.saving import filled, reserved, told
+from params.checkpoint.shard_index import listed
+from params.io.files import plain_file, read_json, sync
+from params.io.safetensors_file import Box, Outgoing, map_file, mapped_tensor, open_tensors, write_tensors
+from params.io.staging import filled, reserved, told
 from params.sharding import sharding_of
+
+from .initialize import draw
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

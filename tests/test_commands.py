@@ -15,7 +15,7 @@ import train.compare
 import train.plot
 import train.sample
 import train.simulate
-from params.commands import Parser, run_command
+from params.command_line import Parser, run_command
 from tests.forks import Forks
 from tests.train.nursery import TINY, Nursery
 

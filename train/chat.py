@@ -28,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from params.files import read_json
+from params.io.files import read_json
 from train.encoder import Talk, encode_talks
 from train.errors import UserError
 from train.token_loss import IGNORE

@@ -36,11 +36,11 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import CheckpointError, FormatError, MismatchError
 from fnmodels.tree import Tree
-from params.files import plain_file, read_json, sync
-from params.format import NAMES, Outgoing, open_tensors, read_tensor, scratch, write_tensors
-from params.index import listed
-from params.manifest import MANIFEST, read_manifest, verify, write_manifest
-from params.saving import STAGING, staged, told
+from params.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
+from params.checkpoint.shard_index import listed
+from params.io.files import plain_file, read_json, sync
+from params.io.safetensors_file import NAMES, Outgoing, open_tensors, read_tensor, scratch, write_tensors
+from params.io.staging import STAGING, staged, told
 
 Json = dict[str, Any]
 Folder = str | os.PathLike[str]

@@ -1,12 +1,12 @@
-"""What the commands of training have in common beyond `params.commands`: checked numbers, packages they need."""
+"""What the commands of training have in common beyond `params.command_line`: checked numbers, packages they need."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TypeVar
 
-import params.commands
-from params.commands import Parser, UserError, called, nearest, sentence
+import params.command_line
+from params.command_line import Parser, UserError, called, nearest, sentence
 
 __all__ = ["Parser", "at_least", "called", "check_installed", "main_job", "nearest", "run_command", "sentence"]
 
@@ -51,13 +51,13 @@ def run_command(
     argv: Sequence[str] | None,
     needs: tuple[str, ...],
 ) -> int:
-    """As of params.commands, after a look whether the packages that it needs are installed."""
+    """As of params.command_line, after a look whether the packages that it needs are installed."""
 
     def checked(arguments: argparse.Namespace) -> int:
         check_installed(needs)
         return command(arguments)
 
-    return params.commands.run_command(name, parser, checked, argv)
+    return params.command_line.run_command(name, parser, checked, argv)
 
 
 def check_installed(packages: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from params.files import sync
+from params.io.files import sync
 
 WRITING = ".writing-"  # begins the names of unfinished files
 

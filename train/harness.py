@@ -18,7 +18,7 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from params.files import read_json
+from params.io.files import read_json
 
 from .chat import Template, read_template, render, special_tokens
 from .errors import UserError

@@ -18,7 +18,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.mask import Layout
 from fnmodels.tree import Tree
-from params.save import config_text
+from params.checkpoint.save import config_text
 from train import checkpoint, data, evaluate, folder, model, pretrained, sources
 from train.errors import UserError
 from train.files import write_text

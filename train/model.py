@@ -18,8 +18,8 @@ import params as P
 from fnmodels import tree
 from fnmodels.models import llama
 from fnmodels.tree import Tree
-from params.load import check
-from params.manifest import MANIFEST, digest
+from params.checkpoint.load import check
+from params.checkpoint.manifest import MANIFEST, digest
 from train import adapters, pretrained, sources
 from train.cache import cached
 from train.errors import UserError

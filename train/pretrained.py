@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 import params as P
 from fnmodels.tree import Tree
-from params.files import read_json
+from params.io.files import read_json
 from train.encoder import take_all
 from train.errors import UserError
 

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 import params as P
-from params.commands import printable
+from params.command_line import printable
 from train import folder
 from train.commands import sentence
 from train.files import write_text

@@ -26,7 +26,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.tree import Tree
-from params.index import listed
+from params.checkpoint.shard_index import listed
 from train import checkpoint
 from train.checkpoint import Checkpoint, Folder, Json
 from train.parallel.dtensors import is_spread, map_local

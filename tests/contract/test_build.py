@@ -16,7 +16,7 @@ import torch
 import fnmodels
 import params as P
 from fnmodels import tree
-from params.init import draw
+from params.initialize import draw
 from tests.status import CHECKED
 from tests.support import (
     KERNELS,

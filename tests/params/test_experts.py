@@ -15,7 +15,7 @@ from fnmodels import llama, tree
 from fnmodels.models.common.moe import expert_names
 from fnmodels.models.common.spec import weight
 from fnmodels.models.common.storage import Part, Stored
-from params import load, names
+from params.checkpoint import load, tensor_map
 from tests.support import generic_params
 
 SMALL = llama.Config(
@@ -170,6 +170,6 @@ def test_a_difference_in_one_expert_is_named(folder: Path, layout: str) -> None:
 def test_a_leaf_needs_as_many_tensors_as_experts(layout: str) -> None:
     if layout == "each":
         leaf = weight((2, INNER, 16), ("expert", "expert_mlp", "embed"))
-        slot = names.Slot("experts.gate", leaf, expert_names("experts", 3, "gate"))
+        slot = tensor_map.Slot("experts.gate", leaf, expert_names("experts", 3, "gate"))
         with pytest.raises(ValueError, match="2 entries, but 3 tensors"):
-            names.pieces(slot)
+            tensor_map.pieces(slot)

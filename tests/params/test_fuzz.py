@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import params as P
-from params.format import map_file, mapped_tensor, open_tensors
+from params.io.safetensors_file import map_file, mapped_tensor, open_tensors
 from tests.params.damage import corpus, make_bases
 from tests.support import Case, cases, generic_params, structures
 

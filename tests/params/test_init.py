@@ -10,7 +10,7 @@ import torch
 import params as P
 from fnmodels import family_of, llama
 from fnmodels.models.common.registry import family_for
-from params.init import draw
+from params.initialize import draw
 from tests.support import Case, cases, structures
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)

@@ -85,7 +85,7 @@ def test_no_tensor_is_read_unless_asked(bases: Path, tmp_path: Path, monkeypatch
 
     config = BASES["single"][0]
     P.save_pretrained(tmp_path, config, generic_params(config))
-    for name in ("params.load.map_file", "params.load.read_tensor", "params.manifest.digest"):
+    for name in ("params.checkpoint.load.map_file", "params.checkpoint.load.read_tensor", "params.checkpoint.manifest.digest"):
         monkeypatch.setattr(name, refuse)
     assert main([str(tmp_path)]) == 0
     with pytest.raises(AssertionError, match="a tensor was read"):

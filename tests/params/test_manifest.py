@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import params as P
-from params.manifest import MANIFEST, write_manifest
+from params.checkpoint.manifest import MANIFEST, write_manifest
 
 FILES = {"a.safetensors": bytes(range(200)), "b.json": b'{"x": 1}', "empty": b""}
 

@@ -14,7 +14,8 @@ from torch import Tensor
 import params as P
 from fnmodels import deepseek, llama, phi3, tree
 from fnmodels.models.common.config_json import Quantization
-from params import format, quantized
+from params.checkpoint import dequantize
+from params.io import safetensors_file
 from tests.support import generic_params
 
 SIZES = {
@@ -106,7 +107,7 @@ def dequantized(tensors: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16)
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 def test_fp8(family: str, kwargs: dict[str, Any], chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit the reference, ragged blocks included; saved, it is the bf16 checkpoint that it stands for."""
-    monkeypatch.setattr(quantized, "CHUNK", chunk)
+    monkeypatch.setattr(dequantize, "CHUNK", chunk)
     config = CONFIGS[family]
     tensors = write(tmp_path / "fp8", config)
     loaded_config, loaded = P.load_pretrained(tmp_path / "fp8", **kwargs)
@@ -171,33 +172,33 @@ def read(
     """One tensor by itself; a part of it is that part of the whole."""
     save_file(tensors, folder / FILE)
     with ExitStack() as stack:
-        file = format.open_tensors(folder / FILE, stack)
-        found = quantized.pair(folder, {key: (file, entry) for key, entry in file.entries.items()}, quantization)
+        file = safetensors_file.open_tensors(folder / FILE, stack)
+        found = dequantize.pair(folder, {key: (file, entry) for key, entry in file.entries.items()}, quantization)
         assert list(found) == [name]
         tensor = found[name][1]
-        assert isinstance(tensor, quantized.Quantized)
-        whole = quantized.read_quantized(file, tensor, dtype, format.scratch())
+        assert isinstance(tensor, dequantize.Quantized)
+        whole = dequantize.read_quantized(file, tensor, dtype, safetensors_file.scratch())
         box = tuple(slice(size // 3, size // 3 + max(1, size // 2)) for size in whole.shape)
-        part = quantized.read_quantized(file, tensor, dtype, format.scratch(), box)
+        part = dequantize.read_quantized(file, tensor, dtype, safetensors_file.scratch(), box)
         assert torch.equal(part.nan_to_num(), whole[box].nan_to_num())
         return whole
 
 
 def test_what_is_held_on_the_way_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are read some rows at a time, and dequantized before the next."""
-    plain, largest = quantized.read_tensor, []
+    plain, largest = dequantize.read_tensor, []
 
     def watched(file: Any, entry: Any, *rest: Any) -> Tensor:
         tensor = plain(file, entry, *rest)
         largest.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(quantized, "read_tensor", watched)
-    monkeypatch.setattr(quantized, "CHUNK", 128 * 1024)
+    monkeypatch.setattr(dequantize, "read_tensor", watched)
+    monkeypatch.setattr(dequantize, "CHUNK", 128 * 1024)
     values, scales = to_fp8(torch.randn(2, 1000, 700))
     wanted = from_fp8(values, scales)
     got = read(tmp_path, {"w": values, "w_scale_inv": scales}, Quantization("fp8"), "w", None)
-    assert torch.equal(got, wanted) and 128 * 700 <= max(largest) <= quantized.CHUNK
+    assert torch.equal(got, wanted) and 128 * 700 <= max(largest) <= dequantize.CHUNK
 
 
 FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {

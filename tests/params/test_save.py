@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 import params as P
 from fnmodels import llama, tree
 from fnmodels.models.common.storage import Part, covers, gather, take
-from params import save
-from params.manifest import MANIFEST
-from params.names import by_name, slots
+from params.checkpoint import save
+from params.checkpoint.manifest import MANIFEST
+from params.checkpoint.tensor_map import by_name, slots
 from tests.parity.oracle import EAGER, model_of, on_disk
 from tests.support import Case, cases, generic_params, structures, tokens_of
 

@@ -11,8 +11,8 @@ import torch
 
 import params as P
 from fnmodels import llama
-from params.manifest import MANIFEST
-from params.saving import LOCK, STAGING, exclusive, staged, told
+from params.checkpoint.manifest import MANIFEST
+from params.io.staging import LOCK, STAGING, exclusive, staged, told
 from tests.support import generic_params
 from train import checkpoint
 

@@ -13,7 +13,7 @@ import torch
 import params as P
 import train
 from fnmodels import tree
-from params.manifest import MANIFEST
+from params.checkpoint.manifest import MANIFEST
 from train import checkpoint
 
 TREE = {

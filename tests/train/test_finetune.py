@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import fnmodels
 import params as P
 from fnmodels import tree
-from params.format import open_tensors
+from params.io.safetensors_file import open_tensors
 from tests.support import cases, generic_params, richest
 from tests.train.test_run import one_sentence, own_cache, rows, saved, stop_after, text, train  # noqa: F401
 from train import checkpoint, pretrained

@@ -15,7 +15,7 @@ import torch
 
 import params as P
 from fnmodels import tree
-from params.manifest import MANIFEST
+from params.checkpoint.manifest import MANIFEST
 from tests.train.nursery import CONFIG, TINY, Nursery, params_of, state_of
 from train import checkpoint
 

@@ -24,7 +24,7 @@ import params as P
 from fnmodels import family_of, tree
 from fnmodels.apply import Block
 from fnmodels.tree import Tree
-from params.init import draw
+from params.initialize import draw
 from train.calls import Batch
 from train.layers import layer_fn
 from train.optim import Optimizer

@@ -22,8 +22,8 @@ from fnmodels.models.common.config_json import quantization_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.storage import Part, Single, Stack, cut, disk_name, disk_names, take, take_into
 from fnmodels.tree import Tree
-from params.config import read_config
-from params.format import (
+from params.initialize import leaf_dtype
+from params.io.safetensors_file import (
     Box,
     Entry,
     TensorFile,
@@ -36,11 +36,12 @@ from params.format import (
     scratch,
     span,
 )
-from params.index import listed, open_folder
-from params.init import leaf_dtype
-from params.names import Piece, Slot, by_name, dtype_class, is_leftover, lacking, slots, ties, without
-from params.quantized import Found, Quantized, each, pair, read_quantized
 from params.sharding import Sharding, placed
+
+from .config import read_config
+from .dequantize import Found, Quantized, each, pair, read_quantized
+from .shard_index import listed, open_folder
+from .tensor_map import Piece, Slot, by_name, dtype_class, is_leftover, lacking, slots, ties, without
 
 _Tensor = tuple[TensorFile, Entry | Quantized]
 
@@ -71,7 +72,7 @@ def load_pretrained(
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
-    dtype: None keeps what each tensor has on disk, but for fp8 and mxfp4, which become bf16 (`params.quantized`);
+    dtype: None keeps what each tensor has on disk, but for fp8 and mxfp4, which become bf16 (`params.checkpoint.dequantize`);
     otherwise leaves are cast one by one. Those of a Leaf with keep_dtype come in its dtype, with None in no narrower
     one. device: None is the CPU.
     plan: `params.plan`'s, made with a DeviceMesh: leaves become DTensors on it, of which each process takes its own

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import FormatError, UnsupportedError
-from params.files import plain_file, read_json, sync
+from params.io.files import plain_file, read_json, sync
 
 MANIFEST = "fnmodels_manifest.json"
 VERSION, HASH = 1, "sha256"

@@ -15,7 +15,7 @@ from typing import Any
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import shown
 from fnmodels.models.common.registry import families, family_for
-from params.files import plain_file, read_json
+from params.io.files import plain_file, read_json
 
 CONFIG = "config.json"
 CONFIG_LIMIT = 10_000_000  # bytes; labels of 20,000 classes take one

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import IndexFileError, UnsupportedError
-from params.files import plain_file, read_json
-from params.format import Entry, TensorFile, open_several
+from params.io.files import plain_file, read_json
+from params.io.safetensors_file import Entry, TensorFile, open_several
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

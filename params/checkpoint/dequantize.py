@@ -21,8 +21,9 @@ from torch import Tensor
 
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.config_json import Quantization
-from params.format import Box, Entry, TensorFile, extents, read_tensor, rows_of
-from params.index import listed
+from params.io.safetensors_file import Box, Entry, TensorFile, extents, read_tensor, rows_of
+
+from .shard_index import listed
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16)  # all exact in fp32

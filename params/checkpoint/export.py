@@ -11,9 +11,10 @@ from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.storage import join
 from fnmodels.tree import Tree
-from params.format import NAMES, Outgoing
-from params.index import listed
-from params.names import Piece, by_name, copies, dtype_class, slots
+from params.io.safetensors_file import NAMES, Outgoing
+
+from .shard_index import listed
+from .tensor_map import Piece, by_name, copies, dtype_class, slots
 
 
 def export(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from params.files import sync
+from .files import sync
 
 STAGING = ".saving-"  # begins the names of folders that are being written
 LOCK = ".saving.lock"

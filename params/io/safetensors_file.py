@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import FormatError, UnsupportedError
-from params.files import parse_json
+
+from .files import parse_json
 
 HEADER_LIMIT = 100_000_000  # bytes, the format's own bound
 HANDLES = 64  # files held open; a process may commonly have 1,024, and other things need some of them

@@ -18,12 +18,13 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import FormatError, MismatchError
 from fnmodels.tree import Tree
-from params.export import outgoing
-from params.files import sync
-from params.format import Outgoing, write_tensors
-from params.index import INDEX, SHARDS_LIMIT, SINGLE, listed, make_index
-from params.manifest import MANIFEST, changed, read_manifest, write_manifest
-from params.saving import clear, exclusive, filled, leftovers, reserved, told
+from params.io.files import sync
+from params.io.safetensors_file import Outgoing, write_tensors
+from params.io.staging import clear, exclusive, filled, leftovers, reserved, told
+
+from .export import outgoing
+from .manifest import MANIFEST, changed, read_manifest, write_manifest
+from .shard_index import INDEX, SHARDS_LIMIT, SINGLE, listed, make_index
 
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
