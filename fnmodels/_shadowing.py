@@ -5,11 +5,11 @@ are installed side by side (wheel, checkout and editable install alike), so the 
 package that asks. Nothing is imported to find out: running a stranger's file is what this is here to prevent.
 
     fnmodels/__init__.py, after its imports:
-        siblings.warn_shadowed(__file__, "params", "train")
+        _shadowing.warn_shadowed(__file__, "params", "train")
     params/__init__.py and train/__init__.py, before every other import of ours:
         from pathlib import Path
         from runpy import run_path
-        run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels")
+        run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels")
 
 (`train` requires "fnmodels" and "params".) A package that needs its sibling raises; `fnmodels` needs neither and warns,
 for whoever names a script of his own train.py and uses the models alone is doing nothing wrong. `params` imports

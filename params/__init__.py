@@ -6,7 +6,7 @@ Write `import params as P`: your own tree is what the name `params` is wanted fo
 from pathlib import Path
 from runpy import run_path
 
-run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels")
+run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels")
 
 from fnmodels.errors import (
     CheckpointError,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from runpy import run_path
 
-run_path(str(Path(__file__).parents[1] / "fnmodels" / "siblings.py"))["require"](__file__, "fnmodels", "params")
+run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels", "params")
 
 from train import checkpoint, sharded
 from train.adafactor import adafactor
