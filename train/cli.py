@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.commands import Parser, main_job, run_command
 from train.kinds import WORDS, Kind, choice, whole
 from train.settings import DEFAULT, GROUPS, Settings, flag
+
+from .command_line import Parser, main_job, run_command
 
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")
 

@@ -18,9 +18,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from train.cli import NEEDS, as_flag
-from train.commands import Parser, at_least, check_installed, run_command
 from train.errors import UserError
 from train.settings import DEFAULT, SIZES, flag, from_json
+
+from .command_line import Parser, at_least, check_installed, run_command
 
 SHOWN = 20  # rows of the table
 

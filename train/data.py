@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from train import shards
 from train.cache import cached
-from train.commands import check_installed
 from train.corpus import Corpus, Document, fingerprint, text_of
 from train.encoder import Talk
 from train.errors import UserError
@@ -25,6 +24,8 @@ from train.mixture import Mixture
 from train.rows import Batch, Rows, Tokens, beginnings, everything, in_line, stream, whole
 from train.sources import Source, Texts
 from train.workers import Show, encode, encode_talks
+
+from .command_line import check_installed
 
 if TYPE_CHECKING:
     from train.chat import Template

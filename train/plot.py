@@ -16,10 +16,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from train.commands import Parser, run_command
 from train.errors import UserError
 from train.files import write_atomic
 from train.metrics import Row, read_rows
+
+from .command_line import Parser, run_command
 
 NATS_PER_BIT = math.log(2)
 PICTURES = (".png", ".svg", ".pdf")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.commands import check_installed
 from train.errors import UserError
+
+from .command_line import check_installed
 
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 HALF = "holds half a character, a lone surrogate"

@@ -8,13 +8,14 @@ from pathlib import Path
 import params as P
 from params.command_line import printable
 from train import folder
-from train.commands import sentence
 from train.files import write_text
 from train.job import Job, Json
 from train.metrics import Row
 from train.plot import Run, loss_picture
 from train.recipe import is_plain
 from train.settings import Settings, to_toml
+
+from .command_line import sentence
 
 
 def how_to_resume(path: Path) -> str:

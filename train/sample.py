@@ -14,7 +14,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.tree import Tree
-from train.commands import Parser, at_least, called, run_command
+
+from .command_line import Parser, at_least, called, run_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from train import sources
-from train.commands import nearest
 from train.errors import UserError
 from train.kinds import (
     ABOVE_0,
@@ -31,6 +30,8 @@ from train.kinds import (
     whole,
 )
 from train.schedule import SHAPES
+
+from .command_line import nearest
 
 TEXT, MODEL, LEARNING, WATCHING, KEEPING = (
     "text and length",

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.commands import Parser, at_least, nearest, run_command
 from train.errors import UserError
+
+from .command_line import Parser, at_least, nearest, run_command
 
 
 def parser() -> Parser:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import train
-from train import commands
+from train import command_line
 from train.cli import main
 from train.sample import main as sample
 from train.settings import KINDS, flag
@@ -100,7 +100,7 @@ def test_a_mistake_leaves_nothing_that_was_not_there(tmp_path):
 
 
 def test_missing_packages_are_named_with_their_extra(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(commands, "find_spec", lambda name: None if name in ("rich", "tokenizers") else object())
+    monkeypatch.setattr(command_line, "find_spec", lambda name: None if name in ("rich", "tokenizers") else object())
     assert main(["--run", str(tmp_path / "run")]) == 2
     assert (
         'tokenizers and rich must be installed for this: pip install "fnmodels[log,text]".' in capsys.readouterr().err

@@ -266,6 +266,6 @@ def test_mistakes_are_one_sentence(
 
 
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr("train.commands.find_spec", lambda name: None if name == "lm_eval" else name)
+    monkeypatch.setattr("train.command_line.find_spec", lambda name: None if name == "lm_eval" else name)
     assert tasks.main(["folder", "--tasks", "any"]) == 2
     assert 'pip install "fnmodels[eval]"' in capsys.readouterr().err

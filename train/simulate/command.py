@@ -10,7 +10,7 @@ import torch
 
 import fnmodels
 import params as P
-from train.commands import Parser, at_least, run_command
+from train.command_line import Parser, at_least, run_command
 from train.errors import UserError
 from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
