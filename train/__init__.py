@@ -6,25 +6,25 @@ from runpy import run_path
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels", "params")
 
 from train import checkpoint, sharded
-from train.adafactor import adafactor
 from train.balance import Balance, balance_loss, router_z_loss, update_bias
-from train.chain import chain, clip_norm, masked
-from train.combine import averaged, partition, with_ema, with_master
 from train.distill import distill, distillation_loss, token_divergence
 from train.forward import make_eval_step, make_forward_only
-from train.fused import adamw, sgd
 from train.head import head_loss
-from train.lion import lion
 from train.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
 from train.loss import next_token_loss
 from train.mtp import look_ahead, mtp_loss
-from train.muon import muon
-from train.optim import Optimizer, apply_updates, clip_by_global_norm, global_norm, trainable_mask
+from train.optim.adafactor import adafactor
+from train.optim.adamw import adamw, sgd
+from train.optim.base import Optimizer, apply_updates, clip_by_global_norm, global_norm, trainable_mask
+from train.optim.lion import lion
+from train.optim.muon import muon
+from train.optim.schedules import warmup_stable_decay
+from train.optim.stochastic_rounding import stochastic_round, with_stochastic_rounding
+from train.optim.transforms import chain, clip_norm, masked
+from train.optim.wrappers import averaged, partition, with_ema, with_master
 from train.policy import dpo_loss, group_advantages, policy_loss
 from train.randomness import random_state, set_random_state
-from train.rounding import stochastic_round, with_stochastic_rounding
 from train.saver import Saver
-from train.schedule import warmup_stable_decay
 from train.state import State, init_state
 from train.step import make_step
 from train.token_loss import cross_entropy

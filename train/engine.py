@@ -26,12 +26,12 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.optim.base import Optimizer
 from train.parallel.dtensors import local_tree
 from train.parallel.mesh import Mesh, Strategy, warn_of_group
 
 from .calls import Batch
 from .forward import make_forward_only
-from .optim import Optimizer
 from .state import State, init_state
 from .step import check_limits, check_strategy, update
 from .sums import LossFn, Sums, gradient_sums, joined

@@ -26,7 +26,7 @@ from train.loss import next_token_loss
 from train.metrics import short
 from train.mixture import Mixture, epochs
 from train.model import Model
-from train.optim import Optimizer
+from train.optim.base import Optimizer
 from train.progress import tokenizing
 from train.recipe import loss_terms, optimizer_for, with_usual
 from train.rows import Batch

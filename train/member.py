@@ -22,7 +22,7 @@ from train.forward import make_eval_step
 from train.job import is_routed, step_options
 from train.joining import set_limit
 from train.loss import next_token_loss
-from train.optim import with_paths
+from train.optim.base import with_paths
 from train.parallel.everywhere import fetching
 from train.parallel.stages import init_stage, stage_plan
 from train.parallel.step import rules_of

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.tree import Tree
-from train.adafactor import adafactor
 from train.balance import Balance
-from train.combine import averaged, partition, with_ema
-from train.fused import adamw, sgd
-from train.lion import lion
-from train.muon import muon
-from train.optim import Optimizer
-from train.schedule import warmup_stable_decay
+from train.optim.adafactor import adafactor
+from train.optim.adamw import adamw, sgd
+from train.optim.base import Optimizer
+from train.optim.lion import lion
+from train.optim.muon import muon
+from train.optim.schedules import warmup_stable_decay
+from train.optim.wrappers import averaged, partition, with_ema
 from train.settings import Settings
 from train.state import State
 

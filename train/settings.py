@@ -29,7 +29,7 @@ from train.kinds import (
     choice,
     whole,
 )
-from train.schedule import SHAPES
+from train.optim.schedules import SHAPES
 
 from .command_line import nearest
 

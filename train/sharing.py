@@ -10,7 +10,7 @@ from fnmodels.inputs.load_balance import head_tail_order
 from train import model
 from train.errors import UserError
 from train.joining import world
-from train.optim import takes_parts
+from train.optim.base import takes_parts
 from train.parallel import Mesh, Strategy
 from train.parallel.mesh import not_compiled
 from train.parallel.pipeline import SCHEDULES, check_microbatches

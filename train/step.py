@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.optim.base import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from train.parallel.mesh import Mesh, Strategy
 
 from .balance import moved_biases
 from .calls import Batch, microbatches
-from .optim import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from .state import State, consume
 from .sums import LossFn, Sums, gradient_sums, valid_count
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.optim.base import Optimizer, trainable_mask
 
 from .calls import Batch, caller
-from .optim import Optimizer, trainable_mask
 
 LossFn = Callable[..., tuple[Tensor, ...]]
 

@@ -12,7 +12,7 @@ import train
 from fnmodels import tree
 from tests.support import Batch, Case, batch_of, generic_params, off, segments, structures, tokens_of
 from train import cross_entropy, next_token_loss
-from train.fused import sgd
+from train.optim.adamw import sgd
 
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 LENGTHS = (5, 1, 4)

@@ -37,7 +37,7 @@ from train.checkpoint import Checkpoint
 from train.cli import main
 from train.errors import UserError
 from train.job import resolved
-from train.optim import with_paths
+from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
 from train.parallel.dtensors import local_tree
 from train.parallel.everywhere import fetching

@@ -22,7 +22,7 @@ from fnmodels import tree
 from tests.parallel.pool import Ranks
 from tests.support import cases, generic_params, positions_of, segments, tokens_of
 from train.balance import Balance
-from train.optim import with_paths
+from train.optim.base import with_paths
 from train.parallel import microbatch, passes, staged
 from train.parallel import pipeline as pp
 from train.sums import gradient_sums

@@ -20,7 +20,7 @@ from fnmodels.ops.moe.router import sigmoid_top_k
 from tests.support import batch_of, cases, generic, generic_params, is_routed, off, segments, sparse_layers, trainable
 from train.balance import moved_biases
 from train.engine import Engine
-from train.optim import with_paths
+from train.optim.base import with_paths
 
 E, K, D = 6, 2, 8
 SCORES = ("softmax", "sigmoid")

@@ -32,7 +32,7 @@ from train import (
     with_master,
     with_stochastic_rounding,
 )
-from train.muon import orthogonalize
+from train.optim.muon import orthogonalize
 
 CONFIG = next(case.config for case in cases() if case.name == "llama")
 

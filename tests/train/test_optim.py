@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fnmodels import tree
-from train.fused import adamw, sgd
-from train.optim import apply_updates, clip_by_global_norm, global_norm, trainable_mask
+from train.optim.adamw import adamw, sgd
+from train.optim.base import apply_updates, clip_by_global_norm, global_norm, trainable_mask
 
 STEPS = 50
 

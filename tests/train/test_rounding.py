@@ -19,7 +19,7 @@ from train import (
     with_master,
     with_stochastic_rounding,
 )
-from train.rounding import draw
+from train.optim.stochastic_rounding import draw
 
 STEP = torch.tensor(1)
 

@@ -17,7 +17,7 @@ import torch
 import params as P
 from train import checkpoint, job, report, run
 from train.cli import main
-from train.schedule import warmup_stable_decay
+from train.optim.schedules import warmup_stable_decay
 from train.settings import Settings
 
 TINY = Settings(

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from train.schedule import warmup_stable_decay
+from train.optim.schedules import warmup_stable_decay
 
 
 @pytest.mark.parametrize(

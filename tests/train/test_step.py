@@ -12,9 +12,9 @@ from torch._dynamo.testing import CompileCounter
 import fnmodels
 from fnmodels import llama, tree
 from train.engine import Engine
-from train.fused import adamw, sgd
 from train.loss import next_token_loss
-from train.optim import Optimizer
+from train.optim.adamw import adamw, sgd
+from train.optim.base import Optimizer
 from train.state import State, init_state
 from train.step import make_step
 

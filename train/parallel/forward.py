@@ -21,7 +21,7 @@ from fnmodels import family_of, tree
 from fnmodels.tree import Tree
 from train.calls import Batch, caller
 from train.forward import metrics_of, totals
-from train.optim import with_paths
+from train.optim.base import with_paths
 from train.sums import LossFn
 
 from .collectives import all_gather

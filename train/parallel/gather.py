@@ -29,7 +29,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Sharding, sharding_of
 from train.layers import Block, LayerFn
-from train.optim import wide_dtype, with_paths
+from train.optim.base import wide_dtype, with_paths
 
 from .collectives import all_gather, enter, enter_all
 from .mesh import DATA

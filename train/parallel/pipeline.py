@@ -29,7 +29,7 @@ from fnmodels import tree
 from fnmodels.apply import LayerFn
 from fnmodels.tree import Tree
 from train.calls import Batch
-from train.optim import Optimizer, trainable_mask, wide_dtype
+from train.optim.base import Optimizer, trainable_mask, wide_dtype
 from train.sums import Sums, joined
 
 from .collectives import maximum

@@ -27,7 +27,7 @@ from fnmodels.tree import Tree
 from params.initialize import draw
 from train.calls import Batch
 from train.layers import layer_fn
-from train.optim import Optimizer
+from train.optim.base import Optimizer
 from train.sums import Sums
 
 from .collectives import broadcast

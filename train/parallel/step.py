@@ -26,7 +26,7 @@ from fnmodels.tree import Tree
 from params.sharding import Rules
 from train.balance import Balance
 from train.calls import Batch, compiling, open_keywords
-from train.optim import Optimizer, trainable_mask
+from train.optim.base import Optimizer, trainable_mask
 from train.state import State
 from train.step import Step, check_state
 from train.sums import LossFn, Sums, checked_loss, gradient_sums

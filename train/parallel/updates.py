@@ -18,7 +18,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.balance import moved_biases
-from train.optim import Optimizer, Whole, on_parts, wide_dtype, with_paths
+from train.optim.base import Optimizer, Whole, on_parts, wide_dtype, with_paths
 from train.state import State, consume
 from train.step import update
 from train.sums import Sums

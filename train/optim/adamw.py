@@ -12,7 +12,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .optim import (
+from .base import (
     Optimizer,
     Rate,
     check_betas,

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .leafwise import State, leafwise, zeros
-from .optim import Optimizer, Rate, check_numbers
+from .base import Optimizer, Rate, check_numbers
+from .per_leaf import State, leafwise, zeros
 
 
 def adafactor(

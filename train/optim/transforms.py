@@ -10,7 +10,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .optim import Optimizer, Whole, clip_by_global_norm, on_parts, takes_parts, with_paths
+from .base import Optimizer, Whole, clip_by_global_norm, on_parts, takes_parts, with_paths
 
 
 def chain(*transforms: Optimizer) -> Optimizer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .optim import (
+from .base import (
     Optimizer,
     Rate,
     Whole,

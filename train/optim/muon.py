@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .leafwise import State, leafwise, zeros
-from .optim import Optimizer, Rate, check_below_1, check_numbers
+from .base import Optimizer, Rate, check_below_1, check_numbers
+from .per_leaf import State, leafwise, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the steepest slope at 0
 

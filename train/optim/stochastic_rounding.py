@@ -11,8 +11,8 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .combine import around, widened
-from .optim import Optimizer, apply_updates, first_step, with_paths
+from .base import Optimizer, apply_updates, first_step, with_paths
+from .wrappers import around, widened
 
 _LOW = 16  # bits that fp32 has below bf16's last one
 _WORD = 0xFFFFFFFF

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .leafwise import State, leafwise, zeros
-from .optim import Optimizer, Rate, check_betas
+from .base import Optimizer, Rate, check_betas
+from .per_leaf import State, leafwise, zeros
 
 
 def lion(
