@@ -6,13 +6,15 @@ from runpy import run_path
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels", "params")
 
 from train import checkpoint, sharded
-from train.balance import Balance, balance_loss, router_z_loss, update_bias
-from train.distill import distill, distillation_loss, token_divergence
 from train.forward import make_eval_step, make_forward_only
-from train.head import head_loss
-from train.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
-from train.loss import next_token_loss
-from train.mtp import look_ahead, mtp_loss
+from train.losses.cross_entropy import cross_entropy
+from train.losses.distillation import distill, distillation_loss, token_divergence
+from train.losses.lm_head import head_loss
+from train.losses.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
+from train.losses.moe_balance import Balance, balance_loss, router_z_loss, update_bias
+from train.losses.multi_token import look_ahead, mtp_loss
+from train.losses.next_token import next_token_loss
+from train.losses.policy import dpo_loss, group_advantages, policy_loss
 from train.optim.adafactor import adafactor
 from train.optim.adamw import adamw, sgd
 from train.optim.base import Optimizer, apply_updates, clip_by_global_norm, global_norm, trainable_mask
@@ -22,12 +24,10 @@ from train.optim.schedules import warmup_stable_decay
 from train.optim.stochastic_rounding import stochastic_round, with_stochastic_rounding
 from train.optim.transforms import chain, clip_norm, masked
 from train.optim.wrappers import averaged, partition, with_ema, with_master
-from train.policy import dpo_loss, group_advantages, policy_loss
 from train.randomness import random_state, set_random_state
 from train.saver import Saver
 from train.state import State, init_state
 from train.step import make_step
-from train.token_loss import cross_entropy
 
 __all__ = [
     "Balance",

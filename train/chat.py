@@ -31,7 +31,7 @@ from torch import Tensor
 from params.io.files import read_json
 from train.encoder import Talk, encode_talks
 from train.errors import UserError
-from train.token_loss import IGNORE
+from train.losses.cross_entropy import IGNORE
 
 Message = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from params.checkpoint.save import config_text
 from train import checkpoint, data, evaluate, folder, model, pretrained, sources
 from train.errors import UserError
 from train.files import write_text
-from train.loss import next_token_loss
+from train.losses.next_token import next_token_loss
 from train.metrics import short
 from train.mixture import Mixture, epochs
 from train.model import Model

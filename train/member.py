@@ -21,7 +21,7 @@ from train.checkpoint import Checkpoint
 from train.forward import make_eval_step
 from train.job import is_routed, step_options
 from train.joining import set_limit
-from train.loss import next_token_loss
+from train.losses.next_token import next_token_loss
 from train.optim.base import with_paths
 from train.parallel.everywhere import fetching
 from train.parallel.stages import init_stage, stage_plan

@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from train.balance import Balance
 from train.errors import UserError
 from train.files import write_text
 from train.folder import BOARD, METRICS, SAMPLES, SPEED
+from train.losses.moe_balance import Balance
 
 Row = dict[str, Any]
 

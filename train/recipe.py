@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.tree import Tree
-from train.balance import Balance
+from train.losses.moe_balance import Balance
 from train.optim.adafactor import adafactor
 from train.optim.adamw import adamw, sgd
 from train.optim.base import Optimizer

@@ -10,12 +10,11 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.tree import Tree
-
-from .chunks import per_token
-from .head import CHUNK
-from .loss import hidden_states
-from .scores import scores
-from .token_loss import IGNORE
+from train.losses.cross_entropy import IGNORE
+from train.losses.lm_head import CHUNK
+from train.losses.next_token import hidden_states
+from train.losses.softmax_stats import scores
+from train.losses.token_chunks import per_token
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, at least one id; continuation
 

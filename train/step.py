@@ -21,10 +21,10 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.losses.moe_balance import moved_biases
 from train.optim.base import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from train.parallel.mesh import Mesh, Strategy
 
-from .balance import moved_biases
 from .calls import Batch, microbatches
 from .state import State, consume
 from .sums import LossFn, Sums, gradient_sums, valid_count

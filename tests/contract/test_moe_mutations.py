@@ -18,8 +18,8 @@ import fnmodels.models.qwen_moe
 import fnmodels.ops.moe.experts as experts_module
 import fnmodels.ops.moe.layer as moe_module
 import fnmodels.ops.moe.router as router_module
-import train.balance
-import train.loss
+import train.losses.moe_balance
+import train.losses.next_token
 import train.step
 import train.sums
 from fnmodels.ops.moe import dispatch as dispatch_module
@@ -272,7 +272,7 @@ def _step(**options: Any) -> Callable[[Case], object]:
 
 @bug("M5", _step(accumulate=3))
 def a_bias_moved_in_every_part(patch: pytest.MonkeyPatch) -> None:
-    right, update = test_balance.toy_loss, train.balance.update_bias
+    right, update = test_balance.toy_loss, train.losses.moe_balance.update_bias
 
     def moving(params: Any, batch: Any, *, layer_fn: Any = None, aux: bool = False) -> Any:
         result = right(params, batch, layer_fn=layer_fn, aux=aux)
@@ -283,7 +283,7 @@ def a_bias_moved_in_every_part(patch: pytest.MonkeyPatch) -> None:
         return result
 
     patch.setattr(test_balance, "toy_loss", moving)
-    patch.setattr(train.balance, "update_bias", lambda bias, counts, rate: bias)
+    patch.setattr(train.losses.moe_balance, "update_bias", lambda bias, counts, rate: bias)
 
 
 @bug("M5", _step(accumulate=2))
@@ -299,14 +299,14 @@ def counts_of_the_last_part_only(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M5", _step())
 def a_bias_that_decays(patch: pytest.MonkeyPatch) -> None:
-    right = train.balance.update_bias
-    patch.setattr(train.balance, "update_bias", lambda bias, counts, rate: right(0.995 * bias, counts, rate))
+    right = train.losses.moe_balance.update_bias
+    patch.setattr(train.losses.moe_balance, "update_bias", lambda bias, counts, rate: right(0.995 * bias, counts, rate))
 
 
 @bug("M5", _step())
 def a_bias_that_feeds_the_greedy(patch: pytest.MonkeyPatch) -> None:
-    right = train.balance.update_bias
-    patch.setattr(train.balance, "update_bias", lambda bias, counts, rate: right(bias, counts, -rate))
+    right = train.losses.moe_balance.update_bias
+    patch.setattr(train.losses.moe_balance, "update_bias", lambda bias, counts, rate: right(bias, counts, -rate))
 
 
 @bug(
@@ -322,20 +322,20 @@ def balance_on_probabilities(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M6", test_moe.test_uniform_scores_balance_to_one)
 def layers_added_up(patch: pytest.MonkeyPatch) -> None:
-    right = train.loss.balance_terms
+    right = train.losses.next_token.balance_terms
 
     def summed(tapped: Any, *rest: Any) -> Any:
         total, aux = right(tapped, *rest)
         return 2 * total, aux | {name: 2 * value for name, value in aux.items() if name != "counts"}
 
-    patch.setattr(train.loss, "balance_terms", summed)
+    patch.setattr(train.losses.next_token, "balance_terms", summed)
 
 
 @bug("M6", lambda case: test_balance.test_rows_in_parts_have_the_sums_of_the_whole())
 def a_mean_where_a_sum_belongs(patch: pytest.MonkeyPatch) -> None:
-    right = train.loss.balance_terms
+    right = train.losses.next_token.balance_terms
     patch.setattr(
-        train.loss,
+        train.losses.next_token,
         "balance_terms",
         lambda tapped, valid, labelled, b: right(tapped, valid, labelled / labelled.sum(), b),
     )

@@ -553,8 +553,8 @@ def nothing_over_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @bug("P6", "llama", test_loss.test_labels_are_the_next_tokens_of_each_document)
 def labels_shifted_twice(patch: pytest.MonkeyPatch) -> None:
-    right = train.loss.head_loss
-    patch.setattr("train.loss.head_loss", lambda p, x, labels, **o: right(p, x, labels.roll(-1, 1), **o))
+    right = train.losses.next_token.head_loss
+    patch.setattr("train.losses.next_token.head_loss", lambda p, x, labels, **o: right(p, x, labels.roll(-1, 1), **o))
 
 
 @bug(

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 import fnmodels
 from fnmodels import tree
 from fnmodels.ops.moe import experts
-from train import head
+from train.losses import lm_head
 from train.parallel import context, expert, gather
 
 
@@ -136,7 +136,7 @@ def watched(*given: Any) -> Iterator[Kept]:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(fnmodels, "prepare", _prepared(kept, fnmodels.prepare))
         patch(gather, "gather", _gathered(kept, gather.gather))
-        patch(head._HeadLoss, "forward", _unwatched(head._HeadLoss.forward))
+        patch(lm_head._HeadLoss, "forward", _unwatched(lm_head._HeadLoss.forward))
         _watch_remat(kept, patch)
         _watch_stages(kept, patch)
         stack.enter_context(

@@ -33,8 +33,8 @@ from train import (
     policy_loss,
     routed_logprobs,
 )
-from train.balance import Balance
 from train.layers import layer_fn
+from train.losses.moe_balance import Balance
 from train.parallel import Mesh, Strategy, updates
 from train.parallel.collectives import summed
 from train.parallel.dtensors import local_tree

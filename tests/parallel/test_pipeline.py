@@ -21,7 +21,7 @@ import train
 from fnmodels import tree
 from tests.parallel.pool import Ranks
 from tests.support import cases, generic_params, positions_of, segments, tokens_of
-from train.balance import Balance
+from train.losses.moe_balance import Balance
 from train.optim.base import with_paths
 from train.parallel import microbatch, passes, staged
 from train.parallel import pipeline as pp

@@ -18,8 +18,8 @@ from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.layer import moe
 from fnmodels.ops.moe.router import sigmoid_top_k
 from tests.support import batch_of, cases, generic, generic_params, is_routed, off, segments, sparse_layers, trainable
-from train.balance import moved_biases
 from train.engine import Engine
+from train.losses.moe_balance import moved_biases
 from train.optim.base import with_paths
 
 E, K, D = 6, 2, 8

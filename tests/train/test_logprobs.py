@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
-import train.scores
+import train.losses.softmax_stats
 from fnmodels import tree
 from tests.support import batch_of, cases, generic_params, segments, trainable
 from train import (
@@ -21,8 +21,8 @@ from train import (
     sgd,
     token_logprobs,
 )
-from train.logprobs import head_logprobs, logprobs
-from train.scores import Scores, scores
+from train.losses.logprobs import head_logprobs, logprobs
+from train.losses.softmax_stats import Scores, scores
 
 CASE = next(case for case in cases() if case.name == "llama")
 CONFIG = CASE.config
@@ -150,7 +150,7 @@ def test_a_forbidden_token_leaves_entropy_and_gradient_finite() -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of the tests' logits in a block."""
-    monkeypatch.setattr(train.scores, "BLOCK", 2 * 7)
+    monkeypatch.setattr(train.losses.softmax_stats, "BLOCK", 2 * 7)
 
 
 def _logits(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 import fnmodels
 from fnmodels import llama, tree
 from train.engine import Engine
-from train.loss import next_token_loss
+from train.losses.next_token import next_token_loss
 from train.optim.adamw import adamw, sgd
 from train.optim.base import Optimizer
 from train.state import State, init_state

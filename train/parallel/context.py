@@ -37,7 +37,7 @@ from fnmodels.inputs.mask import Layout, Mask
 from fnmodels.ops.attention.select import Kernel, attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
-from train.balance import Balance
+from train.losses.moe_balance import Balance
 
 from . import collectives, ring
 from .mesh import DATA, ROWS, mesh_of

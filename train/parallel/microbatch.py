@@ -13,8 +13,8 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.mask import Layout, MaskLike
 from train.calls import Batch, layout_of
-from train.loss import replayed
-from train.token_loss import IGNORE
+from train.losses.cross_entropy import IGNORE
+from train.losses.next_token import replayed
 
 from .schedule import Pipeline, check_microbatches
 from .staged import Staged

@@ -16,14 +16,14 @@ from fnmodels.apply import LayerFn
 from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
-from train.balance import Balance, balance_terms
 from train.calls import Batch
-from train.distill import check_teacher, distill, head_distill
-from train.head import head_loss
-from train.logprobs import head_logprobs, token_logprobs
-from train.loss import next_token_loss
-from train.mtp import check_ahead, heads_loss, mtp_loss
-from train.token_loss import check_labels, counted
+from train.losses.cross_entropy import check_labels, counted
+from train.losses.distillation import check_teacher, distill, head_distill
+from train.losses.lm_head import head_loss
+from train.losses.logprobs import head_logprobs, token_logprobs
+from train.losses.moe_balance import Balance, balance_terms
+from train.losses.multi_token import check_ahead, heads_loss, mtp_loss
+from train.losses.next_token import next_token_loss
 
 from .share import numbered
 from .together import together

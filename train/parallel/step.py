@@ -24,8 +24,8 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Rules
-from train.balance import Balance
 from train.calls import Batch, compiling, open_keywords
+from train.losses.moe_balance import Balance
 from train.optim.base import Optimizer, trainable_mask
 from train.state import State
 from train.step import Step, check_state

@@ -17,7 +17,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Sharding
-from train.balance import moved_biases
+from train.losses.moe_balance import moved_biases
 from train.optim.base import Optimizer, Whole, on_parts, wide_dtype, with_paths
 from train.state import State, consume
 from train.step import update
@@ -164,7 +164,7 @@ def _on_matrices(shards: Tree) -> Whole:
 
 
 def _moved_parts(shards: Tree, params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dict[str, Tensor]:
-    """`train.balance.moved_biases`, of biases that may be divided."""
+    """`train.losses.moe_balance.moved_biases`, of biases that may be divided."""
     placed = tree.flatten(shards)
 
     def whole(path: str, x: Tensor) -> Tensor:

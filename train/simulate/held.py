@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Mapping
 
-from train.head import CHUNK
+from train.losses.lm_head import CHUNK
 from train.parallel.order import peak
 
 from .facts import WIDE

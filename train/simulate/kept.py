@@ -18,7 +18,7 @@ from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.tree import Tree
 from params.sharding import Sharding
-from train.head import head_loss, head_name
+from train.losses.lm_head import head_loss, head_name
 from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from train.head import CHUNK
+from train.losses.lm_head import CHUNK
 from train.parallel import pipeline as pp
 
 from .facts import WIDE, Message

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from fnmodels.ops.moe.experts import readable
 from fnmodels.tree import Tree, pytree, static
-
-from . import collectives
-from .region import Region
+from train.parallel import collectives
+from train.parallel.region import Region
 
 
 @pytree

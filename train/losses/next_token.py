@@ -13,9 +13,9 @@ from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
 
-from .balance import Balance, balance_terms
-from .head import CHUNK, head_loss
-from .token_loss import check_labels, counted
+from .cross_entropy import check_labels, counted
+from .lm_head import CHUNK, head_loss
+from .moe_balance import Balance, balance_terms
 
 
 def next_token_loss(

@@ -19,14 +19,14 @@ from fnmodels.inputs.mask import Layout
 from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
-from train.parallel.vocab import Vocab, opened
 
-from .balance import Balance
-from .chunks import per_token
-from .head import CHUNK, head_name
-from .loss import hidden_states, states_and_routers
-from .scores import Scores, scores
-from .token_loss import IGNORE, check_labels
+from .cross_entropy import IGNORE, check_labels
+from .lm_head import CHUNK, head_name
+from .moe_balance import Balance
+from .next_token import hidden_states, states_and_routers
+from .softmax_stats import Scores, scores
+from .token_chunks import per_token
+from .vocab_parallel import Vocab, opened
 
 
 def token_logprobs(

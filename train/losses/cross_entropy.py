@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.parallel.vocab import Part
+from .vocab_parallel import Part
 
 IGNORE = -100
 ROWS = 64  # tokens; see `loss_and_slope`

@@ -14,11 +14,12 @@ from fnmodels.inputs.mask import Layout, MaskLike
 from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
-from train.balance import Balance, balance_terms
-from train.head import CHUNK, head_loss
-from train.loss import check_batch, replayed
-from train.parallel.vocab import Vocab
-from train.token_loss import IGNORE, counted
+
+from .cross_entropy import IGNORE, counted
+from .lm_head import CHUNK, head_loss
+from .moe_balance import Balance, balance_terms
+from .next_token import check_batch, replayed
+from .vocab_parallel import Vocab
 
 
 def look_ahead(batch: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:

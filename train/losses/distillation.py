@@ -15,14 +15,14 @@ from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
 from train.parallel.dtensors import is_spread
-from train.parallel.vocab import Part, Vocab, opened
 
-from .balance import Balance
-from .chunks import per_token
-from .head import CHUNK, head_name
-from .loss import hidden_states, states_and_routers
+from .cross_entropy import counted
+from .lm_head import CHUNK, head_name
+from .moe_balance import Balance
+from .next_token import hidden_states, states_and_routers
 from .policy import Sums, same_shape
-from .token_loss import counted
+from .token_chunks import per_token
+from .vocab_parallel import Part, Vocab, opened
 
 DIRECTIONS = ("forward", "reverse")
 

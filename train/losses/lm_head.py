@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.parallel.vocab import Vocab, opened
 
-from .token_loss import (
+from .cross_entropy import (
     IGNORE,
     Terms,
     check_labels,
@@ -29,6 +28,7 @@ from .token_loss import (
     loss_and_slope,
     wide_of,
 )
+from .vocab_parallel import Vocab, opened
 
 CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
 
