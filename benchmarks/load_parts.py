@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fnmodels
 import params as P
 from fnmodels import tree
-from train.parallel.dtensors import local_tree
+from train.dist.dtensor import local_tree
 from train.parallel.tensor import tensor_axes
 
 AXIS = "ranks"

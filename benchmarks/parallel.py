@@ -34,8 +34,8 @@ from train_step import CONFIG, draw
 import params as P
 import train
 from fnmodels import llama, tree
+from train.dist.collectives import summed
 from train.parallel import Mesh, Strategy
-from train.parallel.collectives import summed
 from train.parallel.parts import own_rows
 from train.parallel.stateful import Model, shard
 from train.parallel.step import rules_of

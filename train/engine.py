@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.dist.dtensor import local_tree
 from train.optim.base import Optimizer
-from train.parallel.dtensors import local_tree
 from train.parallel.mesh import Mesh, Strategy, warn_of_group
 
 from .calls import Batch

@@ -22,8 +22,8 @@ from params.checkpoint.load import check
 from params.checkpoint.manifest import MANIFEST, digest
 from train import adapters, pretrained, sources
 from train.cache import cached
+from train.dist.dtensor import map_local
 from train.errors import UserError
-from train.parallel.dtensors import map_local
 from train.settings import Settings
 from train.state import State
 from train.tokenizer import PIECES, special_ids, train

@@ -29,7 +29,7 @@ from fnmodels.tree import Tree
 from params.checkpoint.shard_index import listed
 from train import checkpoint
 from train.checkpoint import Checkpoint, Folder, Json
-from train.parallel.dtensors import is_spread, map_local
+from train.dist.dtensor import is_spread, map_local
 
 T = TypeVar("T")
 Kinds = dict[str, tuple[torch.dtype, torch.Size]]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
+from train.dist.dtensor import like_params, local_tree, map_local
 from train.optim.base import Optimizer
-from train.parallel.dtensors import like_params, local_tree, map_local
 
 
 @tree.pytree

@@ -33,11 +33,11 @@ from train import (
     policy_loss,
     routed_logprobs,
 )
+from train.dist.collectives import summed
+from train.dist.dtensor import local_tree
 from train.layers import layer_fn
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh, Strategy, updates
-from train.parallel.collectives import summed
-from train.parallel.dtensors import local_tree
 from train.parallel.gather import shardings
 from train.parallel.microbatch import padded
 from train.parallel.parts import own_rows

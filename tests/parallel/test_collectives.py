@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tests.parallel.pool import Ranks
-from train.parallel import collectives as C
+from train.dist import collectives as C
 
 Maps = tuple[Callable[[Tensor, ProcessGroup], Tensor], Callable[[list[Tensor], int], Tensor]]
 

@@ -35,26 +35,13 @@ from tests.parallel.reference import (
     worst,
 )
 from train import make_eval_step
-from train.parallel import (
-    NAMES,
-    Mesh,
-    collectives,
-    context,
-    gather,
-    nodes,
-    parts,
-    passes,
-    pipeline,
-    ring,
-    stages,
-    updates,
-    uses,
-)
+from train.dist import collectives
+from train.dist.region import Region
+from train.parallel import NAMES, Mesh, context, gather, nodes, parts, passes, pipeline, ring, stages, updates, uses
 from train.parallel import step as steps
 from train.parallel.given import check_same
 from train.parallel.mesh import whole_groups
 from train.parallel.pipeline import SCHEDULES, SINGLE
-from train.parallel.region import Region
 
 LIMIT = 1e-5
 

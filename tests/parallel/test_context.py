@@ -18,7 +18,8 @@ from fnmodels.inputs.rules import BidirectionalWindow, Causal, Chunk, Everything
 from fnmodels.ops.attention.select import attention
 from tests import support
 from tests.parallel.pool import Ranks
-from train.parallel import collectives, context, ring
+from train.dist import collectives
+from train.parallel import context, ring
 
 METHODS = ("gather", "ulysses", "ring")
 # (a variant of tests/variants, changes): as many heads as the largest mesh divides

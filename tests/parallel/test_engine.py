@@ -22,10 +22,10 @@ from tests.parallel.pool import Ranks, devices
 from tests.parallel.test_pipeline import batch_of, trained
 from tests.parallel.test_stages import even
 from tests.support import generic_params
+from train.dist.dtensor import local_tree
 from train.engine import Engine
 from train.parallel import Mesh, Strategy
 from train.parallel import pipeline as pp
-from train.parallel.dtensors import local_tree
 from train.parallel.gather import shardings
 from train.parallel.stages import stage_plan
 from train.parallel.step import rules_of

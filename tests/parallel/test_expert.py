@@ -16,7 +16,7 @@ from fnmodels.ops.moe.experts import loop_experts
 from tests import support
 from tests.parallel.pool import Ranks
 from tests.parallel.test_context import worst
-from train.parallel import collectives
+from train.dist import collectives
 from train.parallel.expert import expert_parallel
 
 # As many experts as the largest mesh divides; the rest is in tests/variants.

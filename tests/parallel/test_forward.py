@@ -14,8 +14,8 @@ from tests.parallel.pool import Ranks, devices
 from tests.parallel.reference import LENGTH, batch, config_of, loss_of, placed
 from tests.support import generic_params
 from train import make_eval_step, make_forward_only, token_logprobs
+from train.dist.dtensor import local_tree
 from train.parallel import Mesh, Strategy
-from train.parallel.dtensors import local_tree
 from train.parallel.gather import gathering_stages, shardings
 from train.parallel.parts import own_columns
 from train.parallel.step import place

@@ -26,8 +26,9 @@ from tests.parallel.reference import (
 )
 from tests.support import generic_params
 from train import adafactor, checkpoint, init_state, lion, make_step, muon, partition, sgd, sharded, with_ema
-from train.parallel import NAMES, Mesh, Strategy, collectives, gather, updates
-from train.parallel.dtensors import local_tree
+from train.dist import collectives
+from train.dist.dtensor import local_tree
+from train.parallel import NAMES, Mesh, Strategy, gather, updates
 from train.parallel.parts import own_rows
 
 # ------------------------------------------------------------------------------------------------ what is sent when

@@ -35,11 +35,11 @@ from tests.train.test_finetune import checkpoint_of
 from train import adamw, folder, init_state, joining, pretrained, sharded, team
 from train.checkpoint import Checkpoint
 from train.cli import main
+from train.dist.dtensor import local_tree
 from train.errors import UserError
 from train.job import resolved
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
-from train.parallel.dtensors import local_tree
 from train.parallel.everywhere import fetching
 from train.recipe import with_usual
 from train.rows import Batch

@@ -13,9 +13,9 @@ from tests.parallel.pool import Ranks, devices
 from tests.parallel.reference import batch, config_of, error, loss_of, spec_of, worst
 from tests.support import generic, generic_params
 from train import adamw, init_state, make_step
+from train.dist.dtensor import local_tree
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy, uses
-from train.parallel.dtensors import local_tree
 from train.parallel.gather import shardings
 from train.parallel.step import rules_of
 

@@ -22,9 +22,10 @@ from tests.parallel.kept import as_on_a_gpu, fused, watched
 from tests.parallel.pool import Ranks, devices
 from tests.parallel.test_pipeline import batch_of, config_of, optimizer_of
 from tests.support import tokens_of
-from train.parallel import Mesh, collectives
+from train.dist import collectives
+from train.dist.dtensor import local_tree
+from train.parallel import Mesh
 from train.parallel import pipeline as pp
-from train.parallel.dtensors import local_tree
 from train.parallel.mesh import Strategy
 from train.parallel.order import Action, order
 from train.parallel.stages import init_stage, stage_plan

@@ -15,8 +15,8 @@ import train
 from fnmodels import tree
 from tests.parallel.pool import Ranks, devices
 from tests.parallel.test_pipeline import batch_of, config_of
+from train.dist.dtensor import local_tree
 from train.parallel import Mesh, Strategy
-from train.parallel.dtensors import local_tree
 from train.parallel.gather import shardings
 from train.parallel.stages import init_stage, stage_plan
 from train.parallel.step import rules_of

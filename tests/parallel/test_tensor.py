@@ -19,9 +19,10 @@ from tests.parallel.pool import Ranks, devices
 from tests.parallel.reference import even
 from tests.support import Case, cases, generic_params, positions_of, richest, segments, tokens_of
 from train import look_ahead, mtp_loss, next_token_loss
+from train.dist import collectives
 from train.layers import layer_fn
 from train.losses.moe_balance import Balance
-from train.parallel import Mesh, collectives
+from train.parallel import Mesh
 from train.parallel.tensor import TensorParallel, tensor_axes, tensor_parallel
 
 # Tied embedding, biases and normed heads; latents, a shared expert, a selection bias; sinks and biases everywhere.

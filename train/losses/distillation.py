@@ -14,7 +14,7 @@ from fnmodels.inputs.mask import Layout
 from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
-from train.parallel.dtensors import is_spread
+from train.dist.dtensor import is_spread
 
 from .cross_entropy import counted
 from .lm_head import CHUNK, head_name

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fnmodels.ops.moe.experts import readable
 from fnmodels.tree import Tree, pytree, static
-from train.parallel import collectives
-from train.parallel.region import Region
+from train.dist import collectives
+from train.dist.region import Region
 
 
 @pytree

@@ -37,9 +37,10 @@ from fnmodels.inputs.mask import Layout, Mask
 from fnmodels.ops.attention.select import Kernel, attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
+from train.dist import collectives
 from train.losses.moe_balance import Balance
 
-from . import collectives, ring
+from . import ring
 from .mesh import DATA, ROWS, mesh_of
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
+from train.dist.collectives import broadcast, summed
+from train.dist.dtensor import whole
 
-from .collectives import broadcast, summed
-from .dtensors import whole
 from .mesh import mesh_of
 from .stages import Placed, pipeline_of
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fnmodels.ops.moe.dispatch import combine
 from fnmodels.ops.moe.experts import Experts, choose_experts, sorted_rows
-
-from . import collectives
+from train.dist import collectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,12 +20,12 @@ from torch import Tensor
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
 from train.calls import Batch, caller
+from train.dist.collectives import all_gather
+from train.dist.dtensor import local_tree
 from train.forward import metrics_of, totals
 from train.optim.base import with_paths
 from train.sums import LossFn
 
-from .collectives import all_gather
-from .dtensors import local_tree
 from .everywhere import aux_of_stages
 from .mesh import ROWS, Mesh, Strategy
 from .microbatch import PLACES, unpadded

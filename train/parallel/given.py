@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from train.calls import Batch
+from train.dist.collectives import maximum
 
-from .collectives import maximum
 from .mesh import mesh_of
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.moe.experts import Experts, choose_experts
-
-from . import collectives
-from .region import Region
+from train.dist import collectives
+from train.dist.region import Region
 
 
 @dataclass

@@ -29,10 +29,10 @@ from fnmodels import tree
 from fnmodels.apply import LayerFn
 from fnmodels.tree import Tree
 from train.calls import Batch
+from train.dist.collectives import maximum
 from train.optim.base import Optimizer, trainable_mask, wide_dtype
 from train.sums import Sums, joined
 
-from .collectives import maximum
 from .microbatch import Microbatch, clear_length, microbatches, padded, unpadded
 from .passes import Found, runner
 from .schedule import LOOPED, SCHEDULES, SINGLE, SPLITTING, VEE, Pipeline, check_microbatches, pipeline

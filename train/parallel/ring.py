@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fnmodels.inputs.mask import Mask
 from fnmodels.ops.norm import upcast
-
-from . import collectives
+from train.dist import collectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

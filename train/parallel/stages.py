@@ -26,11 +26,11 @@ from fnmodels.apply import Block
 from fnmodels.tree import Tree
 from params.initialize import draw
 from train.calls import Batch
+from train.dist.collectives import broadcast
 from train.layers import layer_fn
 from train.optim.base import Optimizer
 from train.sums import Sums
 
-from .collectives import broadcast
 from .context import asks_length, context_kernel, longest, whole_balance
 from .expert import expert_parallel
 from .gather import gathering_stages, shardings

@@ -25,6 +25,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Rules
 from train.calls import Batch, compiling, open_keywords
+from train.dist.dtensor import local_tree
 from train.losses.moe_balance import Balance
 from train.optim.base import Optimizer, trainable_mask
 from train.state import State
@@ -32,7 +33,6 @@ from train.step import Step, check_state
 from train.sums import LossFn, Sums, checked_loss, gradient_sums
 
 from .context import asks_length, context_kernel, longest, whole_balance
-from .dtensors import local_tree
 from .expert import expert_parallel
 from .gather import gathering, shardings
 from .mesh import Mesh, Strategy, mesh_of, not_compiled

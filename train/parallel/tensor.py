@@ -34,12 +34,12 @@ from fnmodels import family_of, tree
 from fnmodels.apply import Block, LayerFn
 from fnmodels.tree import Tree
 from params import lora
+from train.dist import collectives
+from train.dist.dtensor import is_spread
+from train.dist.region import Region
 from train.losses.vocab_parallel import Vocab
 
-from . import collectives
-from .dtensors import is_spread
 from .nodes import NODES, Entry, columns_of_experts
-from .region import Region
 from .uses import DIVIDED, Use, check_divided, divided_dims, uses_of
 
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Sharding
+from train.dist.collectives import all_gather, summed
+from train.dist.dtensor import like, local_tree
 from train.losses.moe_balance import moved_biases
 from train.optim.base import Optimizer, Whole, on_parts, wide_dtype, with_paths
 from train.state import State, consume
 from train.step import update
 from train.sums import Sums
 
-from .collectives import all_gather, summed
-from .dtensors import like, local_tree
 from .everywhere import aux_of_stages
 from .gather import Part, gather
 from .mesh import DATA, whole_groups

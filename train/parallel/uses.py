@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fnmodels.models.common.spec import Leaf
 from params.sharding import Sharding
-
-from .region import Region
+from train.dist.region import Region
 
 DIVIDED = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
 # Leaves of an attention that are used between its linear maps, or make what is.
