@@ -39,7 +39,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from train.dist.dtensor import local_tree
-from train.parallel.tensor import tensor_axes
+from train.parallel.tensor.api import tensor_axes
 
 AXIS = "ranks"
 Flat = dict[str, Tensor]

@@ -11,7 +11,7 @@ time of all of them, which a busy machine disturbs less.
 
     plain               train.make_step; in two processes each with its half of the rows and nothing sent: a bound
     functional          train.make_step(mesh=Mesh(fsdp=n)): layers are gathered where they run
-    wrapper             train.parallel.stateful: the same functions, fully_shard of a thin module per layer
+    wrapper             train.parallel.fsdp2: the same functions, fully_shard of a thin module per layer
     transformers FSDP2  fully_shard of each decoder layer of transformers' Llama, and of the rest
 """
 
@@ -36,8 +36,8 @@ import train
 from fnmodels import llama, tree
 from train.dist.collectives import summed
 from train.parallel import Mesh, Strategy
-from train.parallel.parts import own_rows
-from train.parallel.stateful import Model, shard
+from train.parallel.batch_shards import own_rows
+from train.parallel.fsdp2 import Model, shard
 from train.parallel.step import rules_of
 
 TINY = {"vocab_size": 256, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128}

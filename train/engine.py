@@ -13,7 +13,7 @@ With `mesh=` all processes of a group that somebody else has made drive it alike
 rows that the mesh divides; metrics, what `infer` returns and what `export` hands out are whole in each. With
 `strategy=Strategy(rows="own")` each has microbatches of its own, [1, T] packed or of any rows, equally many in all, and
 `infer` returns what comes of these. params are DTensors, with `pp` of this process' layers:
-`params.init(config, 0, plan=...)`, `train.parallel.stages.init_stage`.
+`params.init(config, 0, plan=...)`, `train.parallel.pipeline.stages.init_stage`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Engine:
         self._teaching: Any = None
         if mesh is not None:
             from train.parallel.step import place
-            from train.parallel.updates import teach
+            from train.parallel.update import teach
 
             warn_of_group()
             how = strategy or Strategy()
@@ -100,7 +100,7 @@ class Engine:
         if held is not None:
             total, count = total - held.total, count - held.count
         if self.mesh is not None:
-            from train.parallel.updates import over_processes
+            from train.parallel.update import over_processes
 
             total, count, aux = over_processes(self._teaching.placed.devices, total, count, aux)
             if aux is not None and whole_aux is not None:
@@ -113,10 +113,10 @@ class Engine:
         """(`gradient_sums`, what makes its aux that of all stages)."""
         if self.mesh is None:
             return gradient_sums(loss_fn, self.optimizer, **self._how), None
-        from train.parallel.everywhere import aux_of_stages
-        from train.parallel.parts import own_parts
-        from train.parallel.staged import staged
+        from train.parallel.batch_shards import own_parts
+        from train.parallel.pipeline.staged_loss import staged
         from train.parallel.step import config_for, sums_over
+        from train.parallel.whole_model import aux_of_stages
 
         placed = self._teaching.placed
         config_for(self.mesh, loss_fn, self._how["compile"], placed.strategy, self._how["remat"])
@@ -138,7 +138,7 @@ class Engine:
         if self.mesh is None:
             self.state, metrics = update(self.optimizer, self.state, sums, **how)
         else:
-            from train.parallel.updates import update_over
+            from train.parallel.update import update_over
 
             self.state, metrics = update_over(self._teaching, self.state, sums, **how)
         return metrics if aux is None else metrics | {"aux": aux}
@@ -162,7 +162,7 @@ class Engine:
             found: list[Any] = run(self.state.params, list(batches))
             return found
         if self.mesh is not None:  # others may have some, and wait
-            from train.parallel.given import check_same
+            from train.parallel.agreement import check_same
             from train.parallel.mesh import whole_groups
 
             devices = self._teaching.placed.devices
@@ -175,7 +175,7 @@ class Engine:
 
         if self.mesh is None:
             return P.export(self.config, self.state.params)
-        from train.parallel.everywhere import fetching
+        from train.parallel.whole_model import fetching
 
         leaves, fetch = fetching(self.state.params)
         return P.export(self.config, tree.unflatten(leaves), fetch)

@@ -37,7 +37,7 @@ def make_eval_step(
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
-        from train.parallel.forward import make_eval_over
+        from train.parallel.eval_steps import make_eval_over
 
         return make_eval_over(mesh, loss_fn, compile=compile, strategy=strategy or Strategy())
     call = caller(loss_fn, compile=compile)
@@ -71,11 +71,11 @@ def make_forward_only(
     function: `token_logprobs`, a loss, anything of (params, batch). Its keywords `layer_fn` and `layout` are filled in
     as `make_step` does, and what it returns is passed on as it is. compile, mesh, strategy: as in `make_step`; over a
     mesh that divides batches it must return tensors [B, S, ...], and over `pp` it must be a functools.partial of
-    `token_logprobs`, or a `train.parallel.pipeline.Staged`.
+    `token_logprobs`, or a `train.parallel.pipeline.gradients.Staged`.
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
-        from train.parallel.forward import make_forward_over
+        from train.parallel.eval_steps import make_forward_over
 
         return make_forward_over(mesh, function, compile=compile, strategy=strategy or Strategy())
     call = caller(function, compile=compile)

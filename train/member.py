@@ -23,9 +23,9 @@ from train.job import is_routed, step_options
 from train.joining import set_limit
 from train.losses.next_token import next_token_loss
 from train.optim.base import with_paths
-from train.parallel.everywhere import fetching
-from train.parallel.stages import init_stage, stage_plan
+from train.parallel.pipeline.stages import init_stage, stage_plan
 from train.parallel.step import rules_of
+from train.parallel.whole_model import fetching
 from train.recipe import loss_terms, optimizer_for, weights
 from train.rows import Batch
 from train.settings import Settings

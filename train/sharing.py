@@ -13,10 +13,10 @@ from train.joining import world
 from train.optim.base import takes_parts
 from train.parallel import Mesh, Strategy
 from train.parallel.mesh import not_compiled
-from train.parallel.pipeline import SCHEDULES, check_microbatches
-from train.parallel.stages import pipeline_of
+from train.parallel.pipeline.gradients import SCHEDULES, check_microbatches
+from train.parallel.pipeline.stages import pipeline_of
 from train.parallel.step import rules_of
-from train.parallel.updates import check_whole
+from train.parallel.update import check_whole
 from train.recipe import optimizer_for
 from train.settings import Settings, flag
 

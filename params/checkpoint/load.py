@@ -77,7 +77,7 @@ def load_pretrained(
     one. device: None is the CPU.
     plan: `params.plan`'s, made with a DeviceMesh: leaves become DTensors on it, of which each process takes its own
     part from the files, where rows are read alone, and columns with what lies closely between them. A plan of some
-    stages (`train.parallel.pipeline.share`) loads what it names. Nothing is sent: what the headers tell, all processes
+    stages (`train.parallel.pipeline.gradients.share`) loads what it names. Nothing is sent: what the headers tell, all processes
     raise alike; what only values tell (a tied head that differs), the one that reads these.
     copy=False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If the
     file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place the leaf may

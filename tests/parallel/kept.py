@@ -27,7 +27,8 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.ops.moe import experts
 from train.losses import lm_head
-from train.parallel import context, expert, gather
+from train.parallel import expert, fsdp
+from train.parallel.context import api as context
 
 
 class Kept:
@@ -135,7 +136,7 @@ def watched(*given: Any) -> Iterator[Kept]:
     with contextlib.ExitStack() as stack:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         patch(fnmodels, "prepare", _prepared(kept, fnmodels.prepare))
-        patch(gather, "gather", _gathered(kept, gather.gather))
+        patch(fsdp, "gather", _gathered(kept, fsdp.gather))
         patch(lm_head._HeadLoss, "forward", _unwatched(lm_head._HeadLoss.forward))
         _watch_remat(kept, patch)
         _watch_stages(kept, patch)

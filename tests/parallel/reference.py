@@ -37,12 +37,13 @@ from train.dist.collectives import summed
 from train.dist.dtensor import local_tree
 from train.layers import layer_fn
 from train.losses.moe_balance import Balance
-from train.parallel import Mesh, Strategy, updates
-from train.parallel.gather import shardings
-from train.parallel.microbatch import padded
-from train.parallel.parts import own_rows
-from train.parallel.stages import stage_plan
-from train.parallel.stateful import Model, shard
+from train.parallel import Mesh, Strategy
+from train.parallel import update as updates
+from train.parallel.batch_shards import own_rows
+from train.parallel.fsdp import shardings
+from train.parallel.fsdp2 import Model, shard
+from train.parallel.pipeline.microbatch import padded
+from train.parallel.pipeline.stages import stage_plan
 from train.parallel.step import rules_of
 from train.step import update
 from train.sums import Sums, gradient_sums

@@ -37,11 +37,16 @@ from tests.parallel.reference import (
 from train import make_eval_step
 from train.dist import collectives
 from train.dist.region import Region
-from train.parallel import NAMES, Mesh, context, gather, nodes, parts, passes, pipeline, ring, stages, updates, uses
+from train.parallel import NAMES, Mesh, fsdp, update
+from train.parallel import batch_shards as parts
 from train.parallel import step as steps
-from train.parallel.given import check_same
+from train.parallel.agreement import check_same
+from train.parallel.context import api as context
+from train.parallel.context import ring
 from train.parallel.mesh import whole_groups
-from train.parallel.pipeline import SCHEDULES, SINGLE
+from train.parallel.pipeline import gradients, runner, stages
+from train.parallel.pipeline.gradients import SCHEDULES, SINGLE
+from train.parallel.tensor import leaf_roles, leaf_wrappers
 
 LIMIT = 1e-5
 
@@ -283,8 +288,8 @@ def means(patch: pytest.MonkeyPatch) -> None:
 
 
 def unsummed_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gather, "enter", lambda x, group: x)
-    patch.setattr(gather, "enter_all", lambda xs, group: xs)
+    patch.setattr(fsdp, "enter", lambda x, group: x)
+    patch.setattr(fsdp, "enter_all", lambda xs, group: xs)
 
 
 def first_rows(patch: pytest.MonkeyPatch) -> None:
@@ -328,14 +333,14 @@ def heads_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 def mean_of_experts(patch: pytest.MonkeyPatch) -> None:
     """The gradient of experts, which is whole where they lie, is divided by the ranks whose tokens it is of."""
-    joined = gather._joined
+    joined = fsdp._joined
 
-    def run(parts: list[gather.Part], *how: Any) -> list[Tensor]:
+    def run(parts: list[fsdp.Part], *how: Any) -> list[Tensor]:
         where = [dict(zip((n for n, _ in p.sharding.sizes), p.sharding.dims, strict=True)) for p in parts]
         pairs = zip(joined(parts, *how), where, strict=True)
         return [(x + x.detach()) / 2 if dims["ep"] is not None else x for x, dims in pairs]
 
-    patch.setattr(gather, "_joined", run)
+    patch.setattr(fsdp, "_joined", run)
 
 
 def weights_once(patch: pytest.MonkeyPatch) -> None:
@@ -368,7 +373,7 @@ def bias_of_each(patch: pytest.MonkeyPatch) -> None:
     def write(own: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return own.entry.region.leave(F.linear(x, own.weight, bias))
 
-    patch.setitem(nodes.NODES, "write", functools.partial(nodes._Map, write))
+    patch.setitem(leaf_wrappers.NODES, "write", functools.partial(leaf_wrappers._Map, write))
 
 
 def counted_padding(patch: pytest.MonkeyPatch) -> None:
@@ -384,44 +389,44 @@ def counted_padding(patch: pytest.MonkeyPatch) -> None:
 
 def another_head(patch: pytest.MonkeyPatch) -> None:
     """The KV head of another rank."""
-    use = uses._use
+    use = leaf_roles._use
 
     def shifted(path: str, leaf: Any, is_part: bool, divided: Any, region: Region) -> Any:
         return use(path, leaf, is_part, divided, dataclasses.replace(region, rank=(region.rank + 2) % region.size))
 
-    patch.setattr(uses, "_use", shifted)
+    patch.setattr(leaf_roles, "_use", shifted)
 
 
 def first_mask(patch: pytest.MonkeyPatch) -> None:
-    prepared = passes.microbatches
+    prepared = runner.microbatches
 
-    def run(*args: Any) -> list[pipeline.Microbatch]:
+    def run(*args: Any) -> list[gradients.Microbatch]:
         parts = prepared(*args)
         return [dataclasses.replace(part, masks=parts[0].masks, layout=parts[0].layout) for part in parts]
 
-    patch.setattr(passes, "microbatches", run)
+    patch.setattr(runner, "microbatches", run)
 
 
 def first_table(patch: pytest.MonkeyPatch) -> None:
-    prepared = passes.microbatches
+    prepared = runner.microbatches
 
-    def run(*args: Any) -> list[pipeline.Microbatch]:
+    def run(*args: Any) -> list[gradients.Microbatch]:
         parts = prepared(*args)
         return [dataclasses.replace(part, freqs_cis=parts[0].freqs_cis) for part in parts]
 
-    patch.setattr(passes, "microbatches", run)
+    patch.setattr(runner, "microbatches", run)
 
 
 def divided_by_microbatches(patch: pytest.MonkeyPatch) -> None:
     """What torch does unless it is told that losses are sums."""
-    made = passes._schedule
+    made = runner._schedule
 
     def careless(*args: Any) -> Any:
         schedule = made(*args)
         schedule.scale_grads = True
         return schedule
 
-    patch.setattr(passes, "_schedule", careless)
+    patch.setattr(runner, "_schedule", careless)
 
 
 def averaged_modules(patch: pytest.MonkeyPatch) -> None:
@@ -437,8 +442,8 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] 
     "parts are not summed": (unsummed_parts, "fsdp", "llama", GRADIENT),
     "means in place of sums": (means, "fsdp", "llama", GRADIENT),
     "means of modules": (averaged_modules, "fsdp2", "llama", GRADIENT),
-    "a count of one rank": (lambda p: p.setattr(updates, "_global", lambda sums, _: sums), "fsdp", "llama", "loss"),
-    "every copy counts": (lambda p: p.setattr(updates, "_is_first_copy", lambda _: True), "dp", "llama", "grad_norm"),
+    "a count of one rank": (lambda p: p.setattr(update, "_global", lambda sums, _: sums), "fsdp", "llama", "loss"),
+    "every copy counts": (lambda p: p.setattr(update, "_is_first_copy", lambda _: True), "dp", "llama", "grad_norm"),
     "rows of the first rank": (first_rows, "fsdp", "llama", GRADIENT),
     "keys have one rank's gradient": (unsummed_keys, "cp gather", "llama", "gradient of layers.0.attention.k_proj"),
     "an unpermuted table": (unpermuted_table, "cp gather", "llama", "gradient of layers.0.attention.q_proj"),
@@ -476,7 +481,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] 
     "a bias is added by each": (bias_of_each, "tp", "gpt_oss", "loss"),
     "another rank's KV head": (another_head, "tp over 4, KV heads less", "llama", "loss"),
     "the ends of a tied embedding are not summed": (
-        lambda p: p.setattr(pipeline, "_sum_ends", lambda *_: None),
+        lambda p: p.setattr(gradients, "_sum_ends", lambda *_: None),
         "pp 1F1B",
         "llama",
         "gradient of embed_tokens",

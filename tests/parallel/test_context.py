@@ -19,7 +19,8 @@ from fnmodels.ops.attention.select import attention
 from tests import support
 from tests.parallel.pool import Ranks
 from train.dist import collectives
-from train.parallel import context, ring
+from train.parallel.context import api as context
+from train.parallel.context import ring
 
 METHODS = ("gather", "ulysses", "ring")
 # (a variant of tests/variants, changes): as many heads as the largest mesh divides

@@ -16,8 +16,8 @@ from tests.support import generic_params
 from train import make_eval_step, make_forward_only, token_logprobs
 from train.dist.dtensor import local_tree
 from train.parallel import Mesh, Strategy
-from train.parallel.gather import gathering_stages, shardings
-from train.parallel.parts import own_columns
+from train.parallel.batch_shards import own_columns
+from train.parallel.fsdp import gathering_stages, shardings
 from train.parallel.step import place
 
 
@@ -67,7 +67,7 @@ def narrow() -> bool:
     """A router's bias, which no gradient teaches, is sent in its own dtype, in evaluation and over stages too."""
     config, mesh = config_of("deepseek"), Mesh(fsdp=2)
     how = Strategy(gather_dtype=torch.bfloat16)
-    from train.parallel.forward import _learning
+    from train.parallel.eval_steps import _learning
 
     params = placed("deepseek", mesh)
     trains = place(mesh, params, config, how, _learning(loss_of("deepseek"))).trains

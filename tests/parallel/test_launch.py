@@ -40,7 +40,7 @@ from train.errors import UserError
 from train.job import resolved
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
-from train.parallel.everywhere import fetching
+from train.parallel.whole_model import fetching
 from train.recipe import with_usual
 from train.rows import Batch
 from train.settings import Settings

@@ -20,7 +20,7 @@ from tests.parallel.pool import Ranks, devices
 from tests.params import test_quantized as quantized
 from tests.support import generic_params, richest
 from train.parallel import Mesh, Strategy
-from train.parallel.stages import stage_plan
+from train.parallel.pipeline.stages import stage_plan
 from train.parallel.step import rules_of
 
 FILE = "model.safetensors"

@@ -15,9 +15,10 @@ from tests.support import generic, generic_params
 from train import adamw, init_state, make_step
 from train.dist.dtensor import local_tree
 from train.optim.base import with_paths
-from train.parallel import Mesh, Strategy, uses
-from train.parallel.gather import shardings
+from train.parallel import Mesh, Strategy
+from train.parallel.fsdp import shardings
 from train.parallel.step import rules_of
+from train.parallel.tensor import leaf_roles
 
 HOW: dict[str, Any] = {"rank": 3, "alpha": 6.0, "seed": 4}
 
@@ -102,7 +103,7 @@ def test_adapters_are_those_of_one_process(
 def unsummed() -> dict[str, float]:
     """Adapters whose gradients stay those of one process' heads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uses, "_adapted", lambda use, _: dict.fromkeys(("weight", "a", "b"), uses.Use("plain", False)))
+        patch.setattr(leaf_roles, "_adapted", lambda use, _: dict.fromkeys(("weight", "a", "b"), leaf_roles.Use("plain", False)))
         return errors_of("gpt_oss", "dp=2,tp=2", {}, "")
 
 

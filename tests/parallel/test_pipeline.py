@@ -23,8 +23,8 @@ from tests.parallel.pool import Ranks
 from tests.support import cases, generic_params, positions_of, segments, tokens_of
 from train.losses.moe_balance import Balance
 from train.optim.base import with_paths
-from train.parallel import microbatch, passes, staged
-from train.parallel import pipeline as pp
+from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline import microbatch, runner, staged_loss
 from train.sums import gradient_sums
 
 # A tied embedding; a dense first layer, shared experts and a selection bias; sinks, a router bias and two kinds.
@@ -95,7 +95,7 @@ def gradients(name: str, layers: int, schedule: str, balance: bool = False, drop
     params = pp.share(generic_params(config), config, pipe, dist.get_rank())
     before = tree.map(torch.clone, params)
     of = pp.gradient_sums(loss, optimizer, pipe, counts=balance)
-    with mock.patch.object(staged._Carry, "apply", lambda x, _: x) if dropped else contextlib.nullcontext():
+    with mock.patch.object(staged_loss._Carry, "apply", lambda x, _: x) if dropped else contextlib.nullcontext():
         of(params, split)
         sums = of(params, split)  # again: nothing of the first step is left behind
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(params), tree.leaves(before), strict=True))
@@ -147,7 +147,7 @@ def lengths(name: str, schedule: str) -> list[float]:
 
     Of lengths that there are no more nothing is kept: torch's schedules hold what they receive in.
     """
-    schedules, make = list[weakref.ref[Any]](), passes._schedule
+    schedules, make = list[weakref.ref[Any]](), runner._schedule
 
     def watched(*given: Any) -> Any:
         made = make(*given)
@@ -162,7 +162,7 @@ def lengths(name: str, schedule: str) -> list[float]:
     second = fnmodels.split(whole, 4)
     params = pp.share(generic_params(config), config, pipe, rank)
     of, without = pp.gradient_sums(loss, optimizer, pipe), pp.loss_sums(loss, pipe)
-    with mock.patch.object(passes, "_schedule", watched):
+    with mock.patch.object(runner, "_schedule", watched):
         sums = of(params, second, of(params, first), divide=False)
         for parts in (first, second, second):
             without(params, parts)
@@ -274,7 +274,7 @@ def refused() -> list[str]:
     def ask(schedule: str, parts: list[Batch]) -> None:
         pipe = pp.pipeline(config, 2, schedule)
         params = pp.share(generic_params(config), config, pipe, dist.get_rank())
-        with mock.patch.object(passes, "_schedule", side_effect=AssertionError), pytest.raises(ValueError) as error:
+        with mock.patch.object(runner, "_schedule", side_effect=AssertionError), pytest.raises(ValueError) as error:
             pp.gradient_sums(loss, optimizer, pipe)(params, parts)
         said.append(str(error.value))
 

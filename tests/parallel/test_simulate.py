@@ -25,10 +25,10 @@ from tests.support import tokens_of
 from train.dist import collectives
 from train.dist.dtensor import local_tree
 from train.parallel import Mesh
-from train.parallel import pipeline as pp
 from train.parallel.mesh import Strategy
-from train.parallel.order import Action, order
-from train.parallel.stages import init_stage, stage_plan
+from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.stages import init_stage, stage_plan
+from train.parallel.pipeline.timeline import Action, order
 from train.parallel.step import rules_of
 from train.simulate import RankFacts, Work, simulate
 

@@ -11,8 +11,8 @@ from tests.parallel.pool import Ranks, devices
 from tests.parallel.reference import batch, config_of, loss_of, spec_of
 from tests.support import generic_params
 from train.parallel import Mesh
-from train.parallel.parts import own_rows
-from train.parallel.stateful import Model, shard
+from train.parallel.batch_shards import own_rows
+from train.parallel.fsdp2 import Model, shard
 
 
 def model_of(name: str) -> Model:

@@ -23,7 +23,7 @@ from train.dist import collectives
 from train.layers import layer_fn
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh
-from train.parallel.tensor import TensorParallel, tensor_axes, tensor_parallel
+from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel
 
 # Tied embedding, biases and normed heads; latents, a shared expert, a selection bias; sinks and biases everywhere.
 LLAMA, DEEPSEEK, GPT_OSS = NAMES = ("qwen3_bias_sliding", "deepseek_v3", "gpt_oss")

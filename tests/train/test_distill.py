@@ -11,7 +11,7 @@ import fnmodels
 from fnmodels import tree
 from tests.support import batch_of, cases, generic_params, segments
 from train import Balance, adamw, distill, distillation_loss, init_state, make_step, next_token_loss
-from train.parallel.staged import staged
+from train.parallel.pipeline.staged_loss import staged
 
 CONFIG = next(case for case in cases() if case.name == "llama").config
 TEACHER_CONFIG = next(case for case in cases() if case.name == "qwen3").config

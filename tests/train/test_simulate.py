@@ -15,8 +15,8 @@ import params as P
 from fnmodels import tree
 from tests.support import cases
 from train.parallel import Mesh
-from train.parallel import pipeline as pp
-from train.parallel.order import idle, order, peak
+from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.timeline import idle, order, peak
 from train.simulate import RankFacts, Work, main, shown, simulate, table
 
 

@@ -28,19 +28,19 @@ from train.calls import Batch, compiling, open_keywords
 from train.dist.dtensor import local_tree
 from train.losses.moe_balance import Balance
 from train.optim.base import Optimizer, trainable_mask
+from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
+from train.parallel.pipeline.staged_loss import Staged, staged
+from train.parallel.pipeline.stages import Placed, stage_sums
+from train.parallel.tensor.api import tensor_axes, tensor_parallel
 from train.state import State
 from train.step import Step, check_state
 from train.sums import LossFn, Sums, checked_loss, gradient_sums
 
-from .context import asks_length, context_kernel, longest, whole_balance
+from .batch_shards import own_parts
 from .expert import expert_parallel
-from .gather import gathering, shardings
+from .fsdp import gathering, shardings
 from .mesh import Mesh, Strategy, mesh_of, not_compiled
-from .parts import own_parts
-from .staged import Staged, staged
-from .stages import Placed, stage_sums
-from .tensor import tensor_axes, tensor_parallel
-from .updates import Teaching, teach, update_over
+from .update import Teaching, teach, update_over
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

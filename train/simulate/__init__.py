@@ -15,7 +15,7 @@ Nothing is communicated and no weight exists. One idea per file:
     show         tables and the picture
     command      the command
 
-The order of a pipeline's work, and its waiting, are `train.parallel.order`'s.
+The order of a pipeline's work, and its waiting, are `train.parallel.pipeline.timeline`'s.
 
 Ranks differ by their place in the pipeline. Where along another dimension the parts differ, the largest is shown.
 Taken for granted: AdamW, parameters and moments in fp32, full rows, and tokens spread evenly over the experts. What a

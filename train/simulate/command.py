@@ -12,8 +12,8 @@ import fnmodels
 import params as P
 from train.command_line import Parser, at_least, run_command
 from train.errors import UserError
-from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
+from train.parallel.pipeline import gradients as pp
 
 from .facts import Work
 from .show import check_picture, picture, table, traffic

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 
 from train.losses.lm_head import CHUNK
-from train.parallel.order import peak
+from train.parallel.pipeline.timeline import peak
 
 from .facts import WIDE
 from .pieces import gathered_bytes

@@ -19,8 +19,8 @@ from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.losses.lm_head import head_loss, head_name
-from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
+from train.parallel.pipeline import gradients as pp
 
 from .facts import Work
 from .pieces import gathered_shape

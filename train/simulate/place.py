@@ -12,10 +12,10 @@ from typing import Any
 import fnmodels
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
-from train.parallel.order import Action, repeats
-from train.parallel.share import cut
+from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.timeline import Action, repeats
+from train.parallel.pipeline.tree_split import cut
 
 from .facts import Work
 from .kept import Ends, Layer

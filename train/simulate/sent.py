@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from train.losses.lm_head import CHUNK
-from train.parallel import pipeline as pp
+from train.parallel.pipeline import gradients as pp
 
 from .facts import WIDE, Message
 from .pieces import ways

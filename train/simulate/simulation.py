@@ -9,11 +9,11 @@ import params as P
 from fnmodels import tree
 from fnmodels.tree import Tree
 from train.layers import layer_fn
-from train.parallel import pipeline as pp
 from train.parallel.mesh import Mesh
-from train.parallel.order import idle, order
+from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.timeline import idle, order
 from train.parallel.step import rules_of
-from train.parallel.uses import check_divided, divided_dims
+from train.parallel.tensor.leaf_roles import check_divided, divided_dims
 
 from .facts import RankFacts, Work
 from .held import held

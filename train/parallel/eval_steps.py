@@ -24,16 +24,16 @@ from train.dist.collectives import all_gather
 from train.dist.dtensor import local_tree
 from train.forward import metrics_of, totals
 from train.optim.base import with_paths
+from train.parallel.pipeline.microbatch import PLACES, unpadded
+from train.parallel.pipeline.staged_loss import staged, staged_outputs
+from train.parallel.pipeline.stages import Placed, stage_loss, stage_outputs
 from train.sums import LossFn
 
-from .everywhere import aux_of_stages
+from .batch_shards import own_parts
 from .mesh import ROWS, Mesh, Strategy
-from .microbatch import PLACES, unpadded
-from .parts import own_parts
-from .staged import staged, staged_outputs
-from .stages import Placed, stage_loss, stage_outputs
 from .step import config_for, config_in, place, placed_loss
-from .updates import over_processes
+from .update import over_processes
+from .whole_model import aux_of_stages
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .pipeline import SINGLE, Pipeline
+from .gradients import SINGLE, Pipeline
 
 Action = tuple[str, int, int]  # F forward, B backward, or its halves I (inputs) and W (weights); stage; microbatch
 

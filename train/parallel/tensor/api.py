@@ -39,8 +39,8 @@ from train.dist.dtensor import is_spread
 from train.dist.region import Region
 from train.losses.vocab_parallel import Vocab
 
-from .nodes import NODES, Entry, columns_of_experts
-from .uses import DIVIDED, Use, check_divided, divided_dims, uses_of
+from .leaf_roles import DIVIDED, Use, check_divided, divided_dims, uses_of
+from .leaf_wrappers import NODES, Entry, columns_of_experts
 
 
 def tensor_axes(config: Any, dim: str = "tp") -> dict[str, str]:

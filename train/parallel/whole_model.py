@@ -13,9 +13,9 @@ from fnmodels import family_of, tree
 from fnmodels.tree import Tree
 from train.dist.collectives import broadcast, summed
 from train.dist.dtensor import whole
+from train.parallel.pipeline.stages import Placed, pipeline_of
 
 from .mesh import mesh_of
-from .stages import Placed, pipeline_of
 
 
 def fetching(params: Tree) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:

@@ -21,14 +21,14 @@ from train.dist.collectives import all_gather, summed
 from train.dist.dtensor import like, local_tree
 from train.losses.moe_balance import moved_biases
 from train.optim.base import Optimizer, Whole, on_parts, wide_dtype, with_paths
+from train.parallel.pipeline.stages import Placed, counted_elsewhere
 from train.state import State, consume
 from train.step import update
 from train.sums import Sums
 
-from .everywhere import aux_of_stages
-from .gather import Part, gather
+from .fsdp import Part, gather
 from .mesh import DATA, whole_groups
-from .stages import Placed, counted_elsewhere
+from .whole_model import aux_of_stages
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,8 +21,8 @@ from train.calls import Batch
 
 from .microbatch import Microbatch, microbatches
 from .schedule import SINGLE, Pipeline
-from .share import check_share, cut, width_of
-from .staged import Staged, run_stage
+from .staged_loss import Staged, run_stage
+from .tree_split import check_share, cut, width_of
 
 
 class _Stage(nn.Module):

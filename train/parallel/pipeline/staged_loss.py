@@ -25,8 +25,8 @@ from train.losses.moe_balance import Balance, balance_terms
 from train.losses.multi_token import check_ahead, heads_loss, mtp_loss
 from train.losses.next_token import next_token_loss
 
-from .share import numbered
-from .together import together
+from .joint_node import together
+from .tree_split import numbered
 
 if TYPE_CHECKING:
     from .microbatch import Microbatch
@@ -134,7 +134,7 @@ def _bound(
     if not isinstance(function, functools.partial) or function.func is not whole or "config" not in given:
         raise ValueError(
             "Over a pipeline the layers run on other ranks than the head, so the function must be "
-            f"functools.partial(train.{whole.__name__}, config=config, ...), or a train.parallel.pipeline.Staged."
+            f"functools.partial(train.{whole.__name__}, config=config, ...), or a train.parallel.pipeline.gradients.Staged."
         )
     if given.get("layer_fn") is not None or given.get("layout") is not None:
         raise ValueError("Over a pipeline layer_fn and layout are the step's to set, so the loss must leave them open.")

@@ -29,13 +29,14 @@ from train.calls import Batch
 from train.dist.collectives import broadcast
 from train.layers import layer_fn
 from train.optim.base import Optimizer
+from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
+from train.parallel.expert import expert_parallel
+from train.parallel.fsdp import gathering_stages, shardings
+from train.parallel.mesh import Mesh, Strategy, mesh_of
+from train.parallel.tensor.api import tensor_parallel
 from train.sums import Sums
 
-from .context import asks_length, context_kernel, longest, whole_balance
-from .expert import expert_parallel
-from .gather import gathering_stages, shardings
-from .mesh import Mesh, Strategy, mesh_of
-from .pipeline import (
+from .gradients import (
     SPLITTING,
     Pipeline,
     Staged,
@@ -48,8 +49,7 @@ from .pipeline import (
     staged,
     staged_outputs,
 )
-from .tensor import tensor_parallel
-from .together import as_one
+from .joint_node import as_one
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,7 +143,7 @@ def _staged(
     Each way of sharing is what it is without stages, from the inside out: attention, experts, parts of layers,
     compilation of these, gathering.
     """
-    from .step import rules_of
+    from train.parallel.step import rules_of
 
     config, devices, strategy = placed.config, placed.devices, placed.strategy
     mesh, loss = mesh_of(devices), staged(loss_fn)

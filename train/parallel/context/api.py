@@ -39,9 +39,9 @@ from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
 from train.dist import collectives
 from train.losses.moe_balance import Balance
+from train.parallel.mesh import DATA, ROWS, mesh_of
 
 from . import ring
-from .mesh import DATA, ROWS, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -34,10 +34,10 @@ from train.optim.base import Optimizer, trainable_mask, wide_dtype
 from train.sums import Sums, joined
 
 from .microbatch import Microbatch, clear_length, microbatches, padded, unpadded
-from .passes import Found, runner
+from .runner import Found, runner
 from .schedule import LOOPED, SCHEDULES, SINGLE, SPLITTING, VEE, Pipeline, check_microbatches, pipeline
-from .share import copies, ends, share
-from .staged import Staged, run_stage, staged, staged_outputs
+from .staged_loss import Staged, run_stage, staged, staged_outputs
+from .tree_split import copies, ends, share
 
 __all__ = [
     "LOOPED",

@@ -15,16 +15,16 @@ import torch
 from fnmodels import tree
 from fnmodels.ops.moe.dispatch import virtual_padding
 from train.calls import Batch, microbatches
+from train.parallel.context.api import shard_batch
+from train.parallel.pipeline.microbatch import PLACES, check_entries, check_ids, check_shapes, clear_length, padded
 
-from .context import shard_batch
-from .given import agreed, check_same
+from .agreement import agreed, check_same
 from .mesh import ROWS, Mesh, mesh_of, whole_groups
-from .microbatch import PLACES, check_entries, check_ids, check_shapes, clear_length, padded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .stages import Placed
+    from train.parallel.pipeline.stages import Placed
 
 
 def own_parts(

@@ -17,7 +17,7 @@ from train.losses.cross_entropy import IGNORE
 from train.losses.next_token import replayed
 
 from .schedule import Pipeline, check_microbatches
-from .staged import Staged
+from .staged_loss import Staged
 
 PLACES = "places"  # of columns among all, where the order is another
 # What padding is in each entry of a batch; 0 in all others. Its places are behind all that there are.
