@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from fnmodels.models import llama
-from train import model, sources
+from train.data import sources
 from train.errors import UserError
 from train.job import check_experts
 from train.settings import Settings
 from train.sharing import Sharing, check_fit
+
+from . import model
 
 
 def check(settings: Settings, sharing: Sharing) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from fnmodels import document_layout
 from fnmodels.tree import Tree
-from train.rows import Batch, take
+from train.data.rows import Batch, take
 
 ROWS_AT_ONCE = 8
 

@@ -19,8 +19,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from params.io.files import read_json
+from train.data.chat import Template, read_template, render, special_tokens
 
-from .chat import Template, read_template, render, special_tokens
 from .errors import UserError
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .sample import continuation

@@ -19,20 +19,22 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Layout
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
-from train import checkpoint, data, evaluate, folder, model, pretrained, sources
+from train.data import sources, tokenized
+from train.data.mixture import Mixture, epochs
+from train.data.rows import Batch
+from train.data.tokenizer import tokenizer_config
 from train.errors import UserError
 from train.files import write_text
 from train.losses.next_token import next_token_loss
 from train.metrics import short
-from train.mixture import Mixture, epochs
 from train.model import Model
 from train.optim.base import Optimizer
 from train.progress import tokenizing
 from train.recipe import loss_terms, optimizer_for, with_usual
-from train.rows import Batch
 from train.settings import Settings, deciding, flag, to_toml
 from train.speed import flops_per_token
-from train.tokenizer import tokenizer_config
+
+from . import checkpoint, evaluate, folder, model, pretrained
 
 Json = dict[str, Any]
 
@@ -48,7 +50,7 @@ class Job:
     tokenizer: Tokenizer
     ends: tuple[int, ...]
     texts: sources.Texts
-    dataset: data.Dataset
+    dataset: tokenized.Dataset
     mixture: Mixture
     heldout: Batch
     loss: Callable[..., tuple[Any, ...]]
@@ -95,9 +97,9 @@ def prepare(
     length = min(settings.row_length, config.max_position_embeddings)
     if not tokenizer.encode(settings.prompt).ids:
         raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
-    template = data.template_for(texts, made.source or path, (recorded or {}).get("day"))
+    template = tokenized.template_for(texts, made.source or path, (recorded or {}).get("day"))
     with tokenizing() as show:
-        dataset = data.tokenized(
+        dataset = tokenized.tokenized(
             texts,
             tokenizer,
             ends[0] if ends else None,
@@ -131,8 +133,8 @@ def prepare(
         ends=ends,
         texts=texts,
         dataset=dataset,
-        mixture=data.mixture(dataset, length),
-        heldout=data.heldout(dataset, length),
+        mixture=tokenized.mixture(dataset, length),
+        heldout=tokenized.heldout(dataset, length),
         loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype))),
         train_loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype)), **loss_terms(settings)),
         optimizer=optimizer_for(made.spec, settings),
@@ -200,7 +202,7 @@ def check_experts(config: Any, spec: Tree, settings: Settings) -> None:
             )
 
 
-def check_length(dataset: data.Dataset, length: int, source: str | None) -> None:
+def check_length(dataset: tokenized.Dataset, length: int, source: str | None) -> None:
     """UserError where the held-out text does not fill one row: its bits per byte would say nothing."""
     tokens, size = dataset.heldout.total, dataset.train.bytes + dataset.heldout.bytes
     if tokens < length:

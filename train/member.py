@@ -18,6 +18,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from train import model, sharded
 from train.checkpoint import Checkpoint
+from train.data.rows import Batch
 from train.forward import make_eval_step
 from train.job import is_routed, step_options
 from train.joining import set_limit
@@ -27,7 +28,6 @@ from train.parallel.pipeline.stages import init_stage, stage_plan
 from train.parallel.step import rules_of
 from train.parallel.whole_model import fetching
 from train.recipe import loss_terms, optimizer_for, weights
-from train.rows import Batch
 from train.settings import Settings
 from train.sharing import Sharing
 from train.state import State, init_state

@@ -20,13 +20,15 @@ from fnmodels.models import llama
 from fnmodels.tree import Tree
 from params.checkpoint.load import check
 from params.checkpoint.manifest import MANIFEST, digest
-from train import adapters, pretrained, sources
-from train.cache import cached
+from train.data import sources
+from train.data.cache import cached
+from train.data.tokenizer import PIECES, special_ids, train
 from train.dist.dtensor import map_local
 from train.errors import UserError
 from train.settings import Settings
 from train.state import State
-from train.tokenizer import PIECES, special_ids, train
+
+from . import adapters, pretrained
 
 Json = dict[str, Any]
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 import params as P
 from fnmodels.tree import Tree
 from params.io.files import read_json
-from train.encoder import take_all
+from train.data.encoder import take_all
 from train.errors import UserError
 
 

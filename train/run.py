@@ -18,10 +18,10 @@ from typing import Any
 from fnmodels.tree import Tree
 from train import ahead, checkpoint, evaluate, folder, joining, metrics, model, report, sharded
 from train.checkpoint import Checkpoint
+from train.data.mixture import batch
 from train.errors import UserError
 from train.job import Job, Json, prepare, resolved, step_options
 from train.member import Work
-from train.mixture import batch
 from train.pretrained import copy_companions
 from train.progress import progress
 from train.recipe import balance_of, is_plain, strangers, weights

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from train import sources
+from train.data import sources
 from train.errors import UserError
 from train.kinds import (
     ABOVE_0,

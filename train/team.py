@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels.tree import Tree
+from train.data.rows import Batch
 from train.errors import UserError
 from train.joining import patiently, world
 from train.member import Member, Work
-from train.rows import Batch
 from train.state import State
 
 from .command_line import main_job, sentence

@@ -35,6 +35,7 @@ from tests.train.test_finetune import checkpoint_of
 from train import adamw, folder, init_state, joining, pretrained, sharded, team
 from train.checkpoint import Checkpoint
 from train.cli import main
+from train.data.rows import Batch
 from train.dist.dtensor import local_tree
 from train.errors import UserError
 from train.job import resolved
@@ -42,7 +43,6 @@ from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
 from train.parallel.whole_model import fetching
 from train.recipe import with_usual
-from train.rows import Batch
 from train.settings import Settings
 from train.sharing import Sharing, check_fit, checked
 from train.simulate import Work, simulate

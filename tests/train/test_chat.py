@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fnmodels import pack
 from fnmodels.errors import CheckpointError
-from train.chat import Example, Template, encode_chat, encode_turns, read_template, render, spans, talks
+from train.data.chat import Example, Template, encode_chat, encode_turns, read_template, render, spans, talks
 from train.errors import UserError
 
 CHAT = [

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from train import corpus
-from train.corpus import Document
+from train.data import corpus
+from train.data.corpus import Document
 from train.errors import UserError
 
 

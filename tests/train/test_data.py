@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from train import cache, data, tokenizer
-from train.corpus import Corpus, Document
-from train.encoder import encode, encode_talks
+from train.data import cache, tokenized, tokenizer
+from train.data.corpus import Corpus, Document
+from train.data.encoder import encode, encode_talks
+from train.data.sources import Source, Texts
 from train.pretrained import load_tokenizer
-from train.sources import Source, Texts
 
 TEXTS = ["def one():\n    return 1\n" * 9, "class Two:\n\tpass\r\n\r\n" * 7, "<|endoftext|> é 漢字 \U0001f600\n" * 5]
 
@@ -85,7 +85,7 @@ def test_a_tokenizer_that_cuts_and_pads_does_neither_here(tmp_path):
 
 
 def test_sizes_are_those_of_the_text():
-    dataset = data.tokenized(small_texts(), tokenizer.train(TEXTS, 300), 0, 300)
+    dataset = tokenized.tokenized(small_texts(), tokenizer.train(TEXTS, 300), 0, 300)
     heldout = "".join(TEXTS[1:]).encode()
     assert dataset.heldout.bytes == len(heldout)
     assert dataset.zlib_bytes == len(zlib.compress(heldout, 9))
@@ -93,14 +93,14 @@ def test_sizes_are_those_of_the_text():
 
 def test_the_tokenized_corpus_is_cached_and_a_damaged_file_is_made_again(monkeypatch):
     made = tokenizer.train(TEXTS, 300)
-    first = data.tokenized(small_texts(), made, 0, 300)
+    first = tokenized.tokenized(small_texts(), made, 0, 300)
     (path,) = cache.folder().glob("tokens-*")
     with monkeypatch.context() as patch:
-        patch.setattr(data, "encode", lambda *_: pytest.fail("tokenized again"))
-        assert equal(data.tokenized(small_texts(), made, 0, 300), first)
+        patch.setattr(tokenized, "encode", lambda *_: pytest.fail("tokenized again"))
+        assert equal(tokenized.tokenized(small_texts(), made, 0, 300), first)
     path.write_bytes(path.read_bytes()[:100])
-    assert equal(data.tokenized(small_texts(), made, 0, 300), first)
-    other = data.tokenized(small_texts(), tokenizer.train(TEXTS, 280), 0, 280)
+    assert equal(tokenized.tokenized(small_texts(), made, 0, 300), first)
+    other = tokenized.tokenized(small_texts(), tokenizer.train(TEXTS, 280), 0, 280)
     assert not equal(other, first)
 
 

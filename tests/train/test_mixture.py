@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from train.mixture import Mixture, Seen, alone, batch, epochs, seen
-from train.rows import Rows, in_line, stream, whole
+from train.data.mixture import Mixture, Seen, alone, batch, epochs, seen
+from train.data.rows import Rows, in_line, stream, whole
 
 ROWS = 8  # of a batch, over all ranks
 PACKERS: dict[str, Callable[..., Rows]] = {"stream": stream, "whole documents": whole}

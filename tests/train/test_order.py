@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.order import choose, draw, permuted, share
+from train.data.sampling import choose, draw, permuted, share
 
 
 @given(st.integers(1, 300), st.integers(-(2**70), 2**70), st.integers(0, 9))

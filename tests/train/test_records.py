@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from train import corpus
+from train.data import corpus
+from train.data.records import of_dataset, records
 from train.errors import UserError
-from train.records import of_dataset, records
 
 GOOD = [f"text number {i}\n" * 5 for i in range(3)]
 
@@ -126,7 +126,7 @@ def test_broken_parquet_is_named(tmp_path: Path) -> None:
 
 
 def test_rows_are_counted_through_batches_and_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.records.BATCH", 4)
+    monkeypatch.setattr("train.data.records.BATCH", 4)
     texts = [None if i in (2, 7, 13) else f"text {i}" for i in range(1, 15)]
     parquet.write_table(pyarrow.table({"text": texts, "id": range(14)}), tmp_path / "a.parquet", row_group_size=3)
     found = list(records(tmp_path / "a.parquet"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fnmodels import pack
-from train.rows import Tokens, beginnings, documents, everything, gather, in_line, stream, whole
+from train.data.rows import Tokens, beginnings, documents, everything, gather, in_line, stream, whole
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 

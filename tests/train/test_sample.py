@@ -6,7 +6,7 @@ import torch
 import fnmodels
 import params as P
 from fnmodels import llama
-from train import tokenizer
+from train.data import tokenizer
 from train.sample import choose, continuation, main
 
 CONFIG = {

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train import shards
+from train.data import token_shards
+from train.data.rows import Tokens, everything, stream
 from train.errors import UserError
-from train.rows import Tokens, everything, stream
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +26,10 @@ def _documents(tokens: Tokens) -> list[list[int]]:
 
 
 def _load(path: Path, vocab_size: int = 100, end: int | None = 0) -> Tokens:
-    return shards.load(path, vocab_size=vocab_size, end=end).tokens
+    return token_shards.load(path, vocab_size=vocab_size, end=end).tokens
 
 
-@pytest.mark.parametrize("dtype", shards.DTYPES)
+@pytest.mark.parametrize("dtype", token_shards.DTYPES)
 def test_documents_end_with_the_end_of_text_or_the_shard(tmp_path: Path, dtype: str) -> None:
     np.save(tmp_path / "b.npy", np.array([7, 8], dtype))
     np.save(tmp_path / "a.npy", np.array([1, 2, 0, 0, 3, 0], dtype))
@@ -48,42 +48,42 @@ def test_lengths_beside_a_shard_say_where_documents_end(tmp_path: Path) -> None:
 
 
 def test_ids_are_looked_through_once_and_again_when_the_file_has_changed(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(shards, "AT_ONCE", 3)  # several looks at one file
+    monkeypatch.setattr(token_shards, "AT_ONCE", 3)  # several looks at one file
     file, ids = tmp_path / "a.npy", np.arange(1, 11, dtype=np.uint16)
     np.save(file, ids)
-    first = shards.load(file, vocab_size=100, end=4)
+    first = token_shards.load(file, vocab_size=100, end=4)
     assert _documents(first.tokens) == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "_documents", lambda *_: pytest.fail("looked through again"))
-        assert shards.load(file, vocab_size=100, end=4).fingerprint == first.fingerprint
+        patch.setattr(token_shards, "_documents", lambda *_: pytest.fail("looked through again"))
+        assert token_shards.load(file, vocab_size=100, end=4).fingerprint == first.fingerprint
     ids[9] = 11
     np.save(file, ids)
-    other = shards.load(file, vocab_size=100, end=4)
+    other = token_shards.load(file, vocab_size=100, end=4)
     assert other.tokens.read(1, 5, 6) == 11 and other.fingerprint != first.fingerprint
-    assert shards.load(file, vocab_size=100, end=5).fingerprint != other.fingerprint
+    assert token_shards.load(file, vocab_size=100, end=5).fingerprint != other.fingerprint
     with pytest.raises(UserError, match=r"id number 9 is 11, .* has 11 entries"):  # of another model
-        shards.load(file, vocab_size=11, end=4)
+        token_shards.load(file, vocab_size=11, end=4)
     for lengths in ([3, 7], [4, 6], [10]):
         np.save(tmp_path / "a.lengths.npy", np.array(lengths))
-        assert [len(ids) for ids in _documents(shards.load(file, vocab_size=100, end=4).tokens)] == lengths
+        assert [len(ids) for ids in _documents(token_shards.load(file, vocab_size=100, end=4).tokens)] == lengths
     (tmp_path / "a.lengths.npy").unlink()
-    assert shards.load(file, vocab_size=100, end=4).fingerprint == other.fingerprint
+    assert token_shards.load(file, vocab_size=100, end=4).fingerprint == other.fingerprint
 
 
 def test_a_part_is_held_out(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.tile(np.array([1, 2, 3, 0], np.uint16), 200))
-    train, heldout = shards.hold_out(_load(tmp_path))
+    train, heldout = token_shards.hold_out(_load(tmp_path))
     assert (len(train.lengths), len(heldout.lengths)) == (190, 10)
     assert sorted([*train.begins, *heldout.begins]) == list(range(0, 800, 4))
-    few_train, few_heldout = shards.hold_out(_load(tmp_path, end=None))
+    few_train, few_heldout = token_shards.hold_out(_load(tmp_path, end=None))
     assert few_train.lengths.tolist() == [720] and few_heldout.lengths.tolist() == [80]
     assert few_heldout.read(0, 0, 4).tolist() == [1, 2, 3, 0]
 
 
 def test_not_more_is_held_out_than_can_be_evaluated(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(shards, "HELD_OUT_MOST", 9)
+    monkeypatch.setattr(token_shards, "HELD_OUT_MOST", 9)
     np.save(tmp_path / "a.npy", np.tile(np.array([1, 2, 3, 0], np.uint16), 200))
-    assert len(shards.hold_out(_load(tmp_path))[1].lengths) == 2
+    assert len(token_shards.hold_out(_load(tmp_path))[1].lengths) == 2
 
 
 def _save(name: str, array: np.ndarray) -> Callable[[Path], object]:
@@ -155,16 +155,16 @@ def test_a_damaged_beginning_is_a_sentence(place: int, noise: bytes) -> None:
         file = Path(folder, "a.npy")
         file.write_bytes((good[:place] + noise + good[place + len(noise) :])[: len(good)])
         with suppress(UserError):
-            found = shards._mapped(file)
-            assert found.shape == (50,) and found.dtype.name in shards.DTYPES
+            found = token_shards._mapped(file)
+            assert found.shape == (50,) and found.dtype.name in token_shards.DTYPES
 
 
 def test_shards_are_known_by_their_names(tmp_path: Path) -> None:
-    assert not shards.is_shards(tmp_path) and not shards.is_shards(tmp_path / "a.txt")
+    assert not token_shards.is_shards(tmp_path) and not token_shards.is_shards(tmp_path / "a.txt")
     np.save(tmp_path / "a.npy", np.zeros(3, np.uint16))
     (tmp_path / "meta.json").write_text("{}")
-    assert shards.is_shards(tmp_path) and shards.is_shards(tmp_path / "a.npy")
+    assert token_shards.is_shards(tmp_path) and token_shards.is_shards(tmp_path / "a.npy")
     (tmp_path / "run").mkdir()
-    assert shards.is_shards(tmp_path)
+    assert token_shards.is_shards(tmp_path)
     (tmp_path / "a.txt").write_text("text")
-    assert not shards.is_shards(tmp_path)
+    assert not token_shards.is_shards(tmp_path)

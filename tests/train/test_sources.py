@@ -14,10 +14,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.train.test_run import TINY, rows, same, stop_after, train
-from train import cache, data, model, sources, tokenizer
-from train.chat import Template
+from train import model
+from train.data import cache, sources, tokenized, tokenizer
+from train.data.chat import Template
+from train.data.rows import everything
 from train.errors import UserError
-from train.rows import everything
 
 
 @pytest.fixture(autouse=True)
@@ -101,17 +102,17 @@ def test_all_kinds_of_sources_become_one_mixture(tmp_path: Path) -> None:
     made = tokenizer.train(["some words 0123456789 of text\n"] * 9, 300)
     text = "".join(f"{i} words\n" for i in range(300))
     mix = f"{_words(tmp_path / 'a.txt', 'one')}:2,{_jsonl(tmp_path / 'b.jsonl')},{_shards(tmp_path / 'c', made, text)}"
-    dataset = data.tokenized(sources.load(mix), made, 0, 300)
-    mixture = data.mixture(dataset, 16)
+    dataset = tokenized.tokenized(sources.load(mix), made, 0, 300)
+    mixture = tokenized.mixture(dataset, 16)
     assert mixture.weights == (2, 1, 1) and [Path(name).name for name in mixture.names] == ["a.txt", "b.jsonl", "c"]
     assert dataset.heldout.bytes < dataset.train.bytes
-    labels = data.heldout(dataset, 16)["labels"]
+    labels = tokenized.heldout(dataset, 16)["labels"]
     assert int((labels >= 0).sum()) <= dataset.heldout.total
     of_ids = dataset.train.sources[2], dataset.heldout.sources[2]
     texts = [[part.read(n, 0, int(size)) for n, size in enumerate(part.lengths)] for part in of_ids]
     assert "".join(made.decode(ids) for pair in zip(*texts, strict=True) for ids in pair) == text
     told, tails = (
-        data.of_shards(sources.load(mix).sources[2], made, 0, 300),
+        tokenized.of_shards(sources.load(mix).sources[2], made, 0, 300),
         "".join(map(made.decode, texts[1])).encode(),
     )
     assert told.sizes[1:] == (len(tails), len(zlib.compress(tails, 9)))
@@ -154,7 +155,7 @@ def test_the_hash_is_of_the_contents(tmp_path: Path) -> None:
     for name, text in (("here", "0 words\n" * 90), ("there", "0 words\n" * 90), ("other", "1 words\n" * 90)):
         (tmp_path / name).mkdir()
         mix = f"{_words(tmp_path / name / 'a', 'one')},{_shards(tmp_path / name / 'c', made, text)}"
-        found.add(data.tokenized(sources.load(mix), made, 0, 300).fingerprint)
+        found.add(tokenized.tokenized(sources.load(mix), made, 0, 300).fingerprint)
     assert len(found) == 2
 
 
@@ -205,10 +206,10 @@ TEMPLATE = (
 def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tmp_path: Path) -> None:
     made = tokenizer.train(["<user><assistant> 0123456789?+.\n"] * 9, 300)
     texts, template = sources.load(str(_talks(tmp_path / "a.jsonl"))), Template(TEMPLATE, {})
-    dataset = data.tokenized(texts, made, 0, 300, template=template, length=64)
-    again = data.tokenized(texts, made, 0, 300, template=template, length=64)  # from the cache
+    dataset = tokenized.tokenized(texts, made, 0, 300, template=template, length=64)
+    again = tokenized.tokenized(texts, made, 0, 300, template=template, length=64)  # from the cache
     assert dataset.skipped == again.skipped and "line 121 (the conversation has no turn of the" in dataset.skipped[0]
-    mixture = data.mixture(again, 64)
+    mixture = tokenized.mixture(again, 64)
     batch = everything(mixture.rows[0])
     said = made.decode(batch["labels"][batch["labels"] >= 0].tolist())
     train_documents = texts.train
@@ -219,10 +220,10 @@ def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tm
     assert int(starts) == len(answers)  # none is cut in two
     assert dataset.train.bytes == len(said)
     assert dataset.train.learning == int((batch["labels"] >= 0).sum()) < dataset.train.total
-    assert dataset.heldout.learning == int((data.heldout(again, 64)["labels"] >= 0).sum())
+    assert dataset.heldout.learning == int((tokenized.heldout(again, 64)["labels"] >= 0).sum())
     questions = [f"<user>{i} + {i}?\n<assistant>" for i in range(120)]
     sizes = sorted(len(made.encode(question, add_special_tokens=False).ids) for question in questions)
-    short = data.tokenized(
+    short = tokenized.tokenized(
         texts, made, 0, 300, template=template, length=sizes[-1]
     )  # no place for longer ones' answers
     cut = [what for what in short.skipped if "hold nothing that the assistant says)" in what]
@@ -230,9 +231,9 @@ def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tm
     assert max(int(part.sources[0].lengths.max()) for part in (short.train, short.heldout)) == sizes[-1]
     assert len(cut) == len(short.skipped) - 1 == 120 - kept == sum(size >= sizes[-1] for size in sizes) > 0
     with pytest.raises(UserError, match="1 conversations cannot be learnt from"):
-        data.tokenized(texts, made, 0, 300, template=template, length=64, strict=True)
+        tokenized.tokenized(texts, made, 0, 300, template=template, length=64, strict=True)
     with pytest.raises(UserError, match="need a chat template and the length of a row"):
-        data.tokenized(texts, made, 0, 300)
+        tokenized.tokenized(texts, made, 0, 300)
 
 
 def test_the_cache_answers_no_other_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,19 +248,19 @@ def test_the_cache_answers_no_other_question(tmp_path: Path, monkeypatch: pytest
     assert talks is not None and texts is not None
     template = Template(TEMPLATE, {})
     asked = [
-        lambda: data.of_text(texts, one, 0),
-        lambda: data.of_text(texts, other, 0),
-        lambda: data.of_text(texts, one, None),
-        lambda: data.of_text(texts, one, 5),
-        lambda: data.of_chats(talks, one, template, 64),
-        lambda: data.of_chats(talks, other, template, 64),
-        lambda: data.of_chats(talks, one, template, 24),
-        lambda: data.of_chats(talks, one, Template("# " + TEMPLATE, {}), 64),
-        lambda: data.of_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "?"}), 64),
-        lambda: data.of_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "+"}), 64),
+        lambda: tokenized.of_text(texts, one, 0),
+        lambda: tokenized.of_text(texts, other, 0),
+        lambda: tokenized.of_text(texts, one, None),
+        lambda: tokenized.of_text(texts, one, 5),
+        lambda: tokenized.of_chats(talks, one, template, 64),
+        lambda: tokenized.of_chats(talks, other, template, 64),
+        lambda: tokenized.of_chats(talks, one, template, 24),
+        lambda: tokenized.of_chats(talks, one, Template("# " + TEMPLATE, {}), 64),
+        lambda: tokenized.of_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "?"}), 64),
+        lambda: tokenized.of_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "+"}), 64),
     ]
 
-    def answer(ask: Callable[[], data.Halves]) -> tuple:
+    def answer(ask: Callable[[], tokenized.Halves]) -> tuple:
         half = ask()
         tokens = half.train
         numbers = [tokens.targets(n, 0, int(size)).tolist() for n, size in enumerate(tokens.lengths)]
@@ -282,7 +283,7 @@ def test_a_conversation_is_rendered_with_its_tools(tmp_path: Path) -> None:
     made = tokenizer.train(["<user><assistant> 0123456789?+.\n"] * 9, 300)
     template = Template("{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}" + TEMPLATE, {})
     texts = sources.load(str(tmp_path / "a.jsonl"))
-    dataset = data.tokenized(texts, made, 0, 300, template=template, length=64)
+    dataset = tokenized.tokenized(texts, made, 0, 300, template=template, length=64)
     halves = dataset.train.sources[0], dataset.heldout.sources[0]
     texts_of = {made.decode(half.read(n, 0, 64)) for half in halves for n in range(len(half.lengths))}
     assert texts_of == {f"{named}<user>2?\n<assistant>2.\n" for named in ["", *(f"[tool {i}]" for i in range(5))]}
@@ -327,7 +328,7 @@ def test_a_template_that_tells_the_day_tells_the_day_that_the_run_began(tmp_path
             return days[-1]
 
     days = [datetime.date(2026, 2, 28)]
-    monkeypatch.setattr(data, "date", Day)
+    monkeypatch.setattr(tokenized, "date", Day)
     assert train(tmp_path / "first", _words(tmp_path / "a.txt", "one")) == 0
     (tmp_path / "first" / "chat_template.jinja").write_text("{{ strftime_now('%d %b') }}" + TEMPLATE)
     with monkeypatch.context() as patch:
@@ -340,7 +341,7 @@ def test_a_template_that_tells_the_day_tells_the_day_that_the_run_began(tmp_path
     assert train(tmp_path / "run", None, "--resume", "--keep", 1) == 0
     assert file.read_bytes() == before
     texts = sources.load(str(tmp_path / "talks.jsonl"))
-    template = data.template_for(texts, tmp_path / "run")
+    template = tokenized.template_for(texts, tmp_path / "run")
     assert template is not None and template.day == "2026-03-01"
 
 
@@ -366,7 +367,7 @@ def test_a_dataset_is_a_source_among_others(tmp_path: Path) -> None:
     records = [{"text": f"record {i}\n" * 9} for i in range(150)]
     mixed = sources.load(str(_words(tmp_path / "a", "one"))).sources
     texts = sources.Texts((*mixed, sources.of_dataset(records, "records", weight=Fraction(1, 2))))
-    mixture = data.mixture(data.tokenized(texts, tokenizer.train(["record 0123456789\n"] * 9, 300), 0, 300), 16)
+    mixture = tokenized.mixture(tokenized.tokenized(texts, tokenizer.train(["record 0123456789\n"] * 9, 300), 0, 300), 16)
     assert mixture.names[1] == "records" and mixture.weights == (2, 1)
 
 

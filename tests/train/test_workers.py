@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import train
-from train import cache, data, progress, tokenizer, workers
-from train.corpus import Corpus, Document
-from train.encoder import encode as here
-from train.encoder import encode_talks
+from train import progress
+from train.data import cache, encoder_pool, tokenized, tokenizer
+from train.data.corpus import Corpus, Document
+from train.data.encoder import encode as here
+from train.data.encoder import encode_talks
 
 TEXTS = [f"def f{i}(x):\n    return x * {i} # é 漢字 <|endoftext|>\n" * (i % 5) for i in range(60)]
 ROOT = Path(train.__file__).parents[1]
@@ -22,14 +23,14 @@ ROOT = Path(train.__file__).parents[1]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(workers, "AT_ONCE", 500)
+    monkeypatch.setattr(encoder_pool, "AT_ONCE", 500)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_any_number_of_processes_gives_the_same_tokens(count: int) -> None:
     made, shown = tokenizer.train(TEXTS, 300), []
     expected = here(made, TEXTS, 0)
-    found = workers.encode(made, TEXTS, 0, workers=count, show=lambda *now: shown.append(now))
+    found = encoder_pool.encode(made, TEXTS, 0, workers=count, show=lambda *now: shown.append(now))
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype and np.array_equal(one, other)
     total = sum(map(len, TEXTS))
@@ -41,7 +42,7 @@ def test_the_cache_has_the_same_bytes(count: int) -> None:
     documents = tuple(Document(str(i), text) for i, text in enumerate(TEXTS))
     made, files = tokenizer.train(TEXTS, 300), []
     for number in (1, count):
-        data.of_text(Corpus(documents[:50], documents[50:]), made, 0, workers=number)
+        tokenized.of_text(Corpus(documents[:50], documents[50:]), made, 0, workers=number)
         (path,) = cache.folder().glob("tokens-*")
         files.append(path.read_bytes())
         path.unlink()
@@ -52,30 +53,30 @@ def test_the_cache_has_the_same_bytes(count: int) -> None:
 def test_conversations_are_the_same_tokens_too(count: int) -> None:
     talks = [(text, [(2, 9), (20, len(text))]) for text in TEXTS]
     made = tokenizer.train(TEXTS, 300)
-    found = workers.encode_talks(made, talks, workers=count)
+    found = encoder_pool.encode_talks(made, talks, workers=count)
     for one, other in zip(found, encode_talks(made, talks), strict=True):
         assert one.dtype == other.dtype and np.array_equal(one, other)
     line = iter(found[2].tolist())
     for text, turns in talks:
         for begin, _ in made.encode(text, add_special_tokens=False).offsets:
             assert next(line) == any(start <= begin < stop for start, stop in turns)
-    assert [len(array) for array in workers.encode_talks(made, [], workers=count)] == [0, 0, 0]
+    assert [len(array) for array in encoder_pool.encode_talks(made, [], workers=count)] == [0, 0, 0]
 
 
 def test_no_text_is_no_tokens() -> None:
-    ids, lengths = workers.encode(tokenizer.train(TEXTS, 300), [], 0, workers=2)
+    ids, lengths = encoder_pool.encode(tokenizer.train(TEXTS, 300), [], 0, workers=2)
     assert (ids.dtype, len(ids), lengths.dtype, len(lengths)) == (np.int32, 0, np.int64, 0)
     with pytest.raises(ValueError, match="workers is 0"):
-        workers.encode(tokenizer.train(TEXTS, 300), TEXTS, 0, workers=0)
+        encoder_pool.encode(tokenizer.train(TEXTS, 300), TEXTS, 0, workers=0)
 
 
 def test_little_text_is_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_start", lambda *_: pytest.fail("a process"))
-    workers.encode(tokenizer.train(TEXTS, 300), TEXTS, 0)
+    monkeypatch.setattr(encoder_pool, "_start", lambda *_: pytest.fail("a process"))
+    encoder_pool.encode(tokenizer.train(TEXTS, 300), TEXTS, 0)
 
 
 def test_a_process_that_dies_is_told_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start, told, tell = [], workers._start, [], workers._tell
+    started, start, told, tell = [], encoder_pool._start, [], encoder_pool._tell
 
     def watched(*arguments) -> subprocess.Popen:
         started.append(start(*arguments))
@@ -87,17 +88,17 @@ def test_a_process_that_dies_is_told_and_the_others_end(monkeypatch: pytest.Monk
             process.kill()
         tell(process, message)
 
-    monkeypatch.setattr(workers, "_start", watched)
-    monkeypatch.setattr(workers, "_tell", killing)
+    monkeypatch.setattr(encoder_pool, "_start", watched)
+    monkeypatch.setattr(encoder_pool, "_tell", killing)
     with pytest.raises(RuntimeError, match="ended with -9 before its work did"):
-        workers.encode(tokenizer.train(TEXTS, 300), TEXTS * 20, 0, workers=2)
+        encoder_pool.encode(tokenizer.train(TEXTS, 300), TEXTS * 20, 0, workers=2)
     assert [process.poll() for process in started] == [-9, -9]
 
 
 PROGRAM = """
 import sys
 from train import tokenizer, data, workers
-from train.corpus import Corpus, Document
+from train.data.corpus import Corpus, Document
 workers.AT_ONCE = 2000
 texts = tuple(Document(str(i), f"def f{i}(x):\\n    return {i}\\n" * 90) for i in range(3000))
 def show(done, total):

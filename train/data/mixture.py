@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from train.order import choose, share
-from train.rows import Batch, Rows, documents, gather
+from .rows import Batch, Rows, documents, gather
+from .sampling import choose, share
 
 
 @dataclass(frozen=True, eq=False)

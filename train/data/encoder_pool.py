@@ -14,8 +14,8 @@ from typing import IO
 import numpy as np
 from tokenizers import Tokenizer
 
-from train import encoder
-from train.encoder import Talk
+from . import encoder
+from .encoder import Talk
 
 AT_ONCE = 1 << 20  # characters that a process is given; a longer text is not cut
 WORTH_A_PROCESS = 4 << 20  # characters, below which starting one takes longer than it saves
@@ -27,7 +27,7 @@ Arrays = tuple[np.ndarray, ...]
 def encode(
     tokenizer: Tokenizer, texts: Sequence[str], end: int | None, *, workers: int | None = None, show: Show | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int32 [T] of all texts in one line, and how many each has, int64 [N]; see train.encoder.encode.
+    """Ids int32 [T] of all texts in one line, and how many each has, int64 [N]; see train.data.encoder.encode.
 
     `workers` processes; 1 is this one alone, None as many as there are processors and the text is worth. RuntimeError
     where a process ends before its work does. An exception that arrives here, Ctrl-C included, ends them all.
@@ -39,7 +39,7 @@ def encode(
 def encode_talks(
     tokenizer: Tokenizer, talks: Sequence[Talk], *, workers: int | None = None, show: Show | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same of rendered conversations, and what is learnt of them, bool [T]; see train.encoder.encode_talks."""
+    """The same of rendered conversations, and what is learnt of them, bool [T]; see train.data.encoder.encode_talks."""
     ids, lengths, learnt = _encode(tokenizer, "talks", None, talks, [len(text) for text, _ in talks], workers, show)
     return ids, lengths, learnt
 

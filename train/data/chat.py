@@ -29,9 +29,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from params.io.files import read_json
-from train.encoder import Talk, encode_talks
 from train.errors import UserError
 from train.losses.cross_entropy import IGNORE
+
+from .encoder import Talk, encode_talks
 
 Message = Mapping[str, Any]
 

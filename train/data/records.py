@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from train.command_line import check_installed
 from train.errors import UserError
-
-from .command_line import check_installed
 
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 HALF = "holds half a character, a lone surrogate"

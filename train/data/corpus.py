@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train import records
 from train.errors import UserError
-from train.records import Messages, Record, canonical
+
+from . import records
+from .records import Messages, Record, canonical
 
 # Not the library's own prose and code: installed packages, test suites (longer than the library itself, and absent from
 # some distributions), and modules that are generated tables.
@@ -51,7 +52,7 @@ class Corpus:
 def load(data: Path | None = None, *, without: Path | None = None, strict: bool = False) -> Corpus:
     """Read the standard library (None), one text file, or a folder's text files except those below `without`.
 
-    Each record of a .jsonl or .parquet file is a document (train.records). UserError when nothing is left; with
+    Each record of a .jsonl or .parquet file is a document (train.data.records). UserError when nothing is left; with
     `strict` also for a file or record that would be skipped.
     """
     if data is None:

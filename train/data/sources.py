@@ -1,8 +1,8 @@
 """What --data names: one source of text or several with weights, each read by what its name ends with.
 
-notes/                     the text files, .jsonl and .parquet files below a folder; or conversations, see train.records
+notes/                     the text files, .jsonl and .parquet files below a folder; or conversations, see train.data.records
 talks.jsonl:3,books/:1     of every four rows, three from the first
-tokenized/                 a folder of .npy shards (train.shards), made by the tokenizer of --init
+tokenized/                 a folder of .npy shards (train.data.token_shards), made by the tokenizer of --init
 """
 
 import os
@@ -13,9 +13,10 @@ from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
-from train import corpus, shards
-from train.corpus import Corpus
 from train.errors import UserError
+
+from . import corpus, token_shards
+from .corpus import Corpus
 
 LIBRARY = "the Python standard library"
 
@@ -78,14 +79,14 @@ class Texts:
 
 
 def load(data: str | None, *, without: Path | None = None, strict: bool = False) -> Texts:
-    """Read what `data` names, token ids only later; see train.corpus.load. UserError names what is wrong."""
+    """Read what `data` names, token ids only later; see train.data.corpus.load. UserError names what is wrong."""
     found = [(None, Fraction(1))] if data is None else parse(data)
     return Texts(
         apart(
             Source(
                 str(path or LIBRARY),
                 weight,
-                None if path and shards.is_shards(path) else corpus.load(path, without=without, strict=strict),
+                None if path and token_shards.is_shards(path) else corpus.load(path, without=without, strict=strict),
                 path,
             )
             for path, weight in found
@@ -111,7 +112,7 @@ def apart(sources: Iterable[Source]) -> tuple[Source, ...]:
 
 
 def of_dataset(dataset: Any, name: str = "dataset", *, weight: Fraction | int = 1, strict: bool = False) -> Source:
-    """A Hugging Face dataset as a source, see train.corpus.of_dataset; a run learns `Texts(apart([it, ...]))`."""
+    """A Hugging Face dataset as a source, see train.data.corpus.of_dataset; a run learns `Texts(apart([it, ...]))`."""
     return Source(name, Fraction(weight), corpus.of_dataset(dataset, name, strict=strict))
 
 

@@ -15,20 +15,20 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from train import shards
-from train.cache import cached
-from train.corpus import Corpus, Document, fingerprint, text_of
-from train.encoder import Talk
+from train.command_line import check_installed
 from train.errors import UserError
-from train.mixture import Mixture
-from train.rows import Batch, Rows, Tokens, beginnings, everything, in_line, stream, whole
-from train.sources import Source, Texts
-from train.workers import Show, encode, encode_talks
 
-from .command_line import check_installed
+from . import token_shards
+from .cache import cached
+from .corpus import Corpus, Document, fingerprint, text_of
+from .encoder import Talk
+from .encoder_pool import Show, encode, encode_talks
+from .mixture import Mixture
+from .rows import Batch, Rows, Tokens, beginnings, everything, in_line, stream, whole
+from .sources import Source, Texts
 
 if TYPE_CHECKING:
-    from train.chat import Template
+    from .chat import Template
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ def tokenized(
     workers: int | None = None,
     show: Show | None = None,
 ) -> Dataset:
-    """All sources as token ids, made by `workers` processes (see train.workers) where no cache has them.
+    """All sources as token ids, made by `workers` processes (see train.data.encoder_pool) where no cache has them.
 
     Conversations need a `template`, and the `length` of a row, at which they are cut. UserError where the ids of a
     source are none of `vocab_size` entries; with `strict` also for a conversation that would be skipped.
@@ -123,7 +123,7 @@ def template_for(texts: Texts, folder: Path, day: str | None = None) -> Template
     if not texts.conversations:
         return None
     check_installed(("jinja2",))
-    from train.chat import read_template
+    from .chat import read_template
 
     template = read_template(folder)
     return replace(template, day=day or date.today().isoformat()) if template.tells_the_day else template
@@ -177,8 +177,8 @@ def of_text(
 def of_shards(source: Source, tokenizer: Tokenizer, end: int | None, vocab_size: int) -> Halves:
     """The bytes to learn from are estimated by those held out: all the text there may be is never made."""
     assert source.path is not None
-    found = shards.load(source.path, vocab_size=vocab_size, end=end)
-    train, heldout = shards.hold_out(found.tokens)
+    found = token_shards.load(source.path, vocab_size=vocab_size, end=end)
+    train, heldout = token_shards.hold_out(found.tokens)
     ids = (heldout.read(number, 0, int(length)).tolist() for number, length in enumerate(heldout.lengths))
     text = "".join(tokenizer.decode_batch(list(ids))).encode("utf-8")
     size = train.total * len(text) // max(1, heldout.total)
@@ -236,7 +236,7 @@ def talks_of(
     show: Show | None,
 ) -> tuple[Tokens, list[str]]:
     """Conversations, cut after `length` tokens, and "name (reason)" of each that leaves nothing to learn."""
-    from train.chat import nothing_left, talks
+    from .chat import nothing_left, talks
 
     skipped: list[str] = []
     names: list[str] = []

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from train.cache import cached
 from train.errors import UserError
-from train.order import permuted
-from train.rows import Tokens
+
+from .cache import cached
+from .rows import Tokens
+from .sampling import permuted
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 LENGTHS = ".lengths.npy"
