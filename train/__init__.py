@@ -5,7 +5,9 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels", "params")
 
-from train import checkpoint, sharded
+from train.checkpoint import sharded, steps
+from train.checkpoint.background import Saver
+from train.checkpoint.rng_state import random_state, set_random_state
 from train.forward import make_eval_step, make_forward_only
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence
@@ -24,8 +26,6 @@ from train.optim.schedules import warmup_stable_decay
 from train.optim.stochastic_rounding import stochastic_round, with_stochastic_rounding
 from train.optim.transforms import chain, clip_norm, masked
 from train.optim.wrappers import averaged, partition, with_ema, with_master
-from train.randomness import random_state, set_random_state
-from train.saver import Saver
 from train.state import State, init_state
 from train.step import make_step
 

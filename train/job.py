@@ -19,6 +19,7 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Layout
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
+from train.checkpoint import steps as checkpoint
 from train.data import sources, tokenized
 from train.data.mixture import Mixture, epochs
 from train.data.rows import Batch
@@ -34,7 +35,7 @@ from train.recipe import loss_terms, optimizer_for, with_usual
 from train.settings import Settings, deciding, flag, to_toml
 from train.speed import flops_per_token
 
-from . import checkpoint, evaluate, folder, model, pretrained
+from . import evaluate, folder, model, pretrained
 
 Json = dict[str, Any]
 

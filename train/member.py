@@ -16,8 +16,8 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train import model, sharded
-from train.checkpoint import Checkpoint
+from train.checkpoint import sharded
+from train.checkpoint.steps import Checkpoint
 from train.data.rows import Batch
 from train.forward import make_eval_step
 from train.job import is_routed, step_options
@@ -32,6 +32,8 @@ from train.settings import Settings
 from train.sharing import Sharing
 from train.state import State, init_state
 from train.step import make_step
+
+from . import model
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.tree import Tree
-from train import ahead, checkpoint, evaluate, folder, joining, metrics, model, report, sharded
-from train.checkpoint import Checkpoint
+from train.checkpoint import sharded, steps
+from train.checkpoint.background import Saver
+from train.checkpoint.steps import Checkpoint
 from train.data.mixture import batch
 from train.errors import UserError
 from train.job import Job, Json, prepare, resolved, step_options
@@ -26,7 +27,6 @@ from train.pretrained import copy_companions
 from train.progress import progress
 from train.recipe import balance_of, is_plain, strangers, weights
 from train.sample import complete
-from train.saver import Saver
 from train.settings import FREE, KINDS, SIZES, Settings, absolute, flag, from_json, read_toml
 from train.sharing import check_fit, checked
 from train.speed import peak_memory
@@ -35,6 +35,8 @@ from train.step import make_step
 from train.stop import stop_requests
 from train.team import Team
 from train.trace import traced
+
+from . import ahead, evaluate, folder, joining, metrics, model, report
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def train_run(options: Options, defaults: Settings) -> int:
             options = replace(options, resume=True)
         folder.refuse_to_mix(options.run, resume=options.resume)
         folder.let_in(options.run, start)
-        saved, problems = checkpoint.newest(options.run / folder.STEPS) if options.resume else (None, [])
+        saved, problems = steps.newest(options.run / folder.STEPS) if options.resume else (None, [])
         report.damaged(problems)
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
@@ -97,7 +99,7 @@ def train_run(options: Options, defaults: Settings) -> int:
 def recorded_in(saved: Checkpoint) -> Json:
     """The identity of the run that saved the step. UserError where no run did."""
     recorded, tokens = saved.progress.get("run"), saved.progress.get("tokens")
-    path = saved.path / checkpoint.PROGRESS
+    path = saved.path / steps.PROGRESS
     if not isinstance(recorded, dict) or not isinstance(recorded.get("settings"), dict) or type(tokens) is not int:
         raise UserError(f"{path} does not say which run saved the step, so none can go on from it: name another --run")
     wrong = sorted(from_json(recorded["settings"]).keys() ^ (recorded["settings"].keys() | KINDS.keys() - FREE))
@@ -167,10 +169,10 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) 
         if shared:
             state = shared.do("load", saved)
         else:
-            by_one = (saved.path / checkpoint.STATE).exists()
-            kept = (checkpoint if by_one else sharded).load(saved, like=model.kept(state, job.settings))
+            by_one = (saved.path / steps.STATE).exists()
+            kept = (steps if by_one else sharded).load(saved, like=model.kept(state, job.settings))
             state = model.restored(state, kept, job.settings)
-        checkpoint.set_aside(job.path / folder.STEPS, after=saved.step)
+        steps.set_aside(job.path / folder.STEPS, after=saved.step)
         write_out(job, state, shared)  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
     rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
@@ -264,7 +266,7 @@ def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics.Ro
 
 def save(job: Job, keep: int, state: State, reached: Reached) -> None:
     """The step first, in one rename; the checkpoints for others to read are made from the same step after it."""
-    checkpoint.save(job.path / folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
+    steps.save(job.path / folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
     write_out(job, state, None)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.randomness import random_state, set_random_state
+from train.checkpoint.rng_state import random_state, set_random_state
 
 
 def draws():

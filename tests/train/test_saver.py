@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from train.saver import Saver
+from train.checkpoint.background import Saver
 
 
 def until_checked(saver: Saver) -> None:

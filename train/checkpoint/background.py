@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.checkpoint import plain
+
+from .steps import plain
 
 
 class Saver:
