@@ -29,7 +29,7 @@ import train
 from train.pretrained import load_tokenizer
 from train.cli import main as main_job
 from train.engine import Engine
-from train.settings import Settings
+from train.job.settings import Settings
 
 SMALL = Settings(
     vocab_size=300,

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.kinds import WORDS, Kind, choice, whole
-from train.settings import DEFAULT, GROUPS, Settings, flag
+from train.job.setting_types import WORDS, Kind, choice, whole
+from train.job.settings import DEFAULT, GROUPS, Settings, flag
 
 from .command_line import Parser, main_job, run_command
 
@@ -127,17 +127,17 @@ def run(arguments: argparse.Namespace, defaults: Settings) -> int:
     given = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
     sharing = {name: flags.pop(name) for name in ("sequence", *SHARING)}
     limit = datetime.timedelta(minutes=flags.pop("timeout"))
-    from train import joining, team
-    from train.run import Options, train_run
+    from train.job.processes import controller, launch
+    from train.job.run import Options, train_run
 
     options = Options(flags=flags, sharing=sharing, **given)
-    rank, processes = joining.world()
+    rank, processes = launch.world()
     if processes == 1:
         return train_run(options, defaults)
-    with joining.joined(limit) as held:
+    with launch.joined(limit) as held:
         if rank:
-            return team.follow(held)
-        return team.lead(partial(train_run, replace(options, limit=held), defaults))
+            return controller.follow(held)
+        return controller.lead(partial(train_run, replace(options, limit=held), defaults))
 
 
 def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from train.cli import NEEDS, as_flag
 from train.errors import UserError
-from train.settings import DEFAULT, SIZES, flag, from_json
+from train.job.settings import DEFAULT, SIZES, flag, from_json
 
 from .command_line import Parser, at_least, check_installed, run_command
 
@@ -85,7 +85,7 @@ def run_at(revision: str, like: Path, into: Path) -> Path:
     obstacle; `settings_apart` tells where the two took different ones.
     """
     check_installed(NEEDS)
-    from train.job import resolved
+    from train.job.setup import resolved
 
     settings = replace(DEFAULT, **settings_of(like))
     plain = resolved(replace(DEFAULT, init=settings.init))
@@ -105,12 +105,12 @@ def run_at(revision: str, like: Path, into: Path) -> Path:
 
 def settings_of(run: Path) -> dict[str, Any]:
     """What decided the run's numbers. UserError where it does not say."""
-    from train import folder
+    from train.job import run_folder
 
-    recorded = (folder.read_json(run / folder.RUN) or {}).get("settings")
+    recorded = (run_folder.read_json(run / run_folder.RUN) or {}).get("settings")
     found = from_json(recorded) if isinstance(recorded, dict) else {}
     if not found:
-        raise UserError(f"{run} has no {folder.RUN} with its settings")
+        raise UserError(f"{run} has no {run_folder.RUN} with its settings")
     return found
 
 
@@ -126,9 +126,9 @@ def settings_apart(first: Path, second: Path) -> list[str]:
 
 def used(run: Path) -> dict[str, Any]:
     """What decided the run's numbers, as it came to be: sizes are those of its model, and not what was asked for."""
-    from train import folder
+    from train.job import run_folder
 
-    settings, model = settings_of(run), (folder.read_json(run / folder.RUN) or {}).get("config")
+    settings, model = settings_of(run), (run_folder.read_json(run / run_folder.RUN) or {}).get("config")
     if not isinstance(model, dict):
         return settings
     longest = model.get("max_position_embeddings")

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from train.errors import UserError
 from train.files import write_atomic
-from train.metrics import Row, read_rows
+from train.job.metrics_log import Row, read_rows
 
 from .command_line import Parser, run_command
 

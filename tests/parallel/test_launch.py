@@ -25,26 +25,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 import params as P
-import train.member
+import train.job.processes.worker
 from fnmodels import llama, tree
 from tests.parallel.pool import LIMIT, ROOT, Ranks
 from tests.parallel.reference import config_of
 from tests.parallel.test_load import read_by_process
 from tests.parallel.test_simulate import compare, counted, size
 from tests.train.test_finetune import checkpoint_of
-from train import adamw, folder, init_state, joining, pretrained, sharded, team
+from train import adamw, init_state, pretrained, sharded
 from train.checkpoint.steps import Checkpoint
 from train.cli import main
 from train.data.rows import Batch
 from train.dist.dtensor import local_tree
 from train.errors import UserError
-from train.job import resolved
+from train.job import run_folder as folder
+from train.job.mesh_flags import Sharing, check_fit, checked
+from train.job.processes import controller
+from train.job.processes import launch as joining
+from train.job.recipe import with_usual
+from train.job.settings import Settings
+from train.job.setup import resolved
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
 from train.parallel.whole_model import fetching
-from train.recipe import with_usual
-from train.settings import Settings
-from train.sharing import Sharing, check_fit, checked
 from train.simulate import Work, simulate
 from train.state import State
 
@@ -79,7 +82,7 @@ def words(path: Path, *flags: str) -> list[str]:
 KILLED = """\
 import os, signal, sys
 from train import cli
-from train.member import Member
+from train.job.processes.worker import Member
 
 step, made, again = Member.step, [], os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
 if again:
@@ -136,12 +139,12 @@ def run_main(path: str, *flags: str) -> tuple[int, str, str]:
 
 def job(path: str, *flags: str) -> dict[str, Any]:
     """{what was said, loaded, is held here; the messages of a step} of a run."""
-    members: list[train.member.Member] = []
+    members: list[train.job.processes.worker.Member] = []
     loaded: dict[str, str] = {}
     messages: dict[str, Counter[str]] = {}
 
-    class Watched(train.member.Member):
-        def __init__(self, work: train.member.Work) -> None:
+    class Watched(train.job.processes.worker.Member):
+        def __init__(self, work: train.job.processes.worker.Work) -> None:
             super().__init__(work)
             members.append(self)
 
@@ -158,7 +161,7 @@ def job(path: str, *flags: str) -> dict[str, Any]:
                 loaded.update({f"{name}.{path}": digest(fetch(path)) for path in paths})
             return state
 
-    with mock.patch.object(team, "Member", Watched):
+    with mock.patch.object(controller, "Member", Watched):
         code, said, errors = run_main(path, *flags)
     assert code == 0, errors
     (member,) = members
@@ -326,7 +329,7 @@ def begun(folder: str | None, base: str) -> tuple[int, int]:
     """(bytes that a process reads to begin, how many leaves are its part of what one process begins with)."""
     mesh, config = Mesh(pp=2, fsdp=2), P.load_config(base)
     settings = resolved(Settings(dtype="float32", learning_rate=1e-3, init=folder, seed=5))
-    member = train.member.Member(train.member.Work(Sharing(mesh), settings, config))
+    member = train.job.processes.worker.Member(train.job.processes.worker.Work(Sharing(mesh), settings, config))
     before = read_by_process()
     state = member.begin(True)
     read = read_by_process() - before
@@ -428,7 +431,7 @@ def hung() -> list[str | None]:
         time.sleep(0.7 if late else 0.0)
         dist.all_reduce(torch.ones(1), group=group)
     except RuntimeError as error:
-        return [team.loss_of_another(error), box[0]]
+        return [controller.loss_of_another(error), box[0]]
     finally:
         dist.destroy_process_group(group)
     return [None, box[0]]
@@ -476,17 +479,17 @@ def test_the_others_are_told_of_an_end_only_where_they_listen(
     def run() -> int:
         if where == "between":
             raise error
-        team.Team(mock.Mock(), fresh=True)
+        controller.Team(mock.Mock(), fresh=True)
         raise AssertionError
 
     acts: list[str] = []
     member = mock.Mock(**{"return_value.begin.side_effect": error})
     with (
-        mock.patch.object(team, "_send", lambda message: acts.append(message[0])),
-        mock.patch.object(team, "Member", member),
+        mock.patch.object(controller, "_send", lambda message: acts.append(message[0])),
+        mock.patch.object(controller, "Member", member),
         pytest.raises(raised) as caught,
     ):
-        team.lead(run)
+        controller.lead(run)
     assert acts == sent
     if raised is UserError:
         assert str(caught.value).startswith("another process of the run has ended or hangs, and so this one ends: ")
@@ -496,13 +499,13 @@ def test_the_others_are_told_of_an_end_only_where_they_listen(
 
 def test_what_an_error_in_a_stage_came_of_is_said() -> None:
     bug, wrapped = ValueError("a bug"), RuntimeError("[Stage 1] failed to run forward")
-    assert team.loss_of_another(bug) is None
+    assert controller.loss_of_another(bug) is None
     wrapped.__cause__ = bug
-    assert team.loss_of_another(wrapped) is None
+    assert controller.loss_of_another(wrapped) is None
     bug.__context__ = RuntimeError(
         "[gloo/pair.cc:537] Read error: reset by peer. This is typically caused by a worker."
     )
-    assert team.loss_of_another(wrapped) == "[gloo/pair.cc:537] Read error: reset by peer"
+    assert controller.loss_of_another(wrapped) == "[gloo/pair.cc:537] Read error: reset by peer"
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ import torch
 import params as P
 from fnmodels import llama, tree
 from fnmodels.tree import Tree
-from train import Saver, checkpoint, run  # noqa: F401 - run: what `main` imports late is loaded once, before the forks
+from train import Saver, checkpoint
 from train.cli import main
-from train.settings import Settings
+from train.job import run  # noqa: F401 - run: what `main` imports late is loaded once, before the forks
+from train.job.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 CONFIG = llama.Config(

@@ -7,8 +7,8 @@ import pytest
 import train
 from train import command_line
 from train.cli import main
+from train.job.settings import KINDS, flag
 from train.sample import main as sample
-from train.settings import KINDS, flag
 
 ROOT = Path(train.__file__).parents[1]
 
@@ -113,7 +113,7 @@ def test_a_failing_disk_is_a_sentence_too(tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", str(tmp_path / "run" / "metrics.jsonl"))
 
-    monkeypatch.setattr("train.run.train_run", full)
+    monkeypatch.setattr("train.job.run.train_run", full)
     assert main(["--run", str(tmp_path / "run")]) == 2
     said = f"{tmp_path}/run/metrics.jsonl: No space left on device.\n"
     assert capsys.readouterr().err == f"python -m train: {said}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from train import compare, plot
-from train.job import fast_dtype
+from train.job.setup import fast_dtype
 
 
 def _run(folder: Path, losses: list[float | None]) -> Path:

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import params as P
-from train import checkpoint, job, report, run
+from train import checkpoint
 from train.cli import main
+from train.job import report, run, setup
+from train.job.settings import Settings
 from train.optim.schedules import warmup_stable_decay
-from train.settings import Settings
 
 TINY = Settings(
     vocab_size=300,
@@ -314,12 +315,12 @@ def test_text_of_which_no_row_can_be_held_out_is_refused_before_the_folder_is_a_
 
 
 def test_a_run_keeps_the_dtype_it_began_with_on_another_machine(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(job, "fast_dtype", lambda: "float32")
+    monkeypatch.setattr(setup, "fast_dtype", lambda: "float32")
     assert train(tmp_path / "whole", text) == 0
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         assert train(tmp_path / "parts", text) == 130
-    monkeypatch.setattr(job, "fast_dtype", lambda: "bfloat16")
+    monkeypatch.setattr(setup, "fast_dtype", lambda: "bfloat16")
     assert train(tmp_path / "parts", text, "--resume") == 0
     assert same(tmp_path / "whole", tmp_path / "parts") == []
 
@@ -681,7 +682,7 @@ def test_the_default_text_needs_no_flag(tmp_path, monkeypatch):
 
 
 def test_the_default_model_divides_over_every_mesh():
-    from train.settings import DEFAULT
+    from train.job.settings import DEFAULT
 
     for size in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         assert getattr(DEFAULT, size) % 2 == 0

@@ -5,7 +5,7 @@ from dataclasses import asdict, fields, replace
 import pytest
 
 from train.errors import UserError
-from train.settings import DEFAULT, FREE, KINDS, SIZES, Settings, deciding, from_json, read_toml, to_toml
+from train.job.settings import DEFAULT, FREE, KINDS, SIZES, Settings, deciding, from_json, read_toml, to_toml
 
 ALL = Settings(
     data='/a/"b\\c\x7f\n é',

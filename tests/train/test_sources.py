@@ -14,11 +14,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.train.test_run import TINY, rows, same, stop_after, train
-from train import model
 from train.data import cache, sources, tokenized, tokenizer
 from train.data.chat import Template
 from train.data.rows import everything
 from train.errors import UserError
+from train.job import initial_model
 
 
 @pytest.fixture(autouse=True)
@@ -144,9 +144,9 @@ def test_a_tokenizer_is_made_of_all_sources(tmp_path: Path) -> None:
     for other in names[1:]:
         texts = sources.load(f"{names[0]},{other}")
         for _ in range(2):
-            made = model.new_tokenizer(texts, 300)
+            made = initial_model.new_tokenizer(texts, 300)
             assert made.to_str() == tokenizer.train((d.text for d in texts.train), 300).to_str()
-    assert model.new_tokenizer(texts, 280).get_vocab_size() == 280
+    assert initial_model.new_tokenizer(texts, 280).get_vocab_size() == 280
 
 
 def test_the_hash_is_of_the_contents(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import fnmodels
 import params as P
 from fnmodels import llama, qwen_moe, tree
 from tests.support import cases, generic_params
-from train.speed import flops_per_token, peak_memory
+from train.job.flops import flops_per_token, peak_memory
 
 SIZES = {
     "vocab_size": 128,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import train
-from train import progress
 from train.data import cache, encoder_pool, tokenized, tokenizer
 from train.data.corpus import Corpus, Document
 from train.data.encoder import encode as here
 from train.data.encoder import encode_talks
+from train.job import progress
 
 TEXTS = [f"def f{i}(x):\n    return x * {i} # é 漢字 <|endoftext|>\n" * (i % 5) for i in range(60)]
 ROOT = Path(train.__file__).parents[1]

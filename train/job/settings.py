@@ -12,9 +12,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from train.command_line import nearest
 from train.data import sources
 from train.errors import UserError
-from train.kinds import (
+from train.optim.schedules import SHAPES
+
+from .setting_types import (
     ABOVE_0,
     BELOW_1,
     BETAS,
@@ -29,9 +32,6 @@ from train.kinds import (
     choice,
     whole,
 )
-from train.optim.schedules import SHAPES
-
-from .command_line import nearest
 
 TEXT, MODEL, LEARNING, WATCHING, KEEPING = (
     "text and length",
@@ -168,7 +168,7 @@ class Settings:
         None,
         ABOVE_0,
         WATCHING,
-        "the machine's peak in FLOP/s; with it MFU, its use, is told (train/speed.py)",
+        "the machine's peak in FLOP/s; with it MFU, its use, is told (train/job/flops.py)",
         free=True,
     )
     profile: int | None = setting(

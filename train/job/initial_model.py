@@ -20,15 +20,16 @@ from fnmodels.models import llama
 from fnmodels.tree import Tree
 from params.checkpoint.load import check
 from params.checkpoint.manifest import MANIFEST, digest
+from train import pretrained
 from train.data import sources
 from train.data.cache import cached
 from train.data.tokenizer import PIECES, special_ids, train
 from train.dist.dtensor import map_local
 from train.errors import UserError
-from train.settings import Settings
 from train.state import State
 
-from . import adapters, pretrained
+from . import lora_flag
+from .settings import Settings
 
 Json = dict[str, Any]
 
@@ -147,7 +148,7 @@ def load_adapted(source: Path, settings: Settings, *, plan: Tree | None = None) 
 
 def with_adapters(config: Any, params: Tree, settings: Settings) -> Tree:
     """`params` beside new adapters in fp32, by --lora; UserError where it names no weight that can have one."""
-    wanted = adapters.parse(str(settings.lora))
+    wanted = lora_flag.parse(str(settings.lora))
     how: Json = {"rank": wanted.rank, "alpha": wanted.alpha, "targets": wanted.targets, "seed": settings.seed}
     try:
         params = P.lora.add(config, params, **how)

@@ -5,18 +5,18 @@ from pathlib import Path
 from fnmodels.models import llama
 from train.data import sources
 from train.errors import UserError
-from train.job import check_experts
-from train.settings import Settings
-from train.sharing import Sharing, check_fit
 
-from . import model
+from . import initial_model
+from .mesh_flags import Sharing, check_fit
+from .settings import Settings
+from .setup import check_experts
 
 
 def check(settings: Settings, sharing: Sharing) -> None:
     """UserError, or a CheckpointError, where a run that begins so cannot be. What it passes may still not do."""
     check_text(settings.data)
-    config = new_config(settings, sharing) if settings.init is None else model.promised(Path(settings.init), settings)
-    check_experts(config, model.spec_for(config, settings), settings)
+    config = new_config(settings, sharing) if settings.init is None else initial_model.promised(Path(settings.init), settings)
+    check_experts(config, initial_model.spec_for(config, settings), settings)
     check_fit(sharing, settings, config)
 
 
@@ -25,7 +25,7 @@ def new_config(settings: Settings, sharing: Sharing) -> llama.Config:
     width, heads = settings.hidden_size, settings.num_attention_heads
     if width % heads:
         raise UserError(f"--hidden-size {width} is not a multiple of --num-attention-heads {heads}")
-    return llama.Config.from_hf(model.hf_config(settings, sharing.mesh.world * 64, {}))
+    return llama.Config.from_hf(initial_model.hf_config(settings, sharing.mesh.world * 64, {}))
 
 
 def check_text(data: str | None) -> None:

@@ -19,6 +19,7 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Layout
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
+from train import pretrained
 from train.checkpoint import steps as checkpoint
 from train.data import sources, tokenized
 from train.data.mixture import Mixture, epochs
@@ -27,15 +28,16 @@ from train.data.tokenizer import tokenizer_config
 from train.errors import UserError
 from train.files import write_text
 from train.losses.next_token import next_token_loss
-from train.metrics import short
-from train.model import Model
 from train.optim.base import Optimizer
-from train.progress import tokenizing
-from train.recipe import loss_terms, optimizer_for, with_usual
-from train.settings import Settings, deciding, flag, to_toml
-from train.speed import flops_per_token
 
-from . import evaluate, folder, model, pretrained
+from . import heldout as evaluate
+from . import initial_model, run_folder
+from .flops import flops_per_token
+from .initial_model import Model
+from .metrics_log import short
+from .progress import tokenizing
+from .recipe import loss_terms, optimizer_for, with_usual
+from .settings import Settings, deciding, flag, to_toml
 
 Json = dict[str, Any]
 
@@ -92,7 +94,7 @@ def prepare(
     spread: without values of weights, of which each of several processes makes its part.
     """
     texts = sources.load(settings.data, without=path, strict=settings.broken == "stop")
-    made = model.resumed(path, settings, spread=spread) if recorded else model.begun(settings, texts, spread=spread)
+    made = initial_model.resumed(path, settings, spread=spread) if recorded else initial_model.begun(settings, texts, spread=spread)
     config, tokenizer, ends = made.config, made.tokenizer, made.ends
     fits(config)
     length = min(settings.row_length, config.max_position_embeddings)
@@ -124,7 +126,7 @@ def prepare(
     check_length(dataset, length, settings.data)
     if not recorded:
         begin_folder(path, identity, made, length)
-    write_text(path / folder.SETTINGS, to_toml(settings))
+    write_text(path / run_folder.SETTINGS, to_toml(settings))
     return made.params, Job(
         path=path,
         identity=identity,
@@ -156,18 +158,18 @@ def fast_dtype() -> str:
 
 def begin_folder(path: Path, identity: Json, made: Model, length: int) -> None:
     """What never changes during a run. run.json makes the folder known as a run's, which may be resumed."""
-    (path / folder.SUMMARY).unlink(missing_ok=True)
-    checkpoint.set_aside(path / folder.STEPS, after=-1)
+    (path / run_folder.SUMMARY).unlink(missing_ok=True)
+    checkpoint.set_aside(path / run_folder.STEPS, after=-1)
     if made.weights is not None:  # at once, for PEFT knows no adapters of some weights, and would say so after the run
-        model.write(path, made.config, made.params, identity["settings"]["init"])
-    folder.write_json(path / folder.RUN, identity)
+        initial_model.write(path, made.config, made.params, identity["settings"]["init"])
+    run_folder.write_json(path / run_folder.RUN, identity)
     write_text(path / "tokenizer.json", made.tokenizer.to_str(pretty=True))
     if (
         made.weights is None
     ):  # as saving will, which then leaves it alone; beside adapters it would promise whole weights
         write_text(path / "config.json", config_text(made.config, torch.float32))
     if made.source is None:
-        folder.write_json(path / "tokenizer_config.json", tokenizer_config(context=length))
+        run_folder.write_json(path / "tokenizer_config.json", tokenizer_config(context=length))
     else:
         pretrained.copy_companions(made.source, path)
 

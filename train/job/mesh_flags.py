@@ -7,9 +7,8 @@ from typing import Any
 
 import params as P
 from fnmodels.inputs.load_balance import head_tail_order
-from train import model
 from train.errors import UserError
-from train.joining import world
+from train.job.processes.launch import world
 from train.optim.base import takes_parts
 from train.parallel import Mesh, Strategy
 from train.parallel.mesh import not_compiled
@@ -17,8 +16,10 @@ from train.parallel.pipeline.gradients import SCHEDULES, check_microbatches
 from train.parallel.pipeline.stages import pipeline_of
 from train.parallel.step import rules_of
 from train.parallel.update import check_whole
-from train.recipe import optimizer_for
-from train.settings import Settings, flag
+
+from . import initial_model
+from .recipe import optimizer_for
+from .settings import Settings, flag
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ def check_fit(sharing: Sharing, settings: Settings, config: Any) -> None:
     if length % mesh.cp:
         raise UserError(f"--mesh {mesh} takes a row's tokens in {mesh.cp} parts, and a row has {length}")
     try:
-        plan = P.plan(model.spec_of(config), rules_of(mesh, config), mesh.sizes)
-        if not takes_parts(optimizer_for(model.spec_for(config, settings), settings)):
+        plan = P.plan(initial_model.spec_of(config), rules_of(mesh, config), mesh.sizes)
+        if not takes_parts(optimizer_for(initial_model.spec_for(config, settings), settings)):
             check_whole(plan)
         if mesh.pp > 1:
             check_microbatches(pipeline_of(config, mesh, how), sharing.microbatches)
@@ -126,7 +127,7 @@ def check_fit(sharing: Sharing, settings: Settings, config: Any) -> None:
         raise UserError(
             f"--context ulysses deals out heads, and --mesh {mesh} does not divide the model's so: take gather or ring"
         )
-    if mesh.tp > 1 and isinstance(model.spec_for(config, settings).get("lm_head"), P.lora.Lora):
+    if mesh.tp > 1 and isinstance(initial_model.spec_for(config, settings).get("lm_head"), P.lora.Lora):
         raise UserError(
             f"--mesh {mesh}: over tp the vocabulary is divided, where lm_head has no adapter: leave it out of the "
             f"targets of --lora {settings.lora}"

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import params as P
 from params.command_line import printable
-from train import folder
+from train.command_line import sentence
 from train.files import write_text
-from train.job import Job, Json
-from train.metrics import Row
 from train.plot import Run, loss_picture
-from train.recipe import is_plain
-from train.settings import Settings, to_toml
 
-from .command_line import sentence
+from . import run_folder
+from .metrics_log import Row
+from .recipe import is_plain
+from .settings import Settings, to_toml
+from .setup import Job, Json
 
 
 def how_to_resume(path: Path) -> str:
@@ -25,7 +25,7 @@ def how_to_resume(path: Path) -> str:
 def draw(job: Job, rows: list[Row], costs: list[Row], final_loss: float | None) -> None:
     heldout = job.dataset.heldout
     loss_picture(
-        job.path / folder.PICTURE,
+        job.path / run_folder.PICTURE,
         Run(rows, costs),
         bytes_per_token=heldout.bytes / job.heldout_targets,
         zlib_bits=8 * job.dataset.zlib_bytes / heldout.bytes,
@@ -43,8 +43,8 @@ def damaged(problems: list[str]) -> None:
 def skipped(job: Job) -> None:
     found = job.texts.skipped + job.dataset.skipped
     if found:
-        write_text(job.path / folder.SKIPPED, "".join(f"{what}\n" for what in found))
-        more = f", ...; all are in {job.path / folder.SKIPPED}" if len(found) > 5 else ""
+        write_text(job.path / run_folder.SKIPPED, "".join(f"{what}\n" for what in found))
+        more = f", ...; all are in {job.path / run_folder.SKIPPED}" if len(found) > 5 else ""
         print(f"skipped {len(found)} files or records: {', '.join(found[:5])}{more}")
     if job.texts.copies:
         print(f"left out {job.texts.copies} documents that are copies of others: a weight repeats a source")
@@ -75,7 +75,7 @@ def peak(job: Job) -> None:
     if job.settings.peak_flops is None:
         print(f"MFU: unknown, for the machine's peak is: --peak-flops says it ({flops})")
     else:
-        print(f"MFU: tokens per second x {flops} / {job.settings.peak_flops:.3g} FLOP/s, in {folder.SPEED}")
+        print(f"MFU: tokens per second x {flops} / {job.settings.peak_flops:.3g} FLOP/s, in {run_folder.SPEED}")
 
 
 def shown(said: str) -> str:
@@ -98,5 +98,5 @@ def result(summary: Json, path: Path) -> None:
         f"(zlib -9, each source as one stream: {summary['zlib_bits_per_byte']:.3f})"
     )
     print(f"a sample:\n{shown(summary['sample'])}\n")
-    also = f", and of the average {path / folder.EMA}" if averaged else ""
-    print(f"curves: {path / folder.PICTURE}\ncheckpoint: {path}{also}")
+    also = f", and of the average {path / run_folder.EMA}" if averaged else ""
+    print(f"curves: {path / run_folder.PICTURE}\ncheckpoint: {path}{also}")

@@ -17,8 +17,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from train.errors import UserError
 from train.files import write_text
-from train.folder import BOARD, METRICS, SAMPLES, SPEED
 from train.losses.moe_balance import Balance
+
+from .run_folder import BOARD, METRICS, SAMPLES, SPEED
 
 Row = dict[str, Any]
 

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from train.command_line import main_job, sentence
 from train.errors import UserError
 from train.parallel.mesh import warn_of_group
-
-from .command_line import main_job, sentence
 
 JOINING = datetime.timedelta(seconds=60)  # for all to find each other
 PATIENCE = datetime.timedelta(hours=2)  # for what the first one does alone, as reading text

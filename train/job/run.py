@@ -21,22 +21,23 @@ from train.checkpoint.background import Saver
 from train.checkpoint.steps import Checkpoint
 from train.data.mixture import batch
 from train.errors import UserError
-from train.job import Job, Json, prepare, resolved, step_options
-from train.member import Work
+from train.job.processes import launch
+from train.job.processes.controller import Team
+from train.job.processes.signals import stop_requests
+from train.job.processes.worker import Work
 from train.pretrained import copy_companions
-from train.progress import progress
-from train.recipe import balance_of, is_plain, strangers, weights
 from train.sample import complete
-from train.settings import FREE, KINDS, SIZES, Settings, absolute, flag, from_json, read_toml
-from train.sharing import check_fit, checked
-from train.speed import peak_memory
 from train.state import State, init_state
 from train.step import make_step
-from train.stop import stop_requests
-from train.team import Team
-from train.trace import traced
 
-from . import ahead, evaluate, folder, joining, metrics, model, report
+from . import heldout, initial_model, metrics_log, preflight, report, run_folder
+from .flops import peak_memory
+from .mesh_flags import check_fit, checked
+from .profile import traced
+from .progress import progress
+from .recipe import balance_of, is_plain, strangers, weights
+from .settings import FREE, KINDS, SIZES, Settings, absolute, flag, from_json, read_toml
+from .setup import Job, Json, prepare, resolved, step_options
 
 
 @dataclass(frozen=True)
@@ -62,27 +63,27 @@ class Options:
 
 def train_run(options: Options, defaults: Settings) -> int:
     """Start or resume the run; returns the exit code."""
-    given, start = told(options), joining.start()
-    if options.resume and not joining.by_torchrun():
-        folder.refuse_absent(options.run)
-    with folder.locked(options.run):
-        if joining.started_anew() and folder.begun_by(options.run, start):
+    given, start = told(options), launch.start()
+    if options.resume and not launch.by_torchrun():
+        run_folder.refuse_absent(options.run)
+    with run_folder.locked(options.run):
+        if launch.started_anew() and run_folder.begun_by(options.run, start):
             options = replace(options, resume=True)
-        folder.refuse_to_mix(options.run, resume=options.resume)
-        folder.let_in(options.run, start)
-        saved, problems = steps.newest(options.run / folder.STEPS) if options.resume else (None, [])
+        run_folder.refuse_to_mix(options.run, resume=options.resume)
+        run_folder.let_in(options.run, start)
+        saved, problems = steps.newest(options.run / run_folder.STEPS) if options.resume else (None, [])
         report.damaged(problems)
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
-        recorded = recorded_in(saved) if saved else folder.read_json(options.run / folder.RUN)
+        recorded = recorded_in(saved) if saved else run_folder.read_json(options.run / run_folder.RUN)
         settings = choose(options.run, given, recorded, defaults, must_agree=saved is not None)
         sharing = checked(options.mesh, settings, **options.sharing)
-        summary = folder.read_json(options.run / folder.SUMMARY) if saved else None
+        summary = run_folder.read_json(options.run / run_folder.SUMMARY) if saved else None
         if summary is not None and report.is_result(summary) and saved is not None and saved.step == settings.steps:
             print(f"the run is finished: {settings.steps} steps")
             report.result(summary, options.run)
             return 0
-        ahead.check_text(settings.data) if saved else ahead.check(settings, sharing)
+        preflight.check_text(settings.data) if saved else preflight.check(settings, sharing)
         print("reading the text", flush=True)
         began = time.monotonic()
         several = sharing.mesh.world > 1
@@ -127,8 +128,8 @@ def choose(
     """What was given, else the recorded run's, else the defaults. UserError where what was given contradicts it."""
     before = (recorded or {}).get("settings")
     before = from_json(before) if isinstance(before, dict) else {}
-    if recorded and (path / folder.SETTINGS).exists():
-        before |= {name: value for name, value in read_toml(path / folder.SETTINGS).items() if name in FREE}
+    if recorded and (path / run_folder.SETTINGS).exists():
+        before |= {name: value for name, value in read_toml(path / run_folder.SETTINGS).items() if name in FREE}
     for name, (value, place) in given.items():
         if must_agree and name not in FREE and value != before[name]:
             was = "it was not given" if before[name] is None else f"it was {before[name]}"
@@ -170,14 +171,14 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) 
             state = shared.do("load", saved)
         else:
             by_one = (saved.path / steps.STATE).exists()
-            kept = (steps if by_one else sharded).load(saved, like=model.kept(state, job.settings))
-            state = model.restored(state, kept, job.settings)
-        steps.set_aside(job.path / folder.STEPS, after=saved.step)
+            kept = (steps if by_one else sharded).load(saved, like=initial_model.kept(state, job.settings))
+            state = initial_model.restored(state, kept, job.settings)
+        steps.set_aside(job.path / run_folder.STEPS, after=saved.step)
         write_out(job, state, shared)  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
-    rows = metrics.cut_after(job.path / folder.METRICS, reached.step)
-    costs = metrics.cut_beside(job.path / folder.SPEED, reached.step)
-    metrics.cut_beside(job.path / folder.SAMPLES, reached.step)
+    rows = metrics_log.cut_after(job.path / run_folder.METRICS, reached.step)
+    costs = metrics_log.cut_beside(job.path / run_folder.SPEED, reached.step)
+    metrics_log.cut_beside(job.path / run_folder.SAMPLES, reached.step)
     state = train_steps(job, state, rows, costs, reached, shared)
     stopped = int(state.step)
     if stopped < job.settings.steps:
@@ -186,7 +187,7 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) 
         return 130
     summary = summarize(job, state, shared)
     report.draw(job, rows, costs, summary["heldout_loss"])
-    folder.write_json(job.path / folder.SUMMARY, summary)
+    run_folder.write_json(job.path / run_folder.SUMMARY, summary)
     report.result(summary, job.path)
     return 0
 
@@ -194,8 +195,8 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) 
 def train_steps(
     job: Job,
     state: State,
-    rows: list[metrics.Row],
-    costs: list[metrics.Row],
+    rows: list[metrics_log.Row],
+    costs: list[metrics_log.Row],
     reached: Reached,
     shared: Team | None,
 ) -> State:
@@ -203,14 +204,14 @@ def train_steps(
     total, first, tokens = job.settings.steps, reached.step, reached.tokens
     step = shared.step if shared else make_step(job.train_loss, job.optimizer, **step_options(job.settings))
     loss = shared.loss if shared else job.loss
-    sample = evaluate.spread(job.heldout, job.settings.eval_rows)
+    sample = heldout.spread(job.heldout, job.settings.eval_rows)
     evaluate_every = job.settings.eval_every or max(1, total // 10)
     sample_every, speed = job.settings.sample_every, 0.0
     bits_per_byte, balance = job.train_bits_per_byte if is_plain(job.settings) else None, balance_of(job.settings)
     with (
-        metrics.log(job.path, after=first) as log,
+        metrics_log.log(job.path, after=first) as log,
         progress(total, first) as show,
-        traced(job.path / folder.TRACE, job.settings.profile, total - first) as done,
+        traced(job.path / run_folder.TRACE, job.settings.profile, total - first) as done,
         stop_requests() as asked,
         Saver(partial(save, job, job.settings.keep)) if not shared else nullcontext() as saver,
     ):
@@ -224,12 +225,12 @@ def train_steps(
             text = int((taken["segment_ids"] > 0).sum())
             cost = what_it_cost(job, index + 1, text, time.perf_counter() - began)
             done()
-            row: metrics.Row = {"step": index + 1, "tokens": tokens, "epochs": job.epochs(index + 1)}
-            row |= metrics.of_step(measured, bits_per_byte, balance)
+            row: metrics_log.Row = {"step": index + 1, "tokens": tokens, "epochs": job.epochs(index + 1)}
+            row |= metrics_log.of_step(measured, bits_per_byte, balance)
             now = cost["tokens_per_second"]
             speed = 0.9 * speed + 0.1 * now if speed else now
             if (index + 1) % evaluate_every == 0 or index + 1 == total:
-                row["heldout_loss"] = evaluate.heldout_loss(loss, weights(state, job.settings), sample)
+                row["heldout_loss"] = heldout.heldout_loss(loss, weights(state, job.settings), sample)
                 row["heldout_bits_per_byte"] = job.bits_per_byte(row["heldout_loss"])
             log.write(row, cost)
             rows.append(row)
@@ -244,7 +245,7 @@ def train_steps(
                 log.sync()
                 here = Reached(index + 1, tokens)
                 if saver:
-                    saver.save(model.kept(state, job.settings), here)
+                    saver.save(initial_model.kept(state, job.settings), here)
                 elif shared:
                     save_together(job, shared, state, here)
             if stopping:
@@ -252,27 +253,27 @@ def train_steps(
     return state
 
 
-def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics.Row:
+def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics_log.Row:
     """The row of speed.jsonl: without `mfu` where nobody said what the machine's peak is.
 
     tokens: all that the model met, learned from or not, without padding.
     """
-    cost: metrics.Row = {"step": step, "seconds": metrics.short(seconds), "peak_memory": peak_memory()}
-    cost["tokens_per_second"] = metrics.short(tokens / seconds)
+    cost: metrics_log.Row = {"step": step, "seconds": metrics_log.short(seconds), "peak_memory": peak_memory()}
+    cost["tokens_per_second"] = metrics_log.short(tokens / seconds)
     if job.settings.peak_flops is not None:
-        cost["mfu"] = metrics.short(tokens / seconds * job.flops_per_token / job.settings.peak_flops)
+        cost["mfu"] = metrics_log.short(tokens / seconds * job.flops_per_token / job.settings.peak_flops)
     return cost
 
 
 def save(job: Job, keep: int, state: State, reached: Reached) -> None:
     """The step first, in one rename; the checkpoints for others to read are made from the same step after it."""
-    steps.save(job.path / folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
+    steps.save(job.path / run_folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
     write_out(job, state, None)
 
 
 def save_together(job: Job, shared: Team, state: State, reached: Reached) -> None:
     """The same by several processes, each of which writes what it holds; training waits."""
-    shared.do("save", job.path / folder.STEPS, reached.step, progress_of(job, reached), job.settings.keep)
+    shared.do("save", job.path / run_folder.STEPS, reached.step, progress_of(job, reached), job.settings.keep)
     write_out(job, state, shared)
 
 
@@ -288,11 +289,11 @@ def write_out(job: Job, state: State, shared: Team | None) -> None:
             params = shared.do("trained", evaluated)
         else:
             params = weights(state, job.settings) if evaluated else state.params
-        model.write(path, job.config, params, job.settings.init)
+        initial_model.write(path, job.config, params, job.settings.init)
 
     write(job.path, False)
     if job.settings.ema is not None:
-        average = job.path / folder.EMA
+        average = job.path / run_folder.EMA
         write(average, True)
         shutil.copyfile(job.path / "tokenizer.json", average / "tokenizer.json")
         copy_companions(job.path, average)
@@ -300,7 +301,7 @@ def write_out(job: Job, state: State, shared: Team | None) -> None:
 
 def summarize(job: Job, state: State, shared: Team | None) -> Json:
     """What the run reached on all held-out documents, and a sample of its speech."""
-    loss = evaluate.heldout_loss(shared.loss if shared else job.loss, weights(state, job.settings), job.heldout)
+    loss = heldout.heldout_loss(shared.loss if shared else job.loss, weights(state, job.settings), job.heldout)
     size = job.dataset.heldout.bytes
     return {
         "steps": job.settings.steps,

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels.tree import Tree
+from train.command_line import main_job, sentence
 from train.data.rows import Batch
 from train.errors import UserError
-from train.joining import patiently, world
-from train.member import Member, Work
 from train.state import State
 
-from .command_line import main_job, sentence
+from .launch import patiently, world
+from .worker import Member, Work
 
 Message = tuple[str, tuple[Any, ...]]
 

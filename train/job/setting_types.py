@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from train.adapters import FORM, are_adapters
+from .lora_flag import FORM, are_adapters
 
 LARGEST = 2**63
 

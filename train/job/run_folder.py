@@ -23,10 +23,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from train.command_line import nearest
 from train.errors import UserError
 from train.files import WRITING, write_text
-
-from .command_line import nearest
 
 LOCK = ".lock"
 RUN = "run.json"

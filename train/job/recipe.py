@@ -15,8 +15,9 @@ from train.optim.lion import lion
 from train.optim.muon import muon
 from train.optim.schedules import warmup_stable_decay
 from train.optim.wrappers import averaged, partition, with_ema
-from train.settings import Settings
 from train.state import State
+
+from .settings import Settings
 
 MATRICES = "layers.*_proj"
 FROM_SCRATCH, FROM_CHECKPOINT, OF_ADAPTERS = 3e-3, 3e-4, 1e-3  # peaks of AdamW's learning rate

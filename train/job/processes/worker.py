@@ -20,20 +20,20 @@ from train.checkpoint import sharded
 from train.checkpoint.steps import Checkpoint
 from train.data.rows import Batch
 from train.forward import make_eval_step
-from train.job import is_routed, step_options
-from train.joining import set_limit
+from train.job import initial_model
+from train.job.mesh_flags import Sharing
+from train.job.recipe import loss_terms, optimizer_for, weights
+from train.job.settings import Settings
+from train.job.setup import is_routed, step_options
 from train.losses.next_token import next_token_loss
 from train.optim.base import with_paths
 from train.parallel.pipeline.stages import init_stage, stage_plan
 from train.parallel.step import rules_of
 from train.parallel.whole_model import fetching
-from train.recipe import loss_terms, optimizer_for, weights
-from train.settings import Settings
-from train.sharing import Sharing
 from train.state import State, init_state
 from train.step import make_step
 
-from . import model
+from .launch import set_limit
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Member:
         if self.mesh.pp > 1:
             self.plan = stage_plan(self.plan, self.config, devices, strategy)
         loss = functools.partial(next_token_loss, config=self.config, aux=is_routed(self.config))
-        self.spec = model.spec_for(self.config, settings)
+        self.spec = initial_model.spec_for(self.config, settings)
         self.optimizer = optimizer_for(self.spec, settings)
         train_loss = functools.partial(loss, **loss_terms(settings))
         how = step_options(settings) | {"mesh": self.mesh, "strategy": strategy}
@@ -74,7 +74,7 @@ class Member:
     def begin(self, fresh: bool) -> State:
         """A State at step 0; if it is not `fresh`, without the values that `load` finds. Each makes what it holds."""
         if self.settings.lora is not None:
-            _, params = model.load_adapted(Path(str(self.settings.init)), self.settings, plan=self.plan)
+            _, params = initial_model.load_adapted(Path(str(self.settings.init)), self.settings, plan=self.plan)
         elif not fresh:
             kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
 
@@ -84,14 +84,14 @@ class Member:
 
             params = with_paths(empty, self.plan)
         elif self.settings.init is not None:
-            _, params = model.load_whole(Path(self.settings.init), plan=self.plan)
+            _, params = initial_model.load_whole(Path(self.settings.init), plan=self.plan)
         else:
             params = init_stage(self.config, self.settings.seed, self.plan)
         self.state = init_state(params, self.optimizer)
         return self.state
 
     def load(self, found: Checkpoint) -> State:
-        self.state = model.restored(self.state, sharded.load(found, self._kept()), self.settings)
+        self.state = initial_model.restored(self.state, sharded.load(found, self._kept()), self.settings)
         return self.state
 
     def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
@@ -118,10 +118,10 @@ class Member:
     def trained(self, evaluated: bool) -> Tree:
         """Those that training made, or that are evaluated, likewise; of adapters they alone."""
         held = weights(self.state, self.settings) if evaluated else self.state.params
-        return self._in_first(model.trained(self.spec, self.settings), held)
+        return self._in_first(initial_model.trained(self.spec, self.settings), held)
 
     def _kept(self) -> State:
-        return model.kept(self.state, self.settings)
+        return initial_model.kept(self.state, self.settings)
 
     def _in_first(self, like: Tree, held: Tree) -> Tree:
         first, (_, fetch) = dist.get_rank() == 0, fetching(held)
