@@ -26,7 +26,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 import train
-from train.pretrained import load_tokenizer
+from train.eval.pretrained import load_tokenizer
 from train.cli import main as main_job
 from train.engine import Engine
 from train.job.settings import Settings

@@ -32,12 +32,13 @@ from tests.parallel.reference import config_of
 from tests.parallel.test_load import read_by_process
 from tests.parallel.test_simulate import compare, counted, size
 from tests.train.test_finetune import checkpoint_of
-from train import adamw, init_state, pretrained, sharded
+from train import adamw, init_state, sharded
 from train.checkpoint.steps import Checkpoint
 from train.cli import main
 from train.data.rows import Batch
 from train.dist.dtensor import local_tree
 from train.errors import UserError
+from train.eval import pretrained
 from train.job import run_folder as folder
 from train.job.mesh_flags import Sharing, check_fit, checked
 from train.job.processes import controller

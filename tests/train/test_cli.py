@@ -7,8 +7,8 @@ import pytest
 import train
 from train import command_line
 from train.cli import main
+from train.commands.sample import main as sample
 from train.job.settings import KINDS, flag
-from train.sample import main as sample
 
 ROOT = Path(train.__file__).parents[1]
 
@@ -129,7 +129,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
     assert "set XDG_CACHE_HOME" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["train", "train.sample"])
+@pytest.mark.parametrize("module", ["train", "train.commands.sample"])
 def test_help_names_every_flag(forks, module):
     shown = forks.run(["-m", module, "--help"])
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -145,7 +145,7 @@ def test_help_names_every_flag(forks, module):
             "--save-every N",
             "--keep N",
         ),
-        "train.sample": (
+        "train.commands.sample": (
             "CHECKPOINT_FOLDER",
             "--prompt TEXT",
             "--tokens N",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train import compare, plot
+from train.commands import compare, plot
 from train.job.setup import fast_dtype
 
 

@@ -11,7 +11,7 @@ from train.data import cache, tokenized, tokenizer
 from train.data.corpus import Corpus, Document
 from train.data.encoder import encode, encode_talks
 from train.data.sources import Source, Texts
-from train.pretrained import load_tokenizer
+from train.eval.pretrained import load_tokenizer
 
 TEXTS = ["def one():\n    return 1\n" * 9, "class Two:\n\tpass\r\n\r\n" * 7, "<|endoftext|> é 漢字 \U0001f600\n" * 5]
 

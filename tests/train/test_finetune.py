@@ -13,8 +13,9 @@ from fnmodels import tree
 from params.io.safetensors_file import open_tensors
 from tests.support import cases, generic_params, richest
 from tests.train.test_run import one_sentence, own_cache, rows, saved, stop_after, text, train  # noqa: F401
-from train import checkpoint, pretrained
-from train.sample import main as sample
+from train import checkpoint
+from train.commands.sample import main as sample
+from train.eval import pretrained
 
 SAME = ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "metrics.jsonl", "summary.json")
 LLAMA = next(case for case in cases() if case.name == "llama")

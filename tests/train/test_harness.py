@@ -16,7 +16,7 @@ import params as P
 from fnmodels import llama
 from tests.support import generic_params
 from tests.train.test_scoring import direct
-from train import tasks
+from train.commands import tasks
 from train.errors import UserError
 
 CONFIG = llama.Config(260, 32, 48, 2, 4, 2, max_position_embeddings=24, tie_word_embeddings=True)
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
     pytest.importorskip("lm_eval")
-    from train.harness import Checkpoint
+    from train.eval.harness import Checkpoint
 
     return Checkpoint(folder)
 
@@ -178,7 +178,7 @@ def test_a_request_that_is_there_several_times_is_drawn_several_times(model: Any
 def test_a_special_token_stops_an_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is not in the texts of answers."""
     told = iter([*_ids("so"), 258, *_ids("far")])
-    monkeypatch.setattr("train.harness.continuation", lambda *args, **how: told)
+    monkeypatch.setattr("train.eval.harness.continuation", lambda *args, **how: told)
     assert model.answer("Ice is", {"until": ["<end>"], "max_gen_toks": 6}) == "so"
     assert next(told) == _ids("far")[0]
 
@@ -207,7 +207,7 @@ def test_as_the_harness_reads_the_same_folder_by_transformers(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from lm_eval.models.huggingface import HFLM
 
-    from train.harness import Checkpoint
+    from train.eval.harness import Checkpoint
 
     tokenizer = _tokenizer()
     if begun:

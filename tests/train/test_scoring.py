@@ -5,7 +5,7 @@ import torch
 
 import fnmodels
 from tests.support import cases, generic_params
-from train.scoring import score_continuations
+from train.eval.scoring import score_continuations
 
 CASES = {name: next(case for case in cases() if case.family == name) for name in ("llama", "qwen_moe", "phi3")}
 

@@ -20,12 +20,12 @@ from fnmodels.models import llama
 from fnmodels.tree import Tree
 from params.checkpoint.load import check
 from params.checkpoint.manifest import MANIFEST, digest
-from train import pretrained
 from train.data import sources
 from train.data.cache import cached
 from train.data.tokenizer import PIECES, special_ids, train
 from train.dist.dtensor import map_local
 from train.errors import UserError
+from train.eval import pretrained
 from train.state import State
 
 from . import lora_flag

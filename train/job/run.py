@@ -19,14 +19,14 @@ from fnmodels.tree import Tree
 from train.checkpoint import sharded, steps
 from train.checkpoint.background import Saver
 from train.checkpoint.steps import Checkpoint
+from train.commands.sample import complete
 from train.data.mixture import batch
 from train.errors import UserError
+from train.eval.pretrained import copy_companions
 from train.job.processes import launch
 from train.job.processes.controller import Team
 from train.job.processes.signals import stop_requests
 from train.job.processes.worker import Work
-from train.pretrained import copy_companions
-from train.sample import complete
 from train.state import State, init_state
 from train.step import make_step
 

@@ -19,13 +19,13 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Layout
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
-from train import pretrained
 from train.checkpoint import steps as checkpoint
 from train.data import sources, tokenized
 from train.data.mixture import Mixture, epochs
 from train.data.rows import Batch
 from train.data.tokenizer import tokenizer_config
 from train.errors import UserError
+from train.eval import pretrained
 from train.files import write_text
 from train.losses.next_token import next_token_loss
 from train.optim.base import Optimizer

@@ -1,4 +1,4 @@
-"""Continue a prompt with a checkpoint folder that has a tokenizer.json: `python -m train.sample FOLDER --prompt TEXT`.
+"""Continue a prompt with a checkpoint folder that has a tokenizer.json: `python -m train.commands.sample FOLDER --prompt TEXT`.
 
 Every token recomputes the whole context: simple, and enough for a look at what a model has learned.
 """
@@ -14,8 +14,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.tree import Tree
-
-from .command_line import Parser, at_least, called, run_command
+from train.command_line import Parser, at_least, called, run_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,7 +77,7 @@ def complete(params: Tree, config: Any, tokenizer: "Tokenizer", prompt: str, end
 
 
 def _name() -> str:
-    return called("fnmodels-sample", "train.sample")
+    return called("fnmodels-sample", "train.commands.sample")
 
 
 def parser() -> Parser:
@@ -108,7 +107,7 @@ def parser() -> Parser:
 
 
 def sample(arguments: argparse.Namespace) -> int:
-    from train.pretrained import check_vocabulary, end_ids, load_model, load_tokenizer
+    from train.eval.pretrained import check_vocabulary, end_ids, load_model, load_tokenizer
 
     folder = arguments.checkpoint
     tokenizer = load_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint folder on tasks of EleutherAI's harness: `python -m train.tasks FOLDER --tasks NAME`."""
+"""Evaluate a checkpoint folder on tasks of EleutherAI's harness: `python -m train.commands.tasks FOLDER --tasks NAME`."""
 
 import argparse
 import json
@@ -6,14 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from train.command_line import Parser, at_least, nearest, run_command
 from train.errors import UserError
-
-from .command_line import Parser, at_least, nearest, run_command
 
 
 def parser() -> Parser:
     made = Parser(
-        prog="python -m train.tasks",
+        prog="python -m train.commands.tasks",
         description="Evaluate a model on tasks of EleutherAI's evaluation harness, with our forward pass. A task whose "
         "data are on this machine needs no network.",
     )
@@ -37,7 +36,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
-    from train.harness import Checkpoint
+    from train.eval.harness import Checkpoint
 
     if arguments.include is not None and not arguments.include.is_dir():
         raise UserError(f"--include {arguments.include}: there is no such folder")
@@ -57,7 +56,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.tasks", parser, evaluate, argv, needs=("lm_eval", "tokenizers"))
+    return run_command("python -m train.commands.tasks", parser, evaluate, argv, needs=("lm_eval", "tokenizers"))
 
 
 if __name__ == "__main__":

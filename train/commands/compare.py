@@ -1,4 +1,4 @@
-"""python -m train.compare RUN_A RUN_B: whether two runs learnt the same, step by step, and where they part.
+"""python -m train.commands.compare RUN_A RUN_B: whether two runs learnt the same, step by step, and where they part.
 
 With --ref the second run is made here: the settings of RUN_A, trained again by another revision of this repository in a
 worktree of its own. So a refactoring shows that it changed nothing, or what it changed.
@@ -18,10 +18,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from train.cli import NEEDS, as_flag
+from train.command_line import Parser, at_least, check_installed, run_command
 from train.errors import UserError
 from train.job.settings import DEFAULT, SIZES, flag, from_json
-
-from .command_line import Parser, at_least, check_installed, run_command
 
 SHOWN = 20  # rows of the table
 
@@ -59,7 +58,7 @@ def made_alone(first: Path, second: Path, *, called: str) -> list[str]:
 
 def all_losses(run: Path) -> dict[int, float]:
     """{step: train loss} of a run folder, a loss that was not finite as NaN. UserError where it has none."""
-    from train.plot import read_run
+    from .plot import read_run
 
     rows = [row for row in read_run(run).rows if "loss" in row]
     return {row["step"]: math.nan if row["loss"] is None else row["loss"] for row in rows}
@@ -145,7 +144,7 @@ def git(*arguments: str) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(prog="python -m train.compare", description="Per-step differences of the losses of two runs.")
+    made = Parser(prog="python -m train.commands.compare", description="Per-step differences of the losses of two runs.")
     made.add_argument("first", type=Path, metavar="RUN_A", help="a run folder")
     made.add_argument("second", type=Path, nargs="?", metavar="RUN_B", help="another one")
     made.add_argument("--ref", metavar="GIT_REV", help="in place of RUN_B: make RUN_A again at this revision")
@@ -163,7 +162,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if (arguments.second is None) == (arguments.ref is None):
         raise UserError("give either a second run or --ref")
     if arguments.out is not None:
-        from train.plot import check_name
+        from .plot import check_name
 
         check_name(arguments.out)  # a run that is made anew may take hours
     with TemporaryDirectory() as temporary:
@@ -175,7 +174,7 @@ def compare(arguments: argparse.Namespace) -> int:
         for line in settings_apart(arguments.first, second):
             print(f"the settings differ in {line}")
         if arguments.out is not None:
-            from train.plot import curves
+            from .plot import curves
 
             curves(arguments.out, {str(arguments.first): arguments.first, name: second})
             print(f"curves: {arguments.out}")
@@ -183,7 +182,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.compare", parser, compare, argv, needs=("matplotlib", "tensorboard"))
+    return run_command("python -m train.commands.compare", parser, compare, argv, needs=("matplotlib", "tensorboard"))
 
 
 if __name__ == "__main__":

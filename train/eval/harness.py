@@ -2,7 +2,7 @@
 
     results = lm_eval.simple_evaluate(model=Checkpoint(folder), tasks=["my_task"], task_manager=...)
 
-`python -m train.tasks` is this as a command. The harness makes texts of a task's documents and looks only at what the
+`python -m train.commands.tasks` is this as a command. The harness makes texts of a task's documents and looks only at what the
 three methods return, so nothing of a model is in it. What is not said by a task is as in the harness's own model of
 transformers (`hf`), so that numbers can be compared: beginnings of texts, lengths, when to draw and when to stop.
 """
@@ -19,11 +19,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from params.io.files import read_json
+from train.commands.sample import continuation
 from train.data.chat import Template, read_template, render, special_tokens
+from train.errors import UserError
 
-from .errors import UserError
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
-from .sample import continuation
 from .scoring import ROW_TOKENS, score_continuations
 
 # how long an answer may be, under the names that tasks use; the first one that is set counts

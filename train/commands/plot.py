@@ -1,7 +1,7 @@
 """loss.png: train and held-out loss over the steps, and what zlib reaches on the same held-out text; below, what else
 there is to watch: learning rate, gradient norm, tokens per second, the share of the peak, how even experts are used.
 
-python -m train.plot RUN [RUN ...] draws the curves of several runs on one picture.
+python -m train.commands.plot RUN [RUN ...] draws the curves of several runs on one picture.
 """
 
 import argparse
@@ -16,11 +16,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from train.command_line import Parser, run_command
 from train.errors import UserError
 from train.files import write_atomic
 from train.job.metrics_log import Row, read_rows
-
-from .command_line import Parser, run_command
 
 NATS_PER_BIT = math.log(2)
 PICTURES = (".png", ".svg", ".pdf")
@@ -155,7 +154,7 @@ def curves(path: Path, folders: Mapping[str, Path]) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(prog="python -m train.plot", description="The loss curves of several runs on one picture.")
+    made = Parser(prog="python -m train.commands.plot", description="The loss curves of several runs on one picture.")
     made.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     made.add_argument("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="default %(default)s")
     return made
@@ -168,7 +167,7 @@ def plot(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.plot", parser, plot, argv, needs=("matplotlib", "tensorboard"))
+    return run_command("python -m train.commands.plot", parser, plot, argv, needs=("matplotlib", "tensorboard"))
 
 
 if __name__ == "__main__":
