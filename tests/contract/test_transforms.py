@@ -270,7 +270,7 @@ def test_custom_functions_have_every_rule() -> None:
     """F4: setup_context, a rule for vmap and one for jvp, if only one that refuses in words."""
     assert {function.__name__ for function in custom_functions()} >= {"_Tiles", "_HeadLoss", "Scores"}
     for function in custom_functions():
-        if function.__module__ == "train.simulate.stand_ins":  # shapes alone, on meta: on no model's path
+        if function.__module__ == "train.simulate.fake_ops":  # shapes alone, on meta: on no model's path
             continue
         assert function.setup_context is not Function.setup_context, function
         if function.__name__.endswith(

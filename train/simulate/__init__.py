@@ -22,10 +22,10 @@ Taken for granted: AdamW, parameters and moments in fp32, full rows, and tokens 
 device holds besides, docs/parallel.md says.
 """
 
-from train.simulate.command import main
+from train.simulate.activations import saved_bytes
+from train.simulate.cli import main
 from train.simulate.facts import HELD, Message, RankFacts, Work
-from train.simulate.kept import saved_bytes
-from train.simulate.show import picture, shown, table, traffic
+from train.simulate.report import picture, shown, table, traffic
 from train.simulate.simulation import simulate
 
 __all__ = [

@@ -15,11 +15,11 @@ from train.parallel.pipeline.timeline import idle, order
 from train.parallel.step import rules_of
 from train.parallel.tensor.leaf_roles import check_divided, divided_dims
 
+from .activations import ends_kept, layer_kept
 from .facts import RankFacts, Work
-from .held import held
-from .kept import ends_kept, layer_kept
-from .place import Model, Place, place
-from .sent import messages
+from .memory import held
+from .rank import Model, Place, place
+from .traffic import messages
 
 
 def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:

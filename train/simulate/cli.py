@@ -16,7 +16,7 @@ from train.parallel.mesh import Mesh
 from train.parallel.pipeline import gradients as pp
 
 from .facts import Work
-from .show import check_picture, picture, table, traffic
+from .report import check_picture, picture, table, traffic
 from .simulation import simulate
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

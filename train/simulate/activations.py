@@ -23,8 +23,8 @@ from train.parallel.mesh import Mesh
 from train.parallel.pipeline import gradients as pp
 
 from .facts import Work
-from .pieces import gathered_shape
-from .stand_ins import Flash, Products, check_grouped, exchanged
+from .fake_ops import Flash, Products, check_grouped, exchanged
+from .local_leaves import gathered_shape
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from train.losses.lm_head import CHUNK
 from train.parallel.pipeline import gradients as pp
 
 from .facts import WIDE, Message
-from .pieces import ways
-from .place import Place
+from .local_leaves import ways
+from .rank import Place
 
 
 def messages(place: Place) -> tuple[Message, ...]:

@@ -17,9 +17,9 @@ from train.parallel.pipeline import gradients as pp
 from train.parallel.pipeline.timeline import Action, repeats
 from train.parallel.pipeline.tree_split import cut
 
+from .activations import Ends, Layer
 from .facts import Work
-from .kept import Ends, Layer
-from .pieces import Piece
+from .local_leaves import Piece
 
 
 @dataclass(frozen=True)

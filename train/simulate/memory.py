@@ -10,8 +10,8 @@ from train.losses.lm_head import CHUNK
 from train.parallel.pipeline.timeline import peak
 
 from .facts import WIDE
-from .pieces import gathered_bytes
-from .place import Place
+from .local_leaves import gathered_bytes
+from .rank import Place
 
 
 def held(place: Place) -> dict[str, int]:
