@@ -30,11 +30,11 @@ from train.dist.dtensor import local_tree
 from train.optim.base import Optimizer
 from train.parallel.mesh import Mesh, Strategy, warn_of_group
 
-from .calls import Batch
 from .forward import make_forward_only
+from .gradients import LossFn, Sums, gradient_sums, joined
+from .loss_call import Batch
 from .state import State, init_state
 from .step import check_limits, check_strategy, update
-from .sums import LossFn, Sums, gradient_sums, joined
 
 
 class Engine:

@@ -21,9 +21,9 @@ from torch import Tensor
 from fnmodels.tree import Tree
 from train.parallel.mesh import Mesh, Strategy
 
-from .calls import Batch, caller, microbatches
+from .gradients import LossFn, checked_loss, joined, valid_count
+from .loss_call import Batch, caller, microbatches
 from .step import check_strategy
-from .sums import LossFn, checked_loss, joined, valid_count
 
 
 def make_eval_step(

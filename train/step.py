@@ -5,7 +5,7 @@
     state, metrics = step(state, batch)
 
 Remat and compilation reach the model through the loss function's `layer_fn`, so nothing is patched. The two halves can
-be called apart: `train.sums.gradient_sums`, and `update` with what it returns.
+be called apart: `train.gradients.gradient_sums`, and `update` with what it returns.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from train.losses.moe_balance import moved_biases
 from train.optim.base import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from train.parallel.mesh import Mesh, Strategy
 
-from .calls import Batch, microbatches
+from .gradients import LossFn, Sums, gradient_sums, valid_count
+from .loss_call import Batch, microbatches
 from .state import State, consume
-from .sums import LossFn, Sums, gradient_sums, valid_count
 
 Step = Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]
 

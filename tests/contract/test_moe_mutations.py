@@ -18,10 +18,10 @@ import fnmodels.models.qwen_moe
 import fnmodels.ops.moe.experts as experts_module
 import fnmodels.ops.moe.layer as moe_module
 import fnmodels.ops.moe.router as router_module
+import train.gradients
 import train.losses.moe_balance
 import train.losses.next_token
 import train.step
-import train.sums
 from fnmodels.ops.moe import dispatch as dispatch_module
 from tests.contract import test_moe
 from tests.fnmodels import test_moe as test_ops
@@ -288,13 +288,13 @@ def a_bias_moved_in_every_part(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M5", _step(accumulate=2))
 def counts_of_the_last_part_only(patch: pytest.MonkeyPatch) -> None:
-    right = train.sums._gradients
+    right = train.gradients._gradients
 
     def halved(*args: Any, **how: Any) -> Any:
         total, count, aux, grads, unreached = right(*args, **how)
         return total, count, {"counts": aux["counts"] // 2} if aux else aux, grads, unreached
 
-    patch.setattr(train.sums, "_gradients", halved)
+    patch.setattr(train.gradients, "_gradients", halved)
 
 
 @bug("M5", _step())

@@ -21,7 +21,7 @@ import fnmodels
 import fnmodels.inputs.mask
 import fnmodels.models.llama
 import params as P
-import train.sums
+import train.gradients
 from fnmodels import testing, tree
 from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal, Window
@@ -532,23 +532,23 @@ def a_softmax_over_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @bug("P5", "llama", test_loss.test_any_split_is_the_step_of_one_batch)
 def a_mean_of_means(patch: pytest.MonkeyPatch) -> None:
-    right = train.sums._gradients
+    right = train.gradients._gradients
 
     def divided(*given: Any, divide: bool) -> Any:
         return right(*given, divide=True)
 
-    patch.setattr("train.sums._gradients", divided)
+    patch.setattr("train.gradients._gradients", divided)
 
 
 @bug("P5", "llama", test_loss.test_a_step_on_nothing, test_loss.test_any_split_is_the_step_of_one_batch)
 def nothing_over_nothing(patch: pytest.MonkeyPatch) -> None:
-    right = train.sums._gradients
+    right = train.gradients._gradients
 
     def divided(*given: Any, divide: bool) -> Any:
         total, count, aux, grads, unreached = right(*given, divide=False)
         return total, count, aux, [grad / count * (1 if divide else count) for grad in grads], unreached
 
-    patch.setattr("train.sums._gradients", divided)
+    patch.setattr("train.gradients._gradients", divided)
 
 
 @bug("P6", "llama", test_loss.test_labels_are_the_next_tokens_of_each_document)

@@ -35,7 +35,7 @@ from train import (
 )
 from train.dist.collectives import summed
 from train.dist.dtensor import local_tree
-from train.layers import layer_fn
+from train.gradients import Sums, gradient_sums
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh, Strategy
 from train.parallel import update as updates
@@ -45,8 +45,8 @@ from train.parallel.fsdp2 import Model, shard
 from train.parallel.pipeline.microbatch import padded
 from train.parallel.pipeline.stages import stage_plan
 from train.parallel.step import rules_of
+from train.remat import layer_fn
 from train.step import update
-from train.sums import Sums, gradient_sums
 
 # A tied embedding, biases, normed heads and a window; latents, a dense first layer, a shared expert and a bias of the
 # experts' choice, which no gradient moves; sinks, experts with biases and two kinds of layers.

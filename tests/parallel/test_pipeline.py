@@ -21,11 +21,11 @@ import train
 from fnmodels import tree
 from tests.parallel.pool import Ranks
 from tests.support import cases, generic_params, positions_of, segments, tokens_of
+from train.gradients import gradient_sums
 from train.losses.moe_balance import Balance
 from train.optim.base import with_paths
 from train.parallel.pipeline import gradients as pp
 from train.parallel.pipeline import microbatch, runner, staged_loss
-from train.sums import gradient_sums
 
 # A tied embedding; a dense first layer, shared experts and a selection bias; sinks, a router bias and two kinds.
 FAMILIES = ("llama_tied", "deepseek_v3", "gpt_oss")

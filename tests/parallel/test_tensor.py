@@ -20,10 +20,10 @@ from tests.parallel.reference import even
 from tests.support import Case, cases, generic_params, positions_of, richest, segments, tokens_of
 from train import look_ahead, mtp_loss, next_token_loss
 from train.dist import collectives
-from train.layers import layer_fn
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh
 from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel
+from train.remat import layer_fn
 
 # Tied embedding, biases and normed heads; latents, a shared expert, a selection bias; sinks and biases everywhere.
 LLAMA, DEEPSEEK, GPT_OSS = NAMES = ("qwen3_bias_sliding", "deepseek_v3", "gpt_oss")

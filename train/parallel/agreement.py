@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import tree
-from train.calls import Batch
 from train.dist.collectives import maximum
+from train.loss_call import Batch
 
 from .mesh import mesh_of
 

@@ -14,7 +14,7 @@ import torch
 
 from fnmodels import tree
 from fnmodels.ops.moe.dispatch import virtual_padding
-from train.calls import Batch, microbatches
+from train.loss_call import Batch, microbatches
 from train.parallel.context.api import shard_batch
 from train.parallel.pipeline.microbatch import PLACES, check_entries, check_ids, check_shapes, clear_length, padded
 

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
-from train.calls import Batch, caller
 from train.dist.collectives import all_gather
 from train.dist.dtensor import local_tree
 from train.forward import metrics_of, totals
+from train.gradients import LossFn
+from train.loss_call import Batch, caller
 from train.optim.base import with_paths
 from train.parallel.pipeline.microbatch import PLACES, unpadded
 from train.parallel.pipeline.staged_loss import staged, staged_outputs
 from train.parallel.pipeline.stages import Placed, stage_loss, stage_outputs
-from train.sums import LossFn
 
 from .batch_shards import own_parts
 from .mesh import ROWS, Mesh, Strategy

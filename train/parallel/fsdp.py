@@ -29,8 +29,8 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Sharding, sharding_of
 from train.dist.collectives import all_gather, enter, enter_all
-from train.layers import Block, LayerFn
 from train.optim.base import wide_dtype, with_paths
+from train.remat import Block, LayerFn
 
 from .mesh import DATA
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.layers import Block, LayerFn
+from train.remat import Block, LayerFn
 
 from .mesh import mesh_of
 

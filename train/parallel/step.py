@@ -24,8 +24,9 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Rules
-from train.calls import Batch, compiling, open_keywords
 from train.dist.dtensor import local_tree
+from train.gradients import LossFn, Sums, checked_loss, gradient_sums
+from train.loss_call import Batch, compiling, open_keywords
 from train.losses.moe_balance import Balance
 from train.optim.base import Optimizer, trainable_mask
 from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
@@ -34,7 +35,6 @@ from train.parallel.pipeline.stages import Placed, stage_sums
 from train.parallel.tensor.api import tensor_axes, tensor_parallel
 from train.state import State
 from train.step import Step, check_state
-from train.sums import LossFn, Sums, checked_loss, gradient_sums
 
 from .batch_shards import own_parts
 from .expert import expert_parallel
@@ -141,7 +141,7 @@ def place(mesh: Mesh, params: Tree, config: Any, strategy: Strategy, trainable: 
 def sums_over(
     placed: Placed, loss_fn: LossFn, optimizer: Optimizer, *, remat: str, compile: str, counts: bool
 ) -> Callable[..., Sums]:
-    """`train.sums.gradient_sums` of this process: of `local_tree(params)` and lists of its parts of batches."""
+    """`train.gradients.gradient_sums` of this process: of `local_tree(params)` and lists of its parts of batches."""
     if placed.devices["pp"].size() > 1:
         return stage_sums(loss_fn, optimizer, placed, remat=remat, compile=compile, counts=counts)
     return gradient_sums(_with_a_graph(placed_loss(loss_fn, placed, compile)), optimizer, remat=remat, counts=counts)

@@ -19,12 +19,12 @@ from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.dist.collectives import all_gather, summed
 from train.dist.dtensor import like, local_tree
+from train.gradients import Sums
 from train.losses.moe_balance import moved_biases
 from train.optim.base import Optimizer, Whole, on_parts, wide_dtype, with_paths
 from train.parallel.pipeline.stages import Placed, counted_elsewhere
 from train.state import State, consume
 from train.step import update
-from train.sums import Sums
 
 from .fsdp import Part, gather
 from .mesh import DATA, whole_groups

@@ -42,7 +42,7 @@ class Model:
         return math.prod(self.shape) * self.config.hidden_size * self.work.dtype.itemsize
 
     def again(self, stage: int) -> dict[int, bool]:
-        """{layer: whether it keeps its input only}: as `train.layers` counts them, anew in each stage."""
+        """{layer: whether it keeps its input only}: as `train.remat` counts them, anew in each stage."""
         every = {"none": 0, "full": 1}.get(self.work.remat)
         every = int(self.work.remat.partition(":")[2]) if every is None else every
         kinds, seen = fnmodels.family_of(self.config).kinds(self.config), Counter[str]()

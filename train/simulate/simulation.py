@@ -8,12 +8,12 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.layers import layer_fn
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline import gradients as pp
 from train.parallel.pipeline.timeline import idle, order
 from train.parallel.step import rules_of
 from train.parallel.tensor.leaf_roles import check_divided, divided_dims
+from train.remat import layer_fn
 
 from .activations import ends_kept, layer_kept
 from .facts import RankFacts, Work

@@ -2,7 +2,7 @@
 
     pipe = pipeline(config, 2, "Interleaved1F1B")                 # which layers, in which order, on which rank
     mine = share(params, config, pipe, rank)                      # a rank's part of any tree like the params
-    sums = gradient_sums(loss_fn, optimizer, pipe, group)         # `train.sums.gradient_sums`, over the stages
+    sums = gradient_sums(loss_fn, optimizer, pipe, group)         # `train.gradients.gradient_sums`, over the stages
     found = sums(mine, fnmodels.split(batch, 4))                  # four microbatches
 
 Every rank is given the same microbatches, and makes masks, tables and layouts of them by itself: nothing but hidden
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from fnmodels import tree
 from fnmodels.apply import LayerFn
 from fnmodels.tree import Tree
-from train.calls import Batch
 from train.dist.collectives import maximum
+from train.gradients import Sums, joined
+from train.loss_call import Batch
 from train.optim.base import Optimizer, trainable_mask, wide_dtype
-from train.sums import Sums, joined
 
 from .microbatch import Microbatch, clear_length, microbatches, padded, unpadded
 from .runner import Found, runner

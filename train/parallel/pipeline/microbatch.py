@@ -12,7 +12,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.mask import Layout, MaskLike
-from train.calls import Batch, layout_of
+from train.loss_call import Batch, layout_of
 from train.losses.cross_entropy import IGNORE
 from train.losses.next_token import replayed
 

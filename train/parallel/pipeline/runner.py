@@ -17,7 +17,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.apply import LayerFn
 from fnmodels.tree import Tree
-from train.calls import Batch
+from train.loss_call import Batch
 
 from .microbatch import Microbatch, microbatches
 from .schedule import SINGLE, Pipeline

@@ -16,7 +16,7 @@ from fnmodels.apply import LayerFn
 from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.tree import Tree
-from train.calls import Batch
+from train.loss_call import Batch
 from train.losses.cross_entropy import check_labels, counted
 from train.losses.distillation import check_teacher, distill, head_distill
 from train.losses.lm_head import head_loss

@@ -25,16 +25,16 @@ from fnmodels import family_of, tree
 from fnmodels.apply import Block
 from fnmodels.tree import Tree
 from params.initialize import draw
-from train.calls import Batch
 from train.dist.collectives import broadcast
-from train.layers import layer_fn
+from train.gradients import Sums
+from train.loss_call import Batch
 from train.optim.base import Optimizer
 from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
 from train.parallel.expert import expert_parallel
 from train.parallel.fsdp import gathering_stages, shardings
 from train.parallel.mesh import Mesh, Strategy, mesh_of
 from train.parallel.tensor.api import tensor_parallel
-from train.sums import Sums
+from train.remat import layer_fn
 
 from .gradients import (
     SPLITTING,
@@ -78,7 +78,7 @@ def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
 def stage_sums(
     loss_fn: LossFn, optimizer: Optimizer, placed: Placed, *, remat: str, compile: str, counts: bool
 ) -> Callable[..., Sums]:
-    """`train.sums.gradient_sums` of this process."""
+    """`train.gradients.gradient_sums` of this process."""
     loss, pipe, how = _staged(loss_fn, placed, compile, remat)
     group = placed.devices.get_group("pp")
     return gradient_sums(loss, optimizer, pipe, group, counts=counts or _wants_aux(loss_fn), **how)

@@ -20,7 +20,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from train.optim.base import Optimizer, trainable_mask
 
-from .calls import Batch, caller
+from .loss_call import Batch, caller
 
 LossFn = Callable[..., tuple[Tensor, ...]]
 

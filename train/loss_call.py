@@ -17,7 +17,7 @@ from fnmodels import document_layout, tree
 from fnmodels.inputs.mask import Layout
 from fnmodels.tree import Tree
 
-from .layers import LayerFn, layer_fn
+from .remat import LayerFn, layer_fn
 
 Batch = Mapping[str, Tensor]
 
