@@ -17,6 +17,10 @@ from torch.utils import _pytree
 Tree = Any
 _T = TypeVar("_T")
 
+# Programs saved by torch.export name classes by module; a module that moved keeps the name it had then.
+_SAVED_MODULES = {"fnmodels.inputs.mask": "fnmodels.mask", "fnmodels.inputs.rules": "fnmodels.rules"}
+_LOADED_MODULES = {saved: module for module, saved in _SAVED_MODULES.items()}
+
 
 def static(**kwargs: Any) -> Any:
     """A dataclass field that is hashable context (a rule, a size), not a child of the tree."""
@@ -47,11 +51,15 @@ def pytree(cls: type[_T]) -> type[_T]:
         flatten,
         unflatten,
         flatten_with_keys_fn=flatten_with_keys,
-        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        serialized_type_name=f"{_saved_module(cls)}.{cls.__qualname__}",
         to_dumpable_context=_to_json,
         from_dumpable_context=_from_json,
     )
     return cls
+
+
+def _saved_module(cls: type) -> str:
+    return _SAVED_MODULES.get(cls.__module__, cls.__module__)
 
 
 def _to_json(value: Any) -> Any:
@@ -60,7 +68,7 @@ def _to_json(value: Any) -> Any:
         return [_to_json(item) for item in value]
     if dataclasses.is_dataclass(value):
         fields = {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"module": type(value).__module__, "class": type(value).__qualname__, "fields": fields}
+        return {"module": _saved_module(type(value)), "class": type(value).__qualname__, "fields": fields}
     return value
 
 
@@ -69,7 +77,8 @@ def _from_json(value: Any) -> Any:
         return tuple(_from_json(item) for item in value)
     if isinstance(value, dict):
         # Only among what is imported already: a file must not decide what gets imported.
-        cls = getattr(sys.modules.get(value["module"]), value["class"], None)
+        module = _LOADED_MODULES.get(value["module"], value["module"])
+        cls = getattr(sys.modules.get(module), value["class"], None)
         if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
             raise ValueError(f"{value['module']}.{value['class']} is no dataclass that is imported here.")
         return cls(**{name: _from_json(item) for name, item in value["fields"].items()})

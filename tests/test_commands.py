@@ -11,9 +11,9 @@ import torch
 import params.compare
 import params.inspect
 import train.cli
-import train.commands.compare
-import train.commands.plot
-import train.commands.sample
+import train.compare
+import train.plot
+import train.sample
 import train.simulate
 from params.command_line import Parser, run_command
 from tests.forks import Forks
@@ -21,9 +21,9 @@ from tests.train.nursery import TINY, Nursery
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": lambda argv: train.cli.main(argv, defaults=TINY),
-    "train.commands.plot": train.commands.plot.main,
-    "train.commands.compare": train.commands.compare.main,
-    "train.commands.sample": train.commands.sample.main,
+    "train.plot": train.plot.main,
+    "train.compare": train.compare.main,
+    "train.sample": train.sample.main,
     "train.simulate": train.simulate.main,
     "params.inspect": params.inspect.main,
     "params.compare": params.compare.main,
@@ -67,24 +67,24 @@ MISTAKES = [
     ("train", "--run {}", "--run {}: the folder is not empty"),
     ("train", "--run {}/odd --resume", "--run {}/odd: the folder holds files that no run wrote"),
     ("train", "--run {}/locked", "--run {}/locked: the folder is in use by another process"),
-    ("train.commands.plot", "", "the following arguments are required: RUN"),
-    ("train.commands.plot", "{}/nowhere", "{}/nowhere is no run folder"),
-    ("train.commands.plot", "{}/empty", "{}/empty/metrics.jsonl has no loss in it yet"),
-    ("train.commands.plot", "{}/run --out {}/text/a.png", "{}/text"),
-    ("train.commands.plot", "{}/run --out {}/a.foo", "--out {}/a.foo: the name of a picture ends in .png"),
-    ("train.commands.plot", "{}/run --outt a.png", "no flag --outt; the nearest is --out"),
-    ("train.commands.compare", "{}/run", "give either a second run or --ref"),
-    ("train.commands.compare", "{}/run {}/nowhere", "{}/nowhere is no run folder"),
-    ("train.commands.compare", "{}/run --ref nonsense", "{}/run has no run.json"),
-    ("train.commands.compare", "{}/run {}/run --within x", "--within: 'x' is not a number from 0"),
-    ("train.commands.compare", "{}/run {}/run --out {}/a.foo", "--out {}/a.foo"),
-    ("train.commands.sample", "{}/nowhere --prompt a", "{}/nowhere: there is no such checkpoint folder"),
-    ("train.commands.sample", "{}/cut", "the following arguments are required: --prompt"),
-    ("train.commands.sample", "{}/odd --prompt a", "{}/odd/tokenizer.json is not a tokenizer"),
-    ("train.commands.sample", "{}/cut --prompt a", "model.safetensors"),
-    ("train.commands.sample", "{}/lost --prompt a", "{}/lost holds adapters, and the folder of their base model"),
-    ("train.commands.sample", "{}/cut --prompt a --tokens 0", "--tokens: '0' is not a whole number from 1"),
-    ("train.commands.sample", "{}/cut --prompt a --tokenz 0", "no flag --tokenz; the nearest is --tokens"),
+    ("train.plot", "", "the following arguments are required: RUN"),
+    ("train.plot", "{}/nowhere", "{}/nowhere is no run folder"),
+    ("train.plot", "{}/empty", "{}/empty/metrics.jsonl has no loss in it yet"),
+    ("train.plot", "{}/run --out {}/text/a.png", "{}/text"),
+    ("train.plot", "{}/run --out {}/a.foo", "--out {}/a.foo: the name of a picture ends in .png"),
+    ("train.plot", "{}/run --outt a.png", "no flag --outt; the nearest is --out"),
+    ("train.compare", "{}/run", "give either a second run or --ref"),
+    ("train.compare", "{}/run {}/nowhere", "{}/nowhere is no run folder"),
+    ("train.compare", "{}/run --ref nonsense", "{}/run has no run.json"),
+    ("train.compare", "{}/run {}/run --within x", "--within: 'x' is not a number from 0"),
+    ("train.compare", "{}/run {}/run --out {}/a.foo", "--out {}/a.foo"),
+    ("train.sample", "{}/nowhere --prompt a", "{}/nowhere: there is no such checkpoint folder"),
+    ("train.sample", "{}/cut", "the following arguments are required: --prompt"),
+    ("train.sample", "{}/odd --prompt a", "{}/odd/tokenizer.json is not a tokenizer"),
+    ("train.sample", "{}/cut --prompt a", "model.safetensors"),
+    ("train.sample", "{}/lost --prompt a", "{}/lost holds adapters, and the folder of their base model"),
+    ("train.sample", "{}/cut --prompt a --tokens 0", "--tokens: '0' is not a whole number from 1"),
+    ("train.sample", "{}/cut --prompt a --tokenz 0", "no flag --tokenz; the nearest is --tokens"),
     ("train.simulate", "", "the following arguments are required: --preset"),
     ("train.simulate", "--preset nowhere", "There is no preset 'nowhere'"),
     ("train.simulate", "--preset qwen3-0.6b --mesh fdsp=2", "fdsp"),

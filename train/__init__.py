@@ -5,7 +5,8 @@ from runpy import run_path
 
 run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels", "params")
 
-from train.checkpoint import sharded, steps
+from train import checkpoint
+from train.checkpoint import sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.rng_state import random_state, set_random_state
 from train.forward import make_eval_step, make_forward_only

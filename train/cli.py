@@ -50,7 +50,7 @@ examples:
   python -m train --run runs/more --init runs/first --data ~/notes --steps 200
   python -m train --run runs/again --config runs/more/settings.toml --seed 1
   torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh pp=2,fsdp=2
-  python -m train.commands.sample runs/first --prompt "def "   let it speak
+  python -m train.sample runs/first --prompt "def "   let it speak
 """
 
 

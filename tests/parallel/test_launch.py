@@ -33,7 +33,7 @@ from tests.parallel.test_load import read_by_process
 from tests.parallel.test_simulate import compare, counted, size
 from tests.train.test_finetune import checkpoint_of
 from train import adamw, init_state, sharded
-from train.checkpoint.steps import Checkpoint
+from train.checkpoint.saved_steps import Checkpoint
 from train.cli import main
 from train.data.rows import Batch
 from train.dist.dtensor import local_tree

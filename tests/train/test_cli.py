@@ -129,7 +129,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
     assert "set XDG_CACHE_HOME" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["train", "train.commands.sample"])
+@pytest.mark.parametrize("module", ["train", "train.sample"])
 def test_help_names_every_flag(forks, module):
     shown = forks.run(["-m", module, "--help"])
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -145,7 +145,7 @@ def test_help_names_every_flag(forks, module):
             "--save-every N",
             "--keep N",
         ),
-        "train.commands.sample": (
+        "train.sample": (
             "CHECKPOINT_FOLDER",
             "--prompt TEXT",
             "--tokens N",

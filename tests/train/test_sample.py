@@ -80,7 +80,7 @@ def test_mistakes_are_sentences(checkpoint, tmp_path, capsys):
     def said(*arguments):
         assert main([str(argument) for argument in arguments]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("python -m train.commands.sample: ")
+        assert error.startswith("python -m train.sample: ")
         assert error.count("\n") == 1
         return error
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .steps import plain
+from .saved_steps import plain
 
 
 class Saver:

@@ -29,8 +29,8 @@ from fnmodels.tree import Tree
 from params.checkpoint.shard_index import listed
 from train.dist.dtensor import is_spread, map_local
 
-from . import steps
-from .steps import Checkpoint, Folder, Json
+from . import saved_steps
+from .saved_steps import Checkpoint, Folder, Json
 
 T = TypeVar("T")
 Kinds = dict[str, tuple[torch.dtype, torch.Size]]
@@ -60,7 +60,7 @@ def save(
         raise ValueError(f"The tree cannot be saved, for only tensors can be:{listed(faults)}")
     _check_group(flat, group)
     with ExitStack() as stack:
-        opened = steps.commit(folder, step, progress, keep=keep, keep_every=keep_every)
+        opened = saved_steps.commit(folder, step, progress, keep=keep, keep_every=keep_every)
         place = _by_first(lambda: str(stack.enter_context(opened)), group)
         writer = HuggingFaceStorageWriter(place, save_distributed=True)
         _told(lambda: write(flat, storage_writer=writer, process_group=group))
@@ -69,7 +69,7 @@ def save(
 
 def latest(folder: Folder, *, group: Any = None) -> Checkpoint | None:
     """`train.checkpoint.latest`, read and verified by the first process alone; by all of `group`, as in `save`."""
-    return _by_first(lambda: steps.latest(folder), group)
+    return _by_first(lambda: saved_steps.latest(folder), group)
 
 
 def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:

@@ -1,4 +1,4 @@
-"""python -m train.commands.compare RUN_A RUN_B: whether two runs learnt the same, step by step, and where they part.
+"""python -m train.compare RUN_A RUN_B: whether two runs learnt the same, step by step, and where they part.
 
 With --ref the second run is made here: the settings of RUN_A, trained again by another revision of this repository in a
 worktree of its own. So a refactoring shows that it changed nothing, or what it changed.
@@ -144,7 +144,7 @@ def git(*arguments: str) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(prog="python -m train.commands.compare", description="Per-step differences of the losses of two runs.")
+    made = Parser(prog="python -m train.compare", description="Per-step differences of the losses of two runs.")
     made.add_argument("first", type=Path, metavar="RUN_A", help="a run folder")
     made.add_argument("second", type=Path, nargs="?", metavar="RUN_B", help="another one")
     made.add_argument("--ref", metavar="GIT_REV", help="in place of RUN_B: make RUN_A again at this revision")
@@ -182,8 +182,4 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.commands.compare", parser, compare, argv, needs=("matplotlib", "tensorboard"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command("python -m train.compare", parser, compare, argv, needs=("matplotlib", "tensorboard"))

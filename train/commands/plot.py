@@ -1,12 +1,11 @@
 """loss.png: train and held-out loss over the steps, and what zlib reaches on the same held-out text; below, what else
 there is to watch: learning rate, gradient norm, tokens per second, the share of the peak, how even experts are used.
 
-python -m train.commands.plot RUN [RUN ...] draws the curves of several runs on one picture.
+python -m train.plot RUN [RUN ...] draws the curves of several runs on one picture.
 """
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -154,7 +153,7 @@ def curves(path: Path, folders: Mapping[str, Path]) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(prog="python -m train.commands.plot", description="The loss curves of several runs on one picture.")
+    made = Parser(prog="python -m train.plot", description="The loss curves of several runs on one picture.")
     made.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     made.add_argument("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="default %(default)s")
     return made
@@ -167,8 +166,4 @@ def plot(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.commands.plot", parser, plot, argv, needs=("matplotlib", "tensorboard"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command("python -m train.plot", parser, plot, argv, needs=("matplotlib", "tensorboard"))

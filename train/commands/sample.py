@@ -1,10 +1,9 @@
-"""Continue a prompt with a checkpoint folder that has a tokenizer.json: `python -m train.commands.sample FOLDER --prompt TEXT`.
+"""Continue a prompt with a checkpoint folder that has a tokenizer.json: `python -m train.sample FOLDER --prompt TEXT`.
 
 Every token recomputes the whole context: simple, and enough for a look at what a model has learned.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +76,7 @@ def complete(params: Tree, config: Any, tokenizer: "Tokenizer", prompt: str, end
 
 
 def _name() -> str:
-    return called("fnmodels-sample", "train.commands.sample")
+    return called("fnmodels-sample", "train.sample")
 
 
 def parser() -> Parser:
@@ -120,7 +119,3 @@ def sample(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     return run_command(_name(), parser, sample, argv, needs=("tokenizers",))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,7 @@
-"""Evaluate a checkpoint folder on tasks of EleutherAI's harness: `python -m train.commands.tasks FOLDER --tasks NAME`."""
+"""Evaluate a checkpoint folder on tasks of EleutherAI's harness: `python -m train.tasks FOLDER --tasks NAME`."""
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from train.errors import UserError
 
 def parser() -> Parser:
     made = Parser(
-        prog="python -m train.commands.tasks",
+        prog="python -m train.tasks",
         description="Evaluate a model on tasks of EleutherAI's evaluation harness, with our forward pass. A task whose "
         "data are on this machine needs no network.",
     )
@@ -56,8 +55,4 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("python -m train.commands.tasks", parser, evaluate, argv, needs=("lm_eval", "tokenizers"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command("python -m train.tasks", parser, evaluate, argv, needs=("lm_eval", "tokenizers"))

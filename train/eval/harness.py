@@ -2,7 +2,7 @@
 
     results = lm_eval.simple_evaluate(model=Checkpoint(folder), tasks=["my_task"], task_manager=...)
 
-`python -m train.commands.tasks` is this as a command. The harness makes texts of a task's documents and looks only at what the
+`python -m train.tasks` is this as a command. The harness makes texts of a task's documents and looks only at what the
 three methods return, so nothing of a model is in it. What is not said by a task is as in the harness's own model of
 transformers (`hf`), so that numbers can be compared: beginnings of texts, lengths, when to draw and when to stop.
 """

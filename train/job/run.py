@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.tree import Tree
-from train.checkpoint import sharded, steps
+from train.checkpoint import saved_steps, sharded
 from train.checkpoint.background import Saver
-from train.checkpoint.steps import Checkpoint
+from train.checkpoint.saved_steps import Checkpoint
 from train.commands.sample import complete
 from train.data.mixture import batch
 from train.errors import UserError
@@ -71,7 +71,7 @@ def train_run(options: Options, defaults: Settings) -> int:
             options = replace(options, resume=True)
         run_folder.refuse_to_mix(options.run, resume=options.resume)
         run_folder.let_in(options.run, start)
-        saved, problems = steps.newest(options.run / run_folder.STEPS) if options.resume else (None, [])
+        saved, problems = saved_steps.newest(options.run / run_folder.STEPS) if options.resume else (None, [])
         report.damaged(problems)
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
@@ -100,7 +100,7 @@ def train_run(options: Options, defaults: Settings) -> int:
 def recorded_in(saved: Checkpoint) -> Json:
     """The identity of the run that saved the step. UserError where no run did."""
     recorded, tokens = saved.progress.get("run"), saved.progress.get("tokens")
-    path = saved.path / steps.PROGRESS
+    path = saved.path / saved_steps.PROGRESS
     if not isinstance(recorded, dict) or not isinstance(recorded.get("settings"), dict) or type(tokens) is not int:
         raise UserError(f"{path} does not say which run saved the step, so none can go on from it: name another --run")
     wrong = sorted(from_json(recorded["settings"]).keys() ^ (recorded["settings"].keys() | KINDS.keys() - FREE))
@@ -170,10 +170,10 @@ def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) 
         if shared:
             state = shared.do("load", saved)
         else:
-            by_one = (saved.path / steps.STATE).exists()
-            kept = (steps if by_one else sharded).load(saved, like=initial_model.kept(state, job.settings))
+            by_one = (saved.path / saved_steps.STATE).exists()
+            kept = (saved_steps if by_one else sharded).load(saved, like=initial_model.kept(state, job.settings))
             state = initial_model.restored(state, kept, job.settings)
-        steps.set_aside(job.path / run_folder.STEPS, after=saved.step)
+        saved_steps.set_aside(job.path / run_folder.STEPS, after=saved.step)
         write_out(job, state, shared)  # a kill may have come between the step and this
         print(f"resuming at step {reached.step} of {job.settings.steps}")
     rows = metrics_log.cut_after(job.path / run_folder.METRICS, reached.step)
@@ -267,7 +267,7 @@ def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics_lo
 
 def save(job: Job, keep: int, state: State, reached: Reached) -> None:
     """The step first, in one rename; the checkpoints for others to read are made from the same step after it."""
-    steps.save(job.path / run_folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
+    saved_steps.save(job.path / run_folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
     write_out(job, state, None)
 
 

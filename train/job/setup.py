@@ -19,7 +19,7 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Layout
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
-from train.checkpoint import steps as checkpoint
+from train.checkpoint import saved_steps as checkpoint
 from train.data import sources, tokenized
 from train.data.mixture import Mixture, epochs
 from train.data.rows import Batch

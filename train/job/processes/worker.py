@@ -17,7 +17,7 @@ import params as P
 from fnmodels import tree
 from fnmodels.tree import Tree
 from train.checkpoint import sharded
-from train.checkpoint.steps import Checkpoint
+from train.checkpoint.saved_steps import Checkpoint
 from train.data.rows import Batch
 from train.forward import make_eval_step
 from train.job import initial_model

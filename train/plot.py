@@ -1,0 +1,10 @@
+"""`python -m train.plot`: see train/commands/plot.py."""
+
+import sys
+
+from train.commands.plot import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

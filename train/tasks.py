@@ -1,0 +1,10 @@
+"""`python -m train.tasks`: see train/commands/tasks.py."""
+
+import sys
+
+from train.commands.tasks import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    sys.exit(main())
