@@ -78,7 +78,7 @@ RULES = {
 @pytest.mark.parametrize("piece", [(256, 1024), (4, 16), (1, 1)])
 def test_visible_keys_counts_the_dense_mask(name, piece, monkeypatch):
     """In text order, permuted, with gaps between positions, and of fewer queries than keys."""
-    monkeypatch.setattr(sys.modules["fnmodels.balance"], "_PIECE", piece)
+    monkeypatch.setattr(sys.modules["fnmodels.inputs.load_balance"], "_PIECE", piece)
     segments = fnmodels.segments_from_lengths([[40, 3, 1, 16], [60], []], 64)
     positions = fnmodels.positions_from_segments(segments, start=torch.tensor([5, 0, 0]))
     positions = positions * torch.tensor([[1], [3], [1]])

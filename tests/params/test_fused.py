@@ -80,7 +80,7 @@ def test_parts_are_mapped_and_owned_alone(folder: Path) -> None:
 
 
 def test_one_joined_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("params.export")  # `params.export` is the function
+    module = importlib.import_module("params.checkpoint.export")  # `params.export` is the function
     plain, alive, made = module.join, weakref.WeakSet[torch.Tensor](), []
 
     def watched(parts: Any) -> torch.Tensor:

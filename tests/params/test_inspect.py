@@ -50,7 +50,7 @@ def test_every_family(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[
     P.save_pretrained(tmp_path, case.config, generic_params(case.config), max_shard_size=20_000)
     assert main([str(tmp_path), "--verify"]) == 0
     out = capsys.readouterr().out
-    for words in (f"fnmodels.{case.family}", f"{P.count(case.config):,}", "float32", "every byte is as it was saved"):
+    for words in (f"fnmodels.models.{case.family}", f"{P.count(case.config):,}", "float32", "every byte is as it was saved"):
         assert words in out, out
 
 

@@ -17,7 +17,7 @@ from params.sharding import Sharding
 from tests.support import richest
 
 # `params.init` is the function
-init = importlib.import_module("params.init")
+init = importlib.import_module("params.initialize")
 TENSOR = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
 SPEC = {
     "w": weight((8, 6), ("heads", "embed")),

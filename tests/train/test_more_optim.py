@@ -108,7 +108,7 @@ def test_what_is_around_muons_iteration_is_torchs(nesterov: bool, match_adamw: b
         return left @ right
 
     start = _params(torch.float64)  # so that what is rounded to bf16 is the same on both sides
-    monkeypatch.setattr(sys.modules["train.muon"], "orthogonalize", exact)  # train.muon itself is the function
+    monkeypatch.setattr(sys.modules["train.optim.muon"], "orthogonalize", exact)  # train.muon itself is the function
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", exact)
     ours, _ = _ours(muon(0.02, momentum=0.8, nesterov=nesterov, match_adamw=match_adamw), start)
     adjust = "match_rms_adamw" if match_adamw else "original"
