@@ -30,9 +30,11 @@ from fnmodels.errors import (
     UnsafePathError,
     UnsupportedError,
 )
-from fnmodels.inputs.convert import to_block_mask, to_cu_seqlens, to_dense
+from fnmodels.inputs.block_mask import to_block_mask
+from fnmodels.inputs.convert import to_cu_seqlens, to_dense
+from fnmodels.inputs.layout import Layout, document_layout, layout
 from fnmodels.inputs.load_balance import balance, imbalance
-from fnmodels.inputs.mask import Layout, Mask, build_mask, document_layout, layout
+from fnmodels.inputs.mask import Mask, build_mask
 from fnmodels.inputs.packing import pack, unpack
 from fnmodels.inputs.rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
 from fnmodels.inputs.segments import (

@@ -9,24 +9,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.convert import is_block_mask, shape_of
-from fnmodels.inputs.mask import Layout, Mask, MaskLike
+from fnmodels.inputs.block_mask import is_block_mask
+from fnmodels.inputs.convert import shape_of
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.segments import integers
 from fnmodels.models.common.registry import family_of
-from fnmodels.ops.attention.select import Kernel, materialize
+from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.ops.moe.layer import MOE_TAPS
 
+from .options import Block, Kernel, LayerFn
 from .tree import Tree, leaves
-
-Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-LayerFn = Callable[[Block], Block]
 
 
 def prepare(

@@ -27,3 +27,7 @@ class UnsupportedError(CheckpointError):
 
 class ConfigError(CheckpointError):
     """A configuration value is missing, of the wrong type, impossible or contradictory."""
+
+
+class UserError(ValueError):
+    """Something the caller can put right: the message is one sentence that names the value and what would be right."""

@@ -9,13 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fnmodels.errors import CheckpointError
+from fnmodels.errors import CheckpointError, UserError
 
 NO_MEMORY = "can't allocate memory"  # torch's words, in a RuntimeError
-
-
-class UserError(ValueError):
-    """Something the caller can put right: the message is one sentence that names the value and what would be right."""
 
 
 class Parser(argparse.ArgumentParser):

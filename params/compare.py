@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import family_of, forward, prepare, tree
-from fnmodels.errors import MismatchError, UnsupportedError
+from fnmodels.errors import MismatchError, UnsupportedError, UserError
 from fnmodels.models.common.storage import gather
 from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
@@ -33,7 +33,7 @@ from params.checkpoint.load import load_pretrained
 from params.checkpoint.shard_index import listed
 from params.checkpoint.tensor_map import by_name, slots
 
-from .command_line import Parser, UserError, run_command
+from .command_line import Parser, run_command
 
 BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5 to 10 times the noise of two good kernels
 LENGTH, SHORTEST, SHIFT = 24, 4, 3

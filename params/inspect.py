@@ -18,14 +18,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fnmodels import family_of
-from fnmodels.errors import CheckpointError, FormatError
+from fnmodels.errors import CheckpointError, FormatError, UserError
 from fnmodels.models.common.config_json import quantization_of
 from params.checkpoint.config import read_config
 from params.checkpoint.load import check, load_pretrained
 from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
 from params.checkpoint.shard_index import open_folder
 
-from .command_line import Parser, UserError, called, printable, run_command
+from .command_line import Parser, called, printable, run_command
 from .initialize import count
 
 Lines = Iterator[tuple[str, str]]  # (what, its value)

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 import params.command_line
-from params.command_line import Parser, UserError, called, nearest, sentence
+from fnmodels.errors import UserError
+from params.command_line import Parser, called, nearest, sentence
 
 __all__ = ["Parser", "at_least", "called", "check_installed", "main_job", "nearest", "run_command", "sentence"]
 

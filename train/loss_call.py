@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from fnmodels import document_layout, tree
-from fnmodels.inputs.mask import Layout
+from fnmodels.inputs.layout import Layout
+from fnmodels.options import LayerFn
 from fnmodels.tree import Tree
 
-from .remat import LayerFn, layer_fn
+from .remat import layer_fn
 
 Batch = Mapping[str, Tensor]
 

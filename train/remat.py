@@ -14,11 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-LayerFn = Callable[[Block], Block]
+from fnmodels.options import Block, LayerFn
 
 
 def layer_fn(remat: str, compile: str) -> LayerFn | None:

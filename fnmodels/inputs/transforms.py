@@ -10,8 +10,8 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .convert import is_block_mask
-from .mask import Layout
+from .block_mask import is_block_mask
+from .layout import Layout
 
 
 def rows(batch: Tree) -> Tree:

@@ -13,15 +13,17 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels import mtp
 from fnmodels.errors import UnsupportedError
-from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
+from fnmodels.models.common import mtp
+from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.decoder import check_decoder, decoder_sizes, decoder_to_hf
+from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mla import latent_qkv, latent_scale
@@ -32,6 +34,7 @@ from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out
 from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")

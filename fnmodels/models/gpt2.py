@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
 from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Part, Stored
-from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import no_rotation
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt2",)

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
-from fnmodels.models.common.config_json import Fields, parse_rope, rope_to_hf, rope_values
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.decoder import (
     check_decoder,
     decoder_name,
@@ -24,9 +25,10 @@ from fnmodels.models.common.decoder import (
     sliding_layers,
 )
 from fnmodels.models.common.moe import check_experts, experts_from_hf, transposed_experts
+from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.models.common.spec import Leaf, Normal, attention_leaves, decoder_leaves, layer_leaves, moe_leaves
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.experts import Experts
@@ -35,6 +37,7 @@ from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.ops.norm import rms_norm_fp32_weight
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_oss",)

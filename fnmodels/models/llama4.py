@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.mask import Create, Layout, MaskLike, masks_of
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Chunk
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, glu
@@ -32,6 +34,7 @@ from fnmodels.ops.moe.router import RouterDtypes, top_k_sigmoid
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("llama4", "llama4_text")

@@ -12,17 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
-from fnmodels.models.common.config_json import Fields, parse_rope, rope_to_hf, rope_values
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf
+from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.models.common.spec import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves
-from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("ministral3",)

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
-from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf, ropes_by_layer_type
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.decoder import (
     check_decoder,
     decoder_name,
@@ -21,14 +22,16 @@ from fnmodels.models.common.decoder import (
     layer_types,
     sliding_layers,
 )
+from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
-from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm_fp32_weight
 from fnmodels.ops.qkv import project_out, split_heads
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("olmo2", "olmo3")

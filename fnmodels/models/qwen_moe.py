@@ -13,10 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.mask import Create, Layout, MaskLike, causal_masks
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields, rope_from_hf, rope_to_hf
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import (
     attention_leaves,
     decoder_leaves,
@@ -26,7 +28,7 @@ from fnmodels.models.common.spec import (
     norm,
 )
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.attention.select import Kernel, attention
+from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, glu
@@ -36,6 +38,7 @@ from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, split_heads
 from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "olmoe")

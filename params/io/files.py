@@ -6,12 +6,15 @@ import errno
 import json
 import os
 import stat
+import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import FormatError, UnsafePathError
 
+WRITING = ".writing-"  # begins the names of unfinished files
 JSON_LIMIT = 50_000_000  # bytes; the largest published index has about 15 MB
 DEPTH_LIMIT = 32  # of nesting; configurations have 4
 
@@ -91,3 +94,26 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def move_into_place(temporary: Path, path: Path) -> None:
+    """Replace `path` by the finished file `temporary` (same file system), so that no reader ever sees half of it."""
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write(temporary)` make the file, then rename it to `path`. A failed or killed write leaves the old file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=WRITING) as folder:
+        temporary = Path(folder) / path.name
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask has it; safetensors' writer leaves files to the owner alone
+        write(temporary)
+        temporary.chmod(mode)
+        move_into_place(temporary, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -9,7 +9,7 @@ import torch
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.config_json import _ROPE_KEYS
+from fnmodels.models.common.rope_config import _ROPE_KEYS
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
 from tests.support import Case, batch_of, cases, family_modules, generic_params, segments, variants_of

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import fnmodels
-from fnmodels.inputs import convert
+from fnmodels.inputs import block_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,8 @@ def test_a_block_mask_is_what_torch_makes(name, monkeypatch):
     expanded = fnmodels.build_mask(RULES[name], *(t[:1].expand(3, S) for t in (positions, segments)), spans=spans[:1])
     for one in (mask, fnmodels.permute(mask, order), mask.part(slice(300, 500), slice(None)), expanded):
         same(one, 3)
-        looked_at = convert._tiles_by_looking(one)
-        assert all(a.equal(b) for a, b in zip(convert._tiles_by_range(one), looked_at, strict=True))
+        looked_at = block_mask._tiles_by_looking(one)
+        assert all(a.equal(b) for a, b in zip(block_mask._tiles_by_range(one), looked_at, strict=True))
     same(row, 1)
 
 
@@ -63,8 +63,8 @@ def test_the_predicate_is_looked_at_on_the_edges_only(name, monkeypatch):
         looked.clear()
         positions = torch.arange(length)[None]
         made = fnmodels.to_block_mask(fnmodels.build_mask(RULES[name], positions, torch.ones_like(positions)))
-        assert sum(out.numel() for out in looked) <= 4 * convert.TILE * length
-        tiles = length // convert.TILE
+        assert sum(out.numel() for out in looked) <= 4 * block_mask.TILE * length
+        tiles = length // block_mask.TILE
         if name == "causal":
             assert made.full_kv_num_blocks.flatten().tolist() == list(range(tiles))
             assert made.kv_num_blocks.flatten().tolist() == [1] * tiles

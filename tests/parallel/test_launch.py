@@ -27,6 +27,7 @@ from torch import Tensor
 import params as P
 import train.job.processes.worker
 from fnmodels import llama, tree
+from fnmodels.errors import UserError
 from tests.parallel.pool import LIMIT, ROOT, Ranks
 from tests.parallel.reference import config_of
 from tests.parallel.test_load import read_by_process
@@ -37,7 +38,6 @@ from train.checkpoint.saved_steps import Checkpoint
 from train.cli import main
 from train.data.rows import Batch
 from train.dist.dtensor import local_tree
-from train.errors import UserError
 from train.eval import pretrained
 from train.job import run_folder as folder
 from train.job.mesh_flags import Sharing, check_fit, checked

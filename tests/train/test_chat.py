@@ -8,9 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from fnmodels import pack
-from fnmodels.errors import CheckpointError
+from fnmodels.errors import CheckpointError, UserError
 from train.data.chat import Example, Template, encode_chat, encode_turns, read_template, render, spans, talks
-from train.errors import UserError
 
 CHAT = [
     {"role": "user", "content": "Hi"},

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from fnmodels.errors import UserError
 from train.data import corpus
 from train.data.corpus import Document
-from train.errors import UserError
 
 
 def texts(documents):

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 import fnmodels
 import params as P
 from fnmodels import llama
+from fnmodels.errors import UserError
 from tests.support import generic_params
 from tests.train.test_scoring import direct
 from train.commands import tasks
-from train.errors import UserError
 
 CONFIG = llama.Config(260, 32, 48, 2, 4, 2, max_position_embeddings=24, tie_word_embeddings=True)
 QUESTIONS = [

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from fnmodels.errors import UserError
 from train.data import corpus
 from train.data.records import of_dataset, records
-from train.errors import UserError
 
 GOOD = [f"text number {i}\n" * 5 for i in range(3)]
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from train.errors import UserError
+from fnmodels.errors import UserError
 from train.job.settings import DEFAULT, FREE, KINDS, SIZES, Settings, deciding, from_json, read_toml, to_toml
 
 ALL = Settings(

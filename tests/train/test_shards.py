@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fnmodels.errors import UserError
 from train.data import token_shards
 from train.data.rows import Tokens, everything, stream
-from train.errors import UserError
 
 
 @pytest.fixture(autouse=True)

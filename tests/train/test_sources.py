@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from fnmodels.errors import UserError
 from tests.train.test_run import TINY, rows, same, stop_after, train
 from train.data import cache, sources, tokenized, tokenizer
 from train.data.chat import Template
 from train.data.rows import everything
-from train.errors import UserError
 from train.job import initial_model
 
 

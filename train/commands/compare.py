@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fnmodels.errors import UserError
 from train.cli import NEEDS, as_flag
 from train.command_line import Parser, at_least, check_installed, run_command
-from train.errors import UserError
 from train.job.settings import DEFAULT, SIZES, flag, from_json
 
 SHOWN = 20  # rows of the table

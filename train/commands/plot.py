@@ -15,9 +15,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fnmodels.errors import UserError
+from params.io.files import write_atomic
 from train.command_line import Parser, run_command
-from train.errors import UserError
-from train.files import write_atomic
 from train.job.metrics_log import Row, read_rows
 
 NATS_PER_BIT = math.log(2)

@@ -65,7 +65,7 @@ def continuation(
 
 def complete(params: Tree, config: Any, tokenizer: "Tokenizer", prompt: str, end: Sequence[int], **how: Any) -> str:
     """The prompt and its continuation as text. `how` as in `continuation`."""
-    from train.errors import UserError
+    from fnmodels.errors import UserError
 
     ids = tokenizer.encode(prompt).ids
     if not ids:

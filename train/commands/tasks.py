@@ -5,8 +5,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from fnmodels.errors import UserError
 from train.command_line import Parser, at_least, nearest, run_command
-from train.errors import UserError
 
 
 def parser() -> Parser:

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from train.errors import UserError
-from train.files import write_atomic
+from fnmodels.errors import UserError
+from params.io.files import write_atomic
 
 T = TypeVar("T")
 

@@ -28,9 +28,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from fnmodels.errors import UserError
+from fnmodels.inputs.packing import IGNORE
 from params.io.files import read_json
-from train.errors import UserError
-from train.losses.cross_entropy import IGNORE
 
 from .encoder import Talk, encode_talks
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.errors import UserError
+from fnmodels.errors import UserError
 
 from . import records
 from .records import Messages, Record, canonical

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fnmodels.errors import UserError
 from train.command_line import check_installed
-from train.errors import UserError
 
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 HALF = "holds half a character, a lone surrogate"

@@ -13,7 +13,7 @@ from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
-from train.errors import UserError
+from fnmodels.errors import UserError
 
 from . import corpus, token_shards
 from .corpus import Corpus

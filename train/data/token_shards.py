@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from train.errors import UserError
+from fnmodels.errors import UserError
 
 from .cache import cached
 from .rows import Tokens

@@ -15,8 +15,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from fnmodels.errors import UserError
 from train.command_line import check_installed
-from train.errors import UserError
 
 from . import token_shards
 from .cache import cached

@@ -18,10 +18,10 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from fnmodels.errors import UserError
 from params.io.files import read_json
 from train.commands.sample import continuation
 from train.data.chat import Template, read_template, render, special_tokens
-from train.errors import UserError
 
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .scoring import ROW_TOKENS, score_continuations

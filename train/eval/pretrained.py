@@ -8,10 +8,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 import params as P
+from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from params.io.files import read_json
 from train.data.encoder import take_all
-from train.errors import UserError
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fnmodels
+from fnmodels.inputs.packing import IGNORE
 from fnmodels.tree import Tree
-from train.losses.cross_entropy import IGNORE
 from train.losses.lm_head import CHUNK
 from train.losses.next_token import hidden_states
 from train.losses.softmax_stats import scores

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 import fnmodels
 import params as P
 from fnmodels import tree
+from fnmodels.errors import UserError
 from fnmodels.models import llama
 from fnmodels.tree import Tree
 from params.checkpoint.load import check
@@ -24,7 +25,6 @@ from train.data import sources
 from train.data.cache import cached
 from train.data.tokenizer import PIECES, special_ids, train
 from train.dist.dtensor import map_local
-from train.errors import UserError
 from train.eval import pretrained
 from train.state import State
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import params as P
+from fnmodels.errors import UserError
 from fnmodels.inputs.load_balance import head_tail_order
-from train.errors import UserError
 from train.job.processes.launch import world
 from train.optim.base import takes_parts
 from train.parallel import Mesh, Strategy

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from train.errors import UserError
-from train.files import write_text
+from fnmodels.errors import UserError
+from params.io.files import write_text
 from train.losses.moe_balance import Balance
 
 from .run_folder import BOARD, METRICS, SAMPLES, SPEED

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from fnmodels.errors import UserError
 from fnmodels.models import llama
 from train.data import sources
-from train.errors import UserError
 
 from . import initial_model
 from .mesh_flags import Sharing, check_fit

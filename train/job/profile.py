@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.profiler import profile
 
-from train.files import write_atomic
+from params.io.files import write_atomic
 
 LAST = 10_000  # bytes of a trace, in which its own name stands, and no more events
 WARM = 2  # steps before, in which buffers are made and kernels chosen

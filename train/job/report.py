@@ -7,9 +7,9 @@ from pathlib import Path
 
 import params as P
 from params.command_line import printable
+from params.io.files import write_text
 from train.command_line import sentence
 from train.commands.plot import Run, loss_picture
-from train.files import write_text
 
 from . import run_folder
 from .metrics_log import Row

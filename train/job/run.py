@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from train.checkpoint import saved_steps, sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.saved_steps import Checkpoint
 from train.commands.sample import complete
 from train.data.mixture import batch
-from train.errors import UserError
 from train.eval.pretrained import copy_companions
 from train.job.processes import launch
 from train.job.processes.controller import Team

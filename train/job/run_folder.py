@@ -23,9 +23,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from fnmodels.errors import UserError
+from params.io.files import WRITING, write_text
 from train.command_line import nearest
-from train.errors import UserError
-from train.files import WRITING, write_text
 
 LOCK = ".lock"
 RUN = "run.json"

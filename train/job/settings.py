@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fnmodels.errors import UserError
 from train.command_line import nearest
 from train.data import sources
-from train.errors import UserError
 from train.optim.schedules import SHAPES
 
 from .setting_types import (

@@ -16,17 +16,17 @@ from tokenizers import Tokenizer
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.inputs.mask import Layout
+from fnmodels.errors import UserError
+from fnmodels.inputs.layout import Layout
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
+from params.io.files import write_text
 from train.checkpoint import saved_steps as checkpoint
 from train.data import sources, tokenized
 from train.data.mixture import Mixture, epochs
 from train.data.rows import Batch
 from train.data.tokenizer import tokenizer_config
-from train.errors import UserError
 from train.eval import pretrained
-from train.files import write_text
 from train.losses.next_token import next_token_loss
 from train.optim.base import Optimizer
 

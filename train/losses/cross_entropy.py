@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.inputs.packing import IGNORE
+
 from .vocab_parallel import Part
 
-IGNORE = -100
 ROWS = 64  # tokens; see `loss_and_slope`
 
 

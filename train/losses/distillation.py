@@ -10,9 +10,9 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.inputs.mask import Layout
-from fnmodels.ops.attention.select import Kernel
+from fnmodels.inputs.layout import Layout
 from fnmodels.ops.moe.experts import Experts
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 from train.dist.dtensor import is_spread
 

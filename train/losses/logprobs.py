@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
 import fnmodels
-from fnmodels.inputs.mask import Layout
-from fnmodels.ops.attention.select import Kernel
+from fnmodels.inputs.layout import Layout
 from fnmodels.ops.moe.experts import Experts
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 
 from .cross_entropy import IGNORE, check_labels

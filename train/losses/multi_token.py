@@ -10,9 +10,10 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import mtp
-from fnmodels.inputs.mask import Layout, MaskLike
-from fnmodels.ops.attention.select import Kernel
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.moe.experts import Experts
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 
 from .cross_entropy import IGNORE, counted

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 import fnmodels
-from fnmodels.inputs.mask import Layout
-from fnmodels.ops.attention.select import Kernel
+from fnmodels.inputs.layout import Layout
 from fnmodels.ops.moe.experts import Experts
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels, counted

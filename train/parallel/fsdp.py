@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.options import Block, LayerFn
 from fnmodels.tree import Tree
 from params.sharding import Sharding, sharding_of
 from train.dist.collectives import all_gather, enter, enter_all
 from train.optim.base import wide_dtype, with_paths
-from train.remat import Block, LayerFn
 
 from .mesh import DATA
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fnmodels import tree
+from fnmodels.options import Block, LayerFn
 from fnmodels.tree import Tree
-from train.remat import Block, LayerFn
 
 from .mesh import mesh_of
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.apply import Block
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.moe.experts import grouped_experts
+from fnmodels.options import Block
 from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.losses.lm_head import head_loss, head_name

@@ -10,8 +10,8 @@ import torch
 
 import fnmodels
 import params as P
+from fnmodels.errors import UserError
 from train.command_line import Parser, at_least, run_command
-from train.errors import UserError
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline import gradients as pp
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.errors import UserError
-from train.files import write_atomic
+from fnmodels.errors import UserError
+from params.io.files import write_atomic
 
 from .facts import HELD, RankFacts
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fnmodels import mtp
 from fnmodels.errors import ConfigError
+from fnmodels.models.common import mtp
 from fnmodels.tree import Tree
 
 from .config_json import Fields

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.inputs.mask import Layout, Mask
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import Mask
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 
 from .math import math_attention

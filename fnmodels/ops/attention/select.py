@@ -14,7 +14,6 @@ The result is [B, Q, N, Hv]; a query that sees no key gives 0, and 0 gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +22,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fnmodels import tree
-from fnmodels.inputs import mask as masks
-from fnmodels.inputs.convert import is_block_mask, shape_of, to_block_mask, to_cu_seqlens, to_dense
-from fnmodels.inputs.mask import Layout, Mask, MaskLike
+from fnmodels.inputs.block_mask import is_block_mask, to_block_mask
+from fnmodels.inputs.convert import shape_of, to_cu_seqlens, to_dense
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.layout import layout as layout_of
+from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 from fnmodels.ops.autograd_guard import first_order
+from fnmodels.options import Kernel
 
 from .block_sparse import Plan, blocks_attention, plan_blocks
 from .flex import flex_attention
@@ -35,9 +37,6 @@ from .math import math_attention
 from .sdpa import sdpa_attention
 from .varlen import varlen_attention, varlen_window
 
-# One of KERNELS, or a function of your own (one that fetches the keys of other ranks, say), which is called as
-# kernel(q, k, v, mask, scale=, softcap=, sinks=, layout=) with the mask as it was given to `forward`.
-Kernel = str | Callable[..., Tensor]
 KERNELS = ("auto", "math", "sdpa", "blocks", "flex", "varlen")
 
 
@@ -173,7 +172,7 @@ def _check_documents(mask: Mask, layout: Layout) -> None:
         return
     # Under a transform results are wrapped too, even of plain tensors; under tracers (make_fx) they are recorded.
     with torch._C._DisableFuncTorch(), _disable_current_modes():
-        found = masks.layout({"": mask})
+        found = layout_of({"": mask})
     if found != layout:
         raise ValueError(
             "The layout describes other documents than the mask: make it of this batch in this order, "

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.autograd_guard import first_order
+from fnmodels.options import Kernel
 
 from .dispatch import Dispatched, combine, dispatch
 from .dispatch_cpu import Packed, pack, unpack

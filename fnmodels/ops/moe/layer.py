@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
+from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 
 from .experts import Experts, choose_experts, readable

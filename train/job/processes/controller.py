@@ -21,10 +21,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from train.command_line import main_job, sentence
 from train.data.rows import Batch
-from train.errors import UserError
 from train.state import State
 
 from .launch import patiently, world

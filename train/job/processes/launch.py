@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from fnmodels.errors import UserError
 from train.command_line import main_job, sentence
-from train.errors import UserError
 from train.parallel.mesh import warn_of_group
 
 JOINING = datetime.timedelta(seconds=60)  # for all to find each other

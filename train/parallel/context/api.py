@@ -32,11 +32,13 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
-from fnmodels.inputs.mask import Layout, Mask
-from fnmodels.ops.attention.select import Kernel, attention, materialize
+from fnmodels.inputs.mask import Mask
+from fnmodels.ops.attention.select import attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
+from fnmodels.options import Kernel
 from train.dist import collectives
 from train.losses.moe_balance import Balance
 from train.parallel.mesh import DATA, ROWS, mesh_of

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fnmodels import tree
-from fnmodels.apply import LayerFn
+from fnmodels.options import LayerFn
 from fnmodels.tree import Tree
 from train.dist.collectives import maximum
 from train.gradients import Sums, joined

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.apply import Block
+from fnmodels.options import Block
 from fnmodels.tree import Tree
 
 

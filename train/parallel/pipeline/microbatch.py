@@ -11,9 +11,10 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.inputs.mask import Layout, MaskLike
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import MaskLike
+from fnmodels.inputs.packing import IGNORE
 from train.loss_call import Batch, layout_of
-from train.losses.cross_entropy import IGNORE
 from train.losses.next_token import replayed
 
 from .schedule import Pipeline, check_microbatches

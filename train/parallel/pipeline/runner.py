@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.apply import LayerFn
+from fnmodels.options import LayerFn
 from fnmodels.tree import Tree
 from train.loss_call import Batch
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.apply import LayerFn
-from fnmodels.ops.attention.select import Kernel
 from fnmodels.ops.moe.experts import Experts
+from fnmodels.options import Kernel, LayerFn
 from fnmodels.tree import Tree
 from train.loss_call import Batch
 from train.losses.cross_entropy import check_labels, counted

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import family_of, tree
-from fnmodels.apply import Block
+from fnmodels.options import Block
 from fnmodels.tree import Tree
 from params.initialize import draw
 from train.dist.collectives import broadcast

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import family_of, tree
-from fnmodels.apply import Block, LayerFn
+from fnmodels.options import Block, LayerFn
 from fnmodels.tree import Tree
 from params import lora
 from train.dist import collectives

@@ -1,0 +1,183 @@
+"""FlexAttention's BlockMask, built from a Mask on the host in O(S) memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.rules import Range, Tokens
+from fnmodels.tree import leaves
+
+
+def is_block_mask(mask: MaskLike) -> bool:
+    """Told by its parts: the module that defines it takes long to import."""
+    return hasattr(mask, "mask_mod") and hasattr(mask, "kv_num_blocks")
+
+
+def _block_mask_to_dense(mask: Any) -> Tensor:
+    from torch.nn.attention.flex_attention import create_mask
+
+    # Not `mask.to_dense()`, which knows blocks of 128 x 128 only.
+    (batch, heads), (queries, keys) = mask.kv_num_blocks.shape[:2], mask.seq_lengths
+    try:
+        return create_mask(mask.mask_mod, batch, heads, queries, keys, mask.kv_num_blocks.device)
+    except RuntimeError as error:
+        if "sliced" not in str(error):
+            raise
+        raise ValueError(
+            "This BlockMask was sliced, and a slice has no predicate any more: pass the whole one, or a fnmodels.Mask."
+        ) from error
+
+
+TILE = 128  # queries and keys that FlexAttention treats as one
+
+
+ELEMENTS = 1 << 22  # of the predicate, evaluated at a time on the CPU; a GPU, which waits for launches, takes more
+
+
+def to_block_mask(mask: MaskLike) -> Any:
+    """FlexAttention's BlockMask of a `Mask` (a BlockMask is returned as it is).
+
+    Equal to `create_block_mask(mask.mask_mod(), ...)`, which needs memory Q x K. On the CPU in eager mode the predicate
+    is evaluated only on tiles that the rule does not know to be empty or full (`Rule.visible`, `Rule.covers`);
+    elsewhere ranges cannot be read without waiting, and it is evaluated on all, a few rows of tiles at a time.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if is_block_mask(mask):
+        return mask
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"A BlockMask is made of a fnmodels.Mask, not of a {type(mask).__name__}, which has no predicate to give; "
+            'kernel="sdpa" takes dense masks.'
+        )
+    queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]
+    if not queries or not keys:
+        raise ValueError(f"A BlockMask has a query and a key at least, this mask has {queries} and {keys}.")
+    if _on_host(mask):
+        with torch._C._DisableFuncTorch(), _disable_current_modes():
+            touched, whole = _tiles_by_range(mask)
+    else:
+        touched, whole = _tiles_by_looking(mask)
+    listed = (*_listed(touched & ~whole), *_listed(whole))
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=TILE, mask_mod=mask.mask_mod(), seq_lengths=(queries, keys))
+
+
+def _on_host(mask: Mask) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return not torch.compiler.is_compiling() and all(
+        type(t) is Tensor and t.is_cpu and not wrapped(t) for t in leaves(mask)
+    )
+
+
+def _tiles_by_looking(mask: Mask) -> tuple[Tensor, Tensor]:
+    """bool [B, 1, q, k] each: tiles in which some query sees a key, and those in which all see all."""
+    queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]
+    at_once = 16 * ELEMENTS if mask.q_positions.is_cuda else ELEMENTS
+    step = TILE * max(1, at_once // (TILE * keys * mask.q_positions.shape[0]))
+    touched, full = [], []
+    for begin in range(0, queries, step):
+        seen = mask.part(slice(begin, begin + step), slice(None)).dense()  # [B, 1, q, K]
+        seen = F.pad(seen, (0, -keys % TILE, 0, -seen.shape[2] % TILE))
+        tiles = seen.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
+        touched.append(tiles.any(dim=5).any(dim=3))
+        full.append(tiles.all(dim=5).all(dim=3))
+    return torch.cat(touched, dim=2), torch.cat(full, dim=2)
+
+
+def _tiles_by_range(mask: Mask) -> tuple[Tensor, Tensor]:
+    """As `_tiles_by_looking`, host-side."""
+    tensors = leaves(mask)
+    rows = max(t.shape[0] for t in tensors)
+    # Rows that were made of one by `expand` are one.
+    different = 1 if all(t.shape[0] == 1 or t.stride(0) == 0 for t in tensors) else rows
+    found = [_tiles_of_row(mask.part(slice(None), slice(None), slice(row, row + 1))) for row in range(different)]
+    touched, whole = (torch.stack(each)[:, None].expand(rows, -1, -1, -1) for each in zip(*found, strict=True))
+    return touched, whole
+
+
+def _tiles_of_row(mask: Mask) -> tuple[Tensor, Tensor]:
+    """[q, k] each. The plane of tiles is quartered until a part is empty, full or one tile, which is looked at."""
+    q = _tiled(mask.q_positions, mask.q_segments, mask.q_spans)
+    kv = _tiled(mask.kv_positions, mask.kv_segments, mask.kv_spans)
+    q_levels, kv_levels = _ranges(q), _ranges(kv)
+    whole = torch.zeros(len(q.positions), len(kv.positions), dtype=torch.bool)
+    unknown: list[tuple[int, int]] = []
+    waiting = [(len(q_levels) - 1, 0, len(kv_levels) - 1, 0)]
+    while waiting:
+        a, i, b, j = waiting.pop()
+        queries, keys = q_levels[a][i], kv_levels[b][j]
+        if queries is None or keys is None:
+            continue
+        (q_at, q_documents, q_one), (kv_at, kv_documents, kv_one) = queries, keys
+        low, high = mask.rule.visible(q_at)
+        if kv_at[1] < low or kv_at[0] > high or kv_documents[1] < q_documents[0] or kv_documents[0] > q_documents[1]:
+            continue
+        if q_one and kv_one and q_documents == kv_documents and mask.rule.covers(q_at, kv_at):
+            whole[i << a : (i + 1) << a, j << b : (j + 1) << b] = True
+        elif a == b == 0:
+            unknown.append((i, j))
+        else:
+            above = [(a - 1, 2 * i), (a - 1, 2 * i + 1)] if a >= b else [(a, i)]
+            beside = [(b - 1, 2 * j), (b - 1, 2 * j + 1)] if b >= a else [(b, j)]
+            waiting += [(*one, *other) for one, other in itertools.product(above, beside)]
+    touched = whole.clone()
+    for some in torch.tensor(unknown, dtype=torch.long).view(-1, 2).split(max(1, ELEMENTS // TILE**2)):
+        i_s, j_s = some.unbind(1)
+        seen = mask.allowed(_taken(q, i_s, -1), _taken(kv, j_s, -2))
+        touched[i_s, j_s] = seen.flatten(1).any(dim=1)
+        whole[i_s, j_s] = seen.flatten(1).all(dim=1)
+    return touched, whole
+
+
+def _tiled(positions: Tensor, segments: Tensor, spans: Tensor | None) -> Tokens:
+    """[1, S] -> [tiles, TILE], with padding behind."""
+    more = (0, -positions.shape[1] % TILE)
+    cut = [None if t is None else F.pad(t[0], more).unflatten(0, (-1, TILE)) for t in (segments, spans)]
+    assert cut[0] is not None
+    return Tokens(F.pad(positions[0], more).unflatten(0, (-1, TILE)), cut[0], cut[1])
+
+
+def _taken(tokens: Tokens, which: Tensor, dim: int) -> Tokens:
+    spans = None if tokens.spans is None else tokens.spans[which].unsqueeze(dim)
+    return Tokens(tokens.positions[which].unsqueeze(dim), tokens.segments[which].unsqueeze(dim), spans)
+
+
+# Of tokens that are no padding: their positions, their documents, and whether they are all there is, of one document.
+_Of = tuple[Range, Range, bool]
+
+
+def _ranges(tokens: Tokens) -> list[list[_Of | None]]:
+    """For each tile; then for two tiles together, for four, ... None where there is only padding."""
+    real = tokens.segments > 0
+    most = torch.iinfo(torch.int64).max
+    lows = [t.long().where(real, most).amin(dim=1).tolist() for t in (tokens.positions, tokens.segments)]
+    highs = [t.long().where(real, -most).amax(dim=1).tolist() for t in (tokens.positions, tokens.segments)]
+    levels: list[list[_Of | None]] = [[]]
+    all_real = real.all(dim=1).tolist()
+    for low, high, first, last, full in zip(lows[0], highs[0], lows[1], highs[1], all_real, strict=True):
+        levels[0].append(((low, high), (first, last), full and first == last) if first <= last else None)
+    while len(levels[-1]) > 1:
+        below = levels[-1] + [None] * (len(levels[-1]) % 2)
+        levels.append([_both(*pair) for pair in zip(below[::2], below[1::2], strict=True)])
+        levels[-2] = below
+    return levels
+
+
+def _both(left: _Of | None, right: _Of | None) -> _Of | None:
+    if left is None or right is None:
+        some = left or right
+        return None if some is None else (*some[:2], False)
+    ranges = [(min(one[0], other[0]), max(one[1], other[1])) for one, other in zip(left[:2], right[:2], strict=True)]
+    return ranges[0], ranges[1], left[2] and right[2] and left[1] == right[1]
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [B, 1, q, k] as the count per row of tiles, and their indices before all others."""
+    return tiles.sum(dim=-1, dtype=torch.int32), tiles.int().argsort(dim=-1, descending=True, stable=True).int()

@@ -1,0 +1,131 @@
+"""Rotary embedding settings of config.json, in both dialects, from and to `Rope`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fnmodels.errors import ConfigError
+from fnmodels.ops.rotary import Rope
+
+from .config_json import _MISSING, Fields, shown
+
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+}
+
+
+def rope_from_hf(
+    fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: float | None = None
+) -> Rope:
+    """One table's `Rope` from either dialect; arguments as for `parse_rope`."""
+    inner = Fields(rope_values(fields), f"{fields.where}, rope")
+    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta, partial=partial)
+
+
+def rope_values(fields: Fields) -> dict[str, Any]:
+    """One table's rope object: `rope_parameters`, or the older `rope_theta` with `rope_scaling` beside it."""
+    new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{fields.where}: {name!r} is {shown(value)}, but must be an object or null.")
+    if new is not None and old is not None and dict(new) != dict(old):
+        raise ConfigError(f"{fields.where} has both 'rope_parameters' and 'rope_scaling', and they disagree.")
+    inner = dict(new or old or {})
+    for name in ("rope_theta", "partial_rotary_factor"):
+        outer = fields.take(name, None)
+        if outer is not None and inner.setdefault(name, outer) != outer:
+            raise ConfigError(
+                f"{fields.where}: {name!r} is {shown(outer)} at the top and {shown(inner[name])} in the rope."
+            )
+    return inner
+
+
+def ropes_by_layer_type(
+    fields: Fields, thetas: Mapping[str, float], *, scaled: str, head_dim: int, max_positions: int
+) -> dict[str, Rope]:
+    """A `Rope` for each layer type, from `rope_parameters` nested by layer type or from the older fields at the top.
+
+    thetas: the family's defaults. scaled: the layer type that an older `rope_theta` and `rope_scaling` speak of.
+    """
+    nested = fields.take("rope_parameters", None)
+    if not isinstance(nested, Mapping) or not set(nested) & set(thetas):
+        ropes = {scaled: rope_from_hf(fields, head_dim=head_dim, max_positions=max_positions, theta=thetas[scaled])}
+        return ropes | {name: Rope(theta) for name, theta in thetas.items() if name != scaled}
+    unknown = sorted(set(nested) - set(thetas))
+    if unknown:
+        raise ConfigError(f"{fields.where}: 'rope_parameters' has {', '.join(unknown)} beside {', '.join(thetas)}.")
+    ropes = {}
+    for name, theta in thetas.items():
+        given = nested.get(name)
+        inner = Fields({} if given is None else given, f"{fields.where}, rope of {name}")
+        ropes[name] = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta)
+    return ropes
+
+
+def parse_rope(
+    fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: float | None = None
+) -> Rope:
+    """One rope object in Hugging Face's terms, checked.
+
+    theta: the family's default. partial: its default for the share of a head that rotates; None where it rotates all,
+    and transformers ignores the factor, or fails, so that it is refused here.
+    """
+    if {"rope_type", "type"} <= set(fields.values) and fields.values["rope_type"] != fields.values["type"]:
+        raise ConfigError(f"{fields.where}: 'rope_type' and 'type' disagree.")
+    fields.take("type", None)
+    kind = fields.choice("rope_type", tuple(_ROPE_KEYS), default=fields.values.get("type") or "default")
+    if partial is None:
+        fields.expect("partial_rotary_factor", 1, 1.0)
+    share = fields.number("partial_rotary_factor", partial or 1.0, high=1.0)
+    theta = fields.number("rope_theta", theta)
+    dim = int(head_dim * share)
+    if dim % 2 or not 2 <= dim <= head_dim:
+        raise ConfigError(f"{fields.where}: {dim} of {head_dim} head dimensions would rotate; it must be even and fit.")
+    known = _ROPE_KEYS[kind]
+    original = max_positions
+    if "original_max_position_embeddings" in known:
+        original = fields.integer("original_max_position_embeddings", max_positions)
+    rest: dict[str, Any] = {}
+    for name in known:
+        if name in ("low_freq_factor", "high_freq_factor") or (
+            name in ("beta_fast", "beta_slow", "attention_factor") and fields.values.get(name) is not None
+        ):
+            rest[name] = fields.number(name)
+        elif name in ("mscale", "mscale_all_dim"):
+            rest[name] = fields.number(name, 0.0, above=-1e-9)
+    if "factor" in known:
+        default = max_positions / original if kind in ("yarn", "longrope") else _MISSING
+        rest["factor"] = fields.number("factor", default)
+    if kind == "yarn":
+        rest["truncate"] = fields.boolean("truncate", True)
+    if kind == "longrope":
+        rest |= {name: fields.numbers(name, dim // 2) for name in ("short_factor", "long_factor")}
+    if kind == "llama3" and rest["low_freq_factor"] > rest["high_freq_factor"]:
+        raise ConfigError(f"{fields.where}: 'low_freq_factor' must not be above 'high_freq_factor'.")
+    if kind == "dynamic" and dim == 2:
+        raise ConfigError(f"{fields.where}: dynamic scaling needs more than 2 rotating dimensions.")
+    # transformers writes this one beside every kind of a model that was extended; only three kinds read it
+    fields.finish(ignored=("original_max_position_embeddings",))
+    needs_original = kind not in ("default", "linear")
+    return Rope(theta, kind, share, original_max_position_embeddings=original if needs_original else 0, **rest)
+
+
+def rope_to_hf(rope: Rope) -> dict[str, Any]:
+    """The object that `parse_rope` reads back."""
+    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.partial != 1:
+        out["partial_rotary_factor"] = rope.partial
+    for name in _ROPE_KEYS[rope.kind]:
+        value = getattr(rope, name)
+        if value is not None and not (name.startswith("mscale") and value == 0):
+            out[name] = list(value) if isinstance(value, tuple) else value
+    return out

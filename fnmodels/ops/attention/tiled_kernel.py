@@ -1,0 +1,85 @@
+"""The maths of tiled causal attention, forward and backward, on plain tensors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[B, S, N, H] -> [B, G, N/G, S, H], a view."""
+    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _heads(x: Tensor) -> Tensor:
+    """[B, S, G, H] -> [B G, S, H], contiguous."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A tile [B, G, N/G, rows, H] -> [B G, N/G rows, H]."""
+    return x.flatten(2, 3).flatten(0, 1)
+
+
+def _probabilities(q: Tensor, keys: Tensor, lo: int, future: Tensor) -> Tensor:
+    """Of the tile that begins at `lo`: q [B G, N/G rows, H], keys [B G, H, hi] -> [B G, N/G rows, hi]."""
+    scores = torch.bmm(q, keys)
+    scores.unflatten(1, (-1, future.shape[0]))[..., lo:].masked_fill_(future, -torch.inf)
+    return torch.softmax(scores, -1)
+
+
+def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    (batch, length, heads, _), groups = q.shape, k.shape[2]
+    q5, keys, values = _grouped(q, groups), _heads(k).mT, _heads(v)
+    out = q.new_empty(batch, length, heads, v.shape[3])
+    out5, size = _grouped(out, groups), _tile(q)
+    future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+    for lo in range(0, length, size):
+        hi = min(lo + size, length)
+        p = _probabilities(_rows(q5[:, :, :, lo:hi] * scale), keys[..., :hi], lo, future[: hi - lo, : hi - lo])
+        out5[:, :, :, lo:hi] = torch.bmm(p, values[:, :hi]).view(batch, groups, -1, hi - lo, v.shape[3])
+    return out
+
+
+def tiles_backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, length, _, width), groups = q.shape, k.shape[2]
+    q5, slope5, keys, values = _grouped(q, groups), _grouped(slope, groups), _heads(k), _heads(v)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
+    dq5, size = _grouped(dq, groups), _tile(q)
+    future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+    for lo in range(0, length, size):
+        hi = min(lo + size, length)
+        tile, above = _rows(q5[:, :, :, lo:hi] * scale), _rows(slope5[:, :, :, lo:hi])
+        p = _probabilities(tile, keys[:, :hi].mT, lo, future[: hi - lo, : hi - lo])
+        _add_product(dv[:, :hi], p.mT, above)
+        dp = torch.bmm(above, values[:, :hi].mT)
+        ds = torch._softmax_backward_data(dp, p, -1, q.dtype)
+        _add_product(dk[:, :hi], ds.mT, tile)
+        of_tile = torch.bmm(ds, keys[:, :hi]).view(batch, groups, -1, hi - lo, width)
+        torch.mul(of_tile, scale, out=dq5[:, :, :, lo:hi])
+    return dq, _unheads(dk, k), _unheads(dv, v)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.baddbmm_(a, b)
+    else:  # sums over tiles are taken in fp32
+        total += torch.bmm(a, b)
+
+
+def _unheads(grad: Tensor, like: Tensor) -> Tensor:
+    """[B G, S, H] -> [B, S, G, H] in the dtype of `like`."""
+    return grad.to(like.dtype).unflatten(0, (like.shape[0], -1)).transpose(1, 2)
+
+
+_SCORES = 1 << 21  # bytes of one tile's scores: they should stay in the cache between the products
+
+
+def _tile(q: Tensor) -> int:
+    batch, length, heads, _ = q.shape
+    rows = _SCORES // max(1, batch * heads * length * q.element_size())
+    return max(32, min(256, 2 ** int(math.log2(max(1, rows)))))
