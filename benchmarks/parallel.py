@@ -38,7 +38,7 @@ from train.dist.collectives import summed
 from train.parallel import Mesh, Strategy
 from train.parallel.batch_shards import own_rows
 from train.parallel.fsdp2 import Model, shard
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of
 
 TINY = {"vocab_size": 256, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128}
 NAMES = ("plain", "functional", "wrapper", "transformers FSDP2")

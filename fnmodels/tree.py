@@ -59,7 +59,8 @@ def pytree(cls: type[_T]) -> type[_T]:
 
 
 def _saved_module(cls: type) -> str:
-    return _SAVED_MODULES.get(cls.__module__, cls.__module__)
+    module: str = cls.__module__
+    return _SAVED_MODULES.get(module, module)
 
 
 def _to_json(value: Any) -> Any:
@@ -77,7 +78,7 @@ def _from_json(value: Any) -> Any:
         return tuple(_from_json(item) for item in value)
     if isinstance(value, dict):
         # Only among what is imported already: a file must not decide what gets imported.
-        module = _LOADED_MODULES.get(value["module"], value["module"])
+        module = _LOADED_MODULES.get(str(value["module"]), str(value["module"]))
         cls = getattr(sys.modules.get(module), value["class"], None)
         if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
             raise ValueError(f"{value['module']}.{value['class']} is no dataclass that is imported here.")

@@ -9,7 +9,6 @@ from train import checkpoint
 from train.checkpoint import sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.rng_state import random_state, set_random_state
-from train.forward import make_eval_step, make_forward_only
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence
 from train.losses.lm_head import head_loss
@@ -28,7 +27,7 @@ from train.optim.stochastic_rounding import stochastic_round, with_stochastic_ro
 from train.optim.transforms import chain, clip_norm, masked
 from train.optim.wrappers import averaged, partition, with_ema, with_master
 from train.state import State, init_state
-from train.step import make_step
+from train.step import make_eval_step, make_forward_only, make_step
 
 __all__ = [
     "Balance",

@@ -4,13 +4,13 @@ import argparse
 import datetime
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from train.job.flags import as_flag, value_of
 from train.job.setting_types import WORDS, Kind, choice, whole
 from train.job.settings import DEFAULT, GROUPS, Settings, flag
 
@@ -103,23 +103,6 @@ def parser() -> Parser:
             help=entry.metadata["help"] + shown,
         )
     return made
-
-
-def as_flag(value: Any) -> str:
-    """A value as it is written behind its flag."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def value_of(kind: Kind) -> Callable[[str], Any]:
-    """The type of a flag."""
-
-    def convert(text: str) -> Any:
-        try:
-            return kind.check(kind.read(text))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {kind.what}") from error
-
-    return convert
 
 
 def run(arguments: argparse.Namespace, defaults: Settings) -> int:

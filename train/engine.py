@@ -30,11 +30,11 @@ from train.dist.dtensor import local_tree
 from train.optim.base import Optimizer
 from train.parallel.mesh import Mesh, Strategy, warn_of_group
 
-from .forward import make_forward_only
 from .gradients import LossFn, Sums, gradient_sums, joined
 from .loss_call import Batch
 from .state import State, init_state
-from .step import check_limits, check_strategy, update
+from .step import check_limits, check_strategy, make_forward_only
+from .update import update
 
 
 class Engine:
@@ -60,7 +60,7 @@ class Engine:
         self.state: State = init_state(params, optimizer)
         self._teaching: Any = None
         if mesh is not None:
-            from train.parallel.step import place
+            from train.parallel.placement import place
             from train.parallel.update import teach
 
             warn_of_group()

@@ -9,6 +9,7 @@ It is built on `torch.autograd.grad` over detached leaves, so that nothing is le
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,3 +150,17 @@ def checked_loss(result: Any) -> tuple[Any, ...]:
 def valid_count(total: Tensor, count: Tensor) -> Tensor:
     """The count as a divisor: 1 for 0, so that nothing over nothing is 0."""
     return count.masked_fill(count == 0, 1).to(torch.promote_types(total.dtype, torch.float32))
+
+
+def totals(call: Callable[[Tree, Batch], Any], params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
+    """(sum, count[, aux]) of all parts."""
+    (total, count, *aux), *rest = (checked_loss(call(params, part)) for part in parts)
+    for more, number, *others in rest:
+        total, count = total + more, count + number
+        aux = [joined(one, other) for one, other in itertools.zip_longest(aux, others)]
+    return (total, count, *aux)
+
+
+def metrics_of(total: Tensor, count: Tensor, *aux: Tree) -> dict[str, Any]:
+    metrics = {"loss": total / valid_count(total, count), "total": total, "count": count}
+    return metrics | ({"aux": aux[0]} if aux else {})

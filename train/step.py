@@ -10,7 +10,6 @@ be called apart: `train.gradients.gradient_sums`, and `update` with what it retu
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -19,17 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels import tree
 from fnmodels.tree import Tree
-from train.losses.moe_balance import moved_biases
-from train.optim.base import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
+from train.optim.base import Optimizer
 from train.parallel.mesh import Mesh, Strategy
 
-from .gradients import LossFn, Sums, gradient_sums, valid_count
-from .loss_call import Batch, microbatches
-from .state import State, consume
-
-Step = Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]
+from .gradients import LossFn, gradient_sums, metrics_of, totals
+from .loss_call import Batch, caller, microbatches
+from .state import State
+from .update import Step, check_state, update
 
 
 def make_step(
@@ -122,123 +118,49 @@ def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
         raise ValueError(f"{strategy} is for many processes: it needs a mesh.")
 
 
-@torch.no_grad()
-def update(
-    optimizer: Optimizer,
-    state: State,
-    sums: Sums,
-    *,
-    clip: float | None = None,
-    inplace: bool = True,
-    balance_rate: float | None = None,
-    norm_of: Callable[[list[Tensor]], Tensor] = global_norm,
-    biases_of: Callable[..., dict[str, Tensor]] = moved_biases,
-) -> tuple[State, dict[str, Any]]:
-    """(the State after one update with the gradients of `sums`, which are used up; the metrics of `make_step`).
+def make_eval_step(
+    loss_fn: LossFn, *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
+) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
+    """A function eval_step(params, batch) -> {loss, total, count} and aux where the loss has one.
 
-    norm_of: the global norm of the gradients, of which this process may hold parts. biases_of: `moved_biases`, of which
-    it may hold parts too.
+    loss_fn, compile, batch, mesh, strategy: as in `make_step`; a list is of any lengths. `loss` is the mean over the
+    valid tokens of all of it, `total` their sum, so that totals and counts of several calls add up. No gradient, no
+    graph.
     """
-    _check_reached(sums)
-    loss, norm = sums.total / valid_count(sums.total, sums.count), norm_of(sums.grads)
-    scale = torch.ones_like(norm) if sums.divided else 1 / valid_count(sums.total, sums.count)
-    norm = norm * scale
-    finite = loss.isfinite() & norm.isfinite()
-    if clip is not None:
-        scale = scale * clip_factor(norm, clip)
-    if not sums.divided or clip is not None:
-        for grad in sums.grads:
-            grad.mul_(scale)
-    metrics: dict[str, Any] = {"loss": loss, "count": sums.count, "grad_norm": norm, "finite": finite}
-    metrics["lr"] = _rate(optimizer, state)
-    if optimizer.rates is not None:
-        metrics["lr_of"] = {name: _as_rate(rate) for name, rate in optimizer.rates(state.opt_state).items()}
-    if sums.aux is not None:
-        metrics["aux"] = sums.aux
-    train = trainable_mask(state.params, optimizer.trainable)
-    moved: dict[str, Tensor] = {}
-    if balance_rate is not None:  # before anything is written: it may refuse
-        counts = (sums.aux or {}).get("counts", loss.new_zeros(0))  # none of a stage without experts
-        moved = biases_of(state.params, counts, balance_rate, ~finite)
-    after = _update(optimizer, state, _scatter(train, sums.grads), ~finite, inplace)
-    if moved:
-        params = with_paths(lambda path, leaf: moved.get(path, leaf), after.params)
-        after = State(after.step, params, after.opt_state)
-    return after, metrics
+    check_strategy(mesh, strategy)
+    if mesh is not None:
+        from train.parallel.eval_steps import make_eval_over
+
+        return make_eval_over(mesh, loss_fn, compile=compile, strategy=strategy or Strategy())
+    call = caller(loss_fn, compile=compile)
+
+    @torch.no_grad()
+    def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
+        return metrics_of(*totals(call, params, microbatches(batch)))
+
+    return eval_step
 
 
-def _check_reached(sums: Sums) -> None:
-    """Of a leaf that the loss does not see the gradient would be 0, and weight decay would shrink it unseen.
+def make_forward_only(
+    function: Callable[..., Any], *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
+) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
+    """A function run(params, batch) -> function(params, batch) without gradients; of a list, the list of results.
 
-    Where no token counts there is nothing to learn, and experts are given nothing: that says nothing of the loss.
+    function: `token_logprobs`, a loss, anything of (params, batch). Its keywords `layer_fn` and `layout` are filled in
+    as `make_step` does, and what it returns is passed on as it is. compile, mesh, strategy: as in `make_step`; over a
+    mesh that divides batches it must return tensors [B, S, ...], and over `pp` it must be a functools.partial of
+    `token_logprobs`, or a `train.parallel.pipeline.types.Staged`.
     """
-    if sums.unreached and sums.count > 0:
-        some = ", ".join(sorted(sums.unreached)[:3])
-        raise ValueError(
-            f"The loss does not reach {len(sums.unreached)} of the leaves that train: {some}"
-            f"{', ...' if len(sums.unreached) > 3 else ''}. Take a loss that depends on them (train.mtp_loss for heads "
-            'under "mtp"), leave them out (params.load_pretrained(drop=("mtp",))), or freeze them: by '
-            "train.partition({pattern: None, ...}), or trainable=False of their Leaf in the optimizer's spec."
-        )
+    check_strategy(mesh, strategy)
+    if mesh is not None:
+        from train.parallel.eval_steps import make_forward_over
 
+        return make_forward_over(mesh, function, compile=compile, strategy=strategy or Strategy())
+    call = caller(function, compile=compile)
 
-def check_state(optimizer: Optimizer, state: State) -> None:
-    """ValueError where the State's opt_state has other leaves than this optimizer makes for such params.
+    @torch.no_grad()
+    def run(params: Tree, batch: Batch | Sequence[Batch]) -> Any:
+        found = [call(params, part) for part in microbatches(batch)]
+        return found if isinstance(batch, (list, tuple)) else found[0]
 
-    Fused kernels read moments of another size beyond their end.
-    """
-    if not isinstance(state, State):
-        kind = type(state).__name__
-        raise ValueError(f"A step takes a State, as train.init_state(params, optimizer) makes it, no {kind}.")
-    shapes = tree.map(lambda p: torch.empty_like(p, device="meta"), state.params)
-    try:
-        with torch.no_grad():
-            made = optimizer.init(shapes)
-    except RuntimeError:
-        return  # an init that reads values cannot be asked for no more than a structure
-    want, have = tree.flatten(made), tree.flatten(state.opt_state)
-    wrong = [f"{path} is missing" for path in want.keys() - have.keys()]
-    wrong += [f"{path} is too much" for path in have.keys() - want.keys()]
-    same = [path for path in want if path in have and isinstance(have[path], Tensor) and isinstance(want[path], Tensor)]
-    wrong += [f"{p} is {_kind(have[p])}, not {_kind(want[p])}" for p in same if _kind(have[p]) != _kind(want[p])]
-    if wrong:
-        raise ValueError(
-            f"The State's opt_state is not of this step's optimizer ({sorted(wrong)[0]}, one of {len(wrong)} such "
-            "leaves): make it by train.init_state(params, optimizer) with the optimizer that the step has."
-        )
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _update(optimizer: Optimizer, state: State, grads: Tree, skip: Tensor, inplace: bool) -> State:
-    if optimizer.apply_ is None:
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = apply_updates(state.params, updates)
-        keep = functools.partial(tree.map, lambda old, new: old if old is new else torch.where(skip, old, new))
-        after = State(state.step + 1, keep(state.params, params), keep(state.opt_state, opt_state))
-        if inplace:
-            consume(state)
-        return after
-    if inplace:
-        after = State(state.step, state.params, state.opt_state)
-        consume(state)
-    else:
-        after = tree.map(torch.clone, state)
-    optimizer.apply_(grads, after.opt_state, after.params, skip=skip)
-    after.step.add_(1)
-    return after
-
-
-def _scatter(train: Tree, grads: list[Tensor]) -> Tree:
-    values = iter(grads)
-    return tree.map(lambda trains: next(values) if trains else None, train)
-
-
-def _rate(optimizer: Optimizer, state: State) -> Tensor:
-    return _as_rate(float("nan") if optimizer.lr is None else optimizer.lr(state.opt_state))
-
-
-def _as_rate(rate: float | Tensor) -> Tensor:
-    return torch.as_tensor(rate, dtype=torch.float32).detach()
+    return run

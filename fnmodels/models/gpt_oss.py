@@ -200,7 +200,9 @@ def block(
     routing: Tensor | None = None,
     experts: str | Experts = "auto",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe.layer`."""
+    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see
+    `ops.moe.layer`.
+    """
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm_fp32_weight(x, layer["input_layernorm"], eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)

@@ -226,7 +226,9 @@ def block(
     routing: Tensor | None = None,
     experts: str | Experts = "auto",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see `ops.moe.layer`."""
+    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see
+    `ops.moe.layer`.
+    """
     weights, eps = layer["attention"], config.rms_norm_eps
     q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
     q, k = (apply_rotary_interleaved(t, freqs["table"]) for t in (q, k))

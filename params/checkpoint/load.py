@@ -72,12 +72,14 @@ def load_pretrained(
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
-    dtype: None keeps what each tensor has on disk, but for fp8 and mxfp4, which become bf16 (`params.checkpoint.dequantize`);
+    dtype: None keeps what each tensor has on disk, but for fp8 and mxfp4, which become bf16
+    (`params.checkpoint.dequantize`);
     otherwise leaves are cast one by one. Those of a Leaf with keep_dtype come in its dtype, with None in no narrower
     one. device: None is the CPU.
     plan: `params.plan`'s, made with a DeviceMesh: leaves become DTensors on it, of which each process takes its own
     part from the files, where rows are read alone, and columns with what lies closely between them. A plan of some
-    stages (`train.parallel.pipeline.gradients.share`) loads what it names. Nothing is sent: what the headers tell, all processes
+    stages (`train.parallel.pipeline.tree_split.share`) loads what it names. Nothing is sent: what the headers tell,
+    all processes
     raise alike; what only values tell (a tied head that differs), the one that reads these.
     copy=False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If the
     file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place the leaf may

@@ -243,7 +243,8 @@ def weights_in_the_dtype_of_the_model(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="mixtral")
 def another_declaration(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fnmodels.models.mixtral, "ROUTER", dataclasses.replace(fnmodels.models.mixtral.ROUTER, output="model"))
+    family = fnmodels.models.mixtral
+    patch.setattr(family, "ROUTER", dataclasses.replace(family.ROUTER, output="model"))
 
 
 @bug("R4", replay)

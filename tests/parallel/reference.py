@@ -40,13 +40,12 @@ from train.losses.moe_balance import Balance
 from train.parallel import Mesh, Strategy
 from train.parallel import update as updates
 from train.parallel.batch_shards import own_rows
-from train.parallel.fsdp import shardings
 from train.parallel.fsdp2 import Model, shard
-from train.parallel.pipeline.microbatch import padded
+from train.parallel.padding import padded
 from train.parallel.pipeline.stages import stage_plan
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of, shardings
 from train.remat import layer_fn
-from train.step import update
+from train.update import update
 
 # A tied embedding, biases, normed heads and a window; latents, a dense first layer, a shared expert and a bias of the
 # experts' choice, which no gradient moves; sinks, experts with biases and two kinds of layers.

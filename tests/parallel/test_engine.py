@@ -25,10 +25,9 @@ from tests.support import generic_params
 from train.dist.dtensor import local_tree
 from train.engine import Engine
 from train.parallel import Mesh, Strategy
-from train.parallel.fsdp import shardings
 from train.parallel.pipeline import gradients as pp
 from train.parallel.pipeline.stages import stage_plan
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of, shardings
 
 
 def surroundings() -> list[Any]:

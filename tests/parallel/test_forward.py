@@ -17,8 +17,8 @@ from train import make_eval_step, make_forward_only, token_logprobs
 from train.dist.dtensor import local_tree
 from train.parallel import Mesh, Strategy
 from train.parallel.batch_shards import own_columns
-from train.parallel.fsdp import gathering_stages, shardings
-from train.parallel.step import place
+from train.parallel.fsdp import gathering_stages
+from train.parallel.placement import place, shardings
 
 
 def lists() -> list[dict[str, Tensor]]:

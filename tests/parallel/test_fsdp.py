@@ -28,7 +28,7 @@ from tests.support import generic_params
 from train import adafactor, checkpoint, init_state, lion, make_step, muon, partition, sgd, sharded, with_ema
 from train.dist import collectives
 from train.dist.dtensor import local_tree
-from train.parallel import NAMES, Mesh, Strategy, fsdp, update
+from train.parallel import NAMES, Mesh, Strategy, fsdp, placement, update
 from train.parallel.batch_shards import own_rows
 
 # ------------------------------------------------------------------------------------------------ what is sent when
@@ -105,7 +105,7 @@ def transformed(name: str, mesh_text: str) -> dict[str, float]:
     """Directional derivative and Hessian times vector, of parts, against one process."""
     mesh = Mesh.parse(mesh_text)
     config, params = config_of(name), placed(name, mesh)
-    where = fsdp.shardings(params)
+    where = placement.shardings(params)
     whole = generic_params(config)
     draw = torch.Generator().manual_seed(5)
     direction = tree.map(lambda p: torch.randn(p.shape, generator=draw), whole)
@@ -173,7 +173,7 @@ def optimizers(mesh_text: str) -> dict[str, float]:
             one, _ = alone(one, batch())
             many, _ = together(many, batch())
             assert before.params is not many.params
-        where = tree.flatten(fsdp.shardings(many.params))
+        where = tree.flatten(placement.shardings(many.params))
         whole = tree.flatten(one.params)
         for path, leaf in tree.flatten(local_tree(many.params)).items():
             # the sign of a gradient that is nothing but rounding is a coin toss, which few leaves' few numbers show
@@ -203,7 +203,7 @@ def muons(name: str, mesh_text: str, damage: bool = False) -> dict[str, float]:
         for _ in range(2):
             one, _ = alone(one, batch())
             many, _ = together(many, batch())
-    where, whole = tree.flatten(fsdp.shardings(many.params)), tree.flatten(one.params)
+    where, whole = tree.flatten(placement.shardings(many.params)), tree.flatten(one.params)
     found = {}
     for path, leaf in tree.flatten(local_tree(many.params)).items():
         if path.endswith("proj"):
@@ -366,12 +366,12 @@ def leaves_refused() -> None:
 
     flat = devices(Mesh(fsdp=2))["fsdp"]
     with pytest.raises(ValueError, match=r"w is placed by Partial"):
-        fsdp.shardings({"w": DTensor.from_local(torch.ones(2), flat, [Partial()], run_check=False)})
+        placement.shardings({"w": DTensor.from_local(torch.ones(2), flat, [Partial()], run_check=False)})
     uneven = DTensor.from_local(
         torch.ones(2 - dist.get_rank()), flat, [Shard(0)], run_check=False, shape=(3,), stride=(1,)
     )
     with pytest.raises(ValueError, match=r"w: dimension 0 of \[3\] is not a multiple of the 2 parts"):
-        fsdp.shardings({"w": uneven})
+        placement.shardings({"w": uneven})
 
 
 def test_leaves_that_cannot_be_gathered_are_named(ranks: Ranks) -> None:

@@ -21,7 +21,7 @@ from tests.params import test_quantized as quantized
 from tests.support import generic_params, richest
 from train.parallel import Mesh, Strategy
 from train.parallel.pipeline.stages import stage_plan
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of
 
 FILE = "model.safetensors"
 LARGE = llama.Config(2048, 256, 512, 4, 4, 2)

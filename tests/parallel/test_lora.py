@@ -16,8 +16,7 @@ from train import adamw, init_state, make_step
 from train.dist.dtensor import local_tree
 from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
-from train.parallel.fsdp import shardings
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of, shardings
 from train.parallel.tensor import leaf_roles
 
 HOW: dict[str, Any] = {"rank": 3, "alpha": 6.0, "seed": 4}
@@ -103,7 +102,8 @@ def test_adapters_are_those_of_one_process(
 def unsummed() -> dict[str, float]:
     """Adapters whose gradients stay those of one process' heads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leaf_roles, "_adapted", lambda use, _: dict.fromkeys(("weight", "a", "b"), leaf_roles.Use("plain", False)))
+        plain = leaf_roles.Use("plain", False)
+        patch.setattr(leaf_roles, "_adapted", lambda use, _: dict.fromkeys(("weight", "a", "b"), plain))
         return errors_of("gpt_oss", "dp=2,tp=2", {}, "")
 
 

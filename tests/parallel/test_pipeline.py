@@ -24,8 +24,9 @@ from tests.support import cases, generic_params, positions_of, segments, tokens_
 from train.gradients import gradient_sums
 from train.losses.moe_balance import Balance
 from train.optim.base import with_paths
+from train.parallel import padding
 from train.parallel.pipeline import gradients as pp
-from train.parallel.pipeline import microbatch, runner, staged_loss
+from train.parallel.pipeline import runner, staged_loss
 
 # A tied embedding; a dense first layer, shared experts and a selection bias; sinks, a router bias and two kinds.
 FAMILIES = ("llama_tied", "deepseek_v3", "gpt_oss")
@@ -373,12 +374,12 @@ def test_padding_to_a_bucket() -> None:
     assert longer["labels"].tolist() == [[4, -100, -100, -100]] and longer["routing"].shape == (1, 4, 1, 3)
     assert pp.padded(batch, 2) is batch
     config = dataclasses.replace(config_of("llama_tied", 2), vocab_size=64)
-    assert [microbatch.clear_length(length, 4, config) for length in (57, 61, 64)] == [60, 68, 68]  # no [B, V] is cut
-    cut = functools.partial(microbatch.unpadded, larger=(2, 4), size=(1, 3))
+    assert [padding.clear_length(length, 4, config) for length in (57, 61, 64)] == [60, 68, 68]  # no [B, V] is cut
+    cut = functools.partial(padding.unpadded, larger=(2, 4), size=(1, 3))
     assert cut(torch.ones(2, 4, 5)).shape == (1, 3, 5) and cut(torch.ones(3, 4)).shape == (3, 4)
     for shape in ((2, 5), (2,)):
         with pytest.raises(ValueError, match="1 rows was padded to 2"):
             cut(torch.ones(shape))
-        assert microbatch.unpadded(torch.ones(shape), larger=(2, 4), size=(2, 3)).shape == shape
+        assert padding.unpadded(torch.ones(shape), larger=(2, 4), size=(2, 3)).shape == shape
     more = pp.padded(batch, 2, 2)
     assert more["labels"].tolist() == [[4, -100], [-100, -100]] and more["routing"][:, 0, 0, 0].tolist() == [1, 0]

@@ -29,7 +29,7 @@ from train.parallel.mesh import Strategy
 from train.parallel.pipeline import gradients as pp
 from train.parallel.pipeline.stages import init_stage, stage_plan
 from train.parallel.pipeline.timeline import Action, order
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of
 from train.simulate import RankFacts, Work, simulate
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

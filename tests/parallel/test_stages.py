@@ -17,9 +17,8 @@ from tests.parallel.pool import Ranks, devices
 from tests.parallel.test_pipeline import batch_of, config_of
 from train.dist.dtensor import local_tree
 from train.parallel import Mesh, Strategy
-from train.parallel.fsdp import shardings
 from train.parallel.pipeline.stages import init_stage, stage_plan
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of, shardings
 
 
 def even(name: str) -> Any:

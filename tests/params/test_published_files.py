@@ -82,7 +82,7 @@ def test_names_without_their_first_part(name: str, prefix: str, tmp_path: Path) 
     assert_loads(case, tmp_path)
     P.save_pretrained(tmp_path, *P.load_pretrained(tmp_path))
     names = fnmodels.family_of(case.config).hf_names(case.config)
-    assert load_file(tmp_path / FILE).keys() == {name for stored in names.values() for name in storage.disk_names(stored)}
+    assert load_file(tmp_path / FILE).keys() == {n for stored in names.values() for n in storage.disk_names(stored)}
 
 
 def test_embedding_gemma_has_the_class_of_a_text_without_a_head(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ WRONG_MATHS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "no rope layers the other way": (
         "smollm3",
         lambda patch: patch.setattr(
-            "fnmodels.models.llama.freqs_cis", lambda config, positions, **o: dict(_swapped(tables_of(config, positions, **o)))
+            "fnmodels.models.llama.freqs_cis",
+            lambda config, positions, **o: dict(_swapped(tables_of(config, positions, **o)))
         ),
     ),
     "gate and up": (
@@ -100,7 +101,8 @@ WRONG_MATHS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "norm of queries after rotation": (
         "qwen3",
         lambda patch: patch.setattr(
-            "fnmodels.models.llama.apply_rotary", lambda x, table: rms_norm(rotary.apply_rotary(x, table), None, eps=1e-2)
+            "fnmodels.models.llama.apply_rotary",
+            lambda x, table: rms_norm(rotary.apply_rotary(x, table), None, eps=1e-2)
         ),
     ),
 }

@@ -6,8 +6,9 @@ import torch
 import fnmodels
 import params as P
 from fnmodels import llama
-from train.commands.sample import choose, continuation, main
+from train.commands.sample import main
 from train.data import tokenizer
+from train.eval.generate import choose, continuation
 
 CONFIG = {
     "model_type": "llama",

@@ -367,7 +367,8 @@ def test_a_dataset_is_a_source_among_others(tmp_path: Path) -> None:
     records = [{"text": f"record {i}\n" * 9} for i in range(150)]
     mixed = sources.load(str(_words(tmp_path / "a", "one"))).sources
     texts = sources.Texts((*mixed, sources.of_dataset(records, "records", weight=Fraction(1, 2))))
-    mixture = tokenized.mixture(tokenized.tokenized(texts, tokenizer.train(["record 0123456789\n"] * 9, 300), 0, 300), 16)
+    learned = tokenizer.train(["record 0123456789\n"] * 9, 300)
+    mixture = tokenized.mixture(tokenized.tokenized(texts, learned, 0, 300), 16)
     assert mixture.names[1] == "records" and mixture.weights == (2, 1)
 
 

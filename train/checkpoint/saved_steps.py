@@ -12,7 +12,8 @@ A step is written into a folder `.saving-*` beside the others, flushed and recor
 the commit, so that a kill at any moment leaves this step whole or absent, and every older one as it was. A saved step
 is never written into. Tensors and JSON only: nothing that is read back is a pickle.
 
-Trees whose leaves are spread over processes: see train/checkpoint/sharded.py, which puts other files into the same folder.
+Trees whose leaves are spread over processes: see train/checkpoint/sharded.py, which puts other files into the same
+folder.
 """
 
 from __future__ import annotations

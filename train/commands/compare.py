@@ -18,8 +18,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fnmodels.errors import UserError
-from train.cli import NEEDS, as_flag
+from train.cli import NEEDS
 from train.command_line import Parser, at_least, check_installed, run_command
+from train.job.flags import as_flag
 from train.job.settings import DEFAULT, SIZES, flag, from_json
 
 SHOWN = 20  # rows of the table
@@ -58,7 +59,7 @@ def made_alone(first: Path, second: Path, *, called: str) -> list[str]:
 
 def all_losses(run: Path) -> dict[int, float]:
     """{step: train loss} of a run folder, a loss that was not finite as NaN. UserError where it has none."""
-    from .plot import read_run
+    from train.job.pictures import read_run
 
     rows = [row for row in read_run(run).rows if "loss" in row]
     return {row["step"]: math.nan if row["loss"] is None else row["loss"] for row in rows}
@@ -162,7 +163,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if (arguments.second is None) == (arguments.ref is None):
         raise UserError("give either a second run or --ref")
     if arguments.out is not None:
-        from .plot import check_name
+        from train.job.pictures import check_name
 
         check_name(arguments.out)  # a run that is made anew may take hours
     with TemporaryDirectory() as temporary:
@@ -174,7 +175,7 @@ def compare(arguments: argparse.Namespace) -> int:
         for line in settings_apart(arguments.first, second):
             print(f"the settings differ in {line}")
         if arguments.out is not None:
-            from .plot import curves
+            from train.job.pictures import curves
 
             curves(arguments.out, {str(arguments.first): arguments.first, name: second})
             print(f"curves: {arguments.out}")

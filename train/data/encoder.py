@@ -1,4 +1,5 @@
-"""Texts as token ids. Run as a script it does so for another process, which `train.data.encoder_pool` starts and speaks to.
+"""Texts as token ids. Run as a script it does so for another process, which `train.data.encoder_pool` starts and
+speaks to.
 
 It imports nothing of its package, which would be torch: a process is there in a fraction of a second.
 """

@@ -1,6 +1,7 @@
 """What --data names: one source of text or several with weights, each read by what its name ends with.
 
-notes/                     the text files, .jsonl and .parquet files below a folder; or conversations, see train.data.records
+notes/                     the text files, .jsonl and .parquet files below a folder; or conversations, see
+train.data.records
 talks.jsonl:3,books/:1     of every four rows, three from the first
 tokenized/                 a folder of .npy shards (train.data.token_shards), made by the tokenizer of --init
 """

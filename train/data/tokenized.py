@@ -8,7 +8,6 @@ import zlib
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,15 +19,13 @@ from train.command_line import check_installed
 
 from . import token_shards
 from .cache import cached
+from .chat import Template, nothing_left, read_template, talks
 from .corpus import Corpus, Document, fingerprint, text_of
 from .encoder import Talk
 from .encoder_pool import Show, encode, encode_talks
 from .mixture import Mixture
 from .rows import Batch, Rows, Tokens, beginnings, everything, in_line, stream, whole
 from .sources import Source, Texts
-
-if TYPE_CHECKING:
-    from .chat import Template
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +120,7 @@ def template_for(texts: Texts, folder: Path, day: str | None = None) -> Template
     if not texts.conversations:
         return None
     check_installed(("jinja2",))
-    from .chat import read_template
+
 
     template = read_template(folder)
     return replace(template, day=day or date.today().isoformat()) if template.tells_the_day else template
@@ -236,7 +233,7 @@ def talks_of(
     show: Show | None,
 ) -> tuple[Tokens, list[str]]:
     """Conversations, cut after `length` tokens, and "name (reason)" of each that leaves nothing to learn."""
-    from .chat import nothing_left, talks
+
 
     skipped: list[str] = []
     names: list[str] = []

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from fnmodels.errors import UserError
 from params.io.files import read_json
-from train.commands.sample import continuation
 from train.data.chat import Template, read_template, render, special_tokens
 
+from .generate import continuation
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .scoring import ROW_TOKENS, score_continuations
 

@@ -14,7 +14,7 @@ from train.parallel import Mesh, Strategy
 from train.parallel.mesh import not_compiled
 from train.parallel.pipeline.gradients import SCHEDULES, check_microbatches
 from train.parallel.pipeline.stages import pipeline_of
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of
 from train.parallel.update import check_whole
 
 from . import initial_model

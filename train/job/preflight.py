@@ -15,7 +15,10 @@ from .setup import check_experts
 def check(settings: Settings, sharing: Sharing) -> None:
     """UserError, or a CheckpointError, where a run that begins so cannot be. What it passes may still not do."""
     check_text(settings.data)
-    config = new_config(settings, sharing) if settings.init is None else initial_model.promised(Path(settings.init), settings)
+    if settings.init is None:
+        config = new_config(settings, sharing)
+    else:
+        config = initial_model.promised(Path(settings.init), settings)
     check_experts(config, initial_model.spec_for(config, settings), settings)
     check_fit(sharing, settings, config)
 

@@ -9,10 +9,10 @@ import params as P
 from params.command_line import printable
 from params.io.files import write_text
 from train.command_line import sentence
-from train.commands.plot import Run, loss_picture
 
 from . import run_folder
 from .metrics_log import Row
+from .pictures import Run, loss_picture
 from .recipe import is_plain
 from .settings import Settings, to_toml
 from .setup import Job, Json

@@ -20,8 +20,8 @@ from fnmodels.tree import Tree
 from train.checkpoint import saved_steps, sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.saved_steps import Checkpoint
-from train.commands.sample import complete
 from train.data.mixture import batch
+from train.eval.generate import complete
 from train.eval.pretrained import copy_companions
 from train.job.processes import launch
 from train.job.processes.controller import Team

@@ -2,7 +2,8 @@
 
     config.json, model.safetensors, tokenizer.json, ...   a Hugging Face checkpoint of the last saved step
     ema/                                                  another one, of the average of the weights (--ema)
-    steps/step-00000100/, ...                             everything that a resumed run needs, see train/checkpoint/saved_steps.py
+    steps/step-00000100/, ...                             everything that a resumed run needs, see
+    train/checkpoint/saved_steps.py
     run.json                                              what decides its numbers
     settings.toml                                         all that it was told, for --config
     metrics.jsonl, tensorboard/, loss.png, summary.json   what became of it

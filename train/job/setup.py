@@ -94,7 +94,10 @@ def prepare(
     spread: without values of weights, of which each of several processes makes its part.
     """
     texts = sources.load(settings.data, without=path, strict=settings.broken == "stop")
-    made = initial_model.resumed(path, settings, spread=spread) if recorded else initial_model.begun(settings, texts, spread=spread)
+    if recorded:
+        made = initial_model.resumed(path, settings, spread=spread)
+    else:
+        made = initial_model.begun(settings, texts, spread=spread)
     config, tokenizer, ends = made.config, made.tokenizer, made.ends
     fits(config)
     length = min(settings.row_length, config.max_position_embeddings)

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.inputs.packing import IGNORE
 from fnmodels.tree import Tree
 
 from .cross_entropy import (
-    IGNORE,
     Terms,
     check_labels,
     check_weights,

@@ -16,11 +16,12 @@ from torch.overrides import BaseTorchFunctionMode
 
 import fnmodels
 from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.packing import IGNORE
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 
-from .cross_entropy import IGNORE, check_labels
+from .cross_entropy import check_labels
 from .lm_head import CHUNK, head_name
 from .moe_balance import Balance
 from .next_token import hidden_states, states_and_routers

@@ -12,11 +12,12 @@ import fnmodels
 from fnmodels import mtp
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import MaskLike
+from fnmodels.inputs.packing import IGNORE
 from fnmodels.ops.moe.experts import Experts
 from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 
-from .cross_entropy import IGNORE, counted
+from .cross_entropy import counted
 from .lm_head import CHUNK, head_loss
 from .moe_balance import Balance, balance_terms
 from .next_token import check_batch, replayed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cross_entropy import IGNORE
+from fnmodels.inputs.packing import IGNORE
 
 FLOOR = -1e30  # of log p, far below what has a p; products with it stay finite
 BLOCK = 1 << 18  # logits that a CPU works on at once: 1 MB in fp32

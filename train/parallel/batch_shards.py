@@ -16,15 +16,15 @@ from fnmodels import tree
 from fnmodels.ops.moe.dispatch import virtual_padding
 from train.loss_call import Batch, microbatches
 from train.parallel.context.api import shard_batch
-from train.parallel.pipeline.microbatch import PLACES, check_entries, check_ids, check_shapes, clear_length, padded
+from train.parallel.pipeline.microbatch import check_ids
 
 from .agreement import agreed, check_same
 from .mesh import ROWS, Mesh, mesh_of, whole_groups
+from .padding import PLACES, check_entries, check_shapes, clear_length, padded
+from .placement import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from train.parallel.pipeline.stages import Placed
 
 
 def own_parts(

@@ -21,17 +21,17 @@ from fnmodels import family_of, tree
 from fnmodels.tree import Tree
 from train.dist.collectives import all_gather
 from train.dist.dtensor import local_tree
-from train.forward import metrics_of, totals
-from train.gradients import LossFn
+from train.gradients import LossFn, metrics_of, totals
 from train.loss_call import Batch, caller
 from train.optim.base import with_paths
-from train.parallel.pipeline.microbatch import PLACES, unpadded
 from train.parallel.pipeline.staged_loss import staged, staged_outputs
-from train.parallel.pipeline.stages import Placed, stage_loss, stage_outputs
+from train.parallel.pipeline.stages import stage_loss, stage_outputs
 
 from .batch_shards import own_parts
 from .mesh import ROWS, Mesh, Strategy
-from .step import config_for, config_in, place, placed_loss
+from .padding import PLACES, unpadded
+from .placement import Placed, place
+from .step import config_for, config_in, placed_loss
 from .update import over_processes
 from .whole_model import aux_of_stages
 

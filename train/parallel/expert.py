@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Experts:
     """An `experts=` for `fnmodels.forward` whose experts the ranks of `group` hold, in order and equally many.
 
-    inner: how a rank computes its own, see `fnmodels.ops.moe.experts`. Every rank must call it for every layer, with tokens
+    inner: how a rank computes its own, see `fnmodels.ops.moe.experts`. Every rank must call it for every layer, with
+    tokens
     or without. How many rows come is read on the host, so that it runs in eager mode and not under vmap.
     """
     ranks = group.size()

@@ -17,7 +17,6 @@ the part. What `tp` and `ep` divide stays so, for the wrapper inside of this one
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.options import Block, LayerFn
 from fnmodels.tree import Tree
-from params.sharding import Sharding, sharding_of
+from params.sharding import Sharding
 from train.dist.collectives import all_gather, enter, enter_all
 from train.optim.base import wide_dtype, with_paths
 
@@ -42,13 +41,6 @@ class Part:
     local: Tensor
     sharding: Sharding
     dtype: torch.dtype
-
-
-def shardings(params: Tree) -> Tree:
-    """A `Sharding` for each leaf of a tree of DTensors. ValueError names a leaf that cannot be gathered by parts."""
-    flat = {path: _sharding(path, leaf) for path, leaf in tree.flatten(params).items()}
-    found = iter(flat.values())
-    return tree.map(lambda _: next(found), params)
 
 
 def gather(parts: Sequence[Part]) -> list[Tensor]:
@@ -203,30 +195,3 @@ def _gathered(parts: Tree) -> Tree:
 def _group(sharding: Sharding, name: str) -> Any:
     assert sharding.mesh is not None
     return sharding.mesh.get_group(name)
-
-
-def _sharding(path: str, leaf: Any) -> Sharding:
-    try:
-        made = sharding_of(leaf)
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from None
-    if made is None:
-        raise ValueError(
-            f"{path} is a {type(leaf).__name__}; over a mesh parameters are DTensors, as params.init and "
-            "params.load_pretrained make them by a plan: plan=params.plan(spec, rules, mesh.device_mesh())."
-        )
-    for dim in range(leaf.ndim):
-        names = [name for (name, size), d in zip(made.sizes, made.dims, strict=True) if d == dim and size > 1]
-        parts = math.prod(dict(made.sizes)[name] for name in names)
-        if leaf.shape[dim] % parts:
-            raise ValueError(
-                f"{path}: dimension {dim} of {list(leaf.shape)} is not a multiple of the {parts} parts in which "
-                f"{' and '.join(names)} divide it; params.plan makes none such."
-            )
-        inner = [name in ("tp", "ep") for name in names]
-        if inner != sorted(inner, reverse=True):
-            raise ValueError(
-                f"{path}: {' and '.join(names)} divide dimension {dim} in turn, and what {names[-1]} keeps divided "
-                f"would not lie together when {names[0]} is gathered: give {names[0]} another dimension."
-            )
-    return made

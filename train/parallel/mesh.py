@@ -120,11 +120,13 @@ class Strategy:
         reduced in fp32 at least.
     rows: what a process is given. "whole": the batch of all, of which it takes its rows; "own": its rows, of any
         number and length, which processes that differ in pp, cp or tp alone share (`train.parallel.agreement`).
-    sequence: what `tp` has between the sublayers is divided by columns too (`train.parallel.tensor.api`); rows that cp x tp
+    sequence: what `tp` has between the sublayers is divided by columns too (`train.parallel.tensor.api`); rows that
+    cp x tp
         do not divide are padded for the step, and what comes of them is cut.
     context: how attention over `cp` fetches what it looks at, and order: which tokens a process has; with "ulysses",
         where all have all of them, None keeps documents in order, as "blocks" needs it (`train.parallel.context.api`).
-    schedule, virtual, split: which layers are where over `pp`, and in which order they run (`train.parallel.pipeline.gradients`).
+    schedule, virtual, split: which layers are where over `pp`, and in which order they run
+    (`train.parallel.pipeline.gradients`).
     """
 
     gather_dtype: torch.dtype | None = None

@@ -17,39 +17,30 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from fnmodels import tree
 from fnmodels.tree import Tree
-from params.sharding import Rules
 from train.dist.dtensor import local_tree
 from train.gradients import LossFn, Sums, checked_loss, gradient_sums
 from train.loss_call import Batch, compiling, open_keywords
 from train.losses.moe_balance import Balance
-from train.optim.base import Optimizer, trainable_mask
+from train.optim.base import Optimizer
 from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
-from train.parallel.pipeline.staged_loss import Staged, staged
-from train.parallel.pipeline.stages import Placed, stage_sums
-from train.parallel.tensor.api import tensor_axes, tensor_parallel
+from train.parallel.pipeline.staged_loss import staged
+from train.parallel.pipeline.stages import stage_sums
+from train.parallel.pipeline.types import Staged
+from train.parallel.tensor.api import tensor_parallel
 from train.state import State
-from train.step import Step, check_state
+from train.update import Step, check_state
 
 from .batch_shards import own_parts
 from .expert import expert_parallel
-from .fsdp import gathering, shardings
+from .fsdp import gathering
 from .mesh import Mesh, Strategy, mesh_of, not_compiled
+from .placement import Placed, place
 from .update import Teaching, teach, update_over
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-def rules_of(mesh: Mesh, config: Any) -> Rules:
-    """The rules of a plan for this mesh: what `tp` and `ep` divide, and the rest by rows over `fsdp`."""
-    experts = {"expert": "ep"} if mesh.ep > 1 else {}
-    return Rules((tensor_axes(config) if mesh.tp > 1 else {}) | experts, spread="fsdp")
 
 
 def make_step_over(
@@ -132,12 +123,6 @@ def config_in(function: Callable[..., Any] | Staged) -> Any:
     return None if found is None or found.default is found.empty else found.default
 
 
-def place(mesh: Mesh, params: Tree, config: Any, strategy: Strategy, trainable: Any) -> Placed:
-    """Where the leaves of params lie. ValueError where that is not the mesh; trainable: the optimizer's."""
-    shards = shardings(params)
-    return Placed(config, _devices(shards, mesh), shards, trainable_mask(local_tree(params), trainable), strategy)
-
-
 def sums_over(
     placed: Placed, loss_fn: LossFn, optimizer: Optimizer, *, remat: str, compile: str, counts: bool
 ) -> Callable[..., Sums]:
@@ -213,17 +198,3 @@ def _named(loss_fn: LossFn, name: str, mesh: Mesh) -> str:
         )
     default: str = found.default
     return default
-
-
-def _devices(shards: Tree, mesh: Mesh) -> DeviceMesh:
-    """The device mesh on which all leaves lie. ValueError where it is another than `mesh`, or there are two."""
-    found: DeviceMesh | None = None
-    for path, how in tree.flatten(shards).items():
-        if found is None:
-            found = how.mesh
-        if how.mesh != found:
-            raise ValueError(f"{path} lies on another device mesh than the leaves before it; all must lie on one.")
-    if found is None or mesh_of(found) != mesh:
-        where = "no mesh" if found is None else mesh_of(found)
-        raise ValueError(f"The step is made for the mesh {mesh}, and the State's parameters lie on {where}.")
-    return found

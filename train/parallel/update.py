@@ -22,12 +22,13 @@ from train.dist.dtensor import like, local_tree
 from train.gradients import Sums
 from train.losses.moe_balance import moved_biases
 from train.optim.base import Optimizer, Whole, on_parts, wide_dtype, with_paths
-from train.parallel.pipeline.stages import Placed, counted_elsewhere
+from train.parallel.pipeline.stages import counted_elsewhere
 from train.state import State, consume
-from train.step import update
+from train.update import update
 
 from .fsdp import Part, gather
 from .mesh import DATA, whole_groups
+from .placement import Placed
 from .whole_model import aux_of_stages
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def update_over(
     inplace: bool = True,
     balance_rate: float | None,
 ) -> tuple[State, dict[str, Any]]:
-    """`train.step.update` with the sums that each process has."""
+    """`train.update.update` with the sums that each process has."""
     held, placed = local_tree(state), teaching.placed
     everyone = _global(sums, placed.devices)
     after, metrics = update(

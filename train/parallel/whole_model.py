@@ -13,9 +13,10 @@ from fnmodels import family_of, tree
 from fnmodels.tree import Tree
 from train.dist.collectives import broadcast, summed
 from train.dist.dtensor import whole
-from train.parallel.pipeline.stages import Placed, pipeline_of
+from train.parallel.pipeline.stages import pipeline_of
 
 from .mesh import mesh_of
+from .placement import Placed
 
 
 def fetching(params: Tree) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:

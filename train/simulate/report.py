@@ -73,7 +73,7 @@ def shown(size: float) -> str:
 
 def check_picture(path: Path) -> None:
     """UserError for a name that no picture has."""
-    from train.commands.plot import PICTURES
+    from train.job.pictures import PICTURES
 
     if path.suffix not in PICTURES:
         raise UserError(f"--picture {path}: the name of a picture ends in {' or '.join(PICTURES)}")

@@ -11,7 +11,7 @@ from fnmodels.tree import Tree
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline import gradients as pp
 from train.parallel.pipeline.timeline import idle, order
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of
 from train.parallel.tensor.leaf_roles import check_divided, divided_dims
 from train.remat import layer_fn
 

@@ -133,7 +133,8 @@ class Fields:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's files hold weights in few bits, see `params.checkpoint.dequantize`. It does not change the maths.
+    """How a checkpoint's files hold weights in few bits, see `params.checkpoint.dequantize`. It does not change the
+    maths.
 
     method: "fp8" or "mxfp4". block: how many rows and columns share a scale, of fp8.
     """

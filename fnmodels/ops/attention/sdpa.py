@@ -20,7 +20,9 @@ def sdpa_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Shapes as in `ops.attention.select`. allowed: bool [B or 1, N or 1, Q, K] or None; causal: the triangle over indices."""
+    """Shapes as in `ops.attention.select`. allowed: bool [B or 1, N or 1, Q, K] or None; causal: the triangle over
+    indices.
+    """
     if sinks is not None:
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
     width = v.shape[-1]

@@ -44,10 +44,12 @@ def moe(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 
-    layer: the leaves of `fnmodels.models.common.spec.moe_leaves`. x [B, S, D]. route: a function of `ops.moe.router`, its statics bound.
+    layer: the leaves of `fnmodels.models.common.spec.moe_leaves`. x [B, S, D]. route: a function of `ops.moe.router`,
+    its statics bound.
     valid: [B, S] bool, False at padding. routing: [B, S, k] int64, experts chosen earlier, a token's all different;
     their weights come from the live logits; a ValueError on the CPU if there is no such expert or one is named twice.
-    How many a token has `forward` checks, which knows the config. experts, kernel: see `ops.moe.experts.choose_experts`.
+    How many a token has `forward` checks, which knows the config. experts, kernel: see
+    `ops.moe.experts.choose_experts`.
     wide_router: logits in fp32 at least, whatever x's dtype. counts: tokens that went to each expert.
     """
     if valid is None:

@@ -19,7 +19,6 @@ from fnmodels.tree import Tree
 from train.checkpoint import sharded
 from train.checkpoint.saved_steps import Checkpoint
 from train.data.rows import Batch
-from train.forward import make_eval_step
 from train.job import initial_model
 from train.job.mesh_flags import Sharing
 from train.job.recipe import loss_terms, optimizer_for, weights
@@ -28,10 +27,10 @@ from train.job.setup import is_routed, step_options
 from train.losses.next_token import next_token_loss
 from train.optim.base import with_paths
 from train.parallel.pipeline.stages import init_stage, stage_plan
-from train.parallel.step import rules_of
+from train.parallel.placement import rules_of
 from train.parallel.whole_model import fetching
 from train.state import State, init_state
-from train.step import make_step
+from train.step import make_eval_step, make_step
 
 from .launch import set_limit
 

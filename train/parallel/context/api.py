@@ -132,7 +132,8 @@ def _adding(devices: DeviceMesh, names: Sequence[str]) -> Callable[[Tensor], Ten
 def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:
     """A kernel for `fnmodels.forward` on a part of the batch, whose other parts the ranks of `group` hold, in order.
 
-    inner: which of `fnmodels.ops.attention.select.KERNELS` computes what a rank has got. "ring" has maths of its own; "gather"
+    inner: which of `fnmodels.ops.attention.select.KERNELS` computes what a rank has got. "ring" has maths of its own;
+    "gather"
     takes those that need no layout, and on CUDA "flex" alone spares it a dense mask. All ranks must call the kernel
     equally often and in the same order, as they do by running the same model, also under remat. Raises ValueError for
     what a method cannot do.

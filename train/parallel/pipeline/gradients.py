@@ -32,12 +32,14 @@ from train.dist.collectives import maximum
 from train.gradients import Sums, joined
 from train.loss_call import Batch
 from train.optim.base import Optimizer, trainable_mask, wide_dtype
+from train.parallel.padding import clear_length, padded, unpadded
 
-from .microbatch import Microbatch, clear_length, microbatches, padded, unpadded
+from .microbatch import microbatches
 from .runner import Found, runner
 from .schedule import LOOPED, SCHEDULES, SINGLE, SPLITTING, VEE, Pipeline, check_microbatches, pipeline
-from .staged_loss import Staged, run_stage, staged, staged_outputs
+from .staged_loss import run_stage, staged, staged_outputs
 from .tree_split import copies, ends, share
+from .types import Microbatch, Staged
 
 __all__ = [
     "LOOPED",

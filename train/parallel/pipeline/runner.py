@@ -19,10 +19,11 @@ from fnmodels.options import LayerFn
 from fnmodels.tree import Tree
 from train.loss_call import Batch
 
-from .microbatch import Microbatch, microbatches
+from .microbatch import microbatches
 from .schedule import SINGLE, Pipeline
-from .staged_loss import Staged, run_stage
+from .staged_loss import run_stage
 from .tree_split import check_share, cut, width_of
+from .types import Microbatch, Staged
 
 
 class _Stage(nn.Module):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.options import Kernel, LayerFn
+from fnmodels.options import LayerFn
 from fnmodels.tree import Tree
 from train.loss_call import Batch
 from train.losses.cross_entropy import check_labels, counted
@@ -26,39 +24,7 @@ from train.losses.next_token import next_token_loss
 
 from .joint_node import together
 from .tree_split import numbered
-
-if TYPE_CHECKING:
-    from .microbatch import Microbatch
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A loss in the form that a pipeline can run: layers, and what comes behind them.
-
-    head(params, x, batch) -> (sum, count): of the last stage's leaves outside of the layers and the final hidden
-    states; for `outputs` whatever is wanted. kernel, length, experts, balance: as in `train.next_token_loss`; length:
-    also a function of a microbatch's positions. aux: the head returns (sum, count, metrics), a dict of 0-d sums, which
-    stand beside those of balance and are named otherwise. compiled: the layers are, so that layouts must be few.
-    check: raises ValueError for a batch that the head cannot read: all stages refuse it then, and not the last alone.
-    teacher_config: of a second model that the head runs, called with kernel, length and layout too.
-    layered: the head runs layers of its own. It is called with masks, freqs_cis, layout, kernel, experts and layer_fn
-    too, and with counts, for which it returns (sum, count, [its layers, E]): these stand behind those of the model.
-    """
-
-    config: Any
-    head: Callable[[Tree, Tensor, Batch], Any]
-    kernel: Kernel = "auto"
-    length: int | Tensor | Callable[[Tensor], Tensor] | None = None
-    experts: str | Experts = "auto"
-    balance: Balance | None = None
-    aux: bool = False
-    compiled: bool = False
-    check: Callable[[Batch], None] | None = None
-    teacher_config: Any = None
-    layered: bool = False
-
-    def length_of(self, positions: Tensor) -> int | Tensor | None:
-        return self.length(positions) if callable(self.length) else self.length
+from .types import Microbatch, Staged
 
 
 def staged(loss_fn: Callable[..., Any] | Staged) -> Staged:
@@ -133,7 +99,7 @@ def _bound(
     if not isinstance(function, functools.partial) or function.func is not whole or "config" not in given:
         raise ValueError(
             "Over a pipeline the layers run on other ranks than the head, so the function must be "
-            f"functools.partial(train.{whole.__name__}, config=config, ...), or a train.parallel.pipeline.gradients.Staged."
+            f"functools.partial(train.{whole.__name__}, config=config, ...), or a train.parallel.pipeline.types.Staged."
         )
     if given.get("layer_fn") is not None or given.get("layout") is not None:
         raise ValueError("Over a pipeline layer_fn and layout are the step's to set, so the loss must leave them open.")

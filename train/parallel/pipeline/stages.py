@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +30,9 @@ from train.loss_call import Batch
 from train.optim.base import Optimizer
 from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
 from train.parallel.expert import expert_parallel
-from train.parallel.fsdp import gathering_stages, shardings
+from train.parallel.fsdp import gathering_stages
 from train.parallel.mesh import Mesh, Strategy, mesh_of
+from train.parallel.placement import Placed
 from train.parallel.tensor.api import tensor_parallel
 from train.remat import layer_fn
 
@@ -120,21 +120,6 @@ def stage_outputs(function: LossFn, placed: Placed, compile: str) -> Callable[[T
     return everywhere
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Where the leaves of this process are, and which of them train."""
-
-    config: Any
-    devices: DeviceMesh
-    shards: Tree
-    trains: Tree
-    strategy: Strategy
-
-    def is_of(self, params: Tree) -> bool:
-        """Whether these lie so: by path, since a node of a tree (a weight with its adapter) equals none but itself."""
-        return bool(tree.flatten(self.shards) == tree.flatten(shardings(params)))
-
-
 def _staged(
     loss_fn: LossFn, placed: Placed, compile: str, remat: str = "none"
 ) -> tuple[Staged, Pipeline, dict[str, Any]]:
@@ -143,7 +128,7 @@ def _staged(
     Each way of sharing is what it is without stages, from the inside out: attention, experts, parts of layers,
     compilation of these, gathering.
     """
-    from train.parallel.step import rules_of
+    from train.parallel.placement import rules_of
 
     config, devices, strategy = placed.config, placed.devices, placed.strategy
     mesh, loss = mesh_of(devices), staged(loss_fn)

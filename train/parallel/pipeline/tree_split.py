@@ -88,7 +88,7 @@ def check_share(params: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]
         what = repr(extra[0]) if extra else f"layer {layers[0]}"
         raise ValueError(
             f"The params hold {what}, which is not of stages {list(stages)}: give each rank its own part, as "
-            "train.parallel.pipeline.gradients.share cuts it, or train.parallel.pipeline.stages.stage_plan."
+            "train.parallel.pipeline.tree_split.share cuts it, or train.parallel.pipeline.stages.stage_plan."
         )
 
 

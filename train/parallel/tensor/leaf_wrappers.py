@@ -108,7 +108,9 @@ def columns_of_experts(
     act: Any,
     input_weighted: bool = False,
 ) -> Tensor:
-    """The experts' functions (`fnmodels.ops.moe.experts`) on columns of each expert; the tokens come from the stream."""
+    """The experts' functions (`fnmodels.ops.moe.experts`) on columns of each expert; the tokens come from the
+    stream.
+    """
     x, weights = region.enter(x, 0), region.enter(weights, 0)
     if region.sequence:
         indices = collectives.join(indices, 0, region.group)

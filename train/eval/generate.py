@@ -1,0 +1,71 @@
+"""Sampling a continuation of a prompt, token by token, without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels.tree import Tree
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """One token from logits [V]: the best at temperature 0, else drawn from the `top_k` best (None: from all)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.float() / temperature
+    if top_k is not None and top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
+    return int(torch.multinomial(scaled.softmax(0).cpu(), 1, generator=generator))
+
+
+@torch.no_grad()
+def continuation(
+    params: Tree,
+    config: Any,
+    ids: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    end: Sequence[int] = (),
+) -> Iterator[int]:
+    """Yields at most `tokens` token ids that follow `ids`, and stops at one of `end`.
+
+    The context is cut to the latest `max_position_embeddings` tokens. Raises ValueError on an empty `ids`.
+    """
+    if not ids:
+        raise ValueError("ids is empty: there must be at least one token to continue.")
+    generator = torch.Generator().manual_seed(seed)
+    family = fnmodels.family_of(config)
+    device = next(iter(fnmodels.tree.leaves(params))).device
+    context = list(ids)
+    for _ in range(tokens):
+        context = context[-config.max_position_embeddings :]
+        inputs, masks, freqs = fnmodels.prepare(config, torch.tensor([context], device=device))
+        x = fnmodels.hidden(params, inputs, masks, freqs, config=config)
+        logits = family.unembed(params, x[:, -1:], config=config)[0, 0]
+        token = choose(logits, temperature, top_k, generator)
+        if token in end:
+            return
+        yield token
+        context.append(token)
+
+
+def complete(params: Tree, config: Any, tokenizer: Tokenizer, prompt: str, end: Sequence[int], **how: Any) -> str:
+    """The prompt and its continuation as text. `how` as in `continuation`."""
+    from fnmodels.errors import UserError
+
+    ids = tokenizer.encode(prompt).ids
+    if not ids:
+        raise UserError("--prompt is empty, and this tokenizer puts nothing before a text: give at least one character")
+    new = list(continuation(params, config, ids, end=end, **how))
+    # Decoded together: a character's bytes may be spread over the last token of the prompt and the first new one.
+    return tokenizer.decode(ids + new, skip_special_tokens=True)

@@ -1,0 +1,93 @@
+"""Where each parameter lives on a mesh: sharding rules, placed parameters and their shardings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+from params.sharding import Rules, Sharding, sharding_of
+from train.dist.dtensor import local_tree
+from train.optim.base import trainable_mask
+from train.parallel.mesh import Mesh, Strategy, mesh_of
+from train.parallel.tensor.api import tensor_axes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the leaves of this process are, and which of them train."""
+
+    config: Any
+    devices: DeviceMesh
+    shards: Tree
+    trains: Tree
+    strategy: Strategy
+
+    def is_of(self, params: Tree) -> bool:
+        """Whether these lie so: by path, since a node of a tree (a weight with its adapter) equals none but itself."""
+        return bool(tree.flatten(self.shards) == tree.flatten(shardings(params)))
+
+
+def rules_of(mesh: Mesh, config: Any) -> Rules:
+    """The rules of a plan for this mesh: what `tp` and `ep` divide, and the rest by rows over `fsdp`."""
+    experts = {"expert": "ep"} if mesh.ep > 1 else {}
+    return Rules((tensor_axes(config) if mesh.tp > 1 else {}) | experts, spread="fsdp")
+
+
+def place(mesh: Mesh, params: Tree, config: Any, strategy: Strategy, trainable: Any) -> Placed:
+    """Where the leaves of params lie. ValueError where that is not the mesh; trainable: the optimizer's."""
+    shards = shardings(params)
+    return Placed(config, _devices(shards, mesh), shards, trainable_mask(local_tree(params), trainable), strategy)
+
+
+def _devices(shards: Tree, mesh: Mesh) -> DeviceMesh:
+    """The device mesh on which all leaves lie. ValueError where it is another than `mesh`, or there are two."""
+    found: DeviceMesh | None = None
+    for path, how in tree.flatten(shards).items():
+        if found is None:
+            found = how.mesh
+        if how.mesh != found:
+            raise ValueError(f"{path} lies on another device mesh than the leaves before it; all must lie on one.")
+    if found is None or mesh_of(found) != mesh:
+        where = "no mesh" if found is None else mesh_of(found)
+        raise ValueError(f"The step is made for the mesh {mesh}, and the State's parameters lie on {where}.")
+    return found
+
+
+def shardings(params: Tree) -> Tree:
+    """A `Sharding` for each leaf of a tree of DTensors. ValueError names a leaf that cannot be gathered by parts."""
+    flat = {path: _sharding(path, leaf) for path, leaf in tree.flatten(params).items()}
+    found = iter(flat.values())
+    return tree.map(lambda _: next(found), params)
+
+
+def _sharding(path: str, leaf: Any) -> Sharding:
+    try:
+        made = sharding_of(leaf)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+    if made is None:
+        raise ValueError(
+            f"{path} is a {type(leaf).__name__}; over a mesh parameters are DTensors, as params.init and "
+            "params.load_pretrained make them by a plan: plan=params.plan(spec, rules, mesh.device_mesh())."
+        )
+    for dim in range(leaf.ndim):
+        names = [name for (name, size), d in zip(made.sizes, made.dims, strict=True) if d == dim and size > 1]
+        parts = math.prod(dict(made.sizes)[name] for name in names)
+        if leaf.shape[dim] % parts:
+            raise ValueError(
+                f"{path}: dimension {dim} of {list(leaf.shape)} is not a multiple of the {parts} parts in which "
+                f"{' and '.join(names)} divide it; params.plan makes none such."
+            )
+        inner = [name in ("tp", "ep") for name in names]
+        if inner != sorted(inner, reverse=True):
+            raise ValueError(
+                f"{path}: {' and '.join(names)} divide dimension {dim} in turn, and what {names[-1]} keeps divided "
+                f"would not lie together when {names[0]} is gathered: give {names[0]} another dimension."
+            )
+    return made
