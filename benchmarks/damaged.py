@@ -36,7 +36,7 @@ import torch
 import transformers
 
 import params as P
-from tests.params.damage import BASES, Damage, corpus, make_bases
+from tests.params.checkpoint.damage import BASES, Damage, corpus, make_bases
 
 Reader = Callable[[Path, Damage], object]
 MEMORY = 6 << 30  # bytes beyond what the process has

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.forks import Forks
-from tests.status import Status
+from tests.support.forks import Forks
+from tests.support.status import Status
 
 hypothesis.settings.register_profile("fnmodels", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fnmodels")
@@ -31,7 +31,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """forks.run(arguments) runs a program without a start of Python: see tests.forks."""
+    """forks.run(arguments) runs a program without a start of Python: see tests.support.forks."""
     made = Forks()
     yield made
     made.close()

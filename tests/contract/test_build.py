@@ -17,8 +17,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from params.initialize import draw
-from tests.status import CHECKED
-from tests.support import (
+from tests.support.cases import (
     KERNELS,
     Case,
     batch_of,
@@ -33,6 +32,7 @@ from tests.support import (
     variants_of,
     with_kernels,
 )
+from tests.support.status import CHECKED
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_family = pytest.mark.parametrize("family", family_modules())

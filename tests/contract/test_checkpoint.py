@@ -12,7 +12,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.models.common import storage
-from tests.support import Case, batch_of, cases, generic_params, segments, structures
+from tests.support.cases import Case, batch_of, cases, generic_params, segments, structures
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)

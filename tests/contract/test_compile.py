@@ -17,7 +17,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fnmodels
-from tests.support import (
+from tests.support.cases import (
     Batch,
     Case,
     batch_of,

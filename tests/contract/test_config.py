@@ -12,7 +12,7 @@ from fnmodels import tree
 from fnmodels.models.common.rope_config import _ROPE_KEYS
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
-from tests.support import Case, batch_of, cases, family_modules, generic_params, segments, variants_of
+from tests.support.cases import Case, batch_of, cases, family_modules, generic_params, segments, variants_of
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 # They describe a model without changing its forward pass: how weights begin, how far it was trained.

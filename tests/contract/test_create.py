@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import fnmodels
-from tests.support import Case, batch_of, cases, generic_params, off, richest, segments, supports
+from tests.support.cases import Case, batch_of, cases, generic_params, off, richest, segments, supports
 
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4))
 

@@ -11,7 +11,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import tree
-from tests.support import (
+from tests.support.cases import (
     Batch,
     Case,
     batch_of,

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
 from fnmodels import tree
-from tests.support import (
+from tests.support.cases import (
     Batch,
     Case,
     batch_of,

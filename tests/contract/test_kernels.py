@@ -10,8 +10,8 @@ from torch import Tensor
 import fnmodels
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.select import attention
-from tests.fnmodels.test_mask import POSITIONS, RULES, SEGMENTS, SPANS, slow
-from tests.support import (
+from tests.fnmodels.inputs.test_mask import POSITIONS, RULES, SEGMENTS, SPANS, slow
+from tests.support.cases import (
     Batch,
     Case,
     batch_of,

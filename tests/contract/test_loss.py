@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import fnmodels
 import train
 from fnmodels import tree
-from tests.support import Batch, Case, batch_of, generic_params, off, segments, structures, tokens_of
+from tests.support.cases import Batch, Case, batch_of, generic_params, off, segments, structures, tokens_of
 from train import cross_entropy, next_token_loss
 from train.optim.adamw import sgd
 

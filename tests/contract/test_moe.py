@@ -1,6 +1,6 @@
 """Mixtures of experts, in every family that has one: padding, dispatch, paths, dtypes, counts, balance and replay.
 
-The functions alone are tested in tests/fnmodels/test_moe.py and tests/train/test_balance.py.
+The functions alone are tested in tests/fnmodels/ops/test_moe.py and tests/train/losses/test_moe_balance.py.
 """
 
 import functools
@@ -17,7 +17,7 @@ from fnmodels import tree
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.experts import loop_experts
 from fnmodels.ops.moe.router import RouterDtypes
-from tests.support import (
+from tests.support.cases import (
     Batch,
     Case,
     batch_of,

@@ -24,9 +24,9 @@ import train.losses.next_token
 import train.step
 from fnmodels.ops.moe import dispatch as dispatch_module
 from tests.contract import test_moe
-from tests.fnmodels import test_moe as test_ops
-from tests.support import Case, cases
-from tests.train import test_balance
+from tests.fnmodels.ops import test_moe as test_ops
+from tests.support.cases import Case, cases
+from tests.train.losses import test_moe_balance
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 PROPERTIES = {
@@ -268,12 +268,12 @@ def weights_replayed_without_a_gradient(patch: pytest.MonkeyPatch) -> None:
 
 
 def _step(**options: Any) -> Callable[[Case], object]:
-    return lambda case: test_balance.test_the_bias_moves_once_per_step("adamw", True, options)
+    return lambda case: test_moe_balance.test_the_bias_moves_once_per_step("adamw", True, options)
 
 
 @bug("M5", _step(accumulate=3))
 def a_bias_moved_in_every_part(patch: pytest.MonkeyPatch) -> None:
-    right, update = test_balance.toy_loss, train.losses.moe_balance.update_bias
+    right, update = test_moe_balance.toy_loss, train.losses.moe_balance.update_bias
 
     def moving(params: Any, batch: Any, *, layer_fn: Any = None, aux: bool = False) -> Any:
         result = right(params, batch, layer_fn=layer_fn, aux=aux)
@@ -283,7 +283,7 @@ def a_bias_moved_in_every_part(patch: pytest.MonkeyPatch) -> None:
                 bias.data.copy_(update(bias, counts, 0.01))
         return result
 
-    patch.setattr(test_balance, "toy_loss", moving)
+    patch.setattr(test_moe_balance, "toy_loss", moving)
     patch.setattr(train.losses.moe_balance, "update_bias", lambda bias, counts, rate: bias)
 
 
@@ -312,8 +312,8 @@ def a_bias_that_feeds_the_greedy(patch: pytest.MonkeyPatch) -> None:
 
 @bug(
     "M6",
-    lambda case: test_balance.test_uniform_and_collapsed_routing_have_known_values("softmax"),
-    lambda case: test_balance.test_losses_are_the_sums_of_their_definition("softmax"),
+    lambda case: test_moe_balance.test_uniform_and_collapsed_routing_have_known_values("softmax"),
+    lambda case: test_moe_balance.test_losses_are_the_sums_of_their_definition("softmax"),
 )
 def balance_on_probabilities(patch: pytest.MonkeyPatch) -> None:
     """A softmax of what has been through one is nearly flat: collapsed routing looks fine."""
@@ -332,7 +332,7 @@ def layers_added_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(train.losses.next_token, "balance_terms", summed)
 
 
-@bug("M6", lambda case: test_balance.test_rows_in_parts_have_the_sums_of_the_whole())
+@bug("M6", lambda case: test_moe_balance.test_rows_in_parts_have_the_sums_of_the_whole())
 def a_mean_where_a_sum_belongs(patch: pytest.MonkeyPatch) -> None:
     right = train.losses.next_token.balance_terms
     patch.setattr(
@@ -342,7 +342,7 @@ def a_mean_where_a_sum_belongs(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@bug("M6", lambda case: test_balance.test_losses_are_the_sums_of_their_definition("softmax"))
+@bug("M6", lambda case: test_moe_balance.test_losses_are_the_sums_of_their_definition("softmax"))
 def padding_in_the_mean(patch: pytest.MonkeyPatch) -> None:
     right = train.balance_loss
     patch.setattr(

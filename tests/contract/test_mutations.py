@@ -40,7 +40,7 @@ from tests.contract import (
     test_public_checks,
     test_transforms,
 )
-from tests.support import Case, cases, subject_of
+from tests.support.cases import Case, cases, subject_of
 
 PROPERTIES = {
     "B1": "params are the whole state",

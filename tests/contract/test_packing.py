@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import testing, tree
-from tests.support import (
+from tests.support.cases import (
     Batch,
     Case,
     batch_of,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from fnmodels import testing
-from tests.support import Case, cases, subject_of, with_kernels
+from tests.support.cases import Case, cases, subject_of, with_kernels
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_case_and_kernel = with_kernels(cases())

@@ -23,7 +23,7 @@ import params as P
 import train
 from fnmodels import testing, tree
 from fnmodels.ops.moe.layer import MOE_TAPS
-from tests.support import (
+from tests.support.cases import (
     Batch,
     Case,
     batch_of,

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import fnmodels
 from fnmodels import llama, tree
-from tests.support import Case, batch_of, generic_params, is_routed, richest, segments
+from tests.support.cases import Case, batch_of, generic_params, is_routed, richest, segments
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
 FAMILIES = {case.family: case for case in richest()}

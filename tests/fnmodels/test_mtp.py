@@ -12,7 +12,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import mtp, tree
-from tests.support import Batch, Case, batch_of, cases, generic_params, gradients, off, segments, trainable
+from tests.support.cases import Batch, Case, batch_of, cases, generic_params, gradients, off, segments, trainable
 
 HEADS = 2
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 2, -1, 8))

@@ -12,7 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 import fnmodels
 from fnmodels import tree
-from tests.support import Case, batch_of, cases, forward, generic_params, is_routed, segments, structures, summed_loss
+from tests.support.cases import (
+    Case,
+    batch_of,
+    cases,
+    forward,
+    generic_params,
+    is_routed,
+    segments,
+    structures,
+    summed_loss,
+)
 
 every_dense_structure = pytest.mark.parametrize(
     "case", [case for case in structures() if not is_routed(case.config)], ids=str

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnmodels import testing, tree
 from fnmodels.testing import Subject
-from tests.test_docs import blocks_of, run
+from tests.project.test_docs import blocks_of, run
 
 TOY: dict[str, Any] = {}
 run("testing.md", blocks_of("testing.md")[0][0], TOY)

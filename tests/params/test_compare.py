@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 import params as P
 from fnmodels import llama, tree
 from params import compare
-from tests.parity.oracle import model_of
-from tests.support import Case, cases, generic_params, structures
+from tests.support.cases import Case, cases, generic_params, structures
+from tests.support.oracle import model_of
 from tests.variants import gpt2
 from tests.variants.llama import variants
 

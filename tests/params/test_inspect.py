@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import params as P
 from params.inspect import main
-from tests.params.damage import BASES, Damage, corpus, make_bases
-from tests.support import Case, generic_params, structures
+from tests.params.checkpoint.damage import BASES, Damage, corpus, make_bases
+from tests.support.cases import Case, generic_params, structures
 
 FILE = "model.safetensors"
 

@@ -12,7 +12,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from params import lora
-from tests.support import batch_of, cases, generic, generic_params, off, segments
+from tests.support.cases import batch_of, cases, generic, generic_params, off, segments
 from train import adamw, init_state, make_step, next_token_loss
 
 CASE = next(case for case in cases() if case.name == "llama_biases" or case.name == "llama")

@@ -14,7 +14,7 @@ from fnmodels import tree
 from fnmodels.models.common.spec import attention_leaves, weight
 from params import Rules, describe, plan
 from params.sharding import Sharding
-from tests.support import richest
+from tests.support.cases import richest
 
 # `params.init` is the function
 init = importlib.import_module("params.initialize")

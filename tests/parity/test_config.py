@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 import fnmodels
 from fnmodels.models.presets import PRESETS, preset, presets
-from tests.parity.oracle import assert_close, logits_of, model_of, params_of, reference_values
-from tests.support import Case, cases, family_modules, tokens_of, variants_of
+from tests.support.cases import Case, cases, family_modules, tokens_of, variants_of
+from tests.support.oracle import assert_close, logits_of, model_of, params_of, reference_values
 
 WITH_REFERENCE = [case for case in cases() if case.values is not None]
 every_case = pytest.mark.parametrize("case", WITH_REFERENCE, ids=str)

@@ -13,8 +13,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 import fnmodels
-from tests.parity.oracle import assert_close, model_of, params_of
-from tests.support import Case, cases, richest, tokens_of
+from tests.support.cases import Case, cases, richest, tokens_of
+from tests.support.oracle import assert_close, model_of, params_of
 
 BY_TYPE = richest(lambda case: case.config.model_type)
 WITH_REFERENCE = [case for case in BY_TYPE if case.values is not None and case.config.model_type in CONFIG_MAPPING]

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import fnmodels
 import params as P
-from tests.parity.oracle import EAGER, assert_close, logits_of, model_of, params_of
-from tests.support import Case, forward, structures, tokens_of
+from tests.support.cases import Case, forward, structures, tokens_of
+from tests.support.oracle import EAGER, assert_close, logits_of, model_of, params_of
 
 every_case = pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
 

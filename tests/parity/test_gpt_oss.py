@@ -12,8 +12,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import fnmodels
 import params as P
 from fnmodels import gpt_oss, tree
-from tests.parity.oracle import assert_close
-from tests.support import Case, forward, generic_params, tokens_of
+from tests.support.cases import Case, forward, generic_params, tokens_of
+from tests.support.oracle import assert_close
 from tests.variants import gpt_oss as variants
 
 VALUES = variants.TINY | {"hidden_size": 64, "intermediate_size": 32}  # whole blocks of 32

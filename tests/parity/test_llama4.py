@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalG
 
 import fnmodels
 import params as P
-from tests.parity.oracle import assert_close
-from tests.support import Case, cases, forward, generic, tokens_of
+from tests.support.cases import Case, cases, forward, generic, tokens_of
+from tests.support.oracle import assert_close
 from tests.variants import llama4 as variants
 
 VISION: dict[str, Any] = {

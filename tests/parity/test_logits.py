@@ -8,8 +8,7 @@ import torch
 
 import fnmodels
 from fnmodels import tree
-from tests.parity.oracle import assert_close, logits_of, model_of, params_of
-from tests.support import (
+from tests.support.cases import (
     Case,
     assert_routed,
     cases,
@@ -21,6 +20,7 @@ from tests.support import (
     tokens_of,
     variants_of,
 )
+from tests.support.oracle import assert_close, logits_of, model_of, params_of
 
 LENGTH = 24
 MARGIN = 1e-3  # of router logits; what two implementations of fp32 differ by is a thousandth of it

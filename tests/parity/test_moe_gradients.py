@@ -5,8 +5,7 @@ import torch
 
 import fnmodels
 from fnmodels import tree
-from tests.parity.oracle import model_of, params_of
-from tests.support import (
+from tests.support.cases import (
     Case,
     cases,
     gradients,
@@ -18,6 +17,7 @@ from tests.support import (
     tokens_of,
     trainable,
 )
+from tests.support.oracle import model_of, params_of
 
 ROUTED = [case for case in cases() if case.values is not None and is_routed(case.config)]
 ROWS = segments((24,), (17, -7), (1, -23))  # where all experts are used and no choice is close: see test_logits.py

@@ -16,8 +16,8 @@ from transformers.modeling_layers import MtpModel
 import fnmodels
 import params as P
 from fnmodels import mtp
-from tests.parity.oracle import assert_close
-from tests.support import Case, cases, generic_params, tokens_of
+from tests.support.cases import Case, cases, generic_params, tokens_of
+from tests.support.oracle import assert_close
 
 HEADS, LENGTH = 2, 20
 FAMILIES = ("deepseek_v3", "deepseek_v3_no_latent", "deepseek_v3_biases", "glm4_moe", "glm4_moe_qk_norm")

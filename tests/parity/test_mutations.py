@@ -12,8 +12,8 @@ from fnmodels.inputs.rules import Tokens
 from fnmodels.ops import rotary
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.norm import rms_norm
-from tests.parity.oracle import assert_close, logits_of, model_of, params_of
-from tests.support import Case, cases, seed_of, structures, tokens_of
+from tests.support.cases import Case, cases, seed_of, structures, tokens_of
+from tests.support.oracle import assert_close, logits_of, model_of, params_of
 
 WITH_REFERENCE = [case for case in structures() if case.values is not None]
 

@@ -9,8 +9,8 @@ import fnmodels
 import train
 from fnmodels import tree
 from fnmodels.models.common import storage
-from tests.parity.oracle import model_of, on_disk, params_of
-from tests.support import Batch, Case, batch_of, richest, segments
+from tests.support.cases import Batch, Case, batch_of, richest, segments
+from tests.support.oracle import model_of, on_disk, params_of
 
 STEPS = 20
 RATE, DECAY, CLIP = 2e-3, 0.1, 1.0

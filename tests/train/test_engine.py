@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fnmodels import tree
-from tests.support import batch_of, cases, generic_params, off, segments
+from tests.support.cases import batch_of, cases, generic_params, off, segments
 from train import adamw, init_state, make_step, next_token_loss, token_logprobs
 from train.engine import Engine
 

@@ -60,5 +60,5 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: how many parameters}, by shapes; the card says 12,143,605,760, see tests/fnmodels/test_presets.py."""
+    """{name: how many parameters}, by shapes; the card says 12,143,605,760, see test_presets.py."""
     return {"stablelm_2_12b": 12_143_185_920}

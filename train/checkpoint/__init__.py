@@ -1,5 +1,5 @@
 """Saved steps of a training run: one folder each, complete or absent."""
 
-from .saved_steps import PROGRESS, STATE, Checkpoint, latest, load, newest, save, set_aside, steps
+from train.checkpoint.saved_steps import PROGRESS, STATE, Checkpoint, latest, load, newest, save, set_aside, steps
 
 __all__ = ["PROGRESS", "STATE", "Checkpoint", "latest", "load", "newest", "save", "set_aside", "steps"]

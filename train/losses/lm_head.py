@@ -19,15 +19,7 @@ from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.tree import Tree
 
-from .cross_entropy import (
-    Terms,
-    check_labels,
-    check_weights,
-    count_labels,
-    cross_entropy_sum,
-    loss_and_slope,
-    wide_of,
-)
+from .cross_entropy import Terms, check_labels, check_weights, count_labels, cross_entropy_sum, loss_and_slope, wide_of
 from .vocab_parallel import Vocab, opened
 
 CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused

@@ -1,0 +1,49 @@
+"""Streaming export: the names, dtypes and bits of the files that were loaded, one tensor at a time."""
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from tests.support.cases import Case, cases, generic_params, structures
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_export_is_the_inverse_of_loading(case: Case, tmp_path: Path) -> None:
+    """R5: from the files to parameters and back, of every family, in every layout on disk; mapped and owned alike."""
+    P.save_pretrained(tmp_path, case.config, generic_params(case.config))
+    wanted = load_file(tmp_path / "model.safetensors")
+    for copy in (False, True):
+        exported = list(P.export(*P.load_pretrained(tmp_path, copy=copy)))
+        names = [name for name, _ in exported]
+        assert len(set(names)) == len(names) and set(names) == wanted.keys()
+        for name, tensor in exported:
+            assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.parametrize("case", structures(), ids=str)
+def test_nothing_is_copied_that_lies_as_it_is_on_disk(case: Case) -> None:
+    """And of the rest one tensor at a time: what was handed out is not kept."""
+    weights = tree.map(lambda leaf: leaf.clone().requires_grad_(leaf.is_floating_point()), generic_params(case.config))
+    leaves = {leaf.data_ptr() for leaf in tree.leaves(weights)}
+    plain = {name for name in fnmodels.family_of(case.config).hf_names(case.config).values() if isinstance(name, str)}
+    earlier = None
+    for name, tensor in P.export(case.config, weights):
+        assert not tensor.requires_grad
+        assert earlier is None or earlier() is None
+        assert tensor.data_ptr() in leaves or name not in plain
+        earlier = weakref.ref(tensor) if tensor.data_ptr() not in leaves else None
+        del tensor
+
+
+def test_what_does_not_fit_is_named_before_anything_is_handed_out() -> None:
+    case = cases()[0]
+    weights = dict(generic_params(case.config))
+    weights.pop("embed_tokens")
+    with pytest.raises(P.MismatchError, match="embed_tokens: missing"):
+        P.export(case.config, weights)

@@ -1,0 +1,110 @@
+"""Heads that predict further tokens are kept where a checkpoint has them, left out where it does not, or when asked."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import params as P
+from fnmodels import tree
+from tests.support.cases import Case, batch_of, cases, generic_params, segments
+
+FAMILIES = ("deepseek_v3", "deepseek_v3_biases", "glm4_moe")  # the second is tied
+every_family = pytest.mark.parametrize("case", [case for case in cases() if case.name in FAMILIES], ids=str)
+FILE = "model.safetensors"
+
+
+def saved(case: Case, folder: Path) -> tuple[Any, Any]:
+    config = dataclasses.replace(case.config, num_nextn_predict_layers=2)
+    P.save_pretrained(folder, config, generic_params(config))
+    return config, generic_params(config)
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    held = load_file(folder / FILE) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file({name: t.clone() for name, t in held.items() if t is not None}, folder / FILE, metadata={"format": "pt"})
+
+
+def copies_of(case: Case, config: Any) -> dict[str, str]:
+    head = "model.embed_tokens.weight" if case.config.tie_word_embeddings else "lm_head.weight"
+    first = config.num_hidden_layers
+    return {
+        f"model.layers.{i}.{name}.weight": twin
+        for i in (first, first + 1)
+        for name, twin in (("embed_tokens", "model.embed_tokens.weight"), ("shared_head.head", head))
+    }
+
+
+@every_family
+def test_heads_are_kept(case: Case, tmp_path: Path) -> None:
+    """Under the published names, with the copies of embedding and head that other programs look for; bit-equal back."""
+    config, weights = saved(case, tmp_path)
+    held = load_file(tmp_path / FILE)
+    first = f"model.layers.{config.num_hidden_layers}"
+    for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "input_layernorm", "mlp.experts.0.up_proj"):
+        assert f"{first}.{name}.weight" in held
+    assert f"{first}.mlp.gate.e_score_correction_bias" in held
+    for name, twin in copies_of(case, config).items():
+        assert torch.equal(held[name], held[twin])
+    back, loaded = P.load_pretrained(tmp_path)
+    assert back == config
+    assert tree.flatten(loaded).keys() == tree.flatten(weights).keys()
+    assert all(torch.equal(t, tree.flatten(weights)[path]) for path, t in tree.flatten(loaded).items())
+    P.save_pretrained(tmp_path / "again", back, loaded)
+    assert (tmp_path / "again" / FILE).read_bytes() == (tmp_path / FILE).read_bytes()
+
+
+@every_family
+@pytest.mark.parametrize("how", ["dropped", "absent"])
+def test_heads_are_left_out(case: Case, how: str, tmp_path: Path) -> None:
+    """When asked, and where the files have none though config.json counts some (transformers writes such)."""
+    _, weights = saved(case, tmp_path)
+    if how == "absent":
+        first = tuple(f"model.layers.{case.config.num_hidden_layers + k}." for k in range(2))
+        change(tmp_path, **dict.fromkeys(n for n in load_file(tmp_path / FILE) if n.startswith(first)))
+    config, loaded = P.load_pretrained(tmp_path, drop=("mtp",) if how == "dropped" else ())
+    assert config == case.config and "mtp" not in loaded
+    batch = batch_of(config, segments((5, 3)))
+    assert torch.equal(batch.forward(loaded), batch.forward({k: v for k, v in weights.items() if k != "mtp"}))
+    P.save_pretrained(tmp_path / "again", config, loaded)
+    assert P.load_pretrained(tmp_path / "again")[0] == case.config
+
+
+@every_family
+def test_copies_may_be_missing_but_not_different(case: Case, tmp_path: Path) -> None:
+    config, weights = saved(case, tmp_path)
+    names = copies_of(case, config)
+    change(tmp_path, **dict.fromkeys(names))
+    back, loaded = P.load_pretrained(tmp_path)
+    assert back == config and tree.flatten(loaded).keys() == tree.flatten(weights).keys()
+    other = sorted(names)[0]
+    change(tmp_path, **{other: load_file(tmp_path / FILE)[names[other]] + 1})
+    with pytest.raises(P.MismatchError, match=other.replace(".", r"\.")):
+        P.load_pretrained(tmp_path)
+    assert P.load_pretrained(tmp_path, drop=("mtp",))[0] == case.config
+
+
+@every_family
+def test_half_of_a_head_is_an_error(case: Case, tmp_path: Path) -> None:
+    config, _ = saved(case, tmp_path)
+    lost = f"model.layers.{config.num_hidden_layers + 1}.hnorm.weight"
+    change(tmp_path, **{lost: None, "model.layers.9.hnorm.weight": torch.ones(2)})
+    for drop, wrong in (((), (lost, "layers.9.hnorm")), (("mtp",), ("layers.9.hnorm",))):
+        with pytest.raises(P.MismatchError) as caught:
+            P.load_pretrained(tmp_path, drop=drop)
+        assert all(name in str(caught.value) for name in wrong)
+        assert (lost in str(caught.value)) == (lost in wrong)
+
+
+def test_what_cannot_be_dropped_is_said(tmp_path: Path) -> None:
+    case = next(case for case in cases() if case.name == "deepseek_v3")
+    saved(case, tmp_path / "one")
+    with pytest.raises(ValueError, match="drop names 'norm'; what can be left out of this model is 'mtp'"):
+        P.load_pretrained(tmp_path / "one", drop=("norm",))
+    llama = next(case for case in cases() if case.family == "llama")
+    P.save_pretrained(tmp_path / "two", llama.config, generic_params(llama.config))
+    with pytest.raises(ValueError, match="left out of this model is nothing"):
+        P.load_pretrained(tmp_path / "two", drop=("mtp",))

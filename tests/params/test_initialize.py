@@ -1,0 +1,142 @@
+"""Initial parameters: a leaf depends on (seed, path) alone; abstract trees and counts follow from the same spec."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import params as P
+from fnmodels import family_of, llama
+from fnmodels.models.common.registry import family_for
+from params.initialize import draw
+from tests.support.cases import Case, cases, structures
+
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_structure = pytest.mark.parametrize("case", structures(), ids=str)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A user's own family, in a file that is not in fnmodels: this one."""
+
+    width: int = 8
+
+
+def spec(config: Config) -> Any:
+    frozen = P.Leaf((config.width,), torch.float32, ("embed",), P.Constant(0.5), trainable=False, keep_dtype=True)
+    return {"table": P.Leaf((config.width, 3), torch.float32, ("embed", "mlp"), P.Normal(0.5)), "bias": frozen}
+
+
+def block() -> None:
+    """What makes a module a family."""
+
+
+def _small(layers: int = 2, **changes: Any) -> llama.Config:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    return llama.Config(**(sizes | {"num_hidden_layers": layers, "num_key_value_heads": 1} | changes))
+
+
+@every_structure
+def test_same_seed_same_leaves(case: Case) -> None:
+    one, two, other = (P.flatten(P.init(case.config, seed)) for seed in (3, 3, 4))
+    spec = P.flatten(family_of(case.config).spec(case.config))
+    drawn = {path for path, leaf in spec.items() if isinstance(leaf.init, P.Normal)}
+    for path, leaf in one.items():
+        assert torch.equal(leaf, two[path])
+        assert torch.equal(leaf, other[path]) != (path in drawn)
+    drawn_leaves = [one[path] for path in drawn]
+    firsts = {tuple(leaf.flatten()[:4].tolist()) for leaf in drawn_leaves}
+    assert len(firsts) == len(drawn_leaves), "two leaves begin alike"
+
+
+def test_a_leaf_does_not_depend_on_the_others() -> None:
+    small, large = P.flatten(P.init(_small(2), 0)), P.flatten(P.init(_small(5), 0))
+    assert all(torch.equal(leaf, large[path]) for path, leaf in small.items())
+    tied = P.flatten(P.init(_small(tie_word_embeddings=True), 0))
+    assert "lm_head" not in tied and all(torch.equal(leaf, small[path]) for path, leaf in tied.items())
+    leaves = P.flatten(llama.spec(_small()))
+    backwards = {path: draw(leaves[path], 0, path) for path in reversed(leaves)}
+    assert all(torch.equal(leaf, backwards[path]) for path, leaf in small.items())
+
+
+def test_neither_reads_nor_moves_global_state() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    one = P.init(_small(), 0)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(1)
+    assert torch.equal(one["embed_tokens"], P.init(_small(), 0)["embed_tokens"])
+
+
+def test_dtype_is_a_cast_of_the_same_draw() -> None:
+    full, half = P.flatten(P.init(_small(), 7)), P.flatten(P.init(_small(), 7, dtype=torch.bfloat16))
+    assert all(torch.equal(half[path], leaf.bfloat16()) for path, leaf in full.items())
+
+
+def test_distribution() -> None:
+    drawn = P.init(_small(vocab_size=4000, initializer_range=0.03), 0)["embed_tokens"]
+    assert float(drawn.std()) == pytest.approx(0.03, rel=0.02) and abs(float(drawn.mean())) < 1e-3
+
+
+@pytest.mark.parametrize("seed", [1.0, "1", None, True, torch.tensor(1)], ids=repr)
+def test_a_seed_that_is_no_int_is_named(seed: Any) -> None:
+    # It is hashed as text, so that 1 and 1.0 would be two seeds, and a tensor's text is not its value.
+    with pytest.raises(TypeError, match="seed must be an int, not"):
+        P.init(_small(), seed)
+
+
+def test_equal_ints_are_one_seed() -> None:
+    one, two = (P.init(_small(), seed)["embed_tokens"] for seed in (3, np.int64(3)))
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "float32", float], ids=repr)
+def test_a_dtype_that_is_not_floating_is_named(dtype: Any) -> None:
+    for make in (lambda: P.init(_small(), 0, dtype=dtype), lambda: P.abstract(_small(), dtype=dtype)):
+        with pytest.raises(TypeError, match=r"dtype must be None or a floating torch\.dtype, not"):
+            make()
+
+
+@every_case
+def test_abstract_equals_init(case: Case) -> None:
+    for dtype in (None, torch.bfloat16):
+        real = P.flatten(P.init(case.config, 0, dtype=dtype))
+        meta = P.flatten(P.abstract(case.config, dtype=dtype))
+        assert real.keys() == meta.keys()
+        for path, leaf in real.items():
+            assert meta[path].is_meta and (meta[path].shape, meta[path].dtype) == (leaf.shape, leaf.dtype)
+            assert torch.isfinite(leaf).all()
+    assert P.count(case.config) == sum(leaf.numel() for leaf in real.values())
+
+
+def test_family_of_a_user_and_keep_dtype() -> None:
+    for tree in (P.init(Config(), 0, dtype=torch.bfloat16), P.abstract(Config(), dtype=torch.bfloat16)):
+        assert tree["table"].dtype == torch.bfloat16 and tree["bias"].dtype == torch.float32
+    assert P.init(Config(), 0)["bias"].tolist() == [0.5] * 8
+    assert P.count(Config()) == 8 * 3 + 8
+
+
+def _published(model_type: str, vocab: int, width: int, mlp: int, layers: int, heads: int, kv: int, **rest: Any) -> Any:
+    values = {"model_type": model_type, "vocab_size": vocab, "hidden_size": width, "intermediate_size": mlp}
+    values |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv}
+    return family_for(model_type).Config.from_hf(values | rest)
+
+
+@pytest.mark.parametrize(
+    ("config", "number"),
+    [
+        (_published("llama", 128256, 4096, 14336, 32, 32, 8), 8_030_261_248),
+        (_published("llama", 128256, 8192, 28672, 80, 64, 8), 70_553_706_496),
+        (_published("llama", 128256, 2048, 8192, 16, 32, 8, tie_word_embeddings=True), 1_235_814_400),
+        (_published("mistral", 32000, 4096, 14336, 32, 32, 8), 7_241_732_096),
+        (_published("qwen2", 152064, 3584, 18944, 28, 28, 4), 7_615_616_512),
+        (_published("qwen3", 151936, 1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True), 596_049_920),
+        (_published("smollm3", 128256, 2048, 11008, 36, 16, 4, tie_word_embeddings=True), 3_075_098_624),
+    ],
+    ids=["llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen3-0.6b", "smollm3-3b"],
+)
+def test_published_counts(config: Any, number: int) -> None:
+    assert P.count(config) == number
+    assert sum(leaf.numel() for leaf in P.flatten(P.abstract(config)).values()) == number

@@ -1,0 +1,122 @@
+"""The benchmark scripts run at their smallest settings: nothing else calls them, so nothing else would see them rot."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks import ROOT, Forks
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+Output = Callable[..., str]
+
+
+def _command(script: str, *flags: str) -> list[str | Path]:
+    return [ROOT / "benchmarks" / script, *flags, "--threads", "1"]
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+@pytest.fixture
+def output(forks: Forks) -> Output:
+    """output(script, *flags): what it prints."""
+    return lambda *words: _said(forks.run(_command(*words), ENVIRONMENT))
+
+
+@pytest.mark.slow
+def test_train_step(output: Output) -> None:
+    out = output("train_step.py", "--quick", "--contenders", "fnmodels", "--dtype", "float32")
+    assert [line for line in out.splitlines() if line.startswith("| fnmodels |") and "MiB" in line], out
+
+
+@pytest.mark.slow
+def test_attention(output: Output) -> None:
+    out = output("attention.py", "--quick")
+    for part in ("long: one row", "packed: 6 documents", "window: 512 keys", "\ncuda: "):
+        assert part in out, out
+
+
+@pytest.mark.slow
+def test_per_sample(output: Output) -> None:
+    names = ("fnmodels out=", "fnmodels fresh", "fnmodels batch", "transformers vmap(grad)")
+    out = output("per_sample.py", "--rounds", "1", "--batch", "2", "--sequence", "16", "--contenders", *names)
+    for name in names:
+        assert f"\n{name} " in out, out
+    for ours in names[:2]:  # both ratios, of wall and of CPU time
+        assert len([line for line in out.splitlines() if f" {ours} " in line and "target" in line]) == 4, out
+
+
+@pytest.mark.slow
+def test_moe(output: Output) -> None:
+    out = output("moe.py", "--quick")
+    assert out.count(": target 1.00 x grouped and 2.00 x eager\n") == 4, out
+    assert out.count("\n| fnmodels |") == 4, out
+
+
+@pytest.mark.slow
+def test_logprobs() -> None:
+    """As it is called, for it starts itself again."""
+    command = [sys.executable, *_command("logprobs.py", "--quick")]
+    out = _said(subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True))
+    assert "\nforward, 256 tokens; largest difference" in out and "\nforward + backward, 128 tokens" in out, out
+    assert out.count("(target 0.125), time ") == 2, out
+
+
+@pytest.mark.slow
+def test_optimizers(output: Output) -> None:
+    out = output("optimizers.py", "--quick")
+    for name in ("torch fused", "in place", "pure", "master", "stochastic"):
+        assert out.count(f"\n  {name} ") == 2, out
+    assert out.count("(target 1.1)") == 2, out
+
+
+@pytest.mark.slow
+def test_curves(output: Output, tmp_path: Path) -> None:
+    out = output("curves.py", "--quick", "--out", str(tmp_path))
+    assert "largest difference of the loss over 10 steps" in out and "\n| 10 | " in out, out
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 10 | " in (tmp_path / "curves.md").read_text() and (tmp_path / "curves.json").exists()
+
+
+@pytest.mark.slow
+def test_save(output: Output) -> None:
+    out = output("save.py", "--size", "1", "--rounds", "1")
+    for name in ("plain copy", "held up by a save in a thread", "save", "latest, which verifies", "load", "sha256"):
+        assert f"\n| {name} |" in out, out
+
+
+@pytest.mark.slow
+def test_load(output: Output) -> None:
+    names = ("fnmodels", "safetensors load_file")
+    out = output("load.py", "--size", "1", "--rounds", "1", "--contenders", *names)
+    assert all(f"\n| {name} |" in f"\n{out}" for name in names), out
+    assert "owned: the result and one tensor" in out and "lazy: load_file, our checks and 50 ms" in out, out
+
+
+@pytest.mark.slow
+def test_parallel(output: Output) -> None:
+    out = output("parallel.py", "--quick", "--worlds", "2")
+    assert "losses: plain " in out, out
+    for name in ("plain", "functional", "wrapper", "transformers FSDP2"):
+        assert out.count(f"\n| {name} | ") == 1, out
+
+
+@pytest.mark.slow
+def test_load_parts(output: Output) -> None:
+    out = output("load_parts.py", "--quick")
+    for name in ("rows", "rows, mapped", "tensor parallel", "whole", "get_slice"):
+        assert f"\n| {name} | " in out, out
+    assert "x the files in sum (target 1.1), met" in out, out
+
+
+@pytest.mark.slow
+def test_damaged(output: Output) -> None:
+    out = output("damaged.py", "--only", "files/weights that link", "--readers", "fnmodels", "transformers")
+    rows = [line.split(" | ") for line in out.splitlines()[2:]]
+    assert rows[0][:3] == ["| fnmodels", "2", "2"] and rows[1][1] == "2", out

@@ -1,0 +1,61 @@
+"""The Python blocks of the pages that promise it run as they stand, top to bottom, and print what the page says."""
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [
+    "checkpoints.md",
+    "parallel.md",
+    "testing.md",
+    "training.md",
+    pytest.param("transforms.md", marks=pytest.mark.slow),
+]
+
+
+def blocks_of(page: str) -> list[tuple[str, str | None]]:
+    """The source of each block of Python, and the block of text that follows it, which is what it prints."""
+    text = (DOCS / page).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```\n)?", text, re.MULTILINE | re.DOTALL)
+    # blank lines before it, so that a traceback gives the page's own line numbers
+    return [("\n" * text[: block.start(1)].count("\n") + block[1], block[2]) for block in found]
+
+
+def run(page: str, source: str, names: dict[str, Any]) -> str:
+    """What it prints, but for how large differences are, which is not the same on all machines."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(source, str(DOCS / page), "exec"), names)
+    return _without_sizes(printed.getvalue())
+
+
+def _without_sizes(printed: str) -> str:
+    return re.sub(r" \(largest difference .*\)$", "", printed, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    module = ModuleType("page")  # the compiler looks up the globals of a function in the module that it names
+    monkeypatch.setitem(sys.modules, "page", module)
+    blocks = blocks_of(page)
+    assert len(blocks) == (DOCS / page).read_text().count("```python\n") > 0
+    for source, wanted in blocks:
+        printed = run(page, source, module.__dict__)
+        assert wanted is None or printed == _without_sizes(wanted)
+
+
+def test_the_page_of_checks_shows_five_bugs_and_names_every_check() -> None:
+    from fnmodels import testing
+
+    said = [wanted for _, wanted in blocks_of("testing.md") if wanted is not None]
+    assert len(said) == 5 and all(said)
+    rows = set(re.findall(r"^\| `(check_\w+)` \|", (DOCS / "testing.md").read_text(), re.MULTILINE))
+    assert rows == {check.__name__ for check in testing.CHECKS}

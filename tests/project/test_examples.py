@@ -1,0 +1,81 @@
+"""The examples that are scripts: their parts, and a short run from end to end."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def grpo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("grpo_example", Path(__file__).parents[2] / "examples" / "grpo.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Letters:
+    """Each token is a character."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "length"),
+    [
+        ("7\n12", 1, 2),
+        ("7\n\n\n", 1, 2),
+        ("8\n12", 0, 2),
+        ("7?\n1", 0, 3),
+        ("\n777", 0, 1),
+        ("0007", 0, 4),
+        ("07\n7", 0, 3),
+    ],
+)
+def test_only_the_sum_and_a_line_end_are_rewarded(grpo: Any, answer: str, reward: int, length: int) -> None:
+    row = torch.tensor([ord(c) for c in "3+4=" + answer])
+    judged = grpo.judged(_Letters(), row, 4, 7)
+    assert (judged.reward, len(judged.tokens) - 4) == (reward, length)
+    assert judged.learnt.tolist() == [False] * 4 + [True] * length
+
+
+def test_advantages_stand_at_the_tokens_that_were_chosen(grpo: Any) -> None:
+    found = []
+    for i in range(grpo.PROMPTS * grpo.ANSWERS):
+        tokens = torch.arange(6 + i % 3) + 1
+        found.append(grpo.Rollout(tokens, torch.arange(len(tokens)) >= 4, float(i % grpo.ANSWERS == 0)))
+    parts = grpo.microbatches(found)
+    assert len({len(part["tokens"]) for part in parts}) == 2
+    gain = (7 / 8) / ((1 / 8) * (7 / 8)) ** 0.5
+    learnt = torch.cat([part["advantages"][part["learnt"]] for part in parts])
+    assert len(learnt) == sum(int(r.learnt.sum()) for r in found)
+    torch.testing.assert_close(learnt.max(), torch.tensor(gain), rtol=1e-4, atol=0)
+    assert all((part["labels"][part["learnt"]] > 4).all() for part in parts)
+    assert all((part["advantages"][~part["learnt"]] == 0).all() for part in parts)
+
+
+def test_a_short_run(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(grpo, "SMALL", dataclasses.replace(grpo.SMALL, steps=2, batch_rows=4))
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--folder", str(tmp_path), "--seeds", "0", "1", "--updates", "2"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    grpo.main()
+    out = capsys.readouterr().out
+    assert "seed 0: reward" in out and "seed 1: reward" in out
+    assert (tmp_path / "grpo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_reward_rises(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a policy that has learned less: it doubles. Without updates, the last prompts give a tenth more."""
+    monkeypatch.setattr(grpo, "SMALL", dataclasses.replace(grpo.SMALL, steps=250, eval_every=250))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    curve = grpo.learn(grpo.base_policy(tmp_path), 1, 50)
+    assert sum(curve[-10:]) > 1.6 * sum(curve[:10]) > 0

@@ -1,0 +1,170 @@
+"""What a user meets before the first model: imports without side effects, shadowing files, and the wheel."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("fnmodels", "params", "train")
+
+
+def run(command: list[str | Path], cwd: Path, status: int = 0) -> str:
+    """The output of a command, which sees neither the checkout nor this process's import path; checks the status."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONWARNINGS")}
+    done = subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == status, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def python(code: str, cwd: Path, status: int = 0) -> str:
+    return run([sys.executable, "-c", textwrap.dedent(code)], cwd, status)
+
+
+def test_import_brings_in_no_sibling_and_no_heavy_library(tmp_path: Path) -> None:
+    unwanted = {"transformers", "tokenizers", "params", "train", "matplotlib"}
+    assert python(f"import fnmodels, sys; print(sorted({unwanted} & set(sys.modules)))", tmp_path).strip() == "[]"
+
+
+def test_importing_and_building_change_no_global_state(tmp_path: Path) -> None:
+    python(
+        """
+        import logging, os, random, signal, sys, threading, warnings
+        import einops, numpy, safetensors.torch, torch, torch.distributed, torch.utils.checkpoint
+
+        def state():
+            return {
+                "dtype": torch.get_default_dtype(), "device": torch.get_default_device(),
+                "torch seed": torch.get_rng_state().tolist(), "python seed": random.getstate(),
+                "numpy seed": [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()],
+                "threads": (torch.get_num_threads(), threading.active_count()), "grad": torch.is_grad_enabled(),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "matmul": torch.get_float32_matmul_precision(),
+                "group": torch.distributed.is_initialized(), "environment": dict(os.environ), "folder": os.getcwd(),
+                "path": list(sys.path), "argv": list(sys.argv), "warnings": list(warnings.filters),
+                "log": (logging.root.level, list(logging.root.handlers)), "ctrl-c": signal.getsignal(signal.SIGINT),
+            }
+
+        before = state()
+        import fnmodels, params as P, train, fnmodels.models.llama
+        config = fnmodels.models.llama.Config.from_hf({
+            "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        })
+        weights = P.init(config, seed=0)
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        train.next_token_loss(weights, {
+            "tokens": tokens, "labels": tokens, "segment_ids": tokens + 1, "positions": torch.arange(8).expand(2, 8),
+        }, config=config)
+        after = state()
+        changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+        assert not changed, changed
+        """,
+        tmp_path,
+    )
+
+
+def test_user_file_is_named_where_a_sibling_is_needed(tmp_path: Path) -> None:
+    for hidden, asked in [("params", "train"), ("fnmodels", "params"), ("fnmodels", "train")]:
+        folder = tmp_path / f"{hidden}-{asked}"
+        folder.mkdir()
+        (folder / f"{hidden}.py").write_text("raise SystemExit('the user file ran')\n")
+        for command in (["-c", f"import {asked}"], ["-m", asked]):
+            output = run([sys.executable, *command], folder, status=1)
+            assert f"ImportError: {folder / hidden}.py hides the package `{hidden}`" in output
+            assert "fnmodels-train" in output and "the user file ran" not in output
+
+
+@pytest.mark.parametrize("hidden", ["params", "train"])
+def test_user_file_gives_one_warning_where_no_sibling_is_needed(tmp_path: Path, hidden: str) -> None:
+    file = tmp_path / f"{hidden}.py"
+    file.write_text("import fnmodels\nprint('ran')\n")
+    # as a library; as the script that the user calls by that name; and with params, which has no use for train
+    commands = [["-c", "import fnmodels; print('ran')"], [str(file)]]
+    commands += [["-c", "import params; print('ran')"]] if hidden == "train" else []
+    for command in commands:
+        output = run([sys.executable, *command], tmp_path)
+        assert output.count(f"RuntimeWarning: {file} hides the package `{hidden}`") == 1
+        assert "ran" in output
+
+
+def test_half_imported_and_odd_modules_are_looked_at_without_a_spec(tmp_path: Path) -> None:
+    python(
+        """
+        import sys, types, warnings
+        sys.modules["params"] = None                       # blocked
+        sys.modules["train"] = types.ModuleType("train")   # a module with neither file nor spec
+        warnings.simplefilter("error")
+        import fnmodels
+        """,
+        tmp_path,
+    )
+
+
+def test_folder_of_data_hides_nothing(tmp_path: Path) -> None:
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+    assert python("import fnmodels, params, train; print('ok')", tmp_path).strip() == "ok"
+
+
+@pytest.mark.slow
+def test_scripts_work_beside_user_files(tmp_path: Path) -> None:
+    for name in PACKAGES:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user file ran')\n")
+    scripts = Path(sysconfig.get_path("scripts"))
+    for name in ("fnmodels-train", "fnmodels-sample", "fnmodels-inspect"):
+        assert "usage" in run([scripts / name, "--help"], tmp_path).lower()
+    assert "usage" in run([sys.executable, "-P", "-m", "train", "--help"], tmp_path).lower()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], ROOT)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_wheel_holds_the_three_packages_and_no_tests(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(n).decode() for n in names if n.endswith(".dist-info/METADATA"))
+    info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
+    sources = {p.relative_to(ROOT).as_posix() for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
+    assert names - info == sources | {f"{package}/py.typed" for package in PACKAGES}
+    assert any(name.endswith("licenses/LICENSE") for name in info)
+    core = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
+    assert sorted(core) == ["einops", "numpy", "safetensors", "torch"]
+
+
+@pytest.mark.slow
+def test_installed_wheel_passes_the_smoke_test_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    """A virtual environment with the wheel, and this environment's libraries after it on the path."""
+    home, empty = tmp_path / "venv", tmp_path / "empty"
+    empty.mkdir()
+    venv.create(home, with_pip=False, symlinks=os.name != "nt")
+    paths = sysconfig.get_paths(vars={"base": str(home), "platbase": str(home)})
+    interpreter = Path(paths["scripts"]) / Path(sys.executable).name
+    libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    # a path file adds these folders but not the path files in them, so an editable install of the checkout stays out
+    (Path(paths["purelib"]) / "libraries.pth").write_text("".join(f"{folder}\n" for folder in libraries))
+    run([sys.executable, "-m", "pip", "--python", interpreter, "install", "--no-deps", "--no-index", wheel], empty)
+
+    where = "import fnmodels, params, train; print(fnmodels.__file__, params.__file__, train.__file__)"
+    files = run([interpreter, "-c", where], empty).split()
+    assert all(Path(file).is_relative_to(paths["purelib"]) for file in files), files
+    assert "smoke test passed" in run([interpreter, "-I", ROOT / "tests" / "support" / "smoke.py"], empty)
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
+    (tmp_path / "quickstart.py").write_text("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"))
+    run([interpreter, "-I", tmp_path / "quickstart.py"], empty)
+    for name in PACKAGES:
+        (empty / f"{name}.py").write_text("raise SystemExit('the user file ran')\n")
+    assert "usage" in run([Path(paths["scripts"]) / "fnmodels-train", "--help"], empty).lower()

@@ -1,0 +1,386 @@
+"""What the contract and the parity tests share: the families' variants, generic parameters, batches of every form.
+
+Families are found by looking (`fnmodels.families`). Their tiny configurations stand in `tests/variants/<family>.py`, in
+a function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
+`published() -> {name: config.json}`, the largest published members, `sizes() -> {name: number of parameters}`; where
+they are needed `BIDIRECTIONAL = {variants}` for those whose tokens see later ones, `BLIND = {variant: {fields of
+Config}}` for fields that a variant has no use for, `SEEDS = {variant: seed}` of the tokens on which a model with
+experts is compared with transformers: where every expert is used and no choice is close, and `SEPARATE = {form of
+batch: why}` for batches that transformers itself reads wrongly: parity compares their documents one by one.
+`STANDS_FOR = {model type: another}` where transformers knows a model under the other name only.
+"""
+
+import functools
+import importlib
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels import testing, tree
+from fnmodels.ops.rotary import frequencies
+
+
+def family_modules() -> list[str]:
+    """The short names of all family modules."""
+    return sorted({name.rpartition(".")[2] for name in fnmodels.families().values()})
+
+
+def variants_of(family: str) -> ModuleType:
+    """The module with the tiny configurations of a family; says what is missing."""
+    path = Path(__file__).parents[1] / "variants" / f"{family}.py"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"The family {family!r} has no tests: write tests/variants/{family}.py with a function "
+            "variants() -> {name: config.json or Config}."
+        )
+    return importlib.import_module(f"tests.variants.{family}")
+
+
+def published_of(family: str) -> dict[str, Any]:
+    """{name: Config} of the family's largest published members."""
+    read = importlib.import_module(f"fnmodels.models.{family}").Config.from_hf
+    return {name: read(values) for name, values in variants_of(family).published().items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One tiny model: where it comes from, its config.json (None where a Config was given) and its Config."""
+
+    family: str
+    name: str
+    values: Any
+    config: Any
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    """Every variant of every family."""
+    found = []
+    for family in family_modules():
+        module = importlib.import_module(f"fnmodels.models.{family}")
+        given = variants_of(family).variants()
+        assert given, f"tests/variants/{family}.py has no variants."
+        for name, values in given.items():
+            is_json = isinstance(values, dict)
+            config = module.Config.from_hf(values) if is_json else values
+            found.append(Case(family, name, values if is_json else None, config))
+    names = [case.name for case in found]
+    assert len(set(names)) == len(names), f"Two variants have one name: {sorted(names)}."
+    return tuple(found)
+
+
+def causal(case: Case) -> bool:
+    """Whether no token of the model sees a later one."""
+    return case.name not in getattr(variants_of(case.family), "BIDIRECTIONAL", ())
+
+
+@functools.cache
+def structures() -> tuple[Case, ...]:
+    """The first variant of each structure: kinds of layers, names of parameters, causal or not. For slow tests."""
+    first: dict[Any, Case] = {}
+    for case in cases():
+        first.setdefault(structure(case), case)
+    return tuple(first.values())
+
+
+def structure(case: Case) -> tuple[Any, ...]:
+    """What two cases of one structure have in common."""
+    family = fnmodels.family_of(case.config)
+    kinds = frozenset(family.kinds(case.config))
+    names = frozenset(path.split(".", 2)[-1] for path in tree.flatten(family.spec(case.config)))
+    return case.family, kinds, names, causal(case)
+
+
+def richest(group: Callable[[Case], str] = lambda case: case.family) -> tuple[Case, ...]:
+    """Of each family, or group, the variant with the most kinds of layers, in the fewest. For tests that compile."""
+
+    def richness(case: Case) -> tuple[int, int]:
+        kinds = fnmodels.family_of(case.config).kinds(case.config)
+        return len(set(kinds)), -len(kinds)
+
+    groups = dict.fromkeys(map(group, cases()))
+    return tuple(max((case for case in cases() if group(case) == name), key=richness) for name in groups)
+
+
+def generic(name: str, tensor: Tensor) -> Tensor:
+    """Values in which nothing hides: no norm at 1, no bias at 0, scores that spread. Drawn by name; fp32 like `tensor`.
+
+    Matrices have 1.3 / sqrt(fan_in); with the usual 0.02 attention is nearly uniform and tests are blind to it.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    if tensor.ndim >= 2:
+        return noise * (1.3 / math.sqrt(tensor.shape[-1]))
+    if "norm" in name.lower() or ".ln_" in name:
+        return 1 + 0.3 * noise
+    # a bias of an expert's choice competes with scores between 0 and 1, and none should be out of reach
+    return (0.1 if name.endswith(("selection_bias", "correction_bias")) else 0.3) * noise
+
+
+@functools.cache
+def generic_params(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The parameter tree of `config` with generic values. Shared between tests, which must not write to it."""
+    spec = tree.flatten(fnmodels.family_of(config).spec(config))
+    return tree.unflatten(
+        {path: generic(path, torch.empty(leaf.shape, device="meta")).to(dtype) for path, leaf in spec.items()}
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens with everything that says how to read them, each [B, S]; and what `prepare` makes of it."""
+
+    config: Any
+    tokens: Tensor
+    positions: Tensor
+    segment_ids: Tensor
+    length: int
+
+    @property
+    def valid(self) -> Tensor:
+        return self.segment_ids > 0
+
+    @property
+    def labels(self) -> Tensor:
+        """The next token of the same document, else -100."""
+        labels = torch.full_like(self.tokens, -100)
+        same = (self.segment_ids[:, 1:] == self.segment_ids[:, :-1]) & self.valid[:, 1:]
+        labels[:, :-1] = torch.where(same, self.tokens[:, 1:], -100)
+        return labels
+
+    def prepared(self) -> tuple[Any, Any, Any]:
+        return fnmodels.prepare(
+            self.config, self.tokens, positions=self.positions, segment_ids=self.segment_ids, length=self.length
+        )
+
+    def forward(self, params: Any, *, kernel: str = "math", **options: Any) -> Any:
+        return forward(params, self.prepared(), config=self.config, kernel=kernel, **options)
+
+    def take(self, rows: slice, columns: slice) -> "Batch":
+        """A part of it, with the positions, segments and length that it had in the whole."""
+        parts = (t[rows, columns] for t in (self.tokens, self.positions, self.segment_ids))
+        return Batch(self.config, *parts, length=self.length)
+
+
+def forward(params: Any, prepared: tuple[Any, Any, Any], *, config: Any, kernel: str, **options: Any) -> Any:
+    """`fnmodels.forward`, where the kernel "auto" gets the batch's layout, as in a train step."""
+    if kernel == "auto":
+        options["layout"] = fnmodels.layout(prepared[1])
+    return fnmodels.forward(params, *prepared, config=config, kernel=kernel, **options)
+
+
+def check_shapes(config: Any) -> None:
+    """A whole model runs on meta, where there are no values: as large as it is published, in no memory."""
+    weights = P.abstract(config, dtype=torch.bfloat16)
+    assert all(leaf.device.type == "meta" for leaf in tree.leaves(weights))
+    tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    segment_ids = torch.ones_like(tokens)
+    prepared = fnmodels.prepare(config, tokens, positions=segment_ids, segment_ids=segment_ids, length=16)
+    logits = fnmodels.forward(weights, *prepared, config=config)
+    assert logits.shape == (2, 16, config.vocab_size) and logits.dtype == torch.bfloat16
+
+
+KERNELS = ("math", "sdpa", "auto")
+
+
+@functools.cache
+def supports(case: Case, kernel: str) -> bool:
+    """Whether a kernel can express the model; if not, it must say so and name one that can."""
+    try:
+        batch_of(case.config, segments((2, 1))).forward(generic_params(case.config), kernel=kernel)
+    except ValueError as error:
+        if kernel in ("math", "auto") or 'kernel="math"' not in str(error):
+            raise
+        return False
+    return True
+
+
+def with_kernels(cases: tuple[Case, ...]) -> Any:
+    """The mark which runs a test on each case with "math", and on the richest of each family with the other kernels."""
+    names = {case: KERNELS if case in richest() else KERNELS[:1] for case in cases}
+    pairs = [(case, kernel) for case in cases for kernel in names[case] if supports(case, kernel)]
+    return pytest.mark.parametrize(("case", "kernel"), pairs, ids=[f"{case}-{kernel}" for case, kernel in pairs])
+
+
+def batch_of(config: Any, segment_ids: Tensor, *, seed: int = 0) -> Batch:
+    """Random tokens under given segments. The length that some rope scalings need is 24, beyond the original 16."""
+    tokens = tokens_of(config, *segment_ids.shape, seed=seed)
+    return Batch(config, tokens, positions_of(segment_ids), segment_ids, length=24)
+
+
+def reach_of(batch: Batch) -> Tensor:
+    """bool [S, S] of a batch of one row: whether the logits at t depend on u over all layers, by the masks alone."""
+    masks = batch.prepared()[1]
+    own = torch.eye(batch.tokens.shape[1], dtype=torch.bool)
+    reach = own
+    for kind in fnmodels.family_of(batch.config).kinds(batch.config):
+        reach = ((masks[kind].dense()[0, 0] | own).float() @ reach.float()) > 0
+    return reach
+
+
+def subject_of(
+    case: Case,
+    kernel: str = "math",
+    *,
+    dtype: torch.dtype = torch.float32,
+    length: int | None = 32,
+    tolerance: float = 1e-5,
+) -> testing.Subject:
+    """A case as the public checks take it. length: for the scalings that need one; None leaves it to each call."""
+    config = case.config
+
+    def prepare(tokens: Tensor, positions: Tensor, segment_ids: Tensor) -> Any:
+        return fnmodels.prepare(config, tokens, positions=positions, segment_ids=segment_ids, length=length)
+
+    def rotary(batch: Any) -> list[tuple[Tensor, Tensor]]:
+        tables = {kind: leaf for kind, entry in batch[2].items() for leaf in tree.leaves(entry) if leaf.ndim == 4}
+        return [(t, _frequencies(config, kind, t.shape[2], length)) for kind, t in tables.items() if t.numel()]
+
+    def run(params: Any, batch: Any) -> Tensor:
+        inputs, masks, freqs_cis = batch
+        low = next(iter(tree.leaves(params))).dtype == torch.bfloat16
+        if low and is_routed(config):  # bf16 makes other choices where they are close: take those of fp32
+            routing = routing_of(tree.map(Tensor.float, params), batch, config, kernel=kernel)
+            inputs = {**inputs, "routing": routing}
+        return forward(params, (inputs, masks, freqs_cis), config=config, kernel=kernel)
+
+    reach = reach_of(batch_of(config, segments((10,))))
+    return testing.Subject(
+        generic_params(config, dtype),
+        prepare,
+        run,
+        vocab_size=config.vocab_size,
+        sees=lambda t, u: bool(reach[t, u]) and (u <= t or not causal(case)),
+        rotary=rotary,
+        tolerance=tolerance,
+        exact=kernel == "math" or not is_routed(config),
+    )
+
+
+def _frequencies(config: Any, kind: str, pairs: int, length: int | None) -> Tensor:
+    rope = getattr(config, "local_rope", config.rope) if kind.startswith("sliding") else config.rope
+    return frequencies(rope, 2 * pairs, None if length is None else torch.tensor(length))
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy summed over the labelled tokens; exactly 0 without one."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def gradients(loss: Tensor, params: Any) -> Any:
+    """The tree of gradients by the leaves of `params`; zeros where the loss has no path to a leaf."""
+    flat = tree.flatten(params)
+    found = torch.autograd.grad(loss, list(flat.values()), allow_unused=True, materialize_grads=True)
+    return tree.unflatten(dict(zip(flat, found, strict=True)))
+
+
+def trainable(params: Any) -> Any:
+    """The same values as leaves of autograd."""
+    return tree.map(lambda p: p.detach().clone().requires_grad_(), params)
+
+
+def off(a: Any, b: Any) -> float:
+    """The largest difference of two trees relative to the larger of 1 and the size of their values, leaf by leaf."""
+    left, right = tree.flatten(a), tree.flatten(b)
+    assert left.keys() == right.keys()
+    worst = 0.0
+    for path, x in left.items():
+        y = right[path]
+        assert x.shape == y.shape, path
+        assert x.dtype == y.dtype, path
+        if x.numel():
+            x, y = ((t.int() if t.dtype == torch.bool else t).detach() for t in (x, y))
+            difference = float((x - y).abs().max()) / max(1.0, float(y.abs().max()))
+            worst = max(worst, difference if difference == difference else math.inf)
+    return worst
+
+
+def is_routed(config: Any) -> bool:
+    """Whether some of its layers have experts."""
+    return bool(sparse_layers(config))
+
+
+def sparse_layers(config: Any) -> list[int]:
+    """The layers that have experts."""
+    family = fnmodels.family_of(config)
+    routed = getattr(family, "ROUTED", False)
+    return [i for i, kind in enumerate(family.kinds(config)) if routed and kind.endswith("_moe")]
+
+
+def routing_of(case_params: Any, prepared: Any, config: Any, **options: Any) -> Tensor:
+    """The experts that a forward chooses, as its `inputs["routing"]` takes them: [B, S, sparse layers, k]."""
+    taps = ("layers.*.expert_indices",)
+    _, tapped = fnmodels.forward(case_params, *prepared, config=config, taps=taps, **options)
+    return torch.stack([tapped[f"layers.{i}.expert_indices"] for i in sparse_layers(config)], dim=2)
+
+
+def seed_of(case: Case) -> int:
+    """The seed of the tokens on which a variant is compared with transformers."""
+    seeds: dict[str, int] = getattr(variants_of(case.family), "SEEDS", {})
+    return seeds.get(case.name, 0)
+
+
+def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None:
+    """Every expert has tokens in every layer, and no choice changes where router logits move by up to `margin`."""
+    family, seen = fnmodels.family_of(case.config), []
+    moe = family.moe
+
+    def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:
+        y, aux = moe(layer, x, route, **options)
+        seen.append((route, aux, options["valid"]))
+        return y, aux
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family, "moe", watched)
+        fnmodels.forward(params, *prepared, config=case.config, kernel="math")
+    assert len(seen) == len(sparse_layers(case.config))
+    generator = torch.Generator().manual_seed(0)
+    for route, aux, valid in seen:
+        assert aux["counts"].min() > 0, f"an expert without a token: {aux['counts'].tolist()}"
+        logits, chosen = aux["router_logits"][valid], aux["expert_indices"][valid].sort(-1).values
+        for _ in range(16):
+            signs = 2.0 * torch.randint(2, logits.shape, generator=generator) - 1
+            moved = route(logits + margin * signs)[1].sort(-1).values
+            assert torch.equal(moved, chosen), f"a choice is closer than {margin}"
+
+
+def tokens_of(config: Any, batch: int, length: int, seed: int = 0) -> Tensor:
+    """Random ids [batch, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (batch, length), generator=generator)
+
+
+def segments(*rows: tuple[int, ...]) -> Tensor:
+    """segment_ids from per-row lengths; a negative length is that many pads. `segments((-2, 3, 1))` is 0 0 1 1 1 2."""
+
+    def row(lengths: tuple[int, ...]) -> list[int]:
+        ids, document = [], 0
+        for length in lengths:
+            document += length > 0
+            ids += [document if length > 0 else 0] * abs(length)
+        return ids
+
+    return torch.tensor([row(lengths) for lengths in rows])
+
+
+def positions_of(segment_ids: Tensor) -> Tensor:
+    """Each document from 0, padding 0. A loop, independent of the library's converters."""
+    out = torch.zeros_like(segment_ids)
+    for b, row in enumerate(segment_ids.tolist()):
+        for t in range(1, len(row)):
+            out[b, t] = out[b, t - 1] + 1 if row[t] == row[t - 1] and row[t] else 0
+    return out

@@ -1,0 +1,78 @@
+"""transformers as the reference: a tiny model with generic parameters, eager attention and experts, no cache, fp32."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.models.common import storage
+from tests.support.cases import generic, variants_of
+
+EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+def model_of(values: dict[str, Any]) -> torch.nn.Module:
+    """A fresh model of a config.json's content, every parameter and buffer of its checkpoint generic.
+
+    The same values give the same numbers.
+    """
+    config = AutoConfig.for_model(**reference_values(values))
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, **EAGER, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, tensor in _of_checkpoint(model).items():
+            tensor.copy_(generic(name, tensor))
+    return model
+
+
+def reference_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The config.json as transformers knows the model: see STANDS_FOR of a family's variants."""
+    model_type = values["model_type"]
+    family = fnmodels.family_for(model_type).__name__.rpartition(".")[2]
+    return values | {"model_type": getattr(variants_of(family), "STANDS_FOR", {}).get(model_type, model_type)}
+
+
+def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters, a tied one once, and the buffers that are saved with them (biases of a router's choice)."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    return dict(model.named_parameters()) | buffers
+
+
+def on_disk(model: torch.nn.Module) -> dict[str, Any]:
+    """What the model's checkpoint holds, under the names that it has there. A tied head is listed once."""
+    return dict(revert_weight_conversion(model, _of_checkpoint(model)))
+
+
+def params_of(model: torch.nn.Module, config: Any) -> Any:
+    """The model's parameters as our tree, moved by name and by nothing else: no tensor may be left over."""
+    state = on_disk(model)
+    stored = fnmodels.family_of(config).hf_names(config)
+    assert {name for s in stored.values() for name in storage.disk_names(s)} == state.keys()
+    flat = {path: storage.gather(s, state).detach().clone() for path, s in stored.items()}
+    return tree.unflatten(flat)
+
+
+def logits_of(
+    values: dict[str, Any], tokens: Tensor, positions: Tensor | None = None, valid: Tensor | None = None
+) -> Tensor:
+    """The reference's logits [B, S, V] from a fresh model: its dynamic rope remembers earlier calls.
+
+    Without `valid`, documents are told apart by positions that restart, which works without cache and mask only.
+    """
+    with torch.no_grad():
+        mask = None if valid is None else valid.long()
+        return model_of(values)(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+
+
+def assert_close(ours: Tensor, theirs: Tensor, *, bound: float = 2e-5) -> None:
+    """max |difference| <= bound x max(1, std): about 5 to 10 times the reference's own noise (eager against fused)."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    std = float(theirs.std())
+    assert torch.isfinite(ours).all() and std > 0.1, "nothing is compared"
+    worst = float((ours - theirs).abs().max())
+    assert worst <= bound * max(1.0, std), f"off by {worst:.2e} at std {std:.2f}"

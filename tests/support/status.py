@@ -1,0 +1,135 @@
+"""The README's table of model types says what a full run of the tests shows; a cell that says else fails that run.
+
+A test of a `case` counts for its model type, in the column of its folder or file; a test of a published size says so by
+`record_property`. Both travel with the test's report, so that processes may share the work.
+FNMODELS_UPDATE_DOCS=1 writes the table. A run that leaves tests out neither writes it nor fails.
+"""
+
+import os
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+import fnmodels
+
+COLUMNS = {
+    "parity": ("tests/parity/",),
+    "packing": ("tests/contract/test_packing.py",),
+    "transforms": ("tests/contract/test_transforms.py", "tests/contract/test_compile.py"),
+    "parallel": ("tests/train/parallel/",),
+}
+PRESET, CHECKED = "published sizes", "largest config checked"  # names of properties: (model type, parameters)
+HEAD = ("model type", "file", *COLUMNS, PRESET, CHECKED)
+BEGIN, END = "<!-- status: written by FNMODELS_UPDATE_DOCS=1 make test -->\n", "<!-- /status -->\n"
+# Options that leave tests out, as pytest stores them.
+NARROWING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly")
+
+Shown = dict[tuple[str, str], list[Any]]
+
+
+class Status:
+    """The plugin: one for each process, of which the first sees every report."""
+
+    def __init__(self) -> None:
+        self.shown: Shown = defaultdict(list)  # {(model type, column): outcomes, or numbers of parameters}
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        columns = [column for column, places in COLUMNS.items() if case and item.nodeid.startswith(places)]
+        item.user_properties += [("status", (case.config.model_type, column)) for column in columns]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        for name, value in report.user_properties:
+            if name == "status":
+                self.shown[tuple(value)].append(report.outcome)
+            elif name in (PRESET, CHECKED) and report.passed:
+                model_type, parameters = value
+                self.shown[model_type, name].append(parameters)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if hasattr(session.config, "workerinput") or not is_full(session, exitstatus):
+            return
+        readme = session.config.rootpath / "README.md"
+        before, after = readme.read_text(), with_table(readme.read_text(), table(self.shown))
+        if before == after:
+            return
+        if os.environ.get("FNMODELS_UPDATE_DOCS"):
+            readme.write_text(after)
+            return
+        report = pytest.TestReport(
+            nodeid="README.md::status",
+            location=("README.md", None, "status"),
+            keywords={},
+            outcome="failed",
+            longrepr="\n".join(differences(before, after)),
+            when="call",
+        )
+        session.config.hook.pytest_runtest_logreport(report=report)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def is_full(session: pytest.Session, exitstatus: int) -> bool:
+    """Whether every test was asked for and had its turn."""
+    config, tests = session.config, session.config.rootpath / "tests"
+    asked = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    narrowed = any(getattr(config.option, name, None) for name in NARROWING) or session.shouldfail or session.shouldstop
+    finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    return finished and not narrowed and any(path == tests or path in tests.parents for path in asked)
+
+
+def table(shown: Shown) -> str:
+    """A row for each model type, also for one of which the tests showed nothing."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    for model_type, module in fnmodels.families().items():
+        cells = [model_type, f"`{module.replace('.', '/')}.py`"]
+        cells += [verdict(shown.get((model_type, column), [])) for column in COLUMNS]
+        sizes, checked = (sorted(shown.get((model_type, name), [])) for name in (PRESET, CHECKED))
+        cells += [spread(sizes), brief(checked[-1]) if checked else "none"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def verdict(outcomes: list[str]) -> str:
+    """ "yes" only where every test passed; one that was skipped shows nothing."""
+    if not outcomes:
+        return "not yet"
+    passed = outcomes.count("passed")
+    return "yes" if passed == len(outcomes) else "in part" if passed else "no"
+
+
+def spread(sizes: list[int]) -> str:
+    """How many sizes, from the smallest to the largest."""
+    if len(sizes) < 2:
+        return brief(sizes[0]) if sizes else "none"
+    return f"{brief(sizes[0])} to {brief(sizes[-1])} ({len(sizes)})"
+
+
+def brief(parameters: int) -> str:
+    """A number of parameters in three digits, in millions, billions or trillions."""
+    size, letter = next((s, n) for s, n in ((1e6, "M"), (1e9, "B"), (1e12, "T")) if parameters < 999.5 * s)
+    return f"{parameters / size:.3g}{letter}"
+
+
+def with_table(readme: str, new: str) -> str:
+    """The README with the table between its two marks."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(
+            f"README.md needs the lines {BEGIN.strip()!r} and {END.strip()!r} around the table of families."
+        )
+    return before + begin + new + end + after
+
+
+def differences(before: str, after: str) -> list[str]:
+    """What the message says: the rows that would change."""
+    old, new = before.splitlines(), after.splitlines()
+    return [
+        "The README's table of model types does not say what this run showed; FNMODELS_UPDATE_DOCS=1 make test writes",
+        "it. The lines that differ:",
+        *(f"- {line}" for line in old if line not in new),
+        *(f"+ {line}" for line in new if line not in old),
+    ]

@@ -1,0 +1,65 @@
+"""Scores of continuations equal those of each pair alone, from all its logits, whatever goes through together."""
+
+import pytest
+import torch
+
+import fnmodels
+from tests.support.cases import cases, generic_params
+from train.eval.scoring import score_continuations
+
+CASES = {name: next(case for case in cases() if case.family == name) for name in ("llama", "qwen_moe", "phi3")}
+
+
+def _pairs(config, longest: int = 12) -> list[tuple[list[int], list[int]]]:
+    draws = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(config.vocab_size, (count,), generator=draws).tolist()
+
+    sizes = [(1, 1), (5, 3), (3, 0), (2, longest - 3), (7, 2), (1, 4), (4, 1)]
+    return [(ids(before), ids(after)) for before, after in sizes]
+
+
+def direct(params, config, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Of one pair alone: all logits, in one row without padding."""
+    ids = torch.tensor([[*context, *continuation]])
+    logits = fnmodels.forward(params, *fnmodels.prepare(config, ids[:, :-1]), config=config, kernel="math")[0]
+    new = len(continuation)
+    target, logp = ids[0, len(ids[0]) - new :], torch.log_softmax(logits.double(), -1)[logits.shape[0] - new :]
+    total = logp.gather(-1, target[:, None]).sum()
+    return float(total), bool((logp.argmax(-1) == target).all())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("batch_tokens", [1, 20, 4096])
+def test_each_pair_as_if_alone(name: str, batch_tokens: int) -> None:
+    config = CASES[name].config
+    params, pairs = generic_params(config), _pairs(config)
+    greedy = list(pairs[0][0])
+    for _ in range(3):  # a continuation that is the likeliest
+        row = fnmodels.prepare(config, torch.tensor([greedy]))
+        greedy.append(int(fnmodels.forward(params, *row, config=config, kernel="math")[0, -1].argmax()))
+    pairs.append((greedy[:1], greedy[1:]))
+    found = score_continuations(params, config, pairs, batch_tokens=batch_tokens)
+    expected = [(0.0, True) if not pair[1] else direct(params, config, *pair) for pair in pairs]
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert found[-1][1] and not found[1][1]
+    assert [logp for logp, _ in found] == pytest.approx([logp for logp, _ in expected], rel=1e-5, abs=1e-5)
+
+
+def test_a_context_that_is_too_long_loses_its_beginning() -> None:
+    config = fnmodels.models.llama.Config(31, 16, 24, 2, 2, 1, max_position_embeddings=8)
+    params = generic_params(config)
+    context, continuation = list(range(12)), [3, 4, 5]
+    (found,) = score_continuations(params, config, [(context, continuation)])
+    assert found[0] == pytest.approx(direct(params, config, context[-6:], continuation)[0], rel=1e-5)
+    assert found[0] != pytest.approx(direct(params, config, context[-5:], continuation)[0], rel=1e-5)
+    with pytest.raises(ValueError, match="has 9 tokens; the model takes 8 at most"):
+        score_continuations(params, config, [([1], list(range(9)))])
+    with pytest.raises(ValueError, match="A context is empty"):
+        score_continuations(params, config, [([], [1])])
+
+
+def test_nothing_to_score() -> None:
+    config = CASES["llama"].config
+    assert score_continuations(generic_params(config), config, []) == []

@@ -1,0 +1,234 @@
+"""The main job from checkpoints of every family: all weights, or adapters beside them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from params.io.safetensors_file import open_tensors
+from tests.support.cases import cases, generic_params, richest
+from tests.train.job.test_run import one_sentence, own_cache, rows, saved, stop_after, text, train  # noqa: F401
+from train import checkpoint
+from train.commands.sample import main as sample
+from train.eval import pretrained
+
+SAME = ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "metrics.jsonl", "summary.json")
+LLAMA = next(case for case in cases() if case.name == "llama")
+
+
+def letters():
+    """A tokenizer of as few entries as the smallest model here has."""
+    vocabulary = {letter: i for i, letter in enumerate("?\ndefrtun ()x:+0123456789")}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return tokenizer
+
+
+def checkpoint_of(path, config):
+    P.save_pretrained(path, config, generic_params(config))
+    letters().save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize("case", richest(), ids=lambda case: case.family)
+def test_all_weights_of_every_family_train_from_its_checkpoint(tmp_path, text, case):  # noqa: F811
+    base = checkpoint_of(tmp_path / "base", case.config)
+    assert train(tmp_path / "run", text, "--init", base, "--steps", 2, "--batch-rows", 1) == 0
+    config, after = P.load_pretrained(tmp_path / "run")
+    _, before = P.load_pretrained(base, drop=tuple(getattr(fnmodels.family_of(config), "OPTIONAL", {})))
+    leaves = tree.flatten(fnmodels.family_of(config).spec(config))
+    before, after = tree.flatten(before), tree.flatten(after)
+    assert leaves.keys() == before.keys() == after.keys()
+    still = {path for path in leaves if torch.equal(before[path], after[path])}
+    assert still == {path for path, leaf in leaves.items() if not leaf.trainable}
+    assert all(row["finite"] for row in rows(tmp_path / "run"))
+    assert rows(tmp_path / "run")[0]["lr"] <= 3e-4
+    routed = getattr(fnmodels.family_of(config), "ROUTED", False)
+    assert all(("expert_load" in row) == routed and row.get("expert_load", 1) >= 1 for row in rows(tmp_path / "run"))
+
+
+@pytest.fixture
+def base(tmp_path):
+    return checkpoint_of(tmp_path / "base", LLAMA.config)
+
+
+def test_adapters_alone_train_and_are_kept(tmp_path, text, base, monkeypatch, capsys):  # noqa: F811
+    weights = (base / "model.safetensors").read_bytes()
+    flags = ("--init", base, "--lora", "r=3,alpha=6,targets=q_proj+down_proj", "--ema", 0.5)
+    assert train(tmp_path / "whole", text, *flags) == 0
+    assert "adapters with" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert train(tmp_path / "parts", text, *flags) == 130
+    assert train(tmp_path / "parts", None, "--resume") == 0
+    last = Path("steps", "step-00000006", checkpoint.STATE)
+    for name in (*SAME, last):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
+    assert not (tmp_path / "whole" / "config.json").exists() and not (tmp_path / "whole" / "model.safetensors").exists()
+    assert (base / "model.safetensors").read_bytes() == weights
+    found = rows(tmp_path / "whole")
+    assert found[-1]["loss"] < found[0]["loss"] and found[0]["lr"] == pytest.approx(1e-3)
+
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        names = open_tensors(tmp_path / "whole" / last, stack).entries.keys()
+    ends = {name.rpartition(".")[2] for name in names} - {"step"}
+    assert ends == {"a", "b"}
+    assert len(names) == 2 + 4 * 2 * 2 * LLAMA.config.num_hidden_layers  # parameters, two moments and average of each
+
+    config, adapted = pretrained.load_model(tmp_path / "whole")
+    trained = tree.flatten(P.lora.adapters(adapted))
+    assert all(float(leaf.abs().max()) > 0 for leaf in trained.values())
+    merged = pretrained.load_model(tmp_path / "whole", merge=True)[1]
+    inputs = fnmodels.prepare(config, torch.arange(3, 12)[None])
+    ours, theirs = (fnmodels.forward(params, *inputs, config=config) for params in (adapted, merged))
+    assert (ours - theirs).abs().max() <= 1e-5 * ours.abs().max()
+
+    averages = tree.flatten(P.lora.adapters(pretrained.load_model(tmp_path / "whole" / "ema")[1]))
+    assert averages.keys() == trained.keys()
+    assert not any(torch.equal(averages[path], leaf) for path, leaf in trained.items())
+
+    capsys.readouterr()
+    for path in (tmp_path / "whole", tmp_path / "whole" / "ema"):
+        assert sample([str(path), "--prompt", "def ", "--tokens", "5"]) == 0
+        assert capsys.readouterr().out.startswith("d e f")
+    assert train(tmp_path / "on", text, "--init", tmp_path / "whole", "--steps", 1) == 0  # all weights, merged
+    assert P.load_config(tmp_path / "on") == config
+
+
+def test_peft_reads_what_a_run_leaves_with_equal_logits(tmp_path, text, base):  # noqa: F811
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    assert train(tmp_path / "run", text, "--init", base, "--lora", "r=2,alpha=8", "--learning-rate", 0.05) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "run").eval()
+    config, params = pretrained.load_model(tmp_path / "run")
+    tokens = torch.arange(3, 20)[None]
+    ours = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config)
+    with torch.no_grad():
+        theirs = model(tokens).logits
+        with model.disable_adapter():
+            plain = model(tokens).logits
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max() < 0.02 * (plain - theirs).abs().max()
+
+
+def test_weights_that_changed_under_their_adapters_are_noticed(tmp_path, text, base, monkeypatch, capsys):  # noqa: F811
+    stop_after(monkeypatch, 2)
+    assert train(tmp_path / "run", text, "--init", base, "--lora", "r=2") == 130
+    (base / "fnmodels_manifest.json").unlink()
+    file = base / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    capsys.readouterr()
+    assert train(tmp_path / "run", None, "--resume") == 2
+    assert "the weights that its adapters belong to have changed" in one_sentence(capsys)
+    file.unlink()
+    assert train(tmp_path / "run", None, "--resume") == 2
+    assert "base" in one_sentence(capsys)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert sample([str(tmp_path / "run"), "--prompt", "def "]) == 2
+    assert f"the folder of their base model, '{base}', is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ("8", "'8' is not adapters as r=8,alpha=16,targets=q_proj+v_proj"),
+        ("r=0", "'r=0' is not adapters as"),
+        ("r=x", "'r=x' is not adapters as"),
+        ("r=2,r=3", "is not adapters as"),
+        ("r=2,rank=3", "is not adapters as"),
+        ("alpha=2", "is not adapters as"),
+        ("r=2,alpha=-1", "is not adapters as"),
+        ("r=2,targets=", "is not adapters as"),
+        ("r=2,targets=q_prj", "The target 'q_prj' names no parameter; linear weights end in down_proj,"),
+        ("r=2,targets=layers.*", "is no weight of a linear map"),
+    ],
+)
+def test_a_mistake_in_lora_is_a_sentence_and_begins_no_run(tmp_path, text, base, capsys, lora, words):  # noqa: F811
+    assert train(tmp_path / "run", text, "--init", base, "--lora", lora) == 2
+    out, error = capsys.readouterr()
+    assert words in error and error.count("\n") == 1
+    assert out == ""  # before the text is read, which may take long
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora", "r=2,targets=q_proj")])
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (0.5, "model.safetensors has {} bytes, but its tensors end at"),
+        (0, "model.safetensors has 0 bytes, less than the 8 that a safetensors file begins with"),
+        (None, "There is neither model.safetensors nor model.safetensors.index.json in the folder."),
+    ],
+)
+def test_weights_that_cannot_be_read_are_a_sentence_before_all_else(
+    tmp_path,
+    text,  # noqa: F811
+    base,
+    capsys,
+    lora,
+    kept,
+    words,
+):
+    file = base / "model.safetensors"
+    whole = file.read_bytes()
+    if kept is None:
+        file.unlink()
+    else:
+        file.write_bytes(whole[: int(len(whole) * kept)])
+    assert train(tmp_path / "run", text, "--init", base, *lora) == 2
+    out, error = capsys.readouterr()
+    assert words.format(f"{len(whole) // 2:,}") in error and error.count("\n") == 1
+    assert out == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_lora_needs_the_weights_of_a_checkpoint(tmp_path, text, base, capsys):  # noqa: F811
+    assert train(tmp_path / "run", text, "--lora", "r=2") == 2
+    assert "name one with --init" in one_sentence(capsys)
+    assert train(tmp_path / "first", text, "--init", base, "--lora", "r=2", "--steps", 1) == 0
+    assert train(tmp_path / "run", text, "--init", tmp_path / "first", "--lora", "r=2") == 2
+    assert "holds adapters; --lora needs the checkpoint of whole weights" in one_sentence(capsys)
+
+
+def test_adapters_that_peft_cannot_have_are_refused_before_the_run(tmp_path, text, capsys):  # noqa: F811
+    """Phi-3's file joins q, k and v."""
+    case = next(case for case in cases() if case.family == "phi3")
+    base = checkpoint_of(tmp_path / "base", case.config)
+    assert train(tmp_path / "run", text, "--init", base, "--lora", "r=2") == 2
+    assert "is a part of a larger tensor on disk, for which PEFT has no adapter" in one_sentence(capsys)
+    assert train(tmp_path / "run", text, "--init", base, "--lora", "r=2,targets=o_proj", "--steps", 1) == 0
+    assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+
+
+def test_experts_are_balanced_by_losses_and_by_their_bias(tmp_path, text, capsys):  # noqa: F811
+    case = next(case for case in richest() if case.family == "deepseek")
+    base = checkpoint_of(tmp_path / "base", case.config)
+    assert train(tmp_path / "plain", text, "--init", base, "--steps", 1) == 0
+    flags = ("--balance-loss", 0.5, "--router-z-loss", 0.25, "--balance-rate", 0.125)
+    assert train(tmp_path / "run", text, "--init", base, "--steps", 1, *flags) == 0
+    (plain,), (row,) = rows(tmp_path / "plain"), rows(tmp_path / "run")
+    assert row["sequence_balance"] >= 1 and row["router_z"] > 0
+    assert row["loss"] == pytest.approx(plain["loss"], rel=1e-5)  # of the tokens alone
+    assert row["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+    before, after = (tree.flatten(P.load_pretrained(path)[1]) for path in (base, tmp_path / "run"))
+    moved = [(after[path] - leaf).abs() for path, leaf in before.items() if path.endswith("selection_bias")]
+    assert moved and all(set(m.mul(8).round(decimals=4).tolist()) <= {0.0, 1.0} and m.any() for m in moved)
+    assert train(tmp_path / "l", text, "--init", base, "--lora", "r=2,targets=o_proj", "--balance-rate", 0.1) == 2
+    assert "--balance-rate 0.1 moves what is not of the adapters" in one_sentence(capsys)
+
+
+def test_a_mixture_of_experts_takes_adapters_on_its_attention(tmp_path, text):  # noqa: F811
+    case = next(case for case in richest() if case.family == "deepseek")
+    base = checkpoint_of(tmp_path / "base", case.config)
+    flags = ("--init", base, "--lora", "r=2,targets=o_proj", "--steps", 2, "--keep", 1)
+    assert train(tmp_path / "run", text, *flags) == 0
+    assert saved(tmp_path / "run") == [2]
+    assert len(tree.leaves(P.lora.adapters(pretrained.load_model(tmp_path / "run")[1]))) > 0

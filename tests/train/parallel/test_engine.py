@@ -1,0 +1,253 @@
+"""The engine as a guest: a foreign loop drives it in a process group that somebody else has made, over fsdp x pp."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fnmodels
+import params as P
+import train
+from fnmodels import tree
+from tests.support.cases import generic_params
+from tests.support.ranks_pool import Ranks, devices
+from tests.train.parallel.test_pipeline import batch_of, trained
+from tests.train.parallel.test_stages import even
+from train.dist.dtensor import local_tree
+from train.engine import Engine
+from train.parallel import Mesh, Strategy
+from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.stages import stage_plan
+from train.parallel.placement import rules_of, shardings
+
+
+def surroundings() -> list[Any]:
+    """What a guest leaves as it was."""
+    return [
+        dist.group.WORLD,
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.initial_seed(),
+        torch.random.get_rng_state().sum().item(),
+        warnings.filters[:],
+        dict(os.environ),
+    ]
+
+
+def rollouts(config: Any) -> list[list[dict[str, Tensor]]]:
+    """Lists of microbatches, cut by the loop; those of the second are of unequal length."""
+    parts = fnmodels.split(batch_of(config, 4), 4)
+    more = fnmodels.split(batch_of(config, 8), 8)[4:]
+    shorter = [tree.map(lambda t, i=i: t[:, : 12 - i], part) for i, part in enumerate(more)]
+    return [[tree.map(lambda t: torch.cat((t, t)), part) for part in parts], shorter]
+
+
+def judged(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """With what a policy loss reads."""
+    given = []
+    for batch in batches:
+        place = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"])
+        given.append(batch | {"old_logp": -4.0 - 0.3 * place.sin(), "advantages": (1.7 * place).cos()})
+    return given
+
+
+def policy(config: Any) -> tuple[Any, pp.Staged]:
+    """A clipped policy gradient as a function of (params, batch), and as what stages run."""
+
+    def judge(scores: tuple[Tensor, Tensor, Tensor], batch: Any) -> tuple[Any, ...]:
+        logp, entropy, valid = scores
+        more: dict[str, Any] = {"entropy": entropy, "entropy_bonus": 0.1}
+        total, count, metrics = train.policy_loss(logp, batch["old_logp"], batch["advantages"], valid, **more)
+        return total, 1.3 * count, metrics  # a count that is no whole number, as a sum of weights
+
+    def whole(params: Any, batch: Any) -> tuple[Any, ...]:
+        return judge(train.token_logprobs(params, batch, config=config, kernel="math"), batch)
+
+    def head(params: Any, x: Tensor, batch: Any) -> tuple[Any, ...]:
+        return judge(train.head_logprobs(params, x, batch["labels"], config=config), batch)
+
+    return whole, pp.Staged(config, head, "math", aux=True)
+
+
+def routed(config: Any) -> tuple[Any, pp.Staged]:
+    """As `policy`, with what the routers did."""
+    balance, staged = train.Balance(sequence=0.3, z=0.1), policy(config)[1]
+
+    def whole(params: Any, batch: Any) -> tuple[Any, ...]:
+        found = train.routed_logprobs(params, batch, config=config, kernel="math", balance=balance)
+        logp, entropy, valid, added, sums = found
+        more: dict[str, Any] = {"entropy": entropy, "entropy_bonus": 0.1}
+        total, count, metrics = train.policy_loss(logp, batch["old_logp"], batch["advantages"], valid, **more)
+        return total + added, 1.3 * count, metrics | sums
+
+    return whole, dataclasses.replace(staged, balance=balance)
+
+
+def renamed(loss: Any) -> Any:
+    """The loss twice over, with other names for its metrics but the first."""
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        total, count, metrics = loss(*args)
+        first = next(iter(metrics))
+        return 2 * total, count, {name if name == first else f"other_{name}": x for name, x in metrics.items()}
+
+    return run
+
+
+def added_up(engine: Engine) -> dict[str, Tensor]:
+    """{path: gradient} of what trains, summed since the last update."""
+    assert engine._sums is not None
+    return dict(zip(trained(engine.params, engine.optimizer), engine._sums.grads, strict=True))
+
+
+def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -> dict[str, float]:
+    """{what: how far from an engine in one process}, relative to the largest number of each."""
+    config, mesh, how = even(name), Mesh.parse(text), Strategy(**strategy)
+    spec, whole = fnmodels.family_of(config).spec(config), generic_params(config)
+    optimizer = train.sgd(0.5, spec=spec)
+    plan = stage_plan(P.plan(spec, rules_of(mesh, config), devices(mesh)), config, devices(mesh), how)
+    flat = tree.flatten(whole)
+    made = iter([where.distribute(flat[path][where.here()].clone()) for path, where in tree.flatten(plan).items()])
+    given = tree.map(lambda _: next(made), plan)
+    sparse = name == "deepseek_v3"
+    loss, of_stages = routed(config) if sparse else policy(config)
+    logprobs = functools.partial(train.token_logprobs, config=config, kernel="math")
+    before = surroundings()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ours = Engine(config, given, optimizer, clip=clip, mesh=mesh, strategy=how)
+    assert ["is used as it is" in str(w.message) for w in warned if w.category is UserWarning] == [True]
+    theirs, shards = Engine(config, whole, optimizer, clip=clip), tree.flatten(shardings(given))
+    found: dict[str, float] = {}
+    both = [(of_stages, loss)] * 2  # one of the lists has a loss with other metrics, all but one
+    if sparse:
+        plain = functools.partial(train.next_token_loss, config=config, kernel="math", aux=True)
+        both[0], sizes = (plain, plain), [1, 6]
+    else:
+        both[1], sizes = (dataclasses.replace(of_stages, head=renamed(of_stages.head)), renamed(loss)), [3, 3]
+    for _ in range(2):
+        for batches, (ours_of, theirs_of), size in zip(map(judged, rollouts(config)), both, sizes, strict=True):
+            added, expected = ours.forward_backward(batches, ours_of), theirs.forward_backward(batches, theirs_of)
+            assert added["aux"].keys() == expected["aux"].keys() and len(expected["aux"]) == size
+            for key, value in tree.flatten(expected).items():
+                far = (tree.flatten(added)[key].double() - value).abs().max() / value.abs().max()
+                found[key] = max(float(far), found.get(key, 0.0))
+        one = added_up(theirs)
+        for path, grad in added_up(ours).items():
+            far = (grad - one[path][shards[path].here()]).abs().max() / one[path].abs().max().clamp(min=1e-30)
+            found[f"gradient of {path}"] = float(far)
+        measured, metrics = ours.optim_step(), theirs.optim_step()
+        assert measured["aux"].keys() == metrics["aux"].keys() and len(metrics["aux"]) == (6 if sparse else 5)
+        for key in ("loss", "count", "grad_norm", *metrics["aux"]):
+            value, one_value = (of["aux"].get(key, of.get(key)).double() for of in (measured, metrics))
+            found[f"{key} of a step"] = float((value - one_value).abs().max() / one_value.abs().max())
+    after = tree.flatten(theirs.params)
+    for path, leaf in tree.flatten(local_tree(ours.params)).items():
+        found[path] = float((leaf - after[path][shards[path].here()]).abs().max() / after[path].abs().max())
+    batches = rollouts(config)[1]
+    with mock.patch("train.engine.make_forward_only", wraps=train.make_forward_only) as made_once:
+        inferred = [*ours.infer(batches[:2], logprobs), *ours.infer(batches[2:], logprobs)]
+        assert ours.infer([], logprobs) == []
+    assert made_once.call_count == 1
+    for results, expected in zip(inferred, theirs.infer(batches, logprobs), strict=True):
+        for key, one, other in zip(("logp", "entropy", "valid"), results, expected, strict=True):
+            assert one.shape == other.shape
+            far = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30)
+            found[key] = max(float(far), found.get(key, 0.0))
+    handed, wanted = dict(ours.export()), dict(theirs.export())
+    assert handed.keys() == wanted.keys() and all(handed[n].shape == t.shape for n, t in wanted.items())
+    found["export"] = max(float((handed[n] - t).abs().max() / t.abs().max()) for n, t in wanted.items())
+    assert surroundings() == before
+    return found
+
+
+def own(text: str) -> dict[str, float]:
+    """Each process has documents that no other has: how far its engine is from one with all of them."""
+    config, mesh, how = even("llama_tied"), Mesh.parse(text), Strategy(rows="own")
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
+    plan = stage_plan(plan, config, devices(mesh), how) if mesh.pp > 1 else plan
+    whole, optimizer = generic_params(config), train.sgd(0.5)
+    leaves = tree.flatten(whole)
+    made = iter([place.distribute(leaves[path][place.here()].clone()) for path, place in tree.flatten(plan).items()])
+    given = tree.map(lambda _: next(made), plan)
+    loss = functools.partial(train.next_token_loss, config=config, kernel="math")
+    logprobs = functools.partial(train.token_logprobs, config=config, kernel="math")
+    parts = [
+        tree.map(lambda t, i=i: t[: 1 + i % 2, : 12 - 2 * i], p)
+        for i, p in enumerate(fnmodels.split(batch_of(config, 4), 4))
+    ]
+    row = devices(mesh).get_local_rank("fsdp")
+    mine = parts[2 * row : 2 * row + 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours = Engine(config, given, optimizer, mesh=mesh, strategy=how)
+    theirs = Engine(config, whole, optimizer)
+    found = {"count": float(ours.forward_backward(mine, loss)["count"] - theirs.forward_backward(parts, loss)["count"])}
+    shards, one = tree.flatten(shardings(ours.params)), added_up(theirs)
+    for path, grad in added_up(ours).items():
+        found[path] = float((grad - one[path][shards[path].here()]).abs().max() / one[path].abs().max())
+    found["norm"] = abs(float(ours.optim_step()["grad_norm"] / theirs.optim_step()["grad_norm"]) - 1)
+    for (logp, *_), (expected, *_) in zip(ours.infer(mine, logprobs), theirs.infer(mine, logprobs), strict=True):
+        found["logp"] = float((logp - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    odd = {name: t.index_fill(1, torch.tensor([3]), 64) if name == "tokens" else t for name, t in mine[0].items()}
+    last = row == mesh.fsdp - 1
+    for wrong, said in (
+        (mine[: 2 - last], "Process 0 gives 2 microbatches and process"),
+        ([] if last else mine, "The list of microbatches is empty"),
+        ([odd] if last else mine[:1], "The tokens go from .* to 64"),
+        ([without(mine[0], "positions")] if last else mine[:1], "has no positions; its keys"),
+        ([mine[0] | {"labels": mine[0]["labels"][:, 1:]}] if last else mine[:1], "labels is .* beside tokens"),
+        ([mine[0] | {"labels": mine[0]["labels"].tolist()}] if last else mine[:1], "labels.0.0 is of type int"),
+        ([mine[0] | {"labels": mine[0]["labels"].float()}] if last else mine[:1], "of the same kinds|must be int64"),
+        ([mine[0] | {"more": mine[0]["labels"]}] if last else mine[:1], "must have the same entries"),
+        (parts[dist.get_rank() :][:1], f"Processes 0 and {1 if mesh.cp > 1 else 2} share rows"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ours.forward_backward(wrong, loss)
+    with pytest.raises(ValueError, match="has no tokens; its keys"):
+        ours.infer([without(mine[0], "tokens")] if last else mine[:1], logprobs)
+    if mesh.pp > 1:
+        picky = dataclasses.replace(pp.staged(loss), check=functools.partial(unread, last))
+        with pytest.raises(ValueError, match=f"Process {dist.get_world_size() // 2 - 1}: KeyError: 'advantages'"):
+            ours.forward_backward(mine[:1], picky)
+    return found
+
+
+def without(batch: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {other: tensor for other, tensor in batch.items() if other != name}
+
+
+def unread(here: bool, batch: Any) -> None:
+    if here:
+        batch["advantages"]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,cp=2", "pp=2,fsdp=2"])
+def test_processes_may_have_rows_of_their_own(ranks: Ranks, mesh: str) -> None:
+    for found in ranks(4)(own, mesh):
+        assert not {what: far for what, far in found.items() if not abs(far) < 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy", "clip"),
+    [
+        ("llama_tied", "pp=2,fsdp=2", {}, None),
+        ("deepseek_v3", "pp=2,fsdp=2", {"schedule": "Interleaved1F1B"}, 0.1),
+    ],
+)
+def test_it_is_that_of_one_process(
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], clip: float | None
+) -> None:
+    found = ranks(4)(driven, name, mesh, strategy, clip)
+    assert {path for far in found for path in far} >= set(tree.flatten(generic_params(even(name))))
+    assert not {what: far for one in found for what, far in one.items() if not far < 1e-5}

@@ -1,0 +1,76 @@
+"""FSDP2 around the same functions: equal gradients, and tables that stay fp32."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from tests.support.cases import generic_params
+from tests.support.one_process import batch, config_of, loss_of, spec_of
+from tests.support.ranks_pool import Ranks, devices
+from train.parallel import Mesh
+from train.parallel.batch_shards import own_rows
+from train.parallel.fsdp2 import Model, shard
+
+
+def model_of(name: str) -> Model:
+    return Model(tree.map(torch.clone, generic_params(config_of(name))), spec_of(name))
+
+
+def dtypes_of(mesh_text: str) -> dict[str, str]:
+    """What a block is given under the policy for bf16, and what reaches the parameters."""
+    mesh = Mesh.parse(mesh_text)
+    model = model_of("deepseek")
+    shard(model, devices(mesh), dtype=torch.bfloat16)
+    seen: dict[str, Any] = {}
+
+    def watch(block: Any) -> Any:
+        def run(layer: Any, x: Tensor, mask: Any, freqs: Tensor, **more: Any) -> Any:
+            mlp = layer["mlp"]
+            seen.update(weight=layer["attention"]["o_proj"].dtype, x=x.dtype, freqs=freqs.dtype)
+            if "selection_bias" in mlp:
+                seen.update(router=mlp["router"].dtype, bias=mlp["selection_bias"].dtype)
+            return block(layer, x, mask, freqs, **more)
+
+        return run
+
+    total, _ = model(loss_of("deepseek"), own_rows(batch(), devices(mesh)), layer_fn=watch)
+    total.backward()
+    seen["gradient"] = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
+    return {name: str(value) for name, value in seen.items()}
+
+
+def test_a_module_is_the_tree_and_back() -> None:
+    params = generic_params(config_of("deepseek"))
+    model = Model(params, spec_of("deepseek"))
+    assert tree.flatten(model.tree()).keys() == tree.flatten(params).keys() == dict(model.named_parameters()).keys()
+    frozen = [path for path, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen and all(path.endswith("selection_bias") for path in frozen)
+    loss = loss_of("deepseek")
+    pairs = zip(model(loss, batch()), loss(params, batch()), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def refusal() -> str:
+    with pytest.raises(ValueError, match="ep is 2, but fully_shard is over dp and fsdp alone") as refused:
+        shard(model_of("deepseek"), devices(Mesh(ep=2)))
+    return str(refused.value)
+
+
+def test_a_mesh_whose_gradients_nothing_would_sum_is_refused(ranks: Ranks) -> None:
+    """Rows are taken over ep too, and each process would have the gradients of its own."""
+    assert all("a mesh of dp and fsdp" in said for said in ranks(2)(refusal))
+
+
+def test_weights_are_bf16_and_tables_biases_of_choice_and_gradients_fp32(ranks: Ranks) -> None:
+    for found in ranks(2)(dtypes_of, "fsdp=2"):
+        assert found == {
+            "weight": "torch.bfloat16",
+            "x": "torch.bfloat16",
+            "freqs": "torch.float32",
+            "router": "torch.bfloat16",
+            "bias": "torch.float32",
+            "gradient": "{torch.float32}",
+        }

@@ -1,0 +1,394 @@
+"""Tensor and sequence parallelism: every leaf's gradient is that of one process, and broken reductions show."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.models.common.spec import weight
+from fnmodels.ops.attention.select import attention
+from params import Rules, plan
+from tests.support.cases import Case, cases, generic_params, positions_of, richest, segments, tokens_of
+from tests.support.one_process import even
+from tests.support.ranks_pool import Ranks, devices
+from train import look_ahead, mtp_loss, next_token_loss
+from train.dist import collectives
+from train.losses.moe_balance import Balance
+from train.parallel import Mesh
+from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel
+from train.remat import layer_fn
+
+# Tied embedding, biases and normed heads; latents, a shared expert, a selection bias; sinks and biases everywhere.
+LLAMA, DEEPSEEK, GPT_OSS = NAMES = ("qwen3_bias_sliding", "deepseek_v3", "gpt_oss")
+LIMIT = 1e-5
+MODES = pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp_sp"])
+
+
+def variant(name: str) -> Any:
+    """Each of `NAMES` shows what it can."""
+    changes = {LLAMA: {"tie_word_embeddings": True}, DEEPSEEK: {"attention_bias": True}}.get(name, {})
+    return dataclasses.replace(even(name), **changes)
+
+
+def batch_of(config: Any) -> dict[str, Tensor]:
+    """Packed rows with padding on both sides, and labels that do not count here and there."""
+    segment_ids = segments((5, 4, -3), (12,), (-2, 7, 3))
+    labels = tokens_of(config, *segment_ids.shape, seed=1)
+    labels[(segment_ids == 0) | (torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) < 0.3)] = -100
+    tokens = tokens_of(config, *segment_ids.shape)
+    return {"tokens": tokens, "positions": positions_of(segment_ids), "segment_ids": segment_ids, "labels": labels}
+
+
+def distributed(config: Any, *, sequence: bool, axes: dict[str, str] | None = None) -> tuple[TensorParallel, Any, Any]:
+    """(what wraps the model, the plan, the params as DTensors that need gradients), over all ranks."""
+    mesh = devices(Mesh(tp=dist.get_world_size()))
+    rules = Rules(tensor_axes(config) if axes is None else axes)
+    placements = plan(fnmodels.family_of(config).spec(config), rules, mesh)
+
+    def shared(leaf: Tensor, sharding: Any) -> Tensor:
+        made: Tensor = sharding.distribute(leaf[sharding.here()].clone()).requires_grad_()
+        return made
+
+    params = tree.map(shared, generic_params(config), placements)
+    return tensor_parallel(config, placements, sequence=sequence), placements, params
+
+
+def loss_of(config: Any, params: Any, **options: Any) -> Tensor:
+    """With all that a loss can have beside the cross entropy."""
+    terms: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "kernel": "math", "length": 24}
+    if getattr(fnmodels.family_of(config), "ROUTED", False):
+        terms["balance"] = Balance(sequence=0.1, batch=0.2, z=0.05)
+    total: Tensor = next_token_loss(params, batch_of(config), config=config, **terms | options)[0]
+    return total
+
+
+def gradients(loss: Tensor, params: Any) -> dict[str, Any]:
+    flat = {path: leaf for path, leaf in tree.flatten(params).items() if not path.endswith("selection_bias")}
+    return dict(zip(flat, torch.autograd.grad(loss, list(flat.values())), strict=True))
+
+
+@functools.cache
+def expected(config: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    params = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
+    loss = loss_of(config, params, chunk=None)
+    return loss.detach(), gradients(loss, params)
+
+
+def differences(
+    config: Any, sequence: bool, remat: str = "none", axes: dict[str, str] | None = None, **options: Any
+) -> dict[str, float]:
+    """{leaf: difference of its gradient, relative to its largest number}, and that of the loss.
+
+    What is nothing but rounding (of keys' biases where nothing rotates) is relative to the largest of all gradients.
+    """
+    tensor, placements, params = distributed(config, sequence=sequence, axes=axes)
+    loss = tensor.run(functools.partial(loss_of, config))(params, layer_fn=layer_fn(remat, "none"), **options)
+    whole_loss, whole = expected(config)
+    sizes = {path: float(grad.abs().max()) for path, grad in whole.items()}
+    largest = max(sizes.values())
+    off = {"loss": float((loss - whole_loss).abs() / whole_loss)}
+    for path, grad in gradients(loss, params).items():
+        sharding = tree.flatten(placements)[path]
+        assert grad.placements == sharding.placements, path
+        difference = (grad.to_local() - whole[path][sharding.here()]).abs().max()
+        off[path] = float(difference) / (sizes[path] if sizes[path] > 1e-5 * largest else largest)
+    return off
+
+
+def compare(name: str, sequence: bool, remat: str = "none", options: Any = None) -> dict[str, float]:
+    return differences(variant(name), sequence, remat, **options or {})
+
+
+def assert_equal(found: list[dict[str, float]]) -> None:
+    for off in found:
+        assert max(off.values()) < LIMIT, max(off.items(), key=lambda item: item[1])
+
+
+@MODES
+@pytest.mark.parametrize("name", NAMES)
+def test_with_fused_kernels_recomputation_and_all_logits_at_once(ranks: Ranks, name: str, sequence: bool) -> None:
+    assert_equal(ranks(2)(compare, name, sequence, "full", {"chunk": None, "kernel": "auto"}))
+
+
+def compare_axes(name: str, axes: dict[str, str]) -> dict[str, float]:
+    """Of the variant as it is."""
+    return differences(next(case.config for case in cases() if case.name == name), False, axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("llama_head_dim", ("mlp",)),  # 3 heads, 61 words
+        ("gpt_oss", ("heads", "kv_heads")),
+        ("deepseek_v3", ("mlp",)),
+        ("gpt_oss", ("expert_mlp",)),
+    ],
+)
+def test_what_the_rules_leave_out_is_computed_by_all(ranks: Ranks, name: str, axes: tuple[str, ...]) -> None:
+    assert_equal(ranks(2)(compare_axes, name, dict.fromkeys(axes, "tp")))
+
+
+@MODES
+@pytest.mark.parametrize("case", richest(lambda case: case.config.model_type), ids=str)
+def test_every_model_type_runs_so(ranks: Ranks, case: Case, sequence: bool) -> None:
+    assert_equal(ranks(2)(compare, case.name, sequence))
+
+
+def logits_and_taps(name: str, sequence: bool) -> list[float]:
+    config = variant(name)
+    tensor, _, params = distributed(config, sequence=sequence)
+    batch = batch_of(config)
+    rows = {key: batch[key] for key in ("positions", "segment_ids")}
+    given = fnmodels.prepare(config, batch["tokens"], **rows, length=24)
+    taps = ("layers.*.attention", "layers.*.middle", "layers.*.mlp")
+    if getattr(fnmodels.family_of(config), "ROUTED", False):
+        taps += ("layers.*.counts", "layers.*.router_logits", "layers.*.expert_indices")
+    run = functools.partial(fnmodels.forward, config=config, kernel="math", taps=taps)
+    logits, tapped = run(tensor.outside(params), *given, layer_fn=tensor.layer_fn)
+    whole_logits, whole = run(generic_params(config), *given)
+    assert tapped.keys() == whole.keys()
+    pairs = [(logits, whole_logits), *((tapped[key], whole[key]) for key in whole)]
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+    return [float((a - b).abs().max()) for a, b in pairs]
+
+
+@MODES
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_taps_come_out_whole(ranks: Ranks, name: str, sequence: bool) -> None:
+    for found in ranks(2)(logits_and_taps, name, sequence):
+        assert max(found) < 1e-4, found
+
+
+def own_loss(name: str) -> float:
+    """A loss that somebody makes of whole logits and hidden states: the largest difference of a gradient."""
+    config = variant(name)
+    tensor, placements, params = distributed(config, sequence=False)
+    batch = batch_of(config)
+    given = fnmodels.prepare(
+        config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=24
+    )
+
+    def loss(params: Any, **more: Any) -> Tensor:
+        run = functools.partial(fnmodels.forward, config=config, kernel="math", taps=("hidden",), **more)
+        logits, tapped = run(params, *given)
+        total: Tensor = logits.cos().sum() + tapped["hidden"].sin().sum()
+        return total
+
+    found = gradients(loss(tensor.outside(params), layer_fn=tensor.layer_fn), params)
+    leaves = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
+    whole, where = gradients(loss(leaves), leaves), tree.flatten(placements)
+    return max(
+        float((grad.to_local() - whole[path][where[path].here()]).abs().max() / whole[path].abs().max())
+        for path, grad in found.items()
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_of_ones_own_has_the_same_gradients(ranks: Ranks, name: str) -> None:
+    assert max(ranks(2)(own_loss, name)) < LIMIT
+
+
+def further_tokens(sequence: bool) -> float:
+    """The same of a loss with heads that predict further tokens, whose blocks are wrapped as the others."""
+    config = dataclasses.replace(variant(DEEPSEEK), num_nextn_predict_layers=2)
+    tensor, placements, params = distributed(config, sequence=sequence)
+    batch, whole = (
+        look_ahead(batch_of(config), 2),
+        tree.map(lambda p: p.clone().requires_grad_(), generic_params(config)),
+    )
+    loss = functools.partial(mtp_loss, batch=batch, config=config, length=24, kernel="math", balance=Balance(0.1))
+    found, where = gradients(tensor.run(loss)(params)[0], params), tree.flatten(placements)
+    return max(
+        float((found[path].to_local() - grad[where[path].here()]).abs().max() / grad.abs().max())
+        for path, grad in gradients(loss(whole)[0], whole).items()
+    )
+
+
+@MODES
+def test_heads_for_further_tokens(ranks: Ranks, sequence: bool) -> None:
+    assert max(ranks(2)(further_tokens, sequence)) < LIMIT
+
+
+def curvature(name: str, sequence: bool, chunk: int | None) -> dict[str, float]:
+    """Of torch.func's jvp of the gradient, forward over reverse: {leaf: relative difference}."""
+    config = variant(name)
+    tensor, placements, _ = distributed(config, sequence=sequence)
+    point = tree.flatten(generic_params(config))
+    seeds = {path: torch.Generator().manual_seed(n) for n, path in enumerate(point)}
+    moves = {path: torch.randn(p.shape, generator=seeds[path]) for path, p in point.items()}
+    where = tree.flatten(placements)
+
+    def part(flat: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {path: value[where[path].here()].clone() for path, value in flat.items()}
+
+    def product(loss: Callable[[Any], Tensor], point: dict[str, Tensor], moves: dict[str, Tensor]) -> Any:
+        return torch.func.jvp(torch.func.grad(lambda flat: loss(tree.unflatten(flat))), (point,), (moves,))[1]
+
+    loss = functools.partial(loss_of, config, chunk=chunk)
+    found, whole = product(tensor.run(loss), part(point), part(moves)), product(loss, point, moves)
+    return {
+        path: float((found[path] - part(whole)[path]).abs().max() / whole[path].abs().max().clamp(min=1e-3))
+        for path in point
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence", "chunk"), [(LLAMA, True, 7), (DEEPSEEK, False, None), (GPT_OSS, True, 40)]
+)
+def test_products_with_the_hessian(ranks: Ranks, name: str, sequence: bool, chunk: int | None) -> None:
+    for off in ranks(2)(curvature, name, sequence, chunk):
+        assert max(off.values()) < 10 * LIMIT, max(off.items(), key=lambda item: item[1])
+
+
+def traffic(name: str, sequence: bool, rows: int) -> dict[str, list[int]]:
+    """How many numbers each collective of one loss with gradients sends from here, and what attention sees."""
+    config = variant(name)
+    tensor, _, params = distributed(config, sequence=sequence)
+    seen: dict[str, list[int]] = {"gather": [], "scatter": [], "sum": [], "heads": [], "columns": []}
+
+    def watched(kind: str, function: Callable[..., Any], place: int) -> Callable[..., Any]:
+        return lambda *args, **more: (seen[kind].append(args[place].numel()), function(*args, **more))[1]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Tensor:
+        seen["heads"] += [*q.shape[1:3], k.shape[2]]
+        return attention(q, k, v, mask, kernel="math", **more)
+
+    def wrapped(block: Any) -> Any:
+        inner = tensor.layer_fn(block)
+
+        def run(layer: Any, x: Tensor, *args: Any, **more: Any) -> Any:
+            x, aux = inner(layer, x, *args, **more)
+            seen["columns"].append(x.shape[1])
+            return x, aux
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_GATHER", watched("gather", collectives._GATHER, 1))
+        patch.setattr(collectives, "_SCATTER", watched("scatter", collectives._SCATTER, 1))
+        patch.setattr(dist, "all_reduce", watched("sum", dist.all_reduce, 0))
+        loss = loss_of(config, tensor.outside(params), layer_fn=wrapped, kernel=kernel, chunk=rows, z_loss=0.0)
+        gradients(loss, params)
+    return seen
+
+
+def test_what_is_sent_and_what_each_rank_computes(ranks: Ranks) -> None:
+    config, size = variant(LLAMA), 36 * variant(LLAMA).hidden_size
+    layers, chunk = config.num_hidden_layers, 12
+    shared = 2 * config.head_dim * (1 + config.num_key_value_heads * (1 + config.hidden_size))
+    for seen in ranks(4)(traffic, LLAMA, False, chunk):
+        # the embedding, two sums for each layer and direction, and of the head's input
+        assert seen["sum"].count(size) == 4 * layers + 2
+        # of each layer one message more, for the leaves that all hold: norms of heads, and here keys and values
+        assert seen["sum"].count(shared) == layers and len(seen["sum"]) == 5 * layers + 3
+        # of each token three numbers, and never the logits
+        assert seen["gather"] == [3 * chunk] * (36 // chunk) and not seen["scatter"]
+        assert seen["heads"] == [12, 1, 1] * layers  # the KV heads are fewer than the ranks
+        assert seen["columns"] == [12] * layers
+    for seen in ranks(4)(traffic, LLAMA, True, chunk):
+        assert seen["columns"] == [3] * layers
+        assert seen["sum"].count(size) == 1  # the embedding, which is cut after it
+        assert seen["scatter"] == [size] * (4 * layers + 1)
+        assert seen["heads"] == [12, 1, 1] * layers
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "sequence", "words"),
+    [
+        (LLAMA, {"embed": "tp"}, False, r"embed_tokens: tensor parallelism divides heads, .* the plan has embed"),
+        (LLAMA, {"kv_heads": "tp"}, False, "The rules divide kv_heads over 'tp' and not heads"),
+        (LLAMA, {"heads": "tp", "kv_heads": "tp", "mlp": "tp"}, True, "sequence=True needs 'vocab' divided"),
+        (GPT_OSS, {"expert": "tp"}, False, "divides heads, .* but the plan has expert"),
+        ("stablelm_norms", {"heads": "tp"}, False, "q_norms.0: lists with a leaf for each head are not divided"),
+        (LLAMA, {"mlp": "fsdp"}, False, "has no dimension 'tp'; it has fsdp"),
+        (LLAMA, {"mlp": "tp"}, False, "made from sizes alone"),
+    ],
+)
+def test_what_cannot_run_is_told(name: str, axes: dict[str, str], sequence: bool, words: str) -> None:
+    config = variant(name)
+    sizes = {"fsdp": 2} if "fsdp" in axes.values() else {"tp": 2}
+    placements = plan(fnmodels.family_of(config).spec(config), Rules(axes), sizes)
+    with pytest.raises(ValueError, match=words):
+        tensor_parallel(config, placements, sequence=sequence)
+
+
+def test_kv_heads_that_would_be_cut_are_told() -> None:
+    config = dataclasses.replace(variant(LLAMA), num_attention_heads=6, num_key_value_heads=3, head_dim=8)
+    placements = plan(fnmodels.family_of(config).spec(config), Rules({"heads": "tp"}), {"tp": 2})
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.k_proj: of 3 KV heads each of 2 processes would need"):
+        tensor_parallel(config, placements)
+
+
+def test_an_axis_of_which_nothing_is_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = variant(LLAMA)
+    family = fnmodels.family_of(config)
+    spec = family.spec(config)
+    spec["layers"][0]["attention"]["gate"] = weight((4, 4), ("gates", "head_dim"))
+    monkeypatch.setattr(family, "spec", lambda _: spec)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.attention\.gate has the axis 'gates', and tensor parallelism does"
+    ):
+        tensor_parallel(config, plan(spec, Rules({"mlp": "tp"}), {"tp": 2}))
+
+
+def refusals() -> None:
+    config = variant(LLAMA)
+    tensor, _, params = distributed(config, sequence=True)
+    batch = {key: value[:, :9] for key, value in batch_of(config).items()}
+    with pytest.raises(ValueError, match="sequence=True divides rows of 9 tokens among 2 processes"):
+        next_token_loss(tensor.outside(params), batch, config=config, layer_fn=tensor.layer_fn)
+    with pytest.raises(TypeError, match="apply other wrappers after it"):
+        tensor.layer_fn(lambda *args: args)
+    plain, _, params = distributed(config, sequence=False)
+    batch = batch_of(config) | {"tokens": torch.full((3, 12), 64)}
+    with pytest.raises(ValueError, match="token ids go from 64 to 64, but the model knows those from 0 to 63"):
+        next_token_loss(plain.outside(params), batch, config=config, layer_fn=plain.layer_fn)
+    wrong = batch_of(config) | {"labels": torch.full((3, 12), 64)}
+    for chunk in (5, None):
+        with pytest.raises(ValueError, match="The labels go from 64 to 64, but the model knows those from 0 to 63"):
+            next_token_loss(plain.outside(params), wrong, config=config, layer_fn=plain.layer_fn, chunk=chunk)
+    params["layers"][0]["attention"]["gate"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"the leaf 'attention\.gate', which is not in the plan"):
+        next_token_loss(plain.outside(params), batch_of(config), config=config, layer_fn=plain.layer_fn)
+
+
+def low_precision() -> None:
+    config = variant("olmoe")
+    tensor, _, params = distributed(config, sequence=False)
+    low = tree.map(lambda p: p.detach().to_local().bfloat16(), params)
+    with pytest.raises(NotImplementedError, match="This norm over all heads is taken in low precision"):
+        next_token_loss(tensor.outside(low), batch_of(config), config=config, layer_fn=tensor.layer_fn)
+
+
+def test_batches_and_params_that_do_not_fit_are_told(ranks: Ranks) -> None:
+    ranks(2)(refusals)
+    ranks(2)(low_precision)
+
+
+def replay(name: str, sequence: bool) -> float:
+    """With experts that the batch chooses: the largest difference of a gradient."""
+    config = variant(name)
+    tensor, placements, params = distributed(config, sequence=sequence)
+    batch, where = batch_of(config), tree.flatten(placements)
+    layers = sum(kind.endswith("_moe") for kind in fnmodels.family_of(config).kinds(config))
+    scores = torch.rand(3, 12, layers, 6, generator=torch.Generator().manual_seed(3))
+    batch["routing"] = scores.topk(config.num_experts_per_tok, dim=-1).indices
+    how: dict[str, Any] = {"config": config, "length": 24, "kernel": "math"}
+    found = gradients(tensor.run(next_token_loss)(params, batch, **how)[0], params)
+    leaves = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
+    return max(
+        float((found[path].to_local() - whole[where[path].here()]).abs().max() / whole.abs().max())
+        for path, whole in gradients(next_token_loss(leaves, batch, **how)[0], leaves).items()
+    )
+
+
+@MODES
+def test_replayed_routing_is_cut_as_the_tokens_are(ranks: Ranks, sequence: bool) -> None:
+    assert max(ranks(2)(replay, GPT_OSS, sequence)) < LIMIT
