@@ -1,6 +1,6 @@
 """config.json files as they are published, every field: each is read, and is its preset.
 
-`tests/support/published.json` has them by the names of presets, copied by hand. Fields that a publisher's own code has left
+`published.json` in tests/support has them by the names of presets. Fields that a publisher's own code has left
 behind are what a family written from transformers alone refuses.
 """
 
