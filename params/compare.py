@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fnmodels import family_of, forward, prepare, tree
 from fnmodels.errors import MismatchError, UnsupportedError, UserError
-from fnmodels.models.common.storage import gather
+from fnmodels.models.common.storage import extract_parameter
 from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
 from params.checkpoint.config import load_config
@@ -277,7 +277,7 @@ def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str
 def _value_faults(config: Any, params: Tree, theirs: Mapping[str, Tensor]) -> dict[str, float]:
     """{path: largest difference} of the leaves that do not hold the reference's values."""
     flat = tree.flatten(params)
-    pairs = {slot.path: gather(slot.stored, theirs).detach() for slot in slots(config)}
+    pairs = {slot.path: extract_parameter(slot.stored, theirs).detach() for slot in slots(config)}
     return {path: _off(flat[path], leaf) for path, leaf in pairs.items() if not torch.equal(flat[path], leaf)}
 
 

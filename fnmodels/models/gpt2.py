@@ -19,7 +19,7 @@ from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
 from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
-from fnmodels.models.common.storage import Part, Stored
+from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens, look_up
 from fnmodels.ops.linear import linear
@@ -169,8 +169,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
         parts |= {"attention.o": ("attn.c_proj", 0, D, D)}
         parts |= {"mlp.up": ("mlp.c_fc", 0, inner, inner), "mlp.down": ("mlp.c_proj", 0, D, D)}
         for path, (name, start, stop, rows) in parts.items():
-            names[f"{ours}.{path}_proj"] = Part(f"{theirs}.{name}.weight", start, stop, rows, transposed=True)
-            names[f"{ours}.{path}_bias"] = Part(f"{theirs}.{name}.bias", start, stop, rows, transposed=True)
+            names[f"{ours}.{path}_proj"] = TensorSlice(f"{theirs}.{name}.weight", start, stop, rows, transposed=True)
+            names[f"{ours}.{path}_bias"] = TensorSlice(f"{theirs}.{name}.bias", start, stop, rows, transposed=True)
     for path, name in norms.items():
         names |= {path: f"{name}.weight", f"{path}_bias": f"{name}.bias"}
     return names if config.tie_word_embeddings else names | {"lm_head": "lm_head.weight"}

@@ -18,7 +18,7 @@ from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.decoder import check_decoder, decoder_sizes, decoder_to_hf
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
-from fnmodels.models.common.storage import Part, Stored
+from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
@@ -159,7 +159,9 @@ def _stored(path: str, config: Config) -> Stored:
     if stem in ("q_proj", "k_proj", "v_proj"):
         first = "qkv".index(stem[0]) * config.head_dim
         rows, heads = 3 * config.num_attention_heads * config.head_dim, config.num_attention_heads
-        return Part(f"gpt_neox.{where}.query_key_value.{ending}", first, first + config.head_dim, rows, groups=heads)
+        return TensorSlice(
+            f"gpt_neox.{where}.query_key_value.{ending}", first, first + config.head_dim, rows, groups=heads
+        )
     return ".".join(("gpt_neox", *filter(None, (where, _ON_DISK.get(stem, stem))), ending))
 
 

@@ -20,7 +20,16 @@ from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.config_json import quantization_of
 from fnmodels.models.common.registry import family_of
-from fnmodels.models.common.storage import Part, Single, Stack, cut, disk_name, disk_names, take, take_into
+from fnmodels.models.common.storage import (
+    Single,
+    Stack,
+    TensorSlice,
+    disk_name,
+    disk_names,
+    disk_region,
+    extract,
+    extract_into,
+)
 from fnmodels.tree import Tree
 from params.initialize import leaf_dtype
 from params.io.safetensors_file import (
@@ -274,7 +283,7 @@ def _check_finite(
 def _by_name(slot: Slot, part: Box, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The names on disk of what the part of a parameter is made of, with their values."""
     if isinstance(slot.stored, Stack):
-        yield from zip(map(disk_name, slot.stored.parts[part[0]]), value, strict=True)
+        yield from zip(map(disk_name, slot.stored.tensors[part[0]]), value, strict=True)
     else:
         yield disk_name(slot.stored), value
 
@@ -304,16 +313,16 @@ class _Source:
 def _leaf(slot: Slot, part: Box, source: _Source, dtype: torch.dtype | None) -> tuple[Tensor, bool]:
     """(a part of one parameter, whether it is mapped, which it is where it can stay as and where it is on disk)."""
     stored, shape, device = slot.stored, extents(part), source.device
-    singles = stored.parts if isinstance(stored, Stack) else (stored,)
+    singles = stored.tensors if isinstance(stored, Stack) else (stored,)
     if 0 in shape:
         kept = source.found[disk_name(singles[0])][1].dtype
         return torch.empty(shape, dtype=dtype or kept, device=device), False
     if isinstance(stored, Stack):
-        several = [(single, *source.found[disk_name(single)]) for single in stored.parts[part[0]]]
+        several = [(single, *source.found[disk_name(single)]) for single in stored.tensors[part[0]]]
         return _stacked(several, part, source, dtype), False
     file, entry = source.found[disk_name(stored)]
     if isinstance(entry, Entry):
-        place = cut(stored, part)
+        place = disk_region(stored, part)
         piece = span(entry, place.box) if isinstance(place.stored, str) else None
         if dtype in (None, entry.dtype) and device.type == "cpu" and not source.copy:
             # Each leaf of its own bytes has a storage of its own: a slice of a fused tensor would keep all of it, and
@@ -321,13 +330,13 @@ def _leaf(slot: Slot, part: Box, source: _Source, dtype: torch.dtype | None) -> 
             if piece is not None:
                 return mapped_tensor(source.mapping(file), piece), True
             if part == _all(slot) and not _takes_turns(stored):
-                return take(stored, mapped_tensor(source.mapping(file), entry)), True
+                return extract(stored, mapped_tensor(source.mapping(file), entry)), True
         # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
         if piece is not None:
             return read_tensor(file, piece, dtype, source.buffer).to(device), False
     elif isinstance(stored, str):
         return read_quantized(file, entry, dtype, source.buffer, part).to(device), False
-    if isinstance(stored, Part) and stored.batched:
+    if isinstance(stored, TensorSlice) and stored.batched:
         one = replace(stored, batched=False)
         return _stacked([(one, file, each_one) for each_one in each(entry, part[0])], part, source, dtype), False
     out = torch.empty(shape, dtype=dtype or entry.dtype, device=device)
@@ -358,11 +367,11 @@ def _fill(
     buffer: Tensor,
 ) -> None:
     """Read a part of what is one tensor on disk, or rows of it, into memory that is there."""
-    place = cut(stored, part)
+    place = disk_region(stored, part)
     if isinstance(place.stored, str) and isinstance(entry, Entry) and out.device.type == "cpu":
         read_box(out, file, entry, place.box, buffer)
     else:
-        take_into(out, place.stored, _read(file, entry, dtype, buffer, place.box), place.skip)
+        extract_into(out, place.stored, _read(file, entry, dtype, buffer, place.box), place.skip)
 
 
 def _read(
@@ -375,5 +384,5 @@ def _read(
 
 
 def _takes_turns(stored: Single) -> bool:
-    """Whether its rows alternate with another's, so that `take` copies: then better from what was read."""
-    return isinstance(stored, Part) and stored.groups > 1
+    """Whether its rows alternate with another's, so that `extract` copies: then better from what was read."""
+    return isinstance(stored, TensorSlice) and stored.groups > 1

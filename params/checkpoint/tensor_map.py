@@ -56,10 +56,10 @@ def pieces(slot: Slot) -> list[Piece]:
     path, leaf, stored = slot.path, slot.leaf, slot.stored
     if not isinstance(stored, Stack):
         return [Piece(path, leaf, stored)]
-    if len(stored.parts) != leaf.shape[0]:
-        raise ValueError(f"{path} has {leaf.shape[0]} entries, but {len(stored.parts)} tensors on disk.")
+    if len(stored.tensors) != leaf.shape[0]:
+        raise ValueError(f"{path} has {leaf.shape[0]} entries, but {len(stored.tensors)} tensors on disk.")
     one = replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:])
-    return [Piece(path, one, single, index) for index, single in enumerate(stored.parts)]
+    return [Piece(path, one, single, index) for index, single in enumerate(stored.tensors)]
 
 
 def by_name(parameters: Iterable[Slot]) -> dict[str, list[Piece]]:
@@ -140,7 +140,7 @@ def without(config: Any, drop: Collection[str], found: Container[str], prefix: s
 
 def _cut(stored: Stored, prefix: str) -> Stored:
     if isinstance(stored, Stack):
-        return Stack(tuple(_cut_one(single, prefix) for single in stored.parts))
+        return Stack(tuple(_cut_one(single, prefix) for single in stored.tensors))
     return _cut_one(stored, prefix)
 
 

@@ -53,7 +53,7 @@ def params_of(model: torch.nn.Module, config: Any) -> Any:
     state = on_disk(model)
     stored = fnmodels.family_of(config).hf_names(config)
     assert {name for s in stored.values() for name in storage.disk_names(s)} == state.keys()
-    flat = {path: storage.gather(s, state).detach().clone() for path, s in stored.items()}
+    flat = {path: storage.extract_parameter(s, state).detach().clone() for path, s in stored.items()}
     return tree.unflatten(flat)
 
 

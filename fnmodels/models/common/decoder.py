@@ -14,7 +14,7 @@ from fnmodels.errors import ConfigError
 
 from .config_json import LAYERS_LIMIT, Fields, quantization, shown
 from .spec import Leaf
-from .storage import Part, fuse
+from .storage import TensorSlice, fuse
 
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
@@ -188,8 +188,8 @@ def decoder_name(path: str) -> str:
     return f"model.{head}.bias" if head.endswith("norm") else f"model.{head}_proj.bias"
 
 
-def fused(flat: Mapping[str, Leaf], where: str, name: str, leaves: Sequence[str]) -> dict[str, Part]:
-    """{path: Part} of the `leaves` at `where` that lie one after the other in one tensor `name` on disk."""
+def fused(flat: Mapping[str, Leaf], where: str, name: str, leaves: Sequence[str]) -> dict[str, TensorSlice]:
+    """{path: TensorSlice} of the `leaves` at `where` that lie one after the other in one tensor `name` on disk."""
     return fuse(
         decoder_name(f"{where}.{name}"), {f"{where}.{leaf}": flat[f"{where}.{leaf}"].shape[0] for leaf in leaves}
     )

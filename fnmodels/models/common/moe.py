@@ -18,7 +18,7 @@ from fnmodels.tree import Tree
 from .config_json import Fields
 from .decoder import decoder_name
 from .spec import gated_mlp_leaves, moe_leaves
-from .storage import Part, Stack, Stored
+from .storage import Stack, Stored, TensorSlice
 
 HEADS_LIMIT = 16  # heads for further tokens: published models have one to three
 
@@ -73,15 +73,15 @@ def expert_names(prefix: str, experts: int, name: str) -> Stack:
     return Stack(tuple(f"{prefix}.{index}.{name}" for index in range(experts)))
 
 
-def transposed_experts(ours: str, theirs: str, width: int, inner: int, *, in_turn: bool) -> dict[str, Part]:
+def transposed_experts(ours: str, theirs: str, width: int, inner: int, *, in_turn: bool) -> dict[str, TensorSlice]:
     """{path: part} of experts [E, out, in] that lie in two tensors [E, in, out] on disk, gate and up in one.
 
     in_turn: of its 2 `inner` columns every second one is the gate's, else the first half. ours, theirs: where they are.
     """
     rows, groups = (1, inner) if in_turn else (inner, 1)
-    parts = {f"{ours}.down_proj": Part(f"{theirs}.down_proj", 0, width, width, transposed=True, batched=True)}
+    parts = {f"{ours}.down_proj": TensorSlice(f"{theirs}.down_proj", 0, width, width, transposed=True, batched=True)}
     for i, leaf in enumerate(("gate", "up")):
-        parts[f"{ours}.{leaf}_proj"] = Part(
+        parts[f"{ours}.{leaf}_proj"] = TensorSlice(
             f"{theirs}.gate_up_proj", i * rows, (i + 1) * rows, 2 * inner, groups=groups, transposed=True, batched=True
         )
     return parts

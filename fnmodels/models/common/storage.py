@@ -1,9 +1,9 @@
-"""How parameters lie in a checkpoint's files where that is not one tensor each under a name of its own.
+"""On-disk layout of parameters that are not one tensor each: slices of fused tensors and stacks of expert tensors.
 
-A family's `hf_names` gives, for every path, the name of a tensor that is the parameter, or a `Part` of one: fused
-projections are split on loading and joined on saving. Taking a part of a mapped file copies nothing where the rows are
-contiguous or the tensor is transposed. Experts are one parameter [E, ...]; on disk they are parts of a tensor that
-holds all of them too, or a `Stack` of tensors, one for each.
+A family's `hf_names` maps every parameter path to the name of the tensor that holds it, or to a `TensorSlice` of one:
+fused projections are split on loading and joined on saving. Slicing a mapped file copies nothing where the rows are
+contiguous or the tensor is transposed. Experts are one parameter [E, ...]; on disk they are slices of one tensor that
+holds all of them, or a `Stack` of one tensor per expert.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """Rows start <= i < stop of each of `groups` equal blocks of rows of the tensor `name`, [out, in] or [out].
 
-    rows: how many rows the whole tensor has. transposed: on disk it is [in, out] (a bias is the same either way).
-    batched: this holds for every expert of [E, out, in] or [E, out]. Rows of two projections that take turns are
-    groups: of 2 F rows the even ones are rows 0 <= i < 1 of F groups.
+    rows: how many rows the full tensor has. transposed: on disk it is [in, out] (a bias is the same either way).
+    batched: the tensor is [E, out, in] or [E, out], and the slice is taken from every expert. Interleaved rows of two
+    projections are groups: the even ones of 2 F rows are rows 0 <= i < 1 of F groups.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Part:
             raise ValueError(f"{self} does not lie in its tensor.")
 
 
-Single = str | Part
+Single = str | TensorSlice
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Tensors of one shape and dtype, or parts of such, that are the parameter [E, ...] one after the other."""
+    """Tensors of one shape and dtype, or slices of such, which stacked in this order are the parameter [E, ...]."""
 
-    parts: tuple[Single, ...]
+    tensors: tuple[Single, ...]
 
     def __post_init__(self) -> None:
-        if not self.parts:
-            raise ValueError("A Stack needs at least one part.")
+        if not self.tensors:
+            raise ValueError("A Stack needs at least one tensor.")
 
 
 Stored = Single | Stack
@@ -61,8 +61,8 @@ def disk_name(stored: Single) -> str:
 
 
 def disk_names(stored: Stored) -> tuple[str, ...]:
-    """The names of the tensors in the files that the parameter is made of."""
-    return tuple(disk_name(single) for single in (stored.parts if isinstance(stored, Stack) else (stored,)))
+    """The names of all tensors in the files that the parameter is made of."""
+    return tuple(disk_name(single) for single in (stored.tensors if isinstance(stored, Stack) else (stored,)))
 
 
 def disk_shape(stored: Single, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -73,20 +73,20 @@ def disk_shape(stored: Single, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*experts, *inner, stored.rows) if stored.transposed else (*experts, stored.rows, *inner)
 
 
-def take(stored: Single, tensor: Tensor) -> Tensor:
-    """The parameter, from the tensor in the file; a view of it wherever that is possible and of use.
+def extract(stored: Single, tensor: Tensor) -> Tensor:
+    """The parameter, extracted from the tensor in the file; a view of it wherever that is possible and useful.
 
-    (Rows that take turns in a transposed tensor would be a view without neighbors, which every product has to copy.)
+    (Interleaved rows of a transposed tensor would be a view with no unit stride, which every product has to copy.)
     """
     if isinstance(stored, str):
         return tensor
     axis, rows = _rows(stored, tensor)
-    part = rows.flatten(axis, axis + 1)
-    return part if 1 in part.stride() else part.contiguous()
+    value = rows.flatten(axis, axis + 1)
+    return value if 1 in value.stride() else value.contiguous()
 
 
-def take_into(out: Tensor, stored: Single, tensor: Tensor, skip: int = 0) -> None:
-    """`take` into memory that is there, cast to its dtype; of a parameter with more rows, those from `skip` on."""
+def extract_into(out: Tensor, stored: Single, tensor: Tensor, skip: int = 0) -> None:
+    """`extract` into existing memory, cast to its dtype; where `out` has fewer rows, those from `skip` on."""
     if isinstance(stored, str):
         out.copy_(tensor)
         return
@@ -98,11 +98,11 @@ def take_into(out: Tensor, stored: Single, tensor: Tensor, skip: int = 0) -> Non
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Where a part of a parameter is in the tensor of the file.
+class DiskRegion:
+    """Where a shard of a parameter lies within the tensor in the file.
 
-    box: slices of that tensor. stored: how the part lies in what they hold; the name alone where it is that. skip: what
-    lies there before it, rows of a group that is cut.
+    box: slices of that tensor to read. stored: how the shard lies in the values read (the name alone: it is all of
+    them). skip: rows to skip before the shard, where it begins inside a group.
     """
 
     box: tuple[slice, ...]
@@ -110,68 +110,70 @@ class Cut:
     skip: int = 0
 
 
-def cut(stored: Single, part: tuple[slice, ...]) -> Cut:
-    """Of a parameter, the part (a slice of each dimension, none of them empty)."""
+def disk_region(stored: Single, shard: tuple[slice, ...]) -> DiskRegion:
+    """The region of the file's tensor that holds a shard of the parameter: one non-empty slice per dimension."""
     if isinstance(stored, str):
-        return Cut(part, stored)
+        return DiskRegion(shard, stored)
     axis = 1 if stored.batched else 0
-    lead, rows, inner = part[:axis], part[axis], part[axis + 1 :]
+    lead, rows, inner = shard[:axis], shard[axis], shard[axis + 1 :]
     if stored.groups == 1:
         there, skip = slice(stored.start + rows.start, stored.start + rows.stop), 0
         count = rows.stop - rows.start
         within: Single = replace(stored, start=0, stop=count, rows=count)
     else:
-        size, turn = stored.stop - stored.start, stored.rows // stored.groups
+        size, group = stored.stop - stored.start, stored.rows // stored.groups
         first, last = rows.start // size, -(-rows.stop // size)
-        there, skip = slice(first * turn, last * turn), rows.start - first * size
-        within = replace(stored, rows=(last - first) * turn, groups=last - first)
+        there, skip = slice(first * group, last * group), rows.start - first * size
+        within = replace(stored, rows=(last - first) * group, groups=last - first)
     if stored.transposed and inner:
-        return Cut((*lead, *inner, there), within, skip)
-    return Cut((*lead, there, *inner), stored.name if stored.groups == 1 else within, skip)
+        return DiskRegion((*lead, *inner, there), within, skip)
+    return DiskRegion((*lead, there, *inner), stored.name if stored.groups == 1 else within, skip)
 
 
-def join(parts: Iterable[tuple[Single, Tensor]]) -> Tensor:
-    """The tensor in the file, from all the parameters that are parts of it: the inverse of `take`."""
-    parts = list(parts)
-    first, value = parts[0]
+def join(slices: Iterable[tuple[Single, Tensor]]) -> Tensor:
+    """The tensor in the file, joined from all the parameters that are slices of it: the inverse of `extract`."""
+    slices = list(slices)
+    first, value = slices[0]
     if isinstance(first, str):
         return value
     out = torch.empty(disk_shape(first, tuple(value.shape)), dtype=value.dtype, device=value.device)
-    for part, value in parts:
-        assert isinstance(part, Part)
-        axis, rows = _rows(part, out)
-        rows.copy_(value.unflatten(axis, (part.groups, -1)))
+    for piece, value in slices:
+        assert isinstance(piece, TensorSlice)
+        axis, rows = _rows(piece, out)
+        rows.copy_(value.unflatten(axis, (piece.groups, -1)))
     return out
 
 
-def gather(stored: Stored, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The parameter, from all tensors of the files by name: `take`, and for a Stack a copy."""
+def extract_parameter(stored: Stored, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The parameter, from all tensors of the files by name: `extract`, for a Stack of each, then stacked (a copy)."""
     if isinstance(stored, Stack):
-        return torch.stack([take(single, tensors[disk_name(single)]) for single in stored.parts])
-    return take(stored, tensors[disk_name(stored)])
+        return torch.stack([extract(single, tensors[disk_name(single)]) for single in stored.tensors])
+    return extract(stored, tensors[disk_name(stored)])
 
 
-def fuse(name: str, rows: Mapping[str, int]) -> dict[str, Part]:
-    """{path: Part} of parameters that lie one after the other in the tensor `name`. rows: {path: how many it has}."""
+def fuse(name: str, rows: Mapping[str, int]) -> dict[str, TensorSlice]:
+    """{path: TensorSlice} of parameters that are concatenated along rows in the tensor `name`; rows: {path: count}."""
     starts, total = itertools.accumulate(rows.values(), initial=0), sum(rows.values())
-    return {path: Part(name, start, start + n, total) for start, (path, n) in zip(starts, rows.items(), strict=False)}
+    return {
+        path: TensorSlice(name, start, start + n, total) for start, (path, n) in zip(starts, rows.items(), strict=False)
+    }
 
 
-def covers(parts: Iterable[Single]) -> bool:
-    """Whether the parts of one tensor fill it, each row once."""
-    parts = list(parts)
-    if isinstance(parts[0], str):
-        return len(parts) == 1
+def covers(slices: Iterable[Single]) -> bool:
+    """Whether the slices of one tensor cover each of its rows exactly once."""
+    slices = list(slices)
+    if isinstance(slices[0], str):
+        return len(slices) == 1
     end = 0
-    for part in sorted((p for p in parts if isinstance(p, Part)), key=lambda p: p.start):
-        if part.start != end:
+    for piece in sorted((p for p in slices if isinstance(p, TensorSlice)), key=lambda p: p.start):
+        if piece.start != end:
             return False
-        end = part.stop
-    return end * parts[0].groups == parts[0].rows
+        end = piece.stop
+    return end * slices[0].groups == slices[0].rows
 
 
-def _rows(stored: Part, tensor: Tensor) -> tuple[int, Tensor]:
-    """(axis, its rows [(E,) groups, rows of a group, (in)] with `axis` that of the groups), a view of the whole."""
+def _rows(stored: TensorSlice, tensor: Tensor) -> tuple[int, Tensor]:
+    """(axis of the groups, a view [(E,) groups, rows of the slice per group, (in)] of the file's tensor)."""
     axis = 1 if stored.batched else 0
     rows = tensor.mT if stored.transposed and tensor.ndim > axis + 1 else tensor
     blocks = rows.unflatten(axis, (stored.groups, -1))

@@ -9,31 +9,31 @@ from hypothesis import strategies as st
 
 from fnmodels.models.common.moe import expert_names
 from fnmodels.models.common.storage import (
-    Part,
     Stack,
+    TensorSlice,
     covers,
-    cut,
     disk_names,
+    disk_region,
     disk_shape,
+    extract,
+    extract_into,
+    extract_parameter,
     fuse,
-    gather,
     join,
-    take,
-    take_into,
 )
 
-FUSED = [Part("qkv", 0, 4, 8), Part("qkv", 4, 6, 8), Part("qkv", 6, 8, 8)]
-GROUPED = [Part("qkv", i, i + 1, 6, groups=2) for i in range(3)]
-TRANSPOSED = [Part("qkv", 0, 3, 6, transposed=True), Part("qkv", 3, 6, 6, transposed=True)]
-HALVES = [Part("experts", i, i + 4, 8, transposed=True, batched=True) for i in (0, 4)]  # Llama 4's
-TURNS = [Part("experts", i, i + 1, 8, groups=4, transposed=True, batched=True) for i in (0, 1)]  # gpt-oss's
+FUSED = [TensorSlice("qkv", 0, 4, 8), TensorSlice("qkv", 4, 6, 8), TensorSlice("qkv", 6, 8, 8)]
+GROUPED = [TensorSlice("qkv", i, i + 1, 6, groups=2) for i in range(3)]
+TRANSPOSED = [TensorSlice("qkv", 0, 3, 6, transposed=True), TensorSlice("qkv", 3, 6, 6, transposed=True)]
+HALVES = [TensorSlice("experts", i, i + 4, 8, transposed=True, batched=True) for i in (0, 4)]  # Llama 4's
+TURNS = [TensorSlice("experts", i, i + 1, 8, groups=4, transposed=True, batched=True) for i in (0, 1)]  # gpt-oss's
 
 
 def test_take_selects_rows():
     whole = torch.arange(6.0)
-    assert [take(part, whole).tolist() for part in GROUPED] == [[0, 3], [1, 4], [2, 5]]
-    assert take(FUSED[1], torch.arange(8)).tolist() == [4, 5]
-    assert take(TRANSPOSED[1], torch.arange(12).view(2, 6)).tolist() == [[3, 9], [4, 10], [5, 11]]
+    assert [extract(part, whole).tolist() for part in GROUPED] == [[0, 3], [1, 4], [2, 5]]
+    assert extract(FUSED[1], torch.arange(8)).tolist() == [4, 5]
+    assert extract(TRANSPOSED[1], torch.arange(12).view(2, 6)).tolist() == [[3, 9], [4, 10], [5, 11]]
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def test_take_selects_rows():
 def test_join_undoes_take(parts, inner):
     rows = 8 if isinstance(parts[0], str) else parts[0].rows
     whole = torch.randn(disk_shape(parts[0], (rows, *inner)))
-    leaves = [take(part, whole) for part in parts]
+    leaves = [extract(part, whole) for part in parts]
     assert torch.equal(join(zip(parts, leaves, strict=True)), whole)
     assert all(disk_shape(part, leaf.shape) == whole.shape for part, leaf in zip(parts, leaves, strict=True))
 
 
 def test_contiguous_parts_are_views():
     whole = torch.randn(8, 5)
-    assert take(FUSED[1], whole).data_ptr() == whole[4:].data_ptr()
-    assert take(Part("w", 0, 5, 5, transposed=True), whole).data_ptr() == whole.data_ptr()
+    assert extract(FUSED[1], whole).data_ptr() == whole[4:].data_ptr()
+    assert extract(TensorSlice("w", 0, 5, 5, transposed=True), whole).data_ptr() == whole.data_ptr()
 
 
 def test_fused_parts_follow_each_other():
@@ -65,32 +65,32 @@ def test_covers_finds_holes_and_overlaps():
 
 def test_a_part_outside_of_its_tensor_is_refused():
     with pytest.raises(ValueError, match="does not lie in its tensor"):
-        Part("qkv", 4, 9, 8)
+        TensorSlice("qkv", 4, 9, 8)
 
 
 def test_experts_of_one_tensor():
     """Gate and up of all experts lie in [E, in, 2 F], by halves or column by column in turn; so do biases [E, 2 F]."""
     weight, bias = torch.randn(3, 5, 8), torch.randn(3, 8)
     for e in range(3):
-        assert torch.equal(take(HALVES[0], weight)[e], weight[e, :, :4].T)
-        assert torch.equal(take(HALVES[1], weight)[e], weight[e, :, 4:].T)
-        assert torch.equal(take(HALVES[1], bias)[e], bias[e, 4:])
-        assert torch.equal(take(TURNS[0], weight)[e], weight[e, :, 0::2].T)
-        assert torch.equal(take(TURNS[1], weight)[e], weight[e, :, 1::2].T)
-        assert torch.equal(take(TURNS[1], bias)[e], bias[e, 1::2])
-    assert take(HALVES[1], weight).data_ptr() == weight[0, 0, 4:].data_ptr(), "a view"
-    assert take(TURNS[1], weight).is_contiguous(), "a copy: as a view none of its numbers would have a neighbor"
+        assert torch.equal(extract(HALVES[0], weight)[e], weight[e, :, :4].T)
+        assert torch.equal(extract(HALVES[1], weight)[e], weight[e, :, 4:].T)
+        assert torch.equal(extract(HALVES[1], bias)[e], bias[e, 4:])
+        assert torch.equal(extract(TURNS[0], weight)[e], weight[e, :, 0::2].T)
+        assert torch.equal(extract(TURNS[1], weight)[e], weight[e, :, 1::2].T)
+        assert torch.equal(extract(TURNS[1], bias)[e], bias[e, 1::2])
+    assert extract(HALVES[1], weight).data_ptr() == weight[0, 0, 4:].data_ptr(), "a view"
+    assert extract(TURNS[1], weight).is_contiguous(), "a copy: as a view none of its numbers would have a neighbor"
 
 
 @st.composite
-def _layouts(draw: st.DrawFn) -> tuple[list[Part], tuple[int, ...]]:
+def _layouts(draw: st.DrawFn) -> tuple[list[TensorSlice], tuple[int, ...]]:
     """Parts that fill one tensor, and that tensor's shape but for its rows."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     groups, transposed, batched = draw(st.integers(1, 3)), draw(st.booleans()), draw(st.booleans())
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     rows = groups * sum(sizes)
     parts = [
-        Part("w", start, start + size, rows, groups=groups, transposed=transposed, batched=batched)
+        TensorSlice("w", start, start + size, rows, groups=groups, transposed=transposed, batched=batched)
         for start, size in zip(starts, sizes, strict=True)
     ]
     experts = (draw(st.integers(1, 3)),) if batched else ()
@@ -102,13 +102,13 @@ def _layouts(draw: st.DrawFn) -> tuple[list[Part], tuple[int, ...]]:
 def test_any_layout_there_and_back(layout):
     parts, shape = layout
     whole = torch.arange(float(math.prod(shape))).view(disk_shape(parts[0], shape))
-    leaves = [take(part, whole) for part in parts]
+    leaves = [extract(part, whole) for part in parts]
     assert covers(parts) and (len(parts) == 1 or not covers(parts[1:]))
     assert torch.equal(join(zip(parts, leaves, strict=True)), whole)
     for part, leaf in zip(parts, leaves, strict=True):
         assert disk_shape(part, leaf.shape) == whole.shape
         filled = torch.full_like(leaf, math.nan, memory_format=torch.contiguous_format)
-        take_into(filled, part, whole)
+        extract_into(filled, part, whole)
         assert torch.equal(filled, leaf)
 
 
@@ -118,13 +118,13 @@ def test_any_part_is_in_its_box(layout, data):
     parts, shape = layout
     whole = torch.arange(float(math.prod(shape))).view(disk_shape(parts[0], shape))
     for part in parts:
-        leaf = take(part, whole)
+        leaf = extract(part, whole)
         starts = [data.draw(st.integers(0, size - 1)) for size in leaf.shape]
         stops = [data.draw(st.integers(start + 1, size)) for start, size in zip(starts, leaf.shape, strict=True)]
         chosen = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
-        place, wanted = cut(part, chosen), leaf[chosen]
+        place, wanted = disk_region(part, chosen), leaf[chosen]
         filled = torch.full(wanted.shape, math.nan)
-        take_into(filled, place.stored, whole[place.box], place.skip)
+        extract_into(filled, place.stored, whole[place.box], place.skip)
         assert torch.equal(filled, wanted)
         if part.groups == 1:
             assert whole[place.box].numel() == wanted.numel()
@@ -138,8 +138,8 @@ def test_a_stack_is_made_of_one_tensor_per_expert():
     names = tuple(f"model.layers.3.mlp.experts.{e}.gate_proj.weight" for e in (0, 1))
     assert stack == Stack(names) and disk_names(stack) == names and disk_names("norm") == ("norm",)
     tensors = {name: torch.randn(4, 6) for name in names}
-    assert torch.equal(gather(stack, tensors), torch.stack(list(tensors.values())))
-    fused = Stack(tuple(Part(name, 1, 3, 4, transposed=True) for name in names))
-    assert torch.equal(gather(fused, {n: t.T for n, t in tensors.items()})[1], tensors[names[1]][1:3])
+    assert torch.equal(extract_parameter(stack, tensors), torch.stack(list(tensors.values())))
+    fused = Stack(tuple(TensorSlice(name, 1, 3, 4, transposed=True) for name in names))
+    assert torch.equal(extract_parameter(fused, {n: t.T for n, t in tensors.items()})[1], tensors[names[1]][1:3])
     with pytest.raises(ValueError, match="at least one"):
         Stack(())

@@ -14,7 +14,7 @@ import params as P
 from fnmodels import llama, tree
 from fnmodels.models.common.moe import expert_names
 from fnmodels.models.common.spec import weight
-from fnmodels.models.common.storage import Part, Stored
+from fnmodels.models.common.storage import Stored, TensorSlice
 from params.checkpoint import load, tensor_map
 from tests.support.cases import generic_params
 
@@ -64,9 +64,9 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
                         if request.param == "halves"
                         else (index, index + 1, INNER)
                     )
-                    part = Part(f"{theirs}.gate_up{ending}", start, stop, 2 * INNER, groups, True, True)
+                    part = TensorSlice(f"{theirs}.gate_up{ending}", start, stop, 2 * INNER, groups, True, True)
                     named[f"{ours}.{leaf}{ending}"] = part
-            named[f"{ours}.down"] = Part(f"{theirs}.down", 0, 16, 16, transposed=True, batched=True)
+            named[f"{ours}.down"] = TensorSlice(f"{theirs}.down", 0, 16, 16, transposed=True, batched=True)
         return named
 
     monkeypatch.setattr(llama, "spec", with_experts)

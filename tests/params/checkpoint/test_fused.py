@@ -10,7 +10,7 @@ import torch
 
 import params as P
 from fnmodels import llama, tree
-from fnmodels.models.common.storage import Part, Stored, fuse
+from fnmodels.models.common.storage import Stored, TensorSlice, fuse
 from tests.support.cases import generic_params
 
 SMALL = llama.Config(
@@ -35,9 +35,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
             attention, mlp = f"layers.{i}.attention.", f"layers.{i}.mlp."
             rows = {"q_proj": 16, "k_proj": 8, "v_proj": 8}
             names |= fuse(f"layers.{i}.qkv", {attention + name: count for name, count in rows.items()})
-            names[f"{attention}o_proj"] = Part(f"layers.{i}.o", 0, 16, 16, transposed=True)
-            names[f"{mlp}gate_proj"] = Part(f"layers.{i}.up", 0, 6, 48, groups=4)
-            names[f"{mlp}up_proj"] = Part(f"layers.{i}.up", 6, 12, 48, groups=4)
+            names[f"{attention}o_proj"] = TensorSlice(f"layers.{i}.o", 0, 16, 16, transposed=True)
+            names[f"{mlp}gate_proj"] = TensorSlice(f"layers.{i}.up", 0, 6, 48, groups=4)
+            names[f"{mlp}up_proj"] = TensorSlice(f"layers.{i}.up", 6, 12, 48, groups=4)
         return names
 
     monkeypatch.setattr(llama, "hf_names", hf_names)
@@ -86,7 +86,7 @@ def test_one_joined_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def watched(parts: Any) -> torch.Tensor:
         parts = list(parts)
         joined = plain(parts)
-        if isinstance(parts[0][0], Part):
+        if isinstance(parts[0][0], TensorSlice):
             assert not len(alive), "the last one is still held"
             made.append(joined.shape)
             alive.add(joined)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import params as P
 from fnmodels import llama, tree
-from fnmodels.models.common.storage import Part, covers, gather, take
+from fnmodels.models.common.storage import TensorSlice, covers, extract, extract_parameter
 from params.checkpoint import save
 from params.checkpoint.manifest import MANIFEST
 from params.checkpoint.tensor_map import by_name, slots
@@ -78,7 +78,7 @@ def test_transformers_opens_ours(case: Case, limit: str, tmp_path: Path) -> None
     """And computes the same logits, bit for bit, as from the parameters set by hand."""
     original = model_of(case.values)
     config, state = case.config, on_disk(original)
-    weights = tree.unflatten({slot.path: gather(slot.stored, state) for slot in slots(config)})
+    weights = tree.unflatten({slot.path: extract_parameter(slot.stored, state) for slot in slots(config)})
     P.save_pretrained(tmp_path, config, weights, max_shard_size=limit)
     opened, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, **EAGER, dtype="auto")
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -193,8 +193,8 @@ def _fused(config: llama.Config) -> dict[str, Any]:
             ("mlp.gate_proj", 0, 24, 48, "gate_up"),
             ("mlp.up_proj", 24, 48, 48, "gate_up"),
         ):
-            names[f"{layer}.{path}"] = Part(f"h.{i}.{fused}", start, stop, rows)
-        names[f"{layer}.attention.o_proj"] = Part(f"h.{i}.out", 0, 16, 16, transposed=True)
+            names[f"{layer}.{path}"] = TensorSlice(f"h.{i}.{fused}", start, stop, rows)
+        names[f"{layer}.attention.o_proj"] = TensorSlice(f"h.{i}.out", 0, 16, 16, transposed=True)
     return names
 
 
@@ -228,7 +228,7 @@ def test_parts_fill_their_tensors(case: Case) -> None:
         assert covers([slot.stored for slot in parts]), name
         assert len({(type(slot.stored), slot.disk_shape, slot.leaf.dtype, slot.leaf.keep_dtype) for slot in parts}) == 1
         for slot in parts:
-            assert take(slot.stored, torch.empty(slot.disk_shape, device="meta")).shape == slot.leaf.shape, slot.path
+            assert extract(slot.stored, torch.empty(slot.disk_shape, device="meta")).shape == slot.leaf.shape, slot.path
 
 
 # What is refused

@@ -14,7 +14,7 @@ import fnmodels
 import params as P
 from fnmodels import gpt_oss, llama, tree
 from fnmodels.models.common.spec import Leaf
-from fnmodels.models.common.storage import Part, Stack
+from fnmodels.models.common.storage import Stack, TensorSlice
 from params.sharding import Sharding
 from tests.params.checkpoint import test_dequantize as quantized
 from tests.support.cases import generic_params, richest
@@ -37,9 +37,9 @@ def layouts() -> list[Any]:
     chosen = []
     for case in richest():
         stored = fnmodels.family_of(case.config).hf_names(case.config).values()
-        singles = [(type(one), one.parts[0] if isinstance(one, Stack) else one) for one in stored]
+        singles = [(type(one), one.tensors[0] if isinstance(one, Stack) else one) for one in stored]
         ways = {
-            (kind, type(one), *((one.groups > 1, one.transposed, one.batched) if isinstance(one, Part) else ()))
+            (kind, type(one), *((one.groups > 1, one.transposed, one.batched) if isinstance(one, TensorSlice) else ()))
             for kind, one in singles
         }
         if ways - seen:
