@@ -74,10 +74,10 @@ def with_transformers(folder: Path, mode: str) -> Flat:
 
 
 def checks(folder: Path, mode: str) -> Flat:
-    from params.checkpoint.load import check
+    from params.checkpoint.load import check_folder
 
     with ExitStack() as stack:
-        check(folder, stack)
+        check_folder(folder, stack)
     return {}
 
 
@@ -181,7 +181,7 @@ def main() -> None:
                     "PYTHONPATH": root,
                     "TQDM_DISABLE": "1",
                 }
-                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check_folder=True)
                 found.setdefault((contender, mode), []).append(json.loads(done.stdout))
     for mode in MODES:
         sums = {contender: found[contender, mode][0]["sum"] for contender in arguments.contenders}

@@ -55,7 +55,7 @@ def readers(folder: Path) -> dict[str, Reader]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(AXIS,))
     rows = P.plan(family.spec(config), P.Rules(spread=AXIS), mesh)
     tensor = P.plan(family.spec(config), P.Rules(tensor_axes(config, AXIS)), mesh)
-    here = {path: how.here() for path, how in tree.flatten(rows).items()}
+    here = {path: how.local_box() for path, how in tree.flatten(rows).items()}
     names = family.hf_names(config)
 
     def planned(plan: Any, copy: bool) -> tuple[Flat, int]:

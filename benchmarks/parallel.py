@@ -69,7 +69,7 @@ def steps(config: dict[str, Any], gather: str | None) -> dict[str, Step]:
         return loss_fn(tree.map(lambda leaf: leaf.to(dtype), params) if dtype else params, batch, **more)
 
     spread = P.plan(llama.spec(ours), rules_of(mesh, ours), devices)
-    parts = tree.map(lambda how, leaf: how.distribute(leaf[how.here()].clone()), spread, weights)
+    parts = tree.map(lambda how, leaf: how.distribute(leaf[how.local_box()].clone()), spread, weights)
     sharded = train.make_step(loss_fn, optimizer, mesh=mesh, strategy=Strategy(gather_dtype=dtype))
     model = Model(tree.map(torch.clone, weights), llama.spec(ours))
     shard(model, devices, dtype=dtype)

@@ -28,16 +28,16 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             what = "flag" if name.startswith("-") else "argument"
-            raise UserError(f"there is no {what} {name}{nearest(name, self._option_string_actions)}")
+            raise UserError(f"there is no {what} {name}{suggestion(name, self._option_string_actions)}")
         return found
 
 
-def called(script: str, module: str) -> str:
+def program_name(script: str, module: str) -> str:
     """The name that the user called: that of an installed script, or of a module."""
     return script if Path(sys.argv[0]).stem == script else f"python -m {module}"
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """The end of a sentence about a name that is none of `names`."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f"; the nearest is {close[0]}" if close else ""

@@ -30,8 +30,8 @@ from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
 from params.checkpoint.config import load_config
 from params.checkpoint.load import load_pretrained
-from params.checkpoint.shard_index import listed
-from params.checkpoint.tensor_map import by_name, slots
+from params.checkpoint.shard_index import as_lines
+from params.checkpoint.tensor_map import by_name, stored_leaves
 
 from .command_line import Parser, run_command
 
@@ -147,7 +147,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
     theirs = _on_disk(reference)
     faults = _leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
     if faults:
-        print(f"The first difference is in the leaves, ours against transformers' ({len(faults)}):{listed(faults)}")
+        print(f"The first difference is in the leaves, ours against transformers' ({len(faults)}):{as_lines(faults)}")
         return False
     if mismatch is not None:  # our spec is the reference's, so it is the files that are wrong
         raise mismatch
@@ -262,7 +262,7 @@ def _on_disk(model: Any) -> dict[str, Tensor]:
 
 def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str]:
     """How the tensors on disk that our spec calls for differ from the reference's in name or shape."""
-    ours = {name: parts[0].disk_shape for name, parts in by_name(slots(config)).items()}
+    ours = {name: parts[0].disk_shape for name, parts in by_name(stored_leaves(config)).items()}
     faults = []
     for name in (*ours, *(name for name in theirs if name not in ours)):
         if name not in theirs:
@@ -277,7 +277,9 @@ def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str
 def _value_faults(config: Any, params: Tree, theirs: Mapping[str, Tensor]) -> dict[str, float]:
     """{path: largest difference} of the leaves that do not hold the reference's values."""
     flat = tree.flatten(params)
-    pairs = {slot.path: extract_parameter(slot.stored, theirs).detach() for slot in slots(config)}
+    pairs = {
+        parameter.path: extract_parameter(parameter.stored, theirs).detach() for parameter in stored_leaves(config)
+    }
     return {path: _off(flat[path], leaf) for path, leaf in pairs.items() if not torch.equal(flat[path], leaf)}
 
 

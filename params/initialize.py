@@ -14,7 +14,7 @@ from fnmodels import tree
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import Constant, Leaf
 from fnmodels.tree import Tree
-from params.sharding import placed
+from params.sharding import plan_by_path
 
 BLOCK = 1 << 20  # numbers drawn by one generator; part of what a seed means
 
@@ -50,10 +50,10 @@ def init(
     if plan is None:
         made = {path: draw(leaf, seed, path).to(device, leaf_dtype(leaf, dtype)) for path, leaf in leaves.items()}
         return tree.unflatten(made)
-    shardings = placed(plan, leaves)
+    shardings = plan_by_path(plan, leaves)
     made = {}
     for path, leaf in leaves.items():
-        local = draw(leaf, seed, path, shardings[path].here()).to(device, leaf_dtype(leaf, dtype))
+        local = draw(leaf, seed, path, shardings[path].local_box()).to(device, leaf_dtype(leaf, dtype))
         made[path] = shardings[path].distribute(local)
     return tree.unflatten(made)
 

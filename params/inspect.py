@@ -21,11 +21,11 @@ from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError, UserError
 from fnmodels.models.common.config_json import quantization_of
 from params.checkpoint.config import read_config
-from params.checkpoint.load import check, load_pretrained
+from params.checkpoint.load import check_folder, load_pretrained
 from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify
 from params.checkpoint.shard_index import open_folder
 
-from .command_line import Parser, called, printable, run_command
+from .command_line import Parser, printable, program_name, run_command
 from .initialize import count
 
 Lines = Iterator[tuple[str, str]]  # (what, its value)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _name() -> str:
-    return called("fnmodels-inspect", "params.inspect")
+    return program_name("fnmodels-inspect", "params.inspect")
 
 
 def _parser() -> Parser:
@@ -110,7 +110,7 @@ def _files(folder: Path) -> Lines:
 def _tensors(folder: Path) -> Lines:
     """How the tensors fit the model."""
     with ExitStack() as stack:
-        checked = check(folder, stack)
+        checked = check_folder(folder, stack)
         tied = getattr(checked.config, "tie_word_embeddings", None)
         if tied is not None:
             beside = ", and in the file all the same" if any(name in checked.found for name in checked.tied) else ""

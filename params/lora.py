@@ -34,10 +34,10 @@ from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.common.storage import Stored
 from fnmodels.tree import Tree, pytree, static
-from params.checkpoint.shard_index import listed
+from params.checkpoint.shard_index import as_lines
 from params.io.files import plain_file, read_json, sync
-from params.io.safetensors_file import Box, Outgoing, map_file, mapped_tensor, open_tensors, write_tensors
-from params.io.staging import filled, reserved, told
+from params.io.safetensors_file import Box, LazyTensor, map_file, mapped_tensor, open_tensors, write_tensors
+from params.io.staging import describe_os_error, removed_on_failure, reserved_staging_path
 from params.sharding import sharding_of
 
 from .initialize import draw
@@ -150,7 +150,7 @@ def _beside(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box | No
     for leaf, of, divided in zip(leaves, make, (1, 0), strict=True):
         dims = tuple(divided if dim == divided else None for dim in how.dims)
         own = replace(how, dims=dims, shape=leaf.shape)
-        placed.append(own.distribute(of(own.here()).to(weight.device, weight.dtype)))
+        placed.append(own.distribute(of(own.local_box()).to(weight.device, weight.dtype)))
     return placed[0], placed[1]
 
 
@@ -194,19 +194,24 @@ def save_adapters(path: str | os.PathLike[str], config: Any, params: Tree, *, ba
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    tensors: dict[str, Outgoing] = {}
+    tensors: dict[str, LazyTensor] = {}
     for where, node in adapters.items():
         for letter, value in (("A", node.a), ("B", node.b)):
             name = f"{_PREFIX}{names[where]}.lora_{letter}.weight"
-            tensors[name] = Outgoing(value.dtype, tuple(value.shape), lambda value=value: value.detach())  # type: ignore[misc]
+            tensors[name] = LazyTensor(value.dtype, tuple(value.shape), lambda value=value: value.detach())  # type: ignore[misc]
     folder = Path(path)
-    with reserved(folder) as temporary:
-        with filled(temporary), told(folder, "The adapters were not saved", "older ones are as they were"):
+    with reserved_staging_path(folder) as temporary:
+        with (
+            removed_on_failure(temporary),
+            describe_os_error(folder, "The adapters were not saved", "older ones are as they were"),
+        ):
             write_tensors(temporary / WEIGHTS, tensors)
             (temporary / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             sync(temporary / CONFIG)
             sync(temporary)
-        with told(folder, "The adapters could not be moved into place", f"they are complete in {temporary.name}"):
+        with describe_os_error(
+            folder, "The adapters could not be moved into place", f"they are complete in {temporary.name}"
+        ):
             (folder / CONFIG).unlink(missing_ok=True)  # first away and last back: without it nothing loads the folder
             for file in (WEIGHTS, CONFIG):
                 os.replace(temporary / file, folder / file)
@@ -244,7 +249,7 @@ def load_adapters(path: str | os.PathLike[str], config: Any, params: Tree) -> Tr
         pairs.setdefault(where, {})[letter] = value
     faults += [f"{where}: only lora_{next(iter(p))} is there" for where, p in pairs.items() if len(p) == 1]
     if faults:
-        raise MismatchError(f"{folder / WEIGHTS}: {len(faults)} adapters do not fit the model:{listed(faults)}")
+        raise MismatchError(f"{folder / WEIGHTS}: {len(faults)} adapters do not fit the model:{as_lines(faults)}")
 
     def adapted(where: str, weight: Any) -> Any:
         if where not in pairs:

@@ -74,7 +74,7 @@ class Sharding:
 
         return tuple(Replicate() if dim is None else Shard(dim) for dim in self.dims)
 
-    def part(self, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
+    def box_at(self, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
         """What the rank at this coordinate of the mesh holds, as slices of the whole; DTensor's own division.
 
         Each mesh dimension in turn divides what the ones before it left, in chunks of ceil(n / size).
@@ -87,14 +87,14 @@ class Sharding:
                 starts[dim], stops[dim] = low, min(low + chunk, stops[dim])
         return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
 
-    def here(self) -> tuple[slice, ...]:
+    def local_box(self) -> tuple[slice, ...]:
         """What this process holds."""
         coordinate = self._mesh().get_coordinate()
         if coordinate is None:
             raise ValueError("This process is not in the plan's mesh.")
-        return self.part(tuple(coordinate))
+        return self.box_at(tuple(coordinate))
 
-    def turn(self) -> tuple[int, int]:
+    def rank_and_count(self) -> tuple[int, int]:
         """(number of this process among those of the mesh, how many they are), for what each does a share of."""
         index, count = 0, 1
         for place, size in zip(self._mesh().get_coordinate() or (), self._mesh().shape, strict=True):
@@ -124,7 +124,7 @@ class Sharding:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Of the first rank's part, which is the largest."""
-        return tuple(s.stop - s.start for s in self.part((0,) * len(self.sizes)))
+        return tuple(s.stop - s.start for s in self.box_at((0,) * len(self.sizes)))
 
 
 def sharding_of(leaf: Any) -> Sharding | None:
@@ -191,7 +191,7 @@ def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | Non
     return tuple(where.get(name) for name in sizes)
 
 
-def placed(placements: Tree, leaves: Mapping[str, Leaf]) -> dict[str, Sharding]:
+def plan_by_path(placements: Tree, leaves: Mapping[str, Leaf]) -> dict[str, Sharding]:
     """The plan of these leaves by path. ValueError where it is another model's."""
     flat: dict[str, Sharding] = tree.flatten(placements)
     if flat.keys() != leaves.keys():

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import params.command_line
 from fnmodels.errors import UserError
-from params.command_line import Parser, called, nearest, sentence
+from params.command_line import Parser, program_name, sentence, suggestion
 
-__all__ = ["Parser", "at_least", "called", "check_installed", "main_job", "nearest", "run_command", "sentence"]
+__all__ = ["Parser", "at_least", "check_installed", "main_job", "program_name", "run_command", "sentence", "suggestion"]
 
 T = TypeVar("T", int, float)
 
@@ -26,7 +26,7 @@ EXTRA_OF = {
 
 def main_job() -> str:
     """Its name, as it was called."""
-    return called("fnmodels-train", "train")
+    return program_name("fnmodels-train", "train")
 
 
 def at_least(low: T) -> Callable[[str], T]:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.config_json import Quantization
-from params.io.safetensors_file import Box, Entry, TensorFile, extents, read_tensor, rows_of
+from params.io.safetensors_file import Box, Entry, TensorFile, box_shape, read_tensor, row_entries
 
-from .shard_index import listed
+from .shard_index import as_lines
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16)  # all exact in fp32
@@ -49,14 +49,14 @@ class Quantized:
 Found = dict[str, tuple[TensorFile, Entry | Quantized]]
 
 
-def pair(folder: Path, found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization | None) -> Found:
+def pair_scales(folder: Path, found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization | None) -> Found:
     """`found` with each tensor and its scales in one. MismatchError tells of all that have none, or none that fit."""
     if quantization is None:
         return {**found}
     paired, faults = (_fp8 if quantization.method == "fp8" else _mxfp4)(found, quantization)
     if faults:
         method = quantization.method
-        raise MismatchError(f"{folder}: {len(faults)} tensors are not as {method} has them:{listed(faults)}")
+        raise MismatchError(f"{folder}: {len(faults)} tensors are not as {method} has them:{as_lines(faults)}")
     return paired  # perhaps with none: who dequantizes a model often leaves config.json as it was
 
 
@@ -121,17 +121,17 @@ def _scale_faults(
 
 
 @overload
-def each(tensor: Entry, rows: slice = ...) -> list[Entry]: ...
+def split_rows(tensor: Entry, rows: slice = ...) -> list[Entry]: ...
 @overload
-def each(tensor: Quantized, rows: slice = ...) -> list[Quantized]: ...
-def each(tensor: Entry | Quantized, rows: slice = slice(None)) -> list[Entry] | list[Quantized]:
+def split_rows(tensor: Quantized, rows: slice = ...) -> list[Quantized]: ...
+def split_rows(tensor: Entry | Quantized, rows: slice = slice(None)) -> list[Entry] | list[Quantized]:
     """Those of the first dimension, or some of them."""
     if isinstance(tensor, Quantized):
         return [
             replace(tensor, shape=tensor.shape[1:], values=values, scales=scales)
-            for values, scales in zip(rows_of(tensor.values, rows), rows_of(tensor.scales, rows), strict=True)
+            for values, scales in zip(row_entries(tensor.values, rows), row_entries(tensor.scales, rows), strict=True)
         ]
-    return rows_of(tensor, rows)
+    return row_entries(tensor, rows)
 
 
 def read_quantized(
@@ -143,7 +143,7 @@ def read_quantized(
     """
     box = tuple(slice(0, n) for n in tensor.shape) if box is None else box
     box = box if tensor.block else (*box[:-2], box[-1], box[-2])  # as the numbers lie
-    out = torch.empty(extents(box), dtype=dtype or tensor.dtype, device="cpu")
+    out = torch.empty(box_shape(box), dtype=dtype or tensor.dtype, device="cpu")
     _fill(out, box, file, tensor, buffer)
     return out if tensor.block else out.mT
 
@@ -151,7 +151,7 @@ def read_quantized(
 def _fill(target: Tensor, box: Box, file: TensorFile, tensor: Quantized, buffer: Tensor) -> None:
     """Dequantize that part of [.., out, in] into `target`, some rows of a matrix at a time."""
     if target.ndim > 2:
-        for part, one in zip(target, each(tensor, box[0]), strict=True):
+        for part, one in zip(target, split_rows(tensor, box[0]), strict=True):
             _fill(part, box[1:], file, one, buffer)
         return
     (rows, columns), (height, width) = box, tensor.block or MXFP4_BLOCK

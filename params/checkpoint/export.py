@@ -11,10 +11,10 @@ from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.storage import join
 from fnmodels.tree import Tree
-from params.io.safetensors_file import NAMES, Outgoing
+from params.io.safetensors_file import NAMES, LazyTensor
 
-from .shard_index import listed
-from .tensor_map import Piece, by_name, copies, dtype_class, slots
+from .shard_index import as_lines
+from .tensor_map import Piece, by_name, dtype_class, duplicate_names, stored_leaves
 
 
 def export(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -28,17 +28,17 @@ def export(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = No
     fetch: makes a leaf of its path, where params says shapes and dtypes alone (on meta), for leaves that lie in parts.
     It is called when a tensor's turn comes, in the order of the spec, and what it makes is kept for the next tensor.
     """
-    tensors = outgoing(config, params, fetch)
+    tensors = lazy_tensors(config, params, fetch)
     return ((name, tensor.make()) for name, tensor in tensors.items())
 
 
-def outgoing(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = None) -> dict[str, Outgoing]:
+def lazy_tensors(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = None) -> dict[str, LazyTensor]:
     """{name on disk: what it will be}, in the order of the spec. Errors as of `export`."""
     flat = tree.flatten(params)
     _check(config, flat, meta=fetch is not None)
     values = (lambda _: flat) if fetch is None else _Fetched(fetch)
-    tensors = {name: _outgoing(parts, flat, values) for name, parts in by_name(slots(config)).items()}
-    return tensors | {copy: tensors[name] for copy, name in copies(config).items()}
+    tensors = {name: _outgoing(parts, flat, values) for name, parts in by_name(stored_leaves(config)).items()}
+    return tensors | {copy: tensors[name] for copy, name in duplicate_names(config).items()}
 
 
 class _Fetched:
@@ -59,19 +59,19 @@ class _Fetched:
 
 def _outgoing(
     parts: list[Piece], flat: dict[str, Tensor], values: Callable[[list[Piece]], dict[str, Tensor]]
-) -> Outgoing:
+) -> LazyTensor:
     """A tensor of the file; parts of one are joined when it is written, not before."""
 
     def make() -> Tensor:
         here = values(parts)
         return join((part.stored, part.value(here).detach()) for part in parts)
 
-    return Outgoing(flat[parts[0].path].dtype, parts[0].disk_shape, make)
+    return LazyTensor(flat[parts[0].path].dtype, parts[0].disk_shape, make)
 
 
 def _check(config: Any, flat: dict[str, Any], *, meta: bool) -> None:
-    parameters = slots(config)
-    leaves = {slot.path: slot.leaf for slot in parameters}
+    parameters = stored_leaves(config)
+    leaves = {parameter.path: parameter.leaf for parameter in parameters}
     faults = [f"{path}: missing; expected {list(leaf.shape)}" for path, leaf in leaves.items() if path not in flat]
     for path, value in flat.items():
         if path not in leaves:
@@ -91,5 +91,5 @@ def _check(config: Any, flat: dict[str, Any], *, meta: bool) -> None:
             faults.append(f"{listing}: must have one dtype, for they are one tensor {name} on disk")
     if faults:
         raise MismatchError(
-            f"The params are not those that the config calls for ({len(faults)} differences):{listed(faults)}"
+            f"The params are not those that the config calls for ({len(faults)} differences):{as_lines(faults)}"
         )

@@ -36,21 +36,31 @@ from params.io.safetensors_file import (
     Box,
     Entry,
     TensorFile,
-    extents,
+    box_shape,
+    cast_buffer,
+    contiguous_entry,
     map_file,
     mapped_tensor,
     read_box,
     read_into,
     read_tensor,
-    scratch,
-    span,
 )
-from params.sharding import Sharding, placed
+from params.sharding import Sharding, plan_by_path
 
 from .config import read_config
-from .dequantize import Found, Quantized, each, pair, read_quantized
-from .shard_index import listed, open_folder
-from .tensor_map import Piece, Slot, by_name, dtype_class, is_leftover, lacking, slots, ties, without
+from .dequantize import Found, Quantized, pair_scales, read_quantized, split_rows
+from .shard_index import as_lines, open_folder
+from .tensor_map import (
+    Piece,
+    StoredLeaf,
+    by_name,
+    drop_optional,
+    dtype_class,
+    is_leftover,
+    missing_prefix,
+    stored_leaves,
+    tied_names,
+)
 
 _Tensor = tuple[TensorFile, Entry | Quantized]
 
@@ -105,15 +115,19 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     with ExitStack() as stack:
-        checked = check(folder, stack, drop)
+        checked = check_folder(folder, stack, drop)
         plan, placements = _placed(plan, checked)
-        chosen = [slot for slot in checked.parameters if placements is None or slot.path in placements]
-        parts = {slot.path: placements[slot.path].here() if placements else _all(slot) for slot in chosen}
-        share = next(iter(placements.values())).turn() if placements else (0, 1)
-        source = _Source(checked.found, {}, scratch(), torch.device(device or _device(placements)), copy)
+        chosen = [parameter for parameter in checked.parameters if placements is None or parameter.path in placements]
+        parts = {
+            parameter.path: placements[parameter.path].local_box() if placements else _all(parameter)
+            for parameter in chosen
+        }
+        share = next(iter(placements.values())).rank_and_count() if placements else (0, 1)
+        source = _Source(checked.found, {}, cast_buffer(), torch.device(device or _device(placements)), copy)
         _check_ties(checked.tied, checked.found, source.buffer, share)
         made = {
-            slot.path: _leaf(slot, parts[slot.path], source, _target(slot, dtype, checked.found)) for slot in chosen
+            parameter.path: _leaf(parameter, parts[parameter.path], source, _target(parameter, dtype, checked.found))
+            for parameter in chosen
         }
         flat = {path: leaf for path, (leaf, _) in made.items()}
         if check_finite:
@@ -128,18 +142,18 @@ def load_pretrained(
     return checked.config, tree.map(lambda how: how.distribute(flat[next(paths)]), plan)
 
 
-def _placed(plan: Tree | None, checked: Checked) -> tuple[Tree, dict[str, Sharding] | None]:
+def _placed(plan: Tree | None, checked: CheckedFolder) -> tuple[Tree, dict[str, Sharding] | None]:
     """(the plan of what is loaded, the same by path). ValueError where it is of another model."""
     if plan is None:
         return None, None
-    leaves = {slot.path: slot.leaf for slot in checked.parameters}
+    leaves = {parameter.path: parameter.leaf for parameter in checked.parameters}
     tops = {path.partition(".")[0] for path in leaves}
     left_out = getattr(family_of(checked.config), "OPTIONAL", {}).keys() - tops
     plan = {name: how for name, how in plan.items() if name not in left_out}
     if isinstance(plan.get("layers"), Mapping):  # of stages
         named = tree.flatten(plan).keys()
         leaves = {path: leaf for path, leaf in leaves.items() if path in named}
-    return plan, placed(plan, leaves)
+    return plan, plan_by_path(plan, leaves)
 
 
 def _device(placements: dict[str, Sharding] | None) -> str:
@@ -147,12 +161,12 @@ def _device(placements: dict[str, Sharding] | None) -> str:
     return "cpu" if mesh is None else mesh.device_type
 
 
-def _all(slot: Slot) -> Box:
-    return tuple(slice(0, size) for size in slot.leaf.shape)
+def _all(parameter: StoredLeaf) -> Box:
+    return tuple(slice(0, size) for size in parameter.leaf.shape)
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedFolder:
     """A folder of which everything but the tensors' values is known to be good.
 
     found: {name on disk: (its file, where it lies)}, of which leftovers are no parameter's. tied: {name that a tied
@@ -161,31 +175,31 @@ class Checked:
 
     config: Any
     files: tuple[TensorFile, ...]
-    parameters: tuple[Slot, ...]
+    parameters: tuple[StoredLeaf, ...]
     found: Found
     leftovers: tuple[str, ...]
     tied: dict[str, str]
     prefix: str
 
 
-def check(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> Checked:
+def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> CheckedFolder:
     """What `load_pretrained` does before it reads a tensor; `stack` closes the files. Errors as there."""
     config, values = read_config(folder)
     opened = open_folder(folder, stack)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
-    found = pair(folder, opened, quantization_of(values))
-    parameters = slots(config)
-    prefix = lacking(parameters, found)
-    smaller, dropped = without(config, drop, found, prefix)
+    found = pair_scales(folder, opened, quantization_of(values))
+    parameters = stored_leaves(config)
+    prefix = missing_prefix(parameters, found)
+    smaller, dropped = drop_optional(config, drop, found, prefix)
     if prefix or smaller != config:
-        config, parameters = smaller, slots(smaller, prefix)
+        config, parameters = smaller, stored_leaves(smaller, prefix)
     found = {name: value for name, value in found.items() if name not in dropped}
-    tied = ties(config, prefix)
+    tied = tied_names(config, prefix)
     expected = by_name(parameters)
     leftovers = tuple(name for name in found if name not in expected and is_leftover(config, prefix + name))
     known = {name: value for name, value in found.items() if name not in leftovers}
     _compare(folder, expected, tied, known)
-    return Checked(config, files, parameters, found, leftovers, tied, prefix)
+    return CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)
 
 
 def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str], found: Found) -> None:
@@ -210,7 +224,7 @@ def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str
     if faults or strangers:
         raise MismatchError(
             f"{folder}: the tensors are not those that config.json calls for "
-            f"({len(faults) + len(strangers)} differences):{listed(faults)}{listed(strangers)}"
+            f"({len(faults) + len(strangers)} differences):{as_lines(faults)}{as_lines(strangers)}"
         )
 
 
@@ -266,32 +280,34 @@ def _same(one: _Tensor, two: _Tensor, buffer: Tensor, share: tuple[int, int]) ->
 
 
 def _check_finite(
-    folder: Path, chosen: Sequence[Slot], parts: dict[str, Box], flat: dict[str, Tensor], found: Found
+    folder: Path, chosen: Sequence[StoredLeaf], parts: dict[str, Box], flat: dict[str, Tensor], found: Found
 ) -> None:
     """MismatchError with every leaf that has a value which no training gives a good model."""
     faults = []
-    for slot in chosen:
-        for name, value in _by_name(slot, parts[slot.path], flat[slot.path]):
+    for parameter in chosen:
+        for name, value in _by_name(parameter, parts[parameter.path], flat[parameter.path]):
             # in one pass and without a mask as large as the leaf: NaN spreads to both ends
             if value.is_floating_point() and value.numel() and not all(e.isfinite() for e in torch.aminmax(value)):
                 count, where = value.numel() - int(value.isfinite().sum()), found[name][0].path.name
                 faults.append(f"{name} in {where}: {count:,} of {value.numel():,} values are not finite")
     if faults:
-        raise MismatchError(f"{folder}: check_finite found NaN or infinities ({len(faults)} tensors):{listed(faults)}")
+        raise MismatchError(
+            f"{folder}: check_finite found NaN or infinities ({len(faults)} tensors):{as_lines(faults)}"
+        )
 
 
-def _by_name(slot: Slot, part: Box, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _by_name(parameter: StoredLeaf, part: Box, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The names on disk of what the part of a parameter is made of, with their values."""
-    if isinstance(slot.stored, Stack):
-        yield from zip(map(disk_name, slot.stored.tensors[part[0]]), value, strict=True)
+    if isinstance(parameter.stored, Stack):
+        yield from zip(map(disk_name, parameter.stored.tensors[part[0]]), value, strict=True)
     else:
-        yield disk_name(slot.stored), value
+        yield disk_name(parameter.stored), value
 
 
-def _target(slot: Slot, dtype: torch.dtype | None, found: Found) -> torch.dtype | None:
-    if dtype is None and slot.leaf.keep_dtype:  # some files have all in bf16, where a small step is rounded away
-        return torch.promote_types(found[disk_names(slot.stored)[0]][1].dtype, slot.leaf.dtype)
-    return None if dtype is None else leaf_dtype(slot.leaf, dtype)
+def _target(parameter: StoredLeaf, dtype: torch.dtype | None, found: Found) -> torch.dtype | None:
+    if dtype is None and parameter.leaf.keep_dtype:  # some files have all in bf16, where a small step is rounded away
+        return torch.promote_types(found[disk_names(parameter.stored)[0]][1].dtype, parameter.leaf.dtype)
+    return None if dtype is None else leaf_dtype(parameter.leaf, dtype)
 
 
 @dataclass(frozen=True)
@@ -310,9 +326,9 @@ class _Source:
         return self.mappings[file.path]
 
 
-def _leaf(slot: Slot, part: Box, source: _Source, dtype: torch.dtype | None) -> tuple[Tensor, bool]:
+def _leaf(parameter: StoredLeaf, part: Box, source: _Source, dtype: torch.dtype | None) -> tuple[Tensor, bool]:
     """(a part of one parameter, whether it is mapped, which it is where it can stay as and where it is on disk)."""
-    stored, shape, device = slot.stored, extents(part), source.device
+    stored, shape, device = parameter.stored, box_shape(part), source.device
     singles = stored.tensors if isinstance(stored, Stack) else (stored,)
     if 0 in shape:
         kept = source.found[disk_name(singles[0])][1].dtype
@@ -323,13 +339,13 @@ def _leaf(slot: Slot, part: Box, source: _Source, dtype: torch.dtype | None) -> 
     file, entry = source.found[disk_name(stored)]
     if isinstance(entry, Entry):
         place = disk_region(stored, part)
-        piece = span(entry, place.box) if isinstance(place.stored, str) else None
+        piece = contiguous_entry(entry, place.box) if isinstance(place.stored, str) else None
         if dtype in (None, entry.dtype) and device.type == "cpu" and not source.copy:
             # Each leaf of its own bytes has a storage of its own: a slice of a fused tensor would keep all of it, and
             # be copied with it.
             if piece is not None:
                 return mapped_tensor(source.mapping(file), piece), True
-            if part == _all(slot) and not _takes_turns(stored):
+            if part == _all(parameter) and not _takes_turns(stored):
                 return extract(stored, mapped_tensor(source.mapping(file), entry)), True
         # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
         if piece is not None:
@@ -338,7 +354,7 @@ def _leaf(slot: Slot, part: Box, source: _Source, dtype: torch.dtype | None) -> 
         return read_quantized(file, entry, dtype, source.buffer, part).to(device), False
     if isinstance(stored, TensorSlice) and stored.batched:
         one = replace(stored, batched=False)
-        return _stacked([(one, file, each_one) for each_one in each(entry, part[0])], part, source, dtype), False
+        return _stacked([(one, file, each_one) for each_one in split_rows(entry, part[0])], part, source, dtype), False
     out = torch.empty(shape, dtype=dtype or entry.dtype, device=device)
     _fill(out, stored, part, file, entry, dtype, source.buffer)
     return out, False
@@ -351,7 +367,7 @@ def _stacked(
     dtype: torch.dtype | None,
 ) -> Tensor:
     """A part [E, ...] of a parameter in one allocation, filled entry by entry."""
-    out = torch.empty(extents(part), dtype=dtype or several[0][2].dtype, device=source.device)
+    out = torch.empty(box_shape(part), dtype=dtype or several[0][2].dtype, device=source.device)
     for target, (single, file, entry) in zip(out, several, strict=True):
         _fill(target, single, part[1:], file, entry, dtype, source.buffer)
     return out

@@ -92,13 +92,13 @@ def verify(path: str | os.PathLike[str]) -> None:
     records = read_manifest(folder)
     paths = {name: plain_file(folder, name) for name in records}
     with ThreadPoolExecutor() as pool:
-        faults = pool.map(lambda name: changed(paths[name], records[name]), records)
+        faults = pool.map(lambda name: file_fault(paths[name], records[name]), records)
         found = [fault for fault in faults if fault]
     if found:
         raise FormatError(f"{folder} is not what was saved there: {'; '.join(found)}.")
 
 
-def changed(path: Path, record: Record) -> str | None:
+def file_fault(path: Path, record: Record) -> str | None:
     """How a file differs from what was recorded of it, in words; None where it does not."""
     size = path.stat().st_size
     if size != record.size:

@@ -19,12 +19,19 @@ from fnmodels import tree
 from fnmodels.errors import FormatError, MismatchError
 from fnmodels.tree import Tree
 from params.io.files import sync
-from params.io.safetensors_file import Outgoing, write_tensors
-from params.io.staging import clear, exclusive, filled, leftovers, reserved, told
+from params.io.safetensors_file import LazyTensor, write_tensors
+from params.io.staging import (
+    describe_os_error,
+    folder_lock,
+    leftovers,
+    remove_leftovers,
+    removed_on_failure,
+    reserved_staging_path,
+)
 
-from .export import outgoing
-from .manifest import MANIFEST, changed, read_manifest, write_manifest
-from .shard_index import INDEX, SHARDS_LIMIT, SINGLE, listed, make_index
+from .export import lazy_tensors
+from .manifest import MANIFEST, file_fault, read_manifest, write_manifest
+from .shard_index import INDEX, SHARDS_LIMIT, SINGLE, as_lines, make_index
 
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
@@ -46,15 +53,15 @@ def save_pretrained(
     Parameters that were mapped from this very folder stay good, for renaming keeps the old files alive as long as they
     are mapped.
     """
-    tensors = outgoing(config, params)
+    tensors = lazy_tensors(config, params)
     _check_plain(tree.flatten(params))
     text = config_text(config, _main_dtype(tree.flatten(params)))
     shards = _shards(tensors, _bytes(max_shard_size))
 
     folder = Path(path)
-    with reserved(folder, _tidy) as temporary:
+    with reserved_staging_path(folder, _tidy) as temporary:
         kept = "what the folder held before is as it was"
-        with filled(temporary), told(folder, "The model was not saved", kept):
+        with removed_on_failure(temporary), describe_os_error(folder, "The model was not saved", kept):
             _check_places(folder)
             for file, names in shards.items():
                 write_tensors(temporary / file, {name: tensors[name] for name in names})
@@ -78,10 +85,10 @@ def recover(path: str | os.PathLike[str]) -> bool:
     A save that was cut short earlier, while it wrote them, left the older model as it was: False, and nothing is done.
     """
     folder = Path(path)
-    with exclusive(folder) as alone:
+    with folder_lock(folder) as alone:
         finished = _finish(folder)
         if finished and alone:
-            clear(folder)
+            remove_leftovers(folder)
     return finished
 
 
@@ -105,7 +112,7 @@ def _fault(folder: Path, temporary: Path) -> str | None:
     """What of a complete leftover is neither in it nor, because it was moved already, in the folder."""
     for name, record in read_manifest(temporary).items():
         place = temporary / name if (temporary / name).exists() else folder / name
-        fault = changed(place, record) if place.is_file() else f"{name} is in neither of the folders"
+        fault = file_fault(place, record) if place.is_file() else f"{name} is in neither of the folders"
         if fault:
             return fault
     return None
@@ -116,7 +123,7 @@ def _tidy(folder: Path) -> None:
     was being taken away already, it is finished now, for it is all there is.
     """
     if not os.path.lexists(folder / "config.json") and _finish(folder):
-        clear(folder)
+        remove_leftovers(folder)
     for leftover in leftovers(folder):
         if not (leftover / MANIFEST).exists():
             shutil.rmtree(leftover)
@@ -125,7 +132,7 @@ def _tidy(folder: Path) -> None:
 def _put(folder: Path, temporary: Path) -> None:
     """Replace the old model by the complete one in `temporary`, which stays where that fails."""
     kept = f"it is complete in {temporary.name}: params.recover finishes it once that is mended"
-    with told(folder, "The new model could not be moved into place", kept):
+    with describe_os_error(folder, "The new model could not be moved into place", kept):
         _replace(folder, temporary)
     shutil.rmtree(temporary)
 
@@ -150,7 +157,7 @@ def _check_plain(flat: dict[str, Tensor]) -> None:
         elif value.layout != torch.strided:
             faults.append(f"{path}: {value.layout}; only dense tensors can be saved, as `to_dense` gives")
     if faults:
-        raise MismatchError(f"The params cannot be saved as they are ({len(faults)} leaves):{listed(faults)}")
+        raise MismatchError(f"The params cannot be saved as they are ({len(faults)} leaves):{as_lines(faults)}")
 
 
 def _replace(folder: Path, temporary: Path) -> None:
@@ -198,7 +205,7 @@ def _bytes(size: int | str) -> int:
     return number
 
 
-def _shards(tensors: dict[str, Outgoing], limit: int) -> dict[str, list[str]]:
+def _shards(tensors: dict[str, LazyTensor], limit: int) -> dict[str, list[str]]:
     """{file: names}, in the order of the spec; a tensor larger than the limit gets a file of its own."""
     groups: list[list[str]] = []
     size: float = math.inf

@@ -12,7 +12,7 @@ from typing import Any
 
 from fnmodels.errors import IndexFileError, UnsupportedError
 from params.io.files import plain_file, read_json
-from params.io.safetensors_file import Entry, TensorFile, open_several
+from params.io.safetensors_file import Entry, TensorFile, open_tensor_files
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -22,7 +22,7 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _SHOWN, _WIDE = 20, 400  # differences listed in a message, characters of each
 
 
-def listed(lines: Iterable[str]) -> str:
+def as_lines(lines: Iterable[str]) -> str:
     """Lines for a message, one below the other and not without end."""
     lines = [line if len(line) <= _WIDE else line[:_WIDE] + "..." for line in lines]
     more = [f"... and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
@@ -53,9 +53,9 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, E
                 raise
             missing.append(name)
     if missing:
-        text = f"{len(missing)} of {len(shards)} files with tensors are not there:{listed(missing)}\nFolder"
+        text = f"{len(missing)} of {len(shards)} files with tensors are not there:{as_lines(missing)}\nFolder"
         raise FileNotFoundError(errno.ENOENT, text, str(folder))
-    files = open_several(paths, stack)
+    files = open_tensor_files(paths, stack)
     if index:
         _check_index(folder / INDEX, weight_map, files)
     return {name: (file, entry) for file in files for name, entry in file.entries.items()}
@@ -67,7 +67,7 @@ def _check_strays(folder: Path, named: str, shards: Iterable[str]) -> None:
     if strays:
         raise IndexFileError(
             f"{folder} has {len(strays):,} shards that {named} does not name, perhaps left from another save:"
-            f"{listed(map(repr, strays))}"
+            f"{as_lines(map(repr, strays))}"
         )
 
 
@@ -98,7 +98,7 @@ def _check_index(path: Path, weight_map: dict[str, str], files: list[TensorFile]
             elif weight_map[name] != shard:
                 faults.append(f"{name!r}: in {shard}, but the index says {weight_map[name]}")
     if faults:
-        raise IndexFileError(f"{path} and the shards disagree ({len(faults)} differences):{listed(faults)}")
+        raise IndexFileError(f"{path} and the shards disagree ({len(faults)} differences):{as_lines(faults)}")
 
 
 def _no_weights(folder: Path) -> Exception:

@@ -17,7 +17,7 @@ from fnmodels.models.common.storage import Single, Stack, Stored, disk_name, dis
 
 
 @dataclass(frozen=True)
-class Slot:
+class StoredLeaf:
     """One parameter: its path in our tree, its declaration, and how it lies on disk."""
 
     path: str
@@ -44,16 +44,16 @@ class Piece:
         return flat[self.path] if self.index is None else flat[self.path][self.index]
 
 
-def slots(config: Any, prefix: str = "") -> tuple[Slot, ...]:
-    """All parameters, in the order of the spec. prefix: what the names in the files lack (`lacking`)."""
+def stored_leaves(config: Any, prefix: str = "") -> tuple[StoredLeaf, ...]:
+    """All parameters, in the order of the spec. prefix: what the names in the files lack (`missing_prefix`)."""
     family = family_of(config)
     names, leaves = family.hf_names(config), tree.flatten(family.spec(config))
-    return tuple(Slot(path, leaf, _cut(names[path], prefix)) for path, leaf in leaves.items())
+    return tuple(StoredLeaf(path, leaf, _strip_prefix(names[path], prefix)) for path, leaf in leaves.items())
 
 
-def pieces(slot: Slot) -> list[Piece]:
+def pieces(parameter: StoredLeaf) -> list[Piece]:
     """One for each tensor on disk that it is made of."""
-    path, leaf, stored = slot.path, slot.leaf, slot.stored
+    path, leaf, stored = parameter.path, parameter.leaf, parameter.stored
     if not isinstance(stored, Stack):
         return [Piece(path, leaf, stored)]
     if len(stored.tensors) != leaf.shape[0]:
@@ -62,21 +62,21 @@ def pieces(slot: Slot) -> list[Piece]:
     return [Piece(path, one, single, index) for index, single in enumerate(stored.tensors)]
 
 
-def by_name(parameters: Iterable[Slot]) -> dict[str, list[Piece]]:
+def by_name(parameters: Iterable[StoredLeaf]) -> dict[str, list[Piece]]:
     """{name of a tensor on disk: what it consists of}, usually one parameter."""
     grouped: dict[str, list[Piece]] = {}
-    for slot in parameters:
-        for piece in pieces(slot):
+    for parameter in parameters:
+        for piece in pieces(parameter):
             grouped.setdefault(disk_name(piece.stored), []).append(piece)
     return grouped
 
 
-def lacking(parameters: Iterable[Slot], found: Container[str]) -> str:
+def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> str:
     """The first part of the names of all `parameters`, with its dot, if the files `found` go without it; else "".
 
     OpenAI's GPT-2 and models that were saved without a head begin at `wte` or `layers`, not `transformer` or `model`.
     """
-    names = [name for slot in parameters if slot.path != "lm_head" for name in disk_names(slot.stored)]
+    names = [name for parameter in parameters if parameter.path != "lm_head" for name in disk_names(parameter.stored)]
     prefix = names[0].partition(".")[0] + "."
     common = all(name.startswith(prefix) for name in names)
     bare = not any(name in found for name in names) and any(name.removeprefix(prefix) in found for name in names)
@@ -88,12 +88,12 @@ def is_leftover(config: Any, name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in getattr(family_of(config), "LEFTOVERS", ()))
 
 
-def ties(config: Any, prefix: str = "") -> dict[str, str]:
-    """{name that a tied head may have on disk all the same: name of the tensor it must equal}; prefix as in `slots`.
+def tied_names(config: Any, prefix: str = "") -> dict[str, str]:
+    """{name that a tied head may have on disk all the same: name of the tensor it must equal}; prefix as there.
 
-    What `copies` says is among them.
+    What `duplicate_names` says is among them.
     """
-    tied = copies(config, prefix)
+    tied = duplicate_names(config, prefix)
     if not getattr(config, "tie_word_embeddings", False):
         return tied
     names = family_of(config).hf_names(replace(config, tie_word_embeddings=False))
@@ -103,8 +103,8 @@ def ties(config: Any, prefix: str = "") -> dict[str, str]:
     return tied | {head: embedding.removeprefix(prefix)}
 
 
-def copies(config: Any, prefix: str = "") -> dict[str, str]:
-    """{name of a tensor that repeats another: the other's}, if the family's `hf_copies` says so; prefix as in `slots`.
+def duplicate_names(config: Any, prefix: str = "") -> dict[str, str]:
+    """{name of a tensor that repeats another: the other's}, if the family's `hf_copies` says so; prefix as there.
 
     Files may lack them. A save writes them, for other programs read them.
     """
@@ -114,7 +114,9 @@ def copies(config: Any, prefix: str = "") -> dict[str, str]:
     return {copy.removeprefix(prefix): disk_names(names[path])[0].removeprefix(prefix) for copy, path in named.items()}
 
 
-def without(config: Any, drop: Collection[str], found: Container[str], prefix: str = "") -> tuple[Any, frozenset[str]]:
+def drop_optional(
+    config: Any, drop: Collection[str], found: Container[str], prefix: str = ""
+) -> tuple[Any, frozenset[str]]:
     """(the config of what is to be loaded, the names of what is on disk and is not).
 
     The parts of a model that files may hold or not are in its family's OPTIONAL, {key of the tree: field of the config
@@ -126,25 +128,30 @@ def without(config: Any, drop: Collection[str], found: Container[str], prefix: s
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "
             f"{', '.join(map(repr, optional)) or 'nothing'}."
         )
-    whole = slots(config, prefix) if optional else ()  # which takes as long as all the rest
+    whole = stored_leaves(config, prefix) if optional else ()  # which takes as long as all the rest
     dropped: set[str] = set()
     for part, count in optional.items():
-        names = {name for slot in whole if slot.path.startswith(f"{part}.") for name in disk_names(slot.stored)}
+        names = {
+            name
+            for parameter in whole
+            if parameter.path.startswith(f"{part}.")
+            for name in disk_names(parameter.stored)
+        }
         if part in drop or not any(name in found for name in names):
             smaller = replace(config, **{count: 0})
             if part in drop:
-                dropped |= names | (copies(config, prefix).keys() - copies(smaller, prefix).keys())
+                dropped |= names | (duplicate_names(config, prefix).keys() - duplicate_names(smaller, prefix).keys())
             config = smaller
     return config, frozenset(dropped)
 
 
-def _cut(stored: Stored, prefix: str) -> Stored:
+def _strip_prefix(stored: Stored, prefix: str) -> Stored:
     if isinstance(stored, Stack):
-        return Stack(tuple(_cut_one(single, prefix) for single in stored.tensors))
-    return _cut_one(stored, prefix)
+        return Stack(tuple(_strip_prefix_of_one(single, prefix) for single in stored.tensors))
+    return _strip_prefix_of_one(stored, prefix)
 
 
-def _cut_one(stored: Single, prefix: str) -> Single:
+def _strip_prefix_of_one(stored: Single, prefix: str) -> Single:
     if isinstance(stored, str):
         return stored.removeprefix(prefix)
     return replace(stored, name=stored.name.removeprefix(prefix))

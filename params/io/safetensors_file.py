@@ -62,7 +62,7 @@ class Entry:
     stop: int
 
 
-class Handles:
+class OpenFiles:
     """Open files, those used last: a checkpoint may have more shards than a process may have files open.
 
     read: how many bytes have come from them; of what is mapped nobody can tell.
@@ -110,7 +110,7 @@ class TensorFile:
     """A file whose header is good. Mapped tensors outlive the closing of its handle."""
 
     path: Path
-    handles: Handles
+    handles: OpenFiles
     entries: dict[str, Entry]
 
 
@@ -119,17 +119,17 @@ def open_tensors(path: Path, stack: ExitStack) -> TensorFile:
 
     FormatError names the file and what is wrong with it, UnsupportedError a dtype that torch does not have.
     """
-    return open_several([path], stack)[0]
+    return open_tensor_files([path], stack)[0]
 
 
-def open_several(paths: Iterable[Path], stack: ExitStack) -> list[TensorFile]:
+def open_tensor_files(paths: Iterable[Path], stack: ExitStack) -> list[TensorFile]:
     """As `open_tensors`, of files of which at most `HANDLES` are open at a time."""
-    handles = Handles()
+    handles = OpenFiles()
     stack.callback(handles.close)
     return [TensorFile(path, handles, _entries(path, handles)) for path in paths]
 
 
-def _entries(path: Path, handles: Handles) -> dict[str, Entry]:
+def _entries(path: Path, handles: OpenFiles) -> dict[str, Entry]:
     size = os.fstat(handles.get(path).fileno()).st_size
     if size < 8:
         raise FormatError(f"{path} has {size} bytes, less than the 8 that a safetensors file begins with.")
@@ -234,7 +234,7 @@ def mapped_tensor(mapping: memoryview, entry: Entry) -> Tensor:
     return data.view(entry.shape)
 
 
-def scratch() -> Tensor:
+def cast_buffer() -> Tensor:
     """Memory for `read_tensor` to cast through, made once: malloc would leave a hole beside each result otherwise."""
     return torch.empty(1 << 22, dtype=torch.uint8, device="cpu")  # a quarter of it takes three times as long
 
@@ -246,7 +246,7 @@ def read_tensor(
 
     box: of the tensor, that part alone.
     """
-    shape = entry.shape if box is None else extents(box)
+    shape = entry.shape if box is None else box_shape(box)
     out = torch.empty(shape, dtype=dtype or entry.dtype, device="cpu")
     if box is None:
         read_into(out, file, entry, buffer)
@@ -258,24 +258,24 @@ def read_tensor(
 def read_into(out: Tensor, file: TensorFile, entry: Entry, buffer: Tensor) -> None:
     """As `read_tensor`, into contiguous memory on the CPU that is there."""
     if out.dtype == entry.dtype:
-        file.handles.fill(file.path, _raw(out), entry.start)
+        file.handles.fill(file.path, _byte_view(out), entry.start)
         return
     piece, start = buffer.view(entry.dtype), entry.start
     for part in out.view(-1).split(len(piece)):
         read = piece[: len(part)]
-        file.handles.fill(file.path, _raw(read), start)
+        file.handles.fill(file.path, _byte_view(read), start)
         part.copy_(read)
         start += read.nbytes
 
 
-def extents(box: Box) -> tuple[int, ...]:
+def box_shape(box: Box) -> tuple[int, ...]:
     """The shape of a part of a tensor."""
     return tuple(places.stop - places.start for places in box)
 
 
-def span(entry: Entry, box: Box) -> Entry | None:
+def contiguous_entry(entry: Entry, box: Box) -> Entry | None:
     """The bytes of a part of a tensor, where they lie together: rows do. None where they do not."""
-    shape, lengths = entry.shape, extents(box)
+    shape, lengths = entry.shape, box_shape(box)
     if lengths == shape:  # all of it, as nearly always
         return entry
     several = next((dim for dim, length in enumerate(lengths) if length != 1), len(shape))
@@ -286,7 +286,7 @@ def span(entry: Entry, box: Box) -> Entry | None:
     return Entry(entry.dtype, lengths, start, start + math.prod(lengths) * entry.dtype.itemsize)
 
 
-def rows_of(entry: Entry, rows: slice = slice(None)) -> list[Entry]:
+def row_entries(entry: Entry, rows: slice = slice(None)) -> list[Entry]:
     """The entries of the first dimension, which lie one after the other in the file."""
     size = (entry.stop - entry.start) // max(1, entry.shape[0])
     starts = [entry.start + index * size for index in range(entry.shape[0])[rows]]
@@ -298,40 +298,40 @@ def read_box(out: Tensor, file: TensorFile, entry: Entry, box: Box, buffer: Tens
 
     Rows are read alone. Of columns, what lies between those of two rows is read with them where it is less than GAP.
     """
-    together = span(entry, box)
+    together = contiguous_entry(entry, box)
     if together is not None:
         read_into(out, file, together, buffer)
         return
     pitch = (entry.stop - entry.start) // entry.shape[0]
-    columns = span(Entry(entry.dtype, entry.shape[1:], 0, pitch), box[1:])  # of a row
+    columns = contiguous_entry(Entry(entry.dtype, entry.shape[1:], 0, pitch), box[1:])  # of a row
     width = columns.stop - columns.start if columns else 0
     taken = width if pitch - width >= GAP else pitch  # bytes of a row
     if columns is None or taken > len(buffer):
-        for part, row in zip(out, rows_of(entry, box[0]), strict=True):
+        for part, row in zip(out, row_entries(entry, box[0]), strict=True):
             read_box(part, file, row, box[1:], buffer)
         return
     for begin in range(0, len(out), len(buffer) // taken):
         some = out[begin : begin + len(buffer) // taken]
         strips, start = buffer[: len(some) * taken], entry.start + (box[0].start + begin) * pitch
         if taken == width:
-            raw = _raw(strips)
+            raw = _byte_view(strips)
             for index in range(len(some)):
                 strip = raw[index * width : (index + 1) * width]
                 file.handles.fill(file.path, strip, start + index * pitch + columns.start)
         else:
-            file.handles.fill(file.path, _raw(strips), start)
+            file.handles.fill(file.path, _byte_view(strips), start)
         first = (columns.start if taken == pitch else 0) // entry.dtype.itemsize
         numbers = strips.view(entry.dtype).view(len(some), -1)
         some.view(len(some), -1).copy_(numbers[:, first : first + width // entry.dtype.itemsize])
 
 
-def _raw(tensor: Tensor) -> memoryview:
+def _byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, for reading and writing."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class LazyTensor:
     """A tensor to be written, made when its turn comes."""
 
     dtype: torch.dtype
@@ -343,7 +343,7 @@ class Outgoing:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Outgoing]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
     """Write a new file and flush it to disk. The same tensors give the same bytes, in whatever order they come.
 
     At most one tensor is copied at a time: to join its parts, to bring it to the CPU, to make it contiguous.
@@ -366,6 +366,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Outgoing]) -> None:
         for name in order:
             # .numpy() refuses tensors whose conjugation or sign is only noted
             whole = tensors[name].make().detach().to("cpu").resolve_conj().resolve_neg()
-            file.write(_raw(whole.contiguous()))
+            file.write(_byte_view(whole.contiguous()))
         file.flush()
         os.fsync(file.fileno())

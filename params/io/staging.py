@@ -19,18 +19,18 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Path]:
+def staging_folder(folder: Path) -> Iterator[Path]:
     """A new folder inside `folder` (made if needed) to be filled and renamed as a whole, or from; no failure leaves it.
 
-    Errors as of `reserved`.
+    Errors as of `reserved_staging_path`.
     """
-    with reserved(folder) as temporary, filled(temporary):
+    with reserved_staging_path(folder) as temporary, removed_on_failure(temporary):
         yield temporary
         shutil.rmtree(temporary, ignore_errors=True)  # gone where it was renamed as a whole
 
 
 @contextmanager
-def reserved(folder: Path, tidy: Callable[[Path], object] | None = None) -> Iterator[Path]:
+def reserved_staging_path(folder: Path, tidy: Callable[[Path], object] | None = None) -> Iterator[Path]:
     """The path of a folder to be made inside `folder` (itself made if needed), while every other saver is kept out.
 
     BlockingIOError: another saver is at work in `folder`. What a killed one left behind is removed: at once, or where
@@ -39,16 +39,16 @@ def reserved(folder: Path, tidy: Callable[[Path], object] | None = None) -> Iter
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
-    with exclusive(folder) as alone:
+    with folder_lock(folder) as alone:
         if alone:
-            (tidy or clear)(folder)
+            (tidy or remove_leftovers)(folder)
         yield folder / f"{STAGING}{secrets.token_hex(8)}"
         if alone:
-            clear(folder)
+            remove_leftovers(folder)
 
 
 @contextmanager
-def filled(temporary: Path) -> Iterator[None]:
+def removed_on_failure(temporary: Path) -> Iterator[None]:
     """Make the folder. Where the block fails, nothing is left of it."""
     temporary.mkdir()  # unlike tempfile's folders, which are closed to everybody else, as the umask has it
     try:
@@ -58,7 +58,7 @@ def filled(temporary: Path) -> Iterator[None]:
         raise
 
 
-def clear(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what savers that were cut short have left. Only while no other can be at work."""
     for leftover in leftovers(folder):
         shutil.rmtree(leftover)
@@ -70,7 +70,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[bool]:
+def folder_lock(folder: Path) -> Iterator[bool]:
     """Keep every other saver out of `folder`; BlockingIOError where one is inside. The lock goes with the process.
 
     Yields False, with a warning, where the file system knows no locks: no reason to lose what is to be saved.
@@ -118,7 +118,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 @contextmanager
-def told(folder: Path, lost: str, kept: str) -> Iterator[None]:
+def describe_os_error(folder: Path, lost: str, kept: str) -> Iterator[None]:
     """An error of the operating system becomes one sentence: what was not saved, why, and what is as it was."""
     try:
         yield

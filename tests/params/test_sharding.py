@@ -45,7 +45,7 @@ def test_the_parts_of_all_ranks_are_the_whole(case: Any, sizes: dict[str, int]) 
     for path, sharding in tree.flatten(plan(spec, rules, sizes)).items():
         seen = torch.zeros(sharding.shape, dtype=torch.int)
         for coordinate in itertools.product(*map(range, sizes.values())):
-            seen[sharding.part(coordinate)] += 1
+            seen[sharding.box_at(coordinate)] += 1
         copies = [size for dim, (_, size) in zip(sharding.dims, sharding.sizes, strict=True) if dim is None]
         assert (seen == torch.tensor(copies).prod()).all(), path
 
@@ -62,7 +62,7 @@ def test_the_division_is_that_of_dtensor(shape: tuple[int, int], dims: tuple[int
             if placement.is_shard():
                 pieces, _ = placement._split_tensor(local, size, with_padding=False)
                 local = pieces[index]
-        ours = whole[sharding.part(coordinate)]
+        ours = whole[sharding.box_at(coordinate)]
         assert ours.numel() == local.numel() and torch.equal(ours.flatten(), local.flatten())
 
 
@@ -137,7 +137,7 @@ def test_each_rank_draws_its_part_of_the_one_leaf(
     whole = init.draw(leaf, 3, "w")
     sharding = Sharding(dims, (("a", 2), ("b", 3)), leaf.shape, 4)
     for coordinate in itertools.product(range(2), range(3)):
-        part = sharding.part(coordinate)
+        part = sharding.box_at(coordinate)
         assert torch.equal(init.draw(leaf, 3, "w", part), whole[part])
 
 

@@ -201,7 +201,9 @@ def placed(
     if mesh.pp > 1:
         placements = stage_plan(placements, config, devices(mesh), strategy or Strategy())
     whole = tree.flatten(generic_params(config))
-    made = iter([how.distribute(whole[path][how.here()].clone()) for path, how in tree.flatten(placements).items()])
+    made = iter(
+        [how.distribute(whole[path][how.local_box()].clone()) for path, how in tree.flatten(placements).items()]
+    )
     return tree.map(lambda _: next(made), placements)
 
 
@@ -230,8 +232,10 @@ def errors_of(
         state, metrics = step(init_state(params, optimizer), whole)
     shards, held = tree.flatten(shardings(state.params)), tree.flatten(local_tree(state.params))
     learning = [path for path in held if path in one.grads]
-    found = gradient_errors(dict(zip(learning, grads, strict=True)), one, {p: how.here() for p, how in shards.items()})
-    found |= {f"{path} after a step": error(p, one.after[path][shards[path].here()]) for path, p in held.items()}
+    found = gradient_errors(
+        dict(zip(learning, grads, strict=True)), one, {p: how.local_box() for p, how in shards.items()}
+    )
+    found |= {f"{path} after a step": error(p, one.after[path][shards[path].local_box()]) for path, p in held.items()}
     found |= {n: error(metrics[n].double(), one.metrics[n].double()) for n in ("loss", "count", "grad_norm")}
     if name == "llama":
         held_out = make_eval_step(loss_of(name, layers), mesh=mesh, strategy=how)(params, batch())

@@ -38,10 +38,10 @@ from fnmodels import tree
 from fnmodels.errors import CheckpointError, FormatError, MismatchError
 from fnmodels.tree import Tree
 from params.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
-from params.checkpoint.shard_index import listed
+from params.checkpoint.shard_index import as_lines
 from params.io.files import plain_file, read_json, sync
-from params.io.safetensors_file import NAMES, Outgoing, open_tensors, read_tensor, scratch, write_tensors
-from params.io.staging import STAGING, staged, told
+from params.io.safetensors_file import NAMES, LazyTensor, cast_buffer, open_tensors, read_tensor, write_tensors
+from params.io.staging import STAGING, describe_os_error, staging_folder
 
 Json = dict[str, Any]
 Folder = str | os.PathLike[str]
@@ -109,14 +109,14 @@ def commit(
     """
     _check_retention(keep, keep_every)
     folder, text = Path(folder), _text(step, progress or {})
-    with staged(folder) as temporary:
+    with staging_folder(folder) as temporary:
         before = steps(folder)
         if before and before[-1] >= step:
             what = "is saved already" if before[-1] == step else "would come before the last"
             there = f"Step {step} {what}; saved steps are never written into or passed over (`set_aside` moves them)"
             raise FileExistsError(errno.EEXIST, there, str(_path(folder, before[-1])))
         kept = f"step {before[-1]} and what is before it is as it was" if before else "none was saved before it"
-        with told(folder, f"Step {step} was not saved", kept):
+        with describe_os_error(folder, f"Step {step} was not saved", kept):
             yield temporary
             (temporary / PROGRESS).write_text(text, encoding="utf-8")
             for path in temporary.iterdir():
@@ -204,9 +204,9 @@ def load(checkpoint: Checkpoint, like: Tree, *, device: torch.device | str | Non
                 faults.append(f"{name}: expected {wanted[0]} {wanted[1]}, found {found[0]} {found[1]}")
         if faults:
             raise MismatchError(
-                f"{path} holds the state of another model or optimizer ({len(faults)} differences):{listed(faults)}"
+                f"{path} holds the state of another model or optimizer ({len(faults)} differences):{as_lines(faults)}"
             )
-        buffer = scratch()
+        buffer = cast_buffer()
 
         def read(name: str, leaf: Tensor) -> Tensor:
             target = device if device is not None else "cpu" if leaf.is_meta else leaf.device
@@ -238,12 +238,12 @@ def _check_retention(keep: int | None, keep_every: int | None) -> None:
         raise ValueError(f"keep_every={keep_every} says what stays beside the newest steps: give keep too.")
 
 
-def _outgoing(state: Tree) -> dict[str, Outgoing]:
+def _outgoing(state: Tree) -> dict[str, LazyTensor]:
     flat = tree.flatten(state)
     faults = [f"{path}: {fault}" for path, leaf in flat.items() if (fault := _unfit(path, leaf))]
     if faults:
-        raise ValueError(f"The tree cannot be saved ({len(faults)} leaves):{listed(faults)}")
-    return {path: Outgoing(leaf.dtype, tuple(leaf.shape), _constant(leaf)) for path, leaf in flat.items()}
+        raise ValueError(f"The tree cannot be saved ({len(faults)} leaves):{as_lines(faults)}")
+    return {path: LazyTensor(leaf.dtype, tuple(leaf.shape), _constant(leaf)) for path, leaf in flat.items()}
 
 
 def _unfit(path: str, leaf: Any) -> str | None:

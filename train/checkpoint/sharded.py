@@ -26,7 +26,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.tree import Tree
-from params.checkpoint.shard_index import listed
+from params.checkpoint.shard_index import as_lines
 from train.dist.dtensor import is_spread, map_local
 
 from . import saved_steps
@@ -57,7 +57,7 @@ def save(
     flat = tree.flatten(state)
     faults = [f"{path}: a {type(leaf).__name__}" for path, leaf in flat.items() if not isinstance(leaf, Tensor)]
     if faults:  # DCP would pickle them
-        raise ValueError(f"The tree cannot be saved, for only tensors can be:{listed(faults)}")
+        raise ValueError(f"The tree cannot be saved, for only tensors can be:{as_lines(faults)}")
     _check_group(flat, group)
     with ExitStack() as stack:
         opened = saved_steps.commit(folder, step, progress, keep=keep, keep_every=keep_every)
@@ -138,7 +138,7 @@ def _compare(path: Path, kinds: Callable[[], Kinds], like: Tree, group: Any) -> 
     ]
     if faults:
         raise MismatchError(
-            f"{path} holds the state of another model or optimizer ({len(faults)} differences):{listed(faults)}"
+            f"{path} holds the state of another model or optimizer ({len(faults)} differences):{as_lines(faults)}"
         )
 
 

@@ -7,12 +7,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.command_line import Parser, at_least, called, run_command
+from train.command_line import Parser, at_least, program_name, run_command
 from train.eval.generate import complete
 
 
 def _name() -> str:
-    return called("fnmodels-sample", "train.sample")
+    return program_name("fnmodels-sample", "train.sample")
 
 
 def parser() -> Parser:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fnmodels.errors import UserError
-from train.command_line import Parser, at_least, nearest, run_command
+from train.command_line import Parser, at_least, run_command, suggestion
 
 
 def parser() -> Parser:
@@ -43,7 +43,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     names = arguments.tasks.split(",")
     for name in names:
         if name not in manager.all_tasks:
-            raise UserError(f"there is no task {name}{nearest(name, manager.all_tasks)}")
+            raise UserError(f"there is no task {name}{suggestion(name, manager.all_tasks)}")
     model = Checkpoint(arguments.checkpoint, add_special_tokens=not arguments.no_special_tokens)
     how = {"num_fewshot": arguments.shots, "limit": arguments.limit, "task_manager": manager}
     how["apply_chat_template"] = arguments.chat

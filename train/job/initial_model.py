@@ -19,7 +19,7 @@ from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.models import llama
 from fnmodels.tree import Tree
-from params.checkpoint.load import check
+from params.checkpoint.load import check_folder
 from params.checkpoint.manifest import MANIFEST, digest
 from train.data import sources
 from train.data.cache import cached
@@ -101,7 +101,7 @@ def whole(source: Path, *, spread: bool) -> Model:
 def config_of(source: Path, left_out: tuple[str, ...]) -> Any:
     """That of a folder, without what is left out, after a look whether the weights are what it calls for."""
     with ExitStack() as stack:
-        return check(pretrained.weights_folder(source), stack, left_out).config
+        return check_folder(pretrained.weights_folder(source), stack, left_out).config
 
 
 def load_whole(source: Path, *, plan: Tree | None = None) -> tuple[Any, Tree]:

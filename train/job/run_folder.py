@@ -26,7 +26,7 @@ from typing import Any
 
 from fnmodels.errors import UserError
 from params.io.files import WRITING, write_text
-from train.command_line import nearest
+from train.command_line import suggestion
 
 LOCK = ".lock"
 RUN = "run.json"
@@ -93,7 +93,7 @@ def refuse_absent(folder: Path) -> None:
         beside = [str(path) for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise UserError(
             f"--run {folder}: there is no such folder, so that --resume has no run to go on with: leave it out to "
-            f"begin one{nearest(str(folder), beside)}"
+            f"begin one{suggestion(str(folder), beside)}"
         )
 
 

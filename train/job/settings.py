@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
-from train.command_line import nearest
+from train.command_line import suggestion
 from train.data import sources
 from train.optim.schedules import SHAPES
 
@@ -240,7 +240,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     for name, value in values.items():
         if name not in KINDS:
             table = ", for settings stand outside of tables" if isinstance(value, dict) else ""
-            raise UserError(f"{path}: there is no setting {name!r}{table}{nearest(name, KINDS)}")
+            raise UserError(f"{path}: there is no setting {name!r}{table}{suggestion(name, KINDS)}")
         try:
             values[name] = KINDS[name].check(value)
         except ValueError as error:

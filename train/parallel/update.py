@@ -158,7 +158,7 @@ def _on_matrices(shards: Tree) -> Whole:
             dim = how.dims[index]
             if dim is not None and dim >= x.ndim - 2 and how.sizes[index][1] > 1:
                 together = all_gather(together, dim, how.mesh.get_group(index))
-        rows, columns = how.here()[-2:]
+        rows, columns = how.local_box()[-2:]
         return function(together)[..., rows, columns]
 
     return run
@@ -172,4 +172,4 @@ def _moved_parts(shards: Tree, params: Tree, counts: Tensor, rate: float, skip: 
         return gather([Part(x, placed[path], x.dtype)])[0] if path.endswith(".selection_bias") else x
 
     moved = moved_biases(with_paths(whole, params), counts, rate, skip)
-    return {path: x[placed[path].here()].contiguous() for path, x in moved.items()}
+    return {path: x[placed[path].local_box()].contiguous() for path, x in moved.items()}

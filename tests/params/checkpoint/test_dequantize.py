@@ -173,13 +173,15 @@ def read(
     save_file(tensors, folder / FILE)
     with ExitStack() as stack:
         file = safetensors_file.open_tensors(folder / FILE, stack)
-        found = dequantize.pair(folder, {key: (file, entry) for key, entry in file.entries.items()}, quantization)
+        found = dequantize.pair_scales(
+            folder, {key: (file, entry) for key, entry in file.entries.items()}, quantization
+        )
         assert list(found) == [name]
         tensor = found[name][1]
         assert isinstance(tensor, dequantize.Quantized)
-        whole = dequantize.read_quantized(file, tensor, dtype, safetensors_file.scratch())
+        whole = dequantize.read_quantized(file, tensor, dtype, safetensors_file.cast_buffer())
         box = tuple(slice(size // 3, size // 3 + max(1, size // 2)) for size in whole.shape)
-        part = dequantize.read_quantized(file, tensor, dtype, safetensors_file.scratch(), box)
+        part = dequantize.read_quantized(file, tensor, dtype, safetensors_file.cast_buffer(), box)
         assert torch.equal(part.nan_to_num(), whole[box].nan_to_num())
         return whole
 

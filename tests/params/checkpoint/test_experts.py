@@ -170,6 +170,6 @@ def test_a_difference_in_one_expert_is_named(folder: Path, layout: str) -> None:
 def test_a_leaf_needs_as_many_tensors_as_experts(layout: str) -> None:
     if layout == "each":
         leaf = weight((2, INNER, 16), ("expert", "expert_mlp", "embed"))
-        slot = tensor_map.Slot("experts.gate", leaf, expert_names("experts", 3, "gate"))
+        slot = tensor_map.StoredLeaf("experts.gate", leaf, expert_names("experts", 3, "gate"))
         with pytest.raises(ValueError, match="2 entries, but 3 tensors"):
             tensor_map.pieces(slot)

@@ -112,7 +112,7 @@ def test_dtype_changes_when_asked_only(tmp_path: Path, stored: torch.dtype, aske
 
 
 def test_casting_goes_over_all_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("params.checkpoint.load.scratch", lambda: torch.empty(28, dtype=torch.uint8))
+    monkeypatch.setattr("params.checkpoint.load.cast_buffer", lambda: torch.empty(28, dtype=torch.uint8))
     loaded = P.load_pretrained(folder, dtype=torch.bfloat16)[1]
     assert equal_trees(loaded, generic_params(SMALL, torch.bfloat16))
 
@@ -265,7 +265,7 @@ def test_ties_are_compared_piece_by_piece_and_nothing_is_mapped(
     embedding = load_file(folder / FILE)["model.embed_tokens.weight"]
     configure(folder, tie_word_embeddings=True)
     monkeypatch.setattr("params.checkpoint.load.map_file", refuse)
-    monkeypatch.setattr("params.checkpoint.load.scratch", lambda: torch.empty(112, dtype=torch.uint8))
+    monkeypatch.setattr("params.checkpoint.load.cast_buffer", lambda: torch.empty(112, dtype=torch.uint8))
     change(folder, lm_head__weight=embedding)
     assert torch.equal(P.load_pretrained(folder, copy=True)[1]["embed_tokens"], embedding)
     other = embedding.clone()

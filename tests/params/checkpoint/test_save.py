@@ -19,7 +19,7 @@ from fnmodels import llama, tree
 from fnmodels.models.common.storage import TensorSlice, covers, extract, extract_parameter
 from params.checkpoint import save
 from params.checkpoint.manifest import MANIFEST
-from params.checkpoint.tensor_map import by_name, slots
+from params.checkpoint.tensor_map import by_name, stored_leaves
 from tests.support.cases import Case, cases, generic_params, structures, tokens_of
 from tests.support.oracle import EAGER, model_of, on_disk
 
@@ -78,7 +78,7 @@ def test_transformers_opens_ours(case: Case, limit: str, tmp_path: Path) -> None
     """And computes the same logits, bit for bit, as from the parameters set by hand."""
     original = model_of(case.values)
     config, state = case.config, on_disk(original)
-    weights = tree.unflatten({slot.path: extract_parameter(slot.stored, state) for slot in slots(config)})
+    weights = tree.unflatten({slot.path: extract_parameter(slot.stored, state) for slot in stored_leaves(config)})
     P.save_pretrained(tmp_path, config, weights, max_shard_size=limit)
     opened, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, **EAGER, dtype="auto")
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -224,7 +224,7 @@ def test_parts_are_joined_and_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_parts_fill_their_tensors(case: Case) -> None:
     """What is joined is written whole: no row is left as memory had it. And its parts agree on what it is."""
-    for name, parts in by_name(slots(case.config)).items():
+    for name, parts in by_name(stored_leaves(case.config)).items():
         assert covers([slot.stored for slot in parts]), name
         assert len({(type(slot.stored), slot.disk_shape, slot.leaf.dtype, slot.leaf.keep_dtype) for slot in parts}) == 1
         for slot in parts:

@@ -53,7 +53,7 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
     content = every_kind()
     path = tmp_path / FILE
     tensor_format.write_tensors(
-        path, {name: tensor_format.Outgoing(t.dtype, tuple(t.shape), lambda t=t: t) for name, t in content.items()}
+        path, {name: tensor_format.LazyTensor(t.dtype, tuple(t.shape), lambda t=t: t) for name, t in content.items()}
     )
     before = path.read_bytes()
     save_file(content, tmp_path / "theirs", metadata={"format": "pt"})
@@ -62,7 +62,7 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
     readings: list[dict[str, Tensor]] = []
     with ExitStack() as stack:
         file = tensor_format.open_tensors(path, stack)
-        mapping, buffer = tensor_format.map_file(file), tensor_format.scratch()
+        mapping, buffer = tensor_format.map_file(file), tensor_format.cast_buffer()
         entries = file.entries.items()
         readings.append({name: tensor_format.mapped_tensor(mapping, entry) for name, entry in entries})
         readings.append({name: tensor_format.read_tensor(file, entry, None, buffer) for name, entry in entries})

@@ -12,7 +12,7 @@ import torch
 import params as P
 from fnmodels import llama
 from params.checkpoint.manifest import MANIFEST
-from params.io.staging import LOCK, STAGING, exclusive, staged, told
+from params.io.staging import LOCK, STAGING, describe_os_error, folder_lock, staging_folder
 from tests.support.cases import generic_params
 from train import checkpoint
 
@@ -28,9 +28,9 @@ SMALL = llama.Config(
 
 def test_what_a_killed_saver_left_goes_and_what_one_at_work_has_stays(tmp_path: Path) -> None:
     (tmp_path / f"{STAGING}of-a-kill").mkdir()
-    with staged(tmp_path) as mine:
+    with staging_folder(tmp_path) as mine:
         assert [path.name for path in tmp_path.glob(f"{STAGING}*")] == [mine.name]
-        with pytest.raises(BlockingIOError, match="Another save into this folder"), staged(tmp_path):
+        with pytest.raises(BlockingIOError, match="Another save into this folder"), staging_folder(tmp_path):
             pass
         assert mine.exists()
     assert list(tmp_path.iterdir()) == []
@@ -39,7 +39,7 @@ def test_what_a_killed_saver_left_goes_and_what_one_at_work_has_stays(tmp_path: 
 def test_it_honors_the_umask_and_makes_the_folder(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
-        with staged(tmp_path / "new" / "one") as mine:
+        with staging_folder(tmp_path / "new" / "one") as mine:
             os.rename(mine, tmp_path / "done")
     finally:
         os.umask(old)
@@ -58,9 +58,9 @@ def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path: Path, monkeypatch: p
         real(handle, operation)
 
     monkeypatch.setattr(fcntl, "flock", slow)
-    with exclusive(tmp_path) as alone:
+    with folder_lock(tmp_path) as alone:
         assert alone and (tmp_path / LOCK).exists()
-        with pytest.raises(BlockingIOError), exclusive(tmp_path):
+        with pytest.raises(BlockingIOError), folder_lock(tmp_path):
             pass
     assert not (tmp_path / LOCK).exists()
 
@@ -71,7 +71,7 @@ def test_without_locks_it_warns_and_removes_nothing(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(fcntl, "flock", absent)
     (tmp_path / f"{STAGING}of-somebody").mkdir()
-    with pytest.warns(UserWarning, match="file system without locks"), staged(tmp_path) as mine:
+    with pytest.warns(UserWarning, match="file system without locks"), staging_folder(tmp_path) as mine:
         assert len(list(tmp_path.glob(f"{STAGING}*"))) == 2 and mine.exists()
 
 
@@ -80,12 +80,12 @@ def test_other_faults_of_a_lock_are_told_as_they_are(tmp_path: Path, monkeypatch
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", broken)
-    with pytest.raises(OSError, match="Input/output"), exclusive(tmp_path):
+    with pytest.raises(OSError, match="Input/output"), folder_lock(tmp_path):
         pass
 
 
 def test_a_sentence_of_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError) as caught, told(tmp_path, "Nothing was written", "all is well"):
+    with pytest.raises(OSError) as caught, describe_os_error(tmp_path, "Nothing was written", "all is well"):
         raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
     assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path)
     assert caught.value.strerror == "Nothing was written (No space left on device); all is well"

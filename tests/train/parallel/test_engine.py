@@ -117,7 +117,7 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
     optimizer = train.sgd(0.5, spec=spec)
     plan = stage_plan(P.plan(spec, rules_of(mesh, config), devices(mesh)), config, devices(mesh), how)
     flat = tree.flatten(whole)
-    made = iter([where.distribute(flat[path][where.here()].clone()) for path, where in tree.flatten(plan).items()])
+    made = iter([where.distribute(flat[path][where.local_box()].clone()) for path, where in tree.flatten(plan).items()])
     given = tree.map(lambda _: next(made), plan)
     sparse = name == "deepseek_v3"
     loss, of_stages = routed(config) if sparse else policy(config)
@@ -144,7 +144,7 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
                 found[key] = max(float(far), found.get(key, 0.0))
         one = added_up(theirs)
         for path, grad in added_up(ours).items():
-            far = (grad - one[path][shards[path].here()]).abs().max() / one[path].abs().max().clamp(min=1e-30)
+            far = (grad - one[path][shards[path].local_box()]).abs().max() / one[path].abs().max().clamp(min=1e-30)
             found[f"gradient of {path}"] = float(far)
         measured, metrics = ours.optim_step(), theirs.optim_step()
         assert measured["aux"].keys() == metrics["aux"].keys() and len(metrics["aux"]) == (6 if sparse else 5)
@@ -153,7 +153,7 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
             found[f"{key} of a step"] = float((value - one_value).abs().max() / one_value.abs().max())
     after = tree.flatten(theirs.params)
     for path, leaf in tree.flatten(local_tree(ours.params)).items():
-        found[path] = float((leaf - after[path][shards[path].here()]).abs().max() / after[path].abs().max())
+        found[path] = float((leaf - after[path][shards[path].local_box()]).abs().max() / after[path].abs().max())
     batches = rollouts(config)[1]
     with mock.patch("train.engine.make_forward_only", wraps=train.make_forward_only) as made_once:
         inferred = [*ours.infer(batches[:2], logprobs), *ours.infer(batches[2:], logprobs)]
@@ -178,7 +178,9 @@ def own(text: str) -> dict[str, float]:
     plan = stage_plan(plan, config, devices(mesh), how) if mesh.pp > 1 else plan
     whole, optimizer = generic_params(config), train.sgd(0.5)
     leaves = tree.flatten(whole)
-    made = iter([place.distribute(leaves[path][place.here()].clone()) for path, place in tree.flatten(plan).items()])
+    made = iter(
+        [place.distribute(leaves[path][place.local_box()].clone()) for path, place in tree.flatten(plan).items()]
+    )
     given = tree.map(lambda _: next(made), plan)
     loss = functools.partial(train.next_token_loss, config=config, kernel="math")
     logprobs = functools.partial(train.token_logprobs, config=config, kernel="math")
@@ -195,7 +197,7 @@ def own(text: str) -> dict[str, float]:
     found = {"count": float(ours.forward_backward(mine, loss)["count"] - theirs.forward_backward(parts, loss)["count"])}
     shards, one = tree.flatten(shardings(ours.params)), added_up(theirs)
     for path, grad in added_up(ours).items():
-        found[path] = float((grad - one[path][shards[path].here()]).abs().max() / one[path].abs().max())
+        found[path] = float((grad - one[path][shards[path].local_box()]).abs().max() / one[path].abs().max())
     found["norm"] = abs(float(ours.optim_step()["grad_norm"] / theirs.optim_step()["grad_norm"]) - 1)
     for (logp, *_), (expected, *_) in zip(ours.infer(mine, logprobs), theirs.infer(mine, logprobs), strict=True):
         found["logp"] = float((logp - expected).abs().max() / expected.abs().max().clamp(min=1e-30))

@@ -100,7 +100,7 @@ def transformed(name: str, mesh_text: str) -> dict[str, float]:
     whole = generic_params(config)
     draw = torch.Generator().manual_seed(5)
     direction = tree.map(lambda p: torch.randn(p.shape, generator=draw), whole)
-    here = lambda values: tree.map(lambda v, how: v[how.here()].contiguous(), values, where)  # noqa: E731
+    here = lambda values: tree.map(lambda v, how: v[how.local_box()].contiguous(), values, where)  # noqa: E731
     plain = functools.partial(loss_of(name), chunk=None)
     shared = fsdp.gathering(functools.partial(loss_of(name), chunk=None), where)
     rows = own_rows(batch(), devices(mesh))
@@ -125,7 +125,7 @@ def transformed(name: str, mesh_text: str) -> dict[str, float]:
         flat = tree.flatten(b)
         largest = max(float(v.abs().max()) for v in flat.values())
         for path, value in tree.flatten(a).items():
-            off = float((value - flat[path][tree.flatten(where)[path].here()]).abs().max())
+            off = float((value - flat[path][tree.flatten(where)[path].local_box()]).abs().max())
             found[f"{what} {path}"] = off / max(float(flat[path].abs().max()), 1e-4 * largest)
     return found
 
@@ -168,7 +168,7 @@ def optimizers(mesh_text: str) -> dict[str, float]:
         whole = tree.flatten(one.params)
         for path, leaf in tree.flatten(local_tree(many.params)).items():
             # the sign of a gradient that is nothing but rounding is a coin toss, which few leaves' few numbers show
-            off = (leaf - whole[path][where[path].here()]).abs().flatten()
+            off = (leaf - whole[path][where[path].local_box()]).abs().flatten()
             found[f"{what} {path}"] = float(off.sort().values[: max(1, int(0.99 * len(off)))].max())
     return found
 
@@ -198,7 +198,7 @@ def muons(name: str, mesh_text: str, damage: bool = False) -> dict[str, float]:
     found = {}
     for path, leaf in tree.flatten(local_tree(many.params)).items():
         if path.endswith("proj"):
-            here = where[path].here()
+            here = where[path].local_box()
             moved = float((whole[path] - before[path])[here].norm())
             assert moved > 1e-3, path
             found[path] = float((leaf - whole[path][here]).norm()) / moved
@@ -256,7 +256,7 @@ def save_beside(folder: str) -> bool:
         generic_params(config_of("llama")),
         plan(spec_of("llama"), Rules(spread="fsdp"), everyone[NAMES]),
     )
-    made = tree.map(lambda leaf, how: how.distribute(leaf[how.here()] + number), whole, placements)
+    made = tree.map(lambda leaf, how: how.distribute(leaf[how.local_box()] + number), whole, placements)
     path = Path(folder) / str(number)
     with pytest.raises(ValueError, match=r"lies on the processes \[[02], [13]\], and the group is of \[0, 1, 2, 3\]"):
         sharded.save(path, 1, made)

@@ -338,7 +338,7 @@ def begun(folder: str | None, base: str) -> tuple[int, int]:
     plans, flat = tree.flatten(member.plan), tree.flatten(whole)
     here = tree.flatten(local_tree(state.params))
     assert here.keys() == plans.keys()
-    assert all(torch.equal(leaf, flat[path][plans[path].here()]) for path, leaf in here.items())
+    assert all(torch.equal(leaf, flat[path][plans[path].local_box()]) for path, leaf in here.items())
     return read, len(here)
 
 

@@ -74,7 +74,7 @@ def differences(folders: list[str], mesh_text: str) -> tuple[list[str], int]:
             loaded = tree.flatten(P.load_pretrained(folder, plan=placements, check_finite=True, **how)[1])
             assert list(loaded) == list(whole)
             for path, where in tree.flatten(placements).items():
-                leaf, part = loaded[path], whole[path][where.here()]
+                leaf, part = loaded[path], whole[path][where.local_box()]
                 local = leaf.to_local()
                 placed = leaf.shape == where.shape and leaf.placements == where.placements
                 count += 1
@@ -202,7 +202,7 @@ def staged(folder: str) -> list[str]:
     _, params = P.load_pretrained(folder, plan=placements)
     where, flat = tree.flatten(placements), tree.flatten(whole)
     for path, leaf in tree.flatten(params).items():
-        assert torch.equal(leaf.to_local(), flat[path][where[path].here()]), path
+        assert torch.equal(leaf.to_local(), flat[path][where[path].local_box()]), path
     return list(tree.flatten(params))
 
 

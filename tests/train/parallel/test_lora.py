@@ -38,7 +38,7 @@ def errors_of(name: str, mesh_text: str, strategy: dict[str, Any], folder: str) 
     config, mesh = config_of(name), Mesh.parse(mesh_text)
     bare = generic_params(config)
     placements = P.plan(spec_of(name), rules_of(mesh, config), devices(mesh))
-    parts = tree.map(lambda how, leaf: how.distribute(leaf[how.here()].clone()), placements, bare)
+    parts = tree.map(lambda how, leaf: how.distribute(leaf[how.local_box()].clone()), placements, bare)
     fresh, placed = (lora.add(config, params, targets=targets_of(name), **HOW) for params in (bare, parts))
     shards = tree.flatten(shardings(placed))
     found: dict[str, float] = {}
@@ -46,7 +46,7 @@ def errors_of(name: str, mesh_text: str, strategy: dict[str, Any], folder: str) 
     def compare(what: str, ours: Any, theirs: Any) -> None:
         whole = tree.flatten(theirs)
         for path, leaf in tree.flatten(local_tree(ours)).items():
-            found[f"{what} {path}"] = error(leaf, whole[path][shards[path].here()])
+            found[f"{what} {path}"] = error(leaf, whole[path][shards[path].local_box()])
 
     compare("drawn", placed, fresh)
     one = with_paths(noisy, fresh)
@@ -54,11 +54,13 @@ def errors_of(name: str, mesh_text: str, strategy: dict[str, Any], folder: str) 
         many = lora.load_adapters(folder, config, parts)
     else:
         whole = tree.flatten(one)
-        many = with_paths(lambda path, leaf: shards[path].distribute(whole[path][shards[path].here()].clone()), placed)
+        many = with_paths(
+            lambda path, leaf: shards[path].distribute(whole[path][shards[path].local_box()].clone()), placed
+        )
     compare("given", many, one)
     merged = tree.flatten(lora.merge(one))
     for path, leaf in tree.flatten(local_tree(lora.merge(many))).items():
-        found[f"merged {path}"] = error(leaf, merged[path][tree.flatten(placements)[path].here()])
+        found[f"merged {path}"] = error(leaf, merged[path][tree.flatten(placements)[path].local_box()])
     optimizer = adamw(1e-2, eps=1e-3, spec=lora.spec(config, one))
     alone, together = init_state(one, optimizer), init_state(many, optimizer)
     step = make_step(loss_of(name), optimizer, clip=0.5)

@@ -55,7 +55,7 @@ def drawn() -> bool:
     plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
     made = init_stage(config, 3, stage_plan(plan, config, devices(mesh), Strategy()))
     whole, shards = tree.flatten(P.init(config, 3)), tree.flatten(shardings(made))
-    return all(torch.equal(leaf, whole[p][shards[p].here()]) for p, leaf in tree.flatten(local_tree(made)).items())
+    return all(torch.equal(leaf, whole[p][shards[p].local_box()]) for p, leaf in tree.flatten(local_tree(made)).items())
 
 
 def test_stages_are_drawn_as_the_whole_is(ranks: Ranks) -> None:

@@ -53,7 +53,7 @@ def distributed(config: Any, *, sequence: bool, axes: dict[str, str] | None = No
     placements = plan(fnmodels.family_of(config).spec(config), rules, mesh)
 
     def shared(leaf: Tensor, sharding: Any) -> Tensor:
-        made: Tensor = sharding.distribute(leaf[sharding.here()].clone()).requires_grad_()
+        made: Tensor = sharding.distribute(leaf[sharding.local_box()].clone()).requires_grad_()
         return made
 
     params = tree.map(shared, generic_params(config), placements)
@@ -97,7 +97,7 @@ def differences(
     for path, grad in gradients(loss, params).items():
         sharding = tree.flatten(placements)[path]
         assert grad.placements == sharding.placements, path
-        difference = (grad.to_local() - whole[path][sharding.here()]).abs().max()
+        difference = (grad.to_local() - whole[path][sharding.local_box()]).abs().max()
         off[path] = float(difference) / (sizes[path] if sizes[path] > 1e-5 * largest else largest)
     return off
 
@@ -185,7 +185,7 @@ def own_loss(name: str) -> float:
     leaves = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
     whole, where = gradients(loss(leaves), leaves), tree.flatten(placements)
     return max(
-        float((grad.to_local() - whole[path][where[path].here()]).abs().max() / whole[path].abs().max())
+        float((grad.to_local() - whole[path][where[path].local_box()]).abs().max() / whole[path].abs().max())
         for path, grad in found.items()
     )
 
@@ -206,7 +206,7 @@ def further_tokens(sequence: bool) -> float:
     loss = functools.partial(mtp_loss, batch=batch, config=config, length=24, kernel="math", balance=Balance(0.1))
     found, where = gradients(tensor.run(loss)(params)[0], params), tree.flatten(placements)
     return max(
-        float((found[path].to_local() - grad[where[path].here()]).abs().max() / grad.abs().max())
+        float((found[path].to_local() - grad[where[path].local_box()]).abs().max() / grad.abs().max())
         for path, grad in gradients(loss(whole)[0], whole).items()
     )
 
@@ -226,7 +226,7 @@ def curvature(name: str, sequence: bool, chunk: int | None) -> dict[str, float]:
     where = tree.flatten(placements)
 
     def part(flat: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {path: value[where[path].here()].clone() for path, value in flat.items()}
+        return {path: value[where[path].local_box()].clone() for path, value in flat.items()}
 
     def product(loss: Callable[[Any], Tensor], point: dict[str, Tensor], moves: dict[str, Tensor]) -> Any:
         return torch.func.jvp(torch.func.grad(lambda flat: loss(tree.unflatten(flat))), (point,), (moves,))[1]
@@ -384,7 +384,7 @@ def replay(name: str, sequence: bool) -> float:
     found = gradients(tensor.run(next_token_loss)(params, batch, **how)[0], params)
     leaves = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
     return max(
-        float((found[path].to_local() - whole[where[path].here()]).abs().max() / whole.abs().max())
+        float((found[path].to_local() - whole[where[path].local_box()]).abs().max() / whole.abs().max())
         for path, whole in gradients(next_token_loss(leaves, batch, **how)[0], leaves).items()
     )
 

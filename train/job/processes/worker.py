@@ -78,7 +78,7 @@ class Member:
             kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
 
             def empty(path: str, how: P.Sharding) -> Tensor:
-                part = kinds[path][how.here()]
+                part = kinds[path][how.local_box()]
                 return how.distribute(torch.empty(part.shape, dtype=part.dtype))
 
             params = with_paths(empty, self.plan)

@@ -70,7 +70,9 @@ def stage_plan(plan: Tree, config: Any, devices: DeviceMesh, strategy: Strategy)
 def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
     """`params.init` of the leaves that a `stage_plan` has: each process draws what it holds of its own layers."""
     leaves = tree.flatten(family_of(config).spec(config))
-    parts = {path: (how, draw(leaves[path], seed, path, how.here())) for path, how in tree.flatten(placements).items()}
+    parts = {
+        path: (how, draw(leaves[path], seed, path, how.local_box())) for path, how in tree.flatten(placements).items()
+    }
     made = iter(how.distribute(part.to(leaves[path].dtype)) for path, (how, part) in parts.items())
     return tree.map(lambda _: next(made), placements)
 
