@@ -1,4 +1,4 @@
-"""Read the corpus of damaged checkpoints (tests/params/damage) with fnmodels, transformers and huggingface_hub.
+"""Reads the corpus of damaged checkpoints (tests/params/checkpoint/damage) with fnmodels and with other readers.
 
     python benchmarks/damaged.py                           about five minutes on one core
     python benchmarks/damaged.py --only format/ --list     one group, and what became of each case

@@ -1,36 +1,26 @@
-"""The same pure functions on many processes, equal to one of them in every gradient. One idea per file:
+"""The same pure functions on many processes: every gradient equals that of one process.
 
-    mesh          how many processes share what: `Mesh(fsdp=2, tp=2)`; and `Strategy`, how, where there is a choice
-    step          `train.make_step(..., mesh=mesh)`, of all of them together
-    updates       what all their sums become: a norm, an update of the parts that are here
-    parts         the rows and columns of a batch that a process takes
-    given         those that it has already: what all agree on first
-    forward       evaluation and functions of tokens, likewise
-    gather        dp and fsdp: layers gathered where they run
-    stateful      the same behind modules, for FSDP2
-    tensor        heads and columns of each layer divided, and the stream's columns too: `tensor_parallel`
-      uses        what becomes of each leaf
-      nodes       leaves that know it, in the place of weights
-    vocab         the same of embedding, logits and cross entropy
-    region        what these two have between the stream and a process' own part
-    context       tokens of a row in different processes: attention that fetches keys, or passes them on
-    ring          the last of these, whose partial sums are merged
-    pipeline      layers on different processes: gradients, losses and outputs of this one's stages, made of
-      schedule      which layers are where
-      share         the parts of the tree
-      staged        a loss that can be cut between layers
-      together      leaves that a split backward pass takes as one
-      microbatch    what every stage needs of a part of the batch
-      passes        torch's schedules, run over them
-    everywhere    what stages hold or find, for all processes: whole leaves, counts of all layers
-    stages        pp in a step: a pipeline whose stages share their layers by all the other ways
-    order         what a schedule does in which order: how long ranks wait, how much they hold
-    expert        experts in different processes: tokens travel to theirs and back
-    collectives   the one place that talks to other processes, as linear maps with gradients
-    dtensors      a DTensor as the part that is here and the place of the rest
+    mesh            the sizes of the mesh dimensions, `Mesh(fsdp=2, tp=2)`, and `Strategy`: how they share work
+    placement       sharding rules of a mesh, and the shardings of placed parameters
+    step            `train.make_step(..., mesh=mesh)`: composes the parallelisms below around one loss
+    update          from summed gradients to the next State: global norm, updates of local shards
+    eval_steps      evaluation and per-token outputs over a mesh
+    agreement       checks that all ranks were given the same batch, or batches that fit together
+    batch_shards    the rows and positions of a batch that a rank takes
+    padding         a sequence length that every rank can shard, and the way back
+    fsdp            dp and fsdp: parameters are sharded and each layer is all-gathered where it runs
+    fsdp2           the same functions behind modules, for torch's `fully_shard`
+    expert          ep: experts live on different ranks, tokens are exchanged by all-to-all
+    tensor/         tp: heads, MLP widths and vocabulary are sharded
+    context/        cp: positions of a row are sharded, attention exchanges keys and values
+    pipeline/       pp: layers live on different ranks
+    whole_model     gathers values that differ per pipeline stage, so that every rank sees the full tree
+
+Collectives, as linear maps with their transposes as gradients, are in `train.dist`; `train.losses.vocab_parallel` has
+embedding and cross entropy over a sharded vocabulary.
 
 Nothing here starts a process group, and importing it costs no more than `import torch`: what needs DTensor imports it
-inside of the function that does.
+inside the function that does.
 """
 
 from train.parallel.mesh import NAMES, Mesh, Strategy

@@ -15,6 +15,7 @@ import train
 from fnmodels import tree
 from params.checkpoint.manifest import MANIFEST
 from train import checkpoint
+from train.checkpoint import saved_steps
 
 TREE = {
     "a": [torch.arange(6.0).reshape(2, 3), torch.tensor(7), None],
@@ -115,15 +116,15 @@ def test_a_saved_step_is_never_written_into_or_passed_over(tmp_path: Path) -> No
 
 
 def test_of_two_savers_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = checkpoint.write_tensors
+    real = saved_steps.write_tensors
 
     def meanwhile(*args: Any) -> None:
-        monkeypatch.setattr(checkpoint, "write_tensors", real)
+        monkeypatch.setattr(saved_steps, "write_tensors", real)
         with pytest.raises(BlockingIOError, match="Another save into this folder is under way"):
             checkpoint.save(tmp_path, 2, TREE)
         real(*args)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", meanwhile)
+    monkeypatch.setattr(saved_steps, "write_tensors", meanwhile)
     checkpoint.save(tmp_path, 1, TREE)
     assert checkpoint.steps(tmp_path) == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
@@ -283,19 +284,19 @@ def test_a_lack_of_rights_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monke
         raise PermissionError(13, "Permission denied")
 
     checkpoint.save(tmp_path, 1, TREE)
-    monkeypatch.setattr(checkpoint, "verify", forbidden)
+    monkeypatch.setattr(saved_steps, "verify", forbidden)
     with pytest.raises(PermissionError):
         checkpoint.latest(tmp_path)
 
 
 def test_a_step_is_committed_with_whatever_files_are_in_it(tmp_path: Path) -> None:
     """What writers of sharded states will use: the files are theirs, the manifest and the rename are ours."""
-    with checkpoint.commit(tmp_path, 4, {"seen": 1}) as folder:
+    with saved_steps.commit(tmp_path, 4, {"seen": 1}) as folder:
         (folder / "rank0.safetensors").write_bytes(b"zero")
         (folder / "rank1.safetensors").write_bytes(b"one")
         assert checkpoint.steps(tmp_path) == []
     assert checkpoint.latest(tmp_path) == checkpoint.Checkpoint(tmp_path / "step-00000004", 4, {"seen": 1})
-    with pytest.raises(FileNotFoundError), checkpoint.commit(tmp_path, 5) as folder:
+    with pytest.raises(FileNotFoundError), saved_steps.commit(tmp_path, 5) as folder:
         (folder / "rank0.safetensors").write_bytes((tmp_path / "absent").read_bytes())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
 

@@ -97,14 +97,14 @@ def test_a_process_that_dies_is_told_and_the_others_end(monkeypatch: pytest.Monk
 
 PROGRAM = """
 import sys
-from train import tokenizer, data, workers
+from train.data import encoder_pool, tokenized, tokenizer
 from train.data.corpus import Corpus, Document
-workers.AT_ONCE = 2000
+encoder_pool.AT_ONCE = 2000
 texts = tuple(Document(str(i), f"def f{i}(x):\\n    return {i}\\n" * 90) for i in range(3000))
 def show(done, total):
     print(done, flush=True)
 made = tokenizer.train(["def f(x): return 0123456789\\n"] * 9, 300)
-data.of_text(Corpus(texts[:2900], texts[2900:]), made, 0, workers=2, show=show)
+tokenized.of_text(Corpus(texts[:2900], texts[2900:]), made, 0, workers=2, show=show)
 """
 
 

@@ -16,6 +16,7 @@ import torch
 
 import params as P
 from train import checkpoint
+from train.checkpoint import saved_steps
 from train.cli import main
 from train.job import report, run, setup
 from train.job.settings import Settings
@@ -368,7 +369,7 @@ def test_a_kill_while_saving_leaves_what_can_be_resumed(tmp_path, text, monkeypa
 
 def test_a_full_disk_ends_the_run_in_a_sentence_and_resuming_goes_on(tmp_path, text, monkeypatch, capsys):
     assert train(tmp_path / "whole", text) == 0
-    real, calls = checkpoint.write_tensors, []
+    real, calls = saved_steps.write_tensors, []
 
     def full(path, tensors):
         calls.append(path)
@@ -378,7 +379,7 @@ def test_a_full_disk_ends_the_run_in_a_sentence_and_resuming_goes_on(tmp_path, t
 
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_tensors", full)
+        patch.setattr(saved_steps, "write_tensors", full)
         assert train(tmp_path / "full", text, "--save-every", 2) == 2
     assert one_sentence(capsys) == (
         f"python -m train: {tmp_path / 'full' / 'steps'}: Step 4 was not saved (No space left on device); "
