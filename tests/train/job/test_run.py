@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import params as P
-from train import checkpoint
 from train.checkpoint import saved_steps
 from train.cli import main
 from train.job import report, run, setup
@@ -62,12 +61,12 @@ def rows(path):
 def same(one, other):
     """The names of what differs, the last saved steps (parameters and optimizer) among them."""
     last = Path("steps", max(path.name for path in (one / "steps").glob("step-*")))
-    names = (*SAME, "fnmodels_manifest.json", last / checkpoint.STATE, last / checkpoint.PROGRESS)
+    names = (*SAME, "fnmodels_manifest.json", last / saved_steps.STATE, last / saved_steps.PROGRESS)
     return [str(name) for name in names if (one / name).read_bytes() != (other / name).read_bytes()]
 
 
 def saved(path):
-    return checkpoint.steps(path / "steps")
+    return saved_steps.steps(path / "steps")
 
 
 def stop_after(monkeypatch, step):
@@ -343,7 +342,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     ("of", "name", "call", "left"),
-    [(checkpoint, "save", 2, [2]), (P, "save_pretrained", 2, [2, 4]), (P, "save_pretrained", 3, [4, 6])],
+    [(saved_steps, "save", 2, [2]), (P, "save_pretrained", 2, [2, 4]), (P, "save_pretrained", 3, [4, 6])],
     ids=["before the step", "between step and checkpoint", "at the end, between the two"],
 )
 def test_a_kill_while_saving_leaves_what_can_be_resumed(tmp_path, text, monkeypatch, of, name, call, left):
@@ -414,7 +413,7 @@ def test_resuming_needs_no_file_that_is_not_verified(tmp_path, text, monkeypatch
         assert code == 0 and same(tmp_path / "whole", path) == []
 
 
-@pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.PROGRESS, "fnmodels_manifest.json"])
+@pytest.mark.parametrize("name", [saved_steps.STATE, saved_steps.PROGRESS, "fnmodels_manifest.json"])
 def test_a_damaged_step_is_passed_over_and_set_aside(tmp_path, text, monkeypatch, capsys, name):
     assert train(tmp_path / "whole", text) == 0
     with monkeypatch.context() as patch:
@@ -453,7 +452,7 @@ def test_resume_without_a_complete_checkpoint_says_so_and_starts_at_0(tmp_path, 
         path.mkdir()
     elif prepare != "torchrun":
         assert train(path, text, "--steps", 2) == 0
-        state = path / "steps" / "step-00000002" / checkpoint.STATE
+        state = path / "steps" / "step-00000002" / saved_steps.STATE
         state.write_bytes(state.read_bytes()[:200]) if prepare == "damaged state" else state.unlink()
     assert train(path, text, "--steps", 2, "--resume") == 0
     assert "no complete checkpoint" in capsys.readouterr().out
@@ -576,7 +575,7 @@ def test_resume_refuses_to_lose_metrics_that_are_damaged(tmp_path, text, monkeyp
 def test_resume_refuses_a_step_that_no_run_saved(tmp_path, text, capsys, progress):
     path = tmp_path / "run"
     assert train(path, text, "--steps", 2) == 0
-    checkpoint.save(path / "steps", 3, {"w": torch.ones(2)}, progress | {"tokens": 1})
+    saved_steps.save(path / "steps", 3, {"w": torch.ones(2)}, progress | {"tokens": 1})
     capsys.readouterr()
     assert train(path, None, "--resume") == 2
     settings = isinstance(progress.get("run"), dict) and isinstance(progress["run"].get("settings"), dict)

@@ -400,13 +400,13 @@ def test_processes_that_do_not_find_each_other_are_told_so_and_end(
     with socket.socket() as bound:  # nobody listens
         bound.bind(("127.0.0.1", 0))
         places = {"torchrun": store.port, "nobody": bound.getsockname()[1]}
-        monkeypatch.setattr(joining, "JOINING", datetime.timedelta(seconds=1))
+        monkeypatch.setattr(joining, "JOINING", datetime.timedelta(seconds=2))
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         for rank, place, expected in (
             (1, None, "environment variable MASTER_ADDR expected, but not set."),
             (1, "nobody", f"(127.0.0.1, {places['nobody']})"),
-            (0, "torchrun", "could not join the others: of them 1, 2 did not come in 1 seconds."),
+            (0, "torchrun", "could not join the others: of them 1, 2 did not come in 2 seconds."),
         ):
             monkeypatch.setenv("RANK", str(rank))
             if place:
