@@ -1,4 +1,4 @@
-"""What is slow to make and depends on nothing but its key: one complete file each, outside every run folder."""
+"""The on-disk cache of derived files (tokenizers, token ids): one complete file per key, shared by all runs."""
 
 import os
 from collections.abc import Callable
@@ -13,26 +13,28 @@ from params.io.files import write_atomic
 T = TypeVar("T")
 
 
-def folder() -> Path:
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/fnmodels, by default ~/.cache/fnmodels."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fnmodels"
 
 
 def cached(name: str, write: Callable[[Path], object], read: Callable[[Path], T]) -> T:
-    """Read the cached file `name`, after writing it where it is missing or damaged.
+    """Reads the cached file `name`, after writing it where it is missing or damaged.
 
-    Two runs that make the same file at once both rename a complete one into place: the last wins, and both are right.
+    Two runs that write the same file at once both rename a complete one into place, so either is valid. UserError
+    where the cache folder cannot be written.
     """
-    path = folder() / name
+    path = cache_folder() / name
     try:
         if path.exists():
             return read(path)
-    except Exception:  # whatever the format's reader says about a damaged file, the answer is to make it again
+    except Exception:  # readers raise all kinds of exceptions for a damaged file; it is written again
         path.unlink(missing_ok=True)
     try:
         write_atomic(path, write)
-    except (OSError, SafetensorError) as error:  # the format's own writer has no OSError of a full disk
-        why = error.strerror if isinstance(error, OSError) else error
+    except (OSError, SafetensorError) as error:  # safetensors' writer reports a full disk as its own error, no OSError
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"the cache folder {path.parent} cannot be written ({why}): set XDG_CACHE_HOME to one that can"
+            f"the cache folder {path.parent} cannot be written ({reason}): set XDG_CACHE_HOME to one that can"
         ) from error
     return read(path)

@@ -1,11 +1,11 @@
-"""Supervised fine-tuning on conversations: the tokenizer's own chat template, and loss on the assistant's turns alone.
+"""Chat data for supervised fine-tuning: renders a tokenizer's chat template, masks the loss to the assistant's turns.
 
     template = read_template("checkpoint")
     example = encode_chat(tokenizer, template, messages)  # [{"role": "user", "content": "2+2?"}, ...]
-    packed = fnmodels.pack([example.tokens], length, weights=[example.learnt.float()])
+    packed = fnmodels.pack([example.tokens], length, weights=[example.loss_mask.float()])
 
-What the assistant says is found in the rendered text, and the text is tokenized once and whole, as the model will see
-it: a conversation tokenized turn by turn has other tokens at the seams.
+The assistant's turns are located in the rendered text, which is tokenized in one piece, as the model will see it:
+tokenizing turn by turn gives other tokens at the boundaries.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from fnmodels.errors import UserError
 from fnmodels.inputs.packing import IGNORE
 from params.io.files import read_json
 
-from .encoder import Talk, encode_talks
+from .encoder import RenderedChat, encode_chats
 
 Message = Mapping[str, Any]
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-BEGIN, STOP = "\ufdd0", "\ufdd1"  # around what a template marks; Unicode keeps them out of every text
+MARK_BEGIN, MARK_END = "\ufdd0", "\ufdd1"  # mark the assistant's text; Unicode noncharacters occur in no text
 
 
 class RewrittenError(UserError):
-    """A template renders a turn of the assistant differently once others follow it."""
+    """The template renders a turn of the assistant differently when further turns follow it."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template (Jinja source), the special tokens that it may name, and the day (ISO) that it may tell: today's
-    where there is none.
+    """A chat template (Jinja source), the special tokens that it may name, and its date (ISO; None: today's).
+
+    Fingerprints of runs contain the repr of this class: renaming it or a field would refuse to resume older runs.
     """
 
     source: str
@@ -55,33 +56,33 @@ class Template:
     day: str | None = None
 
     @property
-    def tells_the_day(self) -> bool:
+    def uses_date(self) -> bool:
         return "strftime_now" in self.source
 
 
 @dataclass(frozen=True)
 class Example:
-    """tokens [S] of a conversation, and which of them the assistant says: `learnt`, bool [S]."""
+    """One conversation: int64 `tokens` [S] and bool `loss_mask` [S], true for the assistant's tokens."""
 
     tokens: Tensor
-    learnt: Tensor
+    loss_mask: Tensor
 
     @property
     def labels(self) -> Tensor:
-        """[S], already shifted: the next token if it is learnt, else -100."""
-        said = torch.where(self.learnt, self.tokens, IGNORE)
-        return torch.cat([said[1:], torch.tensor([IGNORE])])
+        """int64 [S], already shifted: the next token where the loss mask includes it, else -100."""
+        targets = torch.where(self.loss_mask, self.tokens, IGNORE)
+        return torch.cat([targets[1:], torch.tensor([IGNORE])])
 
 
 def read_template(folder: str | Path) -> Template:
-    """The template of a checkpoint folder: chat_template.jinja, or `chat_template` in tokenizer_config.json."""
+    """A checkpoint folder's template: chat_template.jinja or tokenizer_config.json. UserError where it has none."""
     folder = Path(folder)
     own = folder / "chat_template.jinja"
     try:
         source = own.read_text(encoding="utf-8") if own.exists() else _tokenizer_config(folder).get("chat_template")
     except UnicodeDecodeError as error:
         raise UserError(f"{own} is not UTF-8 text") from error
-    if isinstance(source, list):  # several named ones; "default" is for conversation
+    if isinstance(source, list):  # several named templates; "default" is the one for chat
         named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
         source = named[0].get("template") if named else None
     if not isinstance(source, str):
@@ -90,14 +91,14 @@ def read_template(folder: str | Path) -> Template:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Those that a chat template may name, {"bos_token": "<s>", ...}, as the folder's files give them."""
+    """The special tokens that a chat template may name, {"bos_token": "<s>", ...}, from the folder's files."""
     tokens = {name: value for name, value in _tokenizer_config(folder).items() if name.endswith("_token")}
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: value for name, value in tokens.items() if isinstance(value, str)}  # "add_bos_token" is a bool
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Empty where there is no such file. Older folders have special tokens in a file of their own."""
+    """tokenizer_config.json, over special_tokens_map.json of older folders; empty where neither exists."""
     values: dict[str, Any] = {}
     for path in (folder / "special_tokens_map.json", folder / TOKENIZER_CONFIG):
         found = read_json(path) if path.exists() else {}
@@ -108,30 +109,35 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def render(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
-    """The text of a conversation; prompt: up to where the assistant begins. UserError where the template refuses."""
-    return _unmarked(_rendered(template, messages, prompt=prompt, **extra))[0]
+    """The rendered text; prompt: ends with the assistant's cue. UserError where the template raises an exception."""
+    return _extract_marks(_rendered(template, messages, prompt=prompt, **extra))[0]
 
 
 def _rendered(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
     try:
-        given: dict[str, Any] = {"tools": None, "documents": None, **template.special, **extra}  # as in transformers
-        given["strftime_now"] = (datetime.fromisoformat(template.day) if template.day else datetime.now()).strftime
-        return _compiled(template.source).render(messages=list(messages), add_generation_prompt=prompt, **given)
-    except Exception as error:  # a template is a program of somebody else's, and may fail as any program can
+        variables: dict[str, Any] = {
+            "tools": None,
+            "documents": None,
+            **template.special,
+            **extra,
+        }  # as in transformers
+        variables["strftime_now"] = (datetime.fromisoformat(template.day) if template.day else datetime.now()).strftime
+        return _compiled(template.source).render(messages=list(messages), add_generation_prompt=prompt, **variables)
+    except Exception as error:  # a template is a foreign program, which can fail in any way
         raise UserError(f"the chat template cannot render the conversation: {error}") from error
 
 
-@lru_cache(maxsize=1)  # compiling takes longer than rendering, and one template renders a whole data set
+@lru_cache(maxsize=1)  # compiling is slower than rendering, and a data set has one template
 def _compiled(source: str) -> jinja2.Template:
-    extensions = [loopcontrols, Generation]
+    extensions = [loopcontrols, GenerationExtension]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _json
-    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(source)
 
 
-class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, by which templates mark what is the assistant's."""
+class GenerationExtension(Extension):
+    """The Jinja tag {% generation %} ... {% endgeneration %}, with which templates mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -141,115 +147,114 @@ class Generation(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Callable[[], str]) -> str:
-        return BEGIN + caller() + STOP
+        return MARK_BEGIN + caller() + MARK_END
 
 
-def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks, and where what they enclose stands in it."""
-    pieces, found, size = re.split(f"([{BEGIN}{STOP}])", text), [], 0
-    if pieces[1::2] != [BEGIN, STOP] * (len(pieces) // 4):
-        raise UserError("the chat template marks the assistant's part inside of the assistant's part")
+def _extract_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the marks, and the character ranges that they enclosed."""
+    pieces, spans, size = re.split(f"([{MARK_BEGIN}{MARK_END}])", text), [], 0
+    if pieces[1::2] != [MARK_BEGIN, MARK_END] * (len(pieces) // 4):
+        raise UserError("the chat template nests {% generation %} blocks")
     for number, piece in enumerate(pieces[::2]):
         if number % 2:
-            found.append((size, size + len(piece)))
+            spans.append((size, size + len(piece)))
         size += len(piece)
-    return "".join(pieces[::2]), found
+    return "".join(pieces[::2]), spans
 
 
-def _json(
+def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As in transformers; jinja2's own writes HTML."""
+    """The tojson filter as in transformers; jinja2's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def spans(
+def assistant_spans(
     template: Template, messages: Sequence[Message], *, last: bool = False, **extra: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """(the rendered text, where each of the assistant's turns stands in it, the end of the turn included).
+    """(the rendered text, the character range of each turn of the assistant, its end-of-turn token included).
 
-    A template that marks them with {% generation %} is taken at its word, as transformers does. Else a turn is what the
-    text up to it gains over the text that ends with the assistant's cue; with `last` the last message's only.
-    RewrittenError where a template renders a turn differently once others follow it (dropping earlier thoughts, say):
-    then nothing says what to learn.
+    {% generation %} blocks of the template are used where it has them, as in transformers. Else a turn is the
+    difference between the text up to and including it and the text that ends with the assistant's cue. last: only the
+    last message. RewrittenError where a template renders a turn differently when further turns follow it (without
+    its reasoning, for example), so that it cannot be located; UserError where it cannot be for another reason.
     """
-    whole, found = _unmarked(_rendered(template, messages, **extra))
+    text, found = _extract_marks(_rendered(template, messages, **extra))
     if found:
-        return whole, found
+        return text, found
     for index, message in enumerate(messages):
         if message.get("role") != "assistant" or (last and index + 1 < len(messages)):
             continue
         before = render(template, messages[:index], prompt=True, **extra)
         if index == 0 and before == render(template, [], **extra):
             raise UserError(
-                "the conversation begins with the assistant, and the chat template has no cue for it there: what it "
-                "says cannot be told from what announces it"
+                "the conversation begins with the assistant, and the chat template has no cue for it there: its text "
+                "cannot be separated from its header"
             )
         until = render(template, messages[: index + 1], **extra)
         if not until.startswith(before):
             raise UserError(
                 f"the chat template does not begin turn {index + 1} of {len(messages)} with its cue for the assistant, "
-                f"which ends with {before[-20:]!r}: what is said after the cue cannot be told"
+                f"which ends with {before[-20:]!r}: the text after the cue cannot be located"
             )
-        if not whole.startswith(until):
+        if not text.startswith(until):
             raise RewrittenError(
                 f"the chat template renders turn {index + 1} of {len(messages)} differently when others follow it, so "
-                "its place in the text cannot be told: give each turn that is to be learnt as an example of its own"
+                "it cannot be located in the text: give each turn to train on as an example of its own"
             )
         found.append((len(before), len(until)))
-    return whole, found
+    return text, found
 
 
-def talks(template: Template, messages: Sequence[Message], **extra: Any) -> list[Talk]:
-    """A conversation as one rendered text with the places of what is learnt; or where the template renders a turn
-    differently once others follow it, as one for each of the assistant's turns, each as it looks when it is the last.
+def render_examples(template: Template, messages: Sequence[Message], **extra: Any) -> list[RenderedChat]:
+    """A conversation as one rendered text with its target ranges, or, on RewrittenError, as one per assistant turn.
 
-    UserError where the assistant says nothing.
+    Each of the latter ends with its turn, rendered as the last one. UserError where the assistant has no turn.
     """
     _check_roles(messages)
     try:
-        return [spans(template, messages, **extra)]
+        return [assistant_spans(template, messages, **extra)]
     except RewrittenError:
         ends = [index + 1 for index, message in enumerate(messages) if message.get("role") == "assistant"]
-        return [spans(template, messages[:end], last=True, **extra) for end in ends]
+        return [assistant_spans(template, messages[:end], last=True, **extra) for end in ends]
 
 
 def encode_chat(
     tokenizer: Tokenizer, template: Template, messages: Sequence[Message], *, length: int | None = None, **extra: Any
 ) -> Example:
-    """A conversation as tokens, with `length` the first so many, of which the assistant's turns are learnt.
+    """A conversation as one example, truncated to `length` tokens; only the assistant's turns are targets.
 
-    UserError where the assistant says nothing, nothing of what it says is left, or a turn has no place in the text.
+    UserError where there is no turn of the assistant, none is left within `length`, or a turn cannot be located.
     """
     _check_roles(messages)
-    return _examples(tokenizer, [spans(template, messages, **extra)], length)[0]
+    return _encode_examples(tokenizer, [assistant_spans(template, messages, **extra)], length)[0]
 
 
 def encode_turns(
     tokenizer: Tokenizer, template: Template, messages: Sequence[Message], *, length: int | None = None, **extra: Any
 ) -> list[Example]:
-    """A conversation as one example, or as `talks` says as one of each turn that something is left of."""
-    return _examples(tokenizer, talks(template, messages, **extra), length)
+    """A conversation as one example, or as one per turn (`render_examples`), without those left without a target."""
+    return _encode_examples(tokenizer, render_examples(template, messages, **extra), length)
 
 
-def _examples(tokenizer: Tokenizer, rendered: list[Talk], length: int | None) -> list[Example]:
+def _encode_examples(tokenizer: Tokenizer, rendered: list[RenderedChat], length: int | None) -> list[Example]:
     found, sizes = [], []
-    for talk in rendered:
-        ids, _, learnt = encode_talks(tokenizer, [talk])
+    for chat in rendered:
+        ids, _, loss_mask = encode_chats(tokenizer, [chat])
         sizes.append(len(ids))
-        example = Example(torch.from_numpy(ids[:length]).long(), torch.from_numpy(learnt[:length]))
-        if example.learnt[1:].any():
+        example = Example(torch.from_numpy(ids[:length]).long(), torch.from_numpy(loss_mask[:length]))
+        if example.loss_mask[1:].any():
             found.append(example)
     if not found:
-        raise UserError(nothing_left(min(length or sizes[0], sizes[0]), sizes[0]))
+        raise UserError(no_targets_message(min(length or sizes[0], sizes[0]), sizes[0]))
     return found
 
 
-def nothing_left(kept: int, total: int) -> str:
+def no_targets_message(kept: int, total: int) -> str:
     return f"the first {kept} of {total} tokens hold nothing that the assistant says"
 
 

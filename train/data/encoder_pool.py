@@ -1,4 +1,4 @@
-"""Tokenization in several processes. What comes out does not depend on how many there are."""
+"""Tokenization in a pool of worker processes; the result does not depend on their number."""
 
 import os
 import pickle
@@ -15,33 +15,42 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from . import encoder
-from .encoder import Talk
+from .encoder import RenderedChat
 
-AT_ONCE = 1 << 20  # characters that a process is given; a longer text is not cut
-WORTH_A_PROCESS = 4 << 20  # characters, below which starting one takes longer than it saves
+GROUP_CHARACTERS = 1 << 20  # characters sent to a worker at once; a longer text is not split
+CHARACTERS_PER_WORKER = 4 << 20  # fewer characters than this do not pay for starting a process
 
-Show = Callable[[int, int], None]  # (characters done, of how many)
+ProgressCallback = Callable[[int, int], None]  # (characters done, characters in total)
 Arrays = tuple[np.ndarray, ...]
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Sequence[str], end: int | None, *, workers: int | None = None, show: Show | None = None
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    end: int | None,
+    *,
+    workers: int | None = None,
+    show: ProgressCallback | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int32 [T] of all texts in one line, and how many each has, int64 [N]; see train.data.encoder.encode.
+    """`train.data.encoder.encode` in `workers` processes: ids int32 [T] of all texts and their lengths int64 [N].
 
-    `workers` processes; 1 is this one alone, None as many as there are processors and the text is worth. RuntimeError
-    where a process ends before its work does. An exception that arrives here, Ctrl-C included, ends them all.
+    workers: 1 is this process alone; None takes as many as there are processors, fewer for little text. RuntimeError
+    where a worker dies. Any exception raised here, Ctrl-C included, ends all workers.
     """
     ids, lengths = _encode(tokenizer, "texts", end, texts, [len(text) for text in texts], workers, show)
     return ids, lengths
 
 
-def encode_talks(
-    tokenizer: Tokenizer, talks: Sequence[Talk], *, workers: int | None = None, show: Show | None = None
+def encode_chats(
+    tokenizer: Tokenizer,
+    chats: Sequence[RenderedChat],
+    *,
+    workers: int | None = None,
+    show: ProgressCallback | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same of rendered conversations, and what is learnt of them, bool [T]; see train.data.encoder.encode_talks."""
-    ids, lengths, learnt = _encode(tokenizer, "talks", None, talks, [len(text) for text, _ in talks], workers, show)
-    return ids, lengths, learnt
+    """`train.data.encoder.encode_chats` in `workers` processes, as `encode`: ids, lengths and loss masks."""
+    ids, lengths, loss_mask = _encode(tokenizer, "chats", None, chats, [len(text) for text, _ in chats], workers, show)
+    return ids, lengths, loss_mask
 
 
 def _encode(
@@ -51,13 +60,13 @@ def _encode(
     items: Sequence,
     sizes: list[int],
     workers: int | None,
-    show: Show | None,
+    show: ProgressCallback | None,
 ) -> Arrays:
     total, done = sum(sizes), 0
     if workers is None:
-        workers = max(1, min(os.cpu_count() or 1, total // WORTH_A_PROCESS))
+        workers = max(1, min(os.cpu_count() or 1, total // CHARACTERS_PER_WORKER))
     if workers < 1:
-        raise ValueError(f"workers is {workers}: there is at least 1")
+        raise ValueError(f"workers is {workers}: it must be at least 1")
     groups = _groups(sizes)
     found: list[Arrays] = []
     with _encoders(tokenizer, kind, end, min(workers, len(groups))) as encode_all:
@@ -70,11 +79,11 @@ def _encode(
 
 
 def _groups(sizes: list[int]) -> list[slice]:
-    """Items one after the other, of AT_ONCE characters or little more; one group where there is none."""
+    """Splits items into consecutive groups of about GROUP_CHARACTERS characters; one empty group for no items."""
     ends, size = [0], 0
-    for number, more in enumerate(sizes, 1):
-        size += more
-        if size >= AT_ONCE:
+    for number, item_size in enumerate(sizes, 1):
+        size += item_size
+        if size >= GROUP_CHARACTERS:
             ends.append(number)
             size = 0
     if size or len(ends) == 1:
@@ -86,20 +95,22 @@ def _groups(sizes: list[int]) -> list[slice]:
 def _encoders(
     tokenizer: Tokenizer, kind: str, end: int | None, workers: int
 ) -> Iterator[Callable[[list[Sequence]], Iterator[Arrays]]]:
-    """A function that encodes groups of items, in order."""
+    """Yields a function that encodes groups of items, in order, in `workers` processes."""
     if workers <= 1:
-        yield lambda groups: (encoder.answer(tokenizer, kind, end, group) for group in groups)
+        yield lambda groups: (encoder.encode_items(tokenizer, kind, end, group) for group in groups)
         return
     processes: list[subprocess.Popen] = []
     idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
 
-    def ask(group: Sequence) -> Arrays:
+    def encode_group(group: Sequence) -> Arrays:
         process = idle.get()
         try:
-            _tell(process, group)
+            _send(process, group)
             return pickle.load(_pipe(process.stdout))
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise RuntimeError(f"a process that tokenizes ended with {process.wait()} before its work did") from error
+            raise RuntimeError(
+                f"a tokenizer process ended with exit code {process.wait()} before its work was done"
+            ) from error
         finally:
             idle.put(process)
 
@@ -108,20 +119,20 @@ def _encoders(
         for _ in range(workers):
             processes.append(_start(tokenizer, kind, end))
             idle.put(processes[-1])
-        yield lambda groups: pool.map(ask, groups)
+        yield lambda groups: pool.map(encode_group, groups)
     finally:
-        for process in processes:  # all answers are here, or nobody waits for them any more
+        for process in processes:  # all results have arrived, or an exception makes them useless
             process.kill()
         pool.shutdown(cancel_futures=True)
         for process in processes:
             process.wait()
             _pipe(process.stdout).close()
-            with suppress(BrokenPipeError):  # half a question may be in the buffer
+            with suppress(BrokenPipeError):  # a partial message may be in the buffer
                 _pipe(process.stdin).close()
 
 
 def _start(tokenizer: Tokenizer, kind: str, end: int | None) -> subprocess.Popen:
-    """A process of its own session: Ctrl-C is for this one, which ends it; it also ends where this one is killed."""
+    """A worker in its own session: Ctrl-C reaches only the parent, which ends it; it also ends when the parent dies."""
     process = subprocess.Popen(
         [sys.executable, "-P", encoder.__file__],
         stdin=subprocess.PIPE,
@@ -129,11 +140,11 @@ def _start(tokenizer: Tokenizer, kind: str, end: int | None) -> subprocess.Popen
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
         start_new_session=True,
     )
-    _tell(process, (tokenizer.to_str(), kind, end))
+    _send(process, (tokenizer.to_str(), kind, end))
     return process
 
 
-def _tell(process: subprocess.Popen, message: object) -> None:
+def _send(process: subprocess.Popen, message: object) -> None:
     pipe = _pipe(process.stdin)
     pickle.dump(message, pipe, protocol=pickle.HIGHEST_PROTOCOL)
     pipe.flush()

@@ -1,16 +1,16 @@
-"""What a run learns from: rows of one source or of several in given proportions, and the batch of each step."""
+"""Mixing of data sources by weight: the training batch of a step as a pure function of the seed and the step."""
 
 from dataclasses import dataclass
 
 import torch
 
-from .rows import Batch, Rows, documents, gather
-from .sampling import choose, share
+from .rows import Batch, Rows, document_indices, make_batch
+from .sampling import rank_slice, sample_rows
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Sources of equally long rows; of every sum(weights) rows learnt from, source n gives weights[n]."""
+    """Sources of rows of one length; of every sum(weights) training rows, source n contributes weights[n]."""
 
     names: tuple[str, ...]
     rows: tuple[Rows, ...]
@@ -20,8 +20,8 @@ class Mixture:
         for name, rows, weight in zip(self.names, self.rows, self.weights, strict=True):
             if rows.count < 1 or weight < 1 or rows.length != self.length:
                 raise ValueError(
-                    f"source {name} has {rows.count} rows of {rows.length} tokens and the weight {weight}: rows, and "
-                    f"their share, are at least 1, and their length is that of {self.names[0]}, {self.length}"
+                    f"source {name} has {rows.count} rows of {rows.length} tokens and the weight {weight}: both "
+                    f"numbers must be at least 1, and the rows as long as those of {self.names[0]}, {self.length}"
                 )
 
     @property
@@ -34,14 +34,14 @@ class Mixture:
 
     @property
     def fill(self) -> float:
-        """The share of tokens that are not padding in what the sources give together."""
-        shares = [weight * rows.fill for weight, rows in zip(self.weights, self.rows, strict=True)]
-        return sum(shares) / sum(self.weights)
+        """The fraction of tokens that are not padding, weighted over the sources."""
+        fills = [weight * rows.fill for weight, rows in zip(self.weights, self.rows, strict=True)]
+        return sum(fills) / sum(self.weights)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One row of a batch: which source, the how manieth time through it (from 0), which of its rows and documents."""
+class RowOrigin:
+    """The origin of one row of a batch: source, epoch over that source (from 0), index of the row, its documents."""
 
     source: str
     epoch: int
@@ -49,32 +49,35 @@ class Seen:
     documents: tuple[int, ...]
 
 
-def alone(rows: Rows, name: str = "") -> Mixture:
+def single_source(rows: Rows, name: str = "") -> Mixture:
+    """A mixture of one source."""
     return Mixture((name,), (rows,), (1,))
 
 
 def batch(mixture: Mixture, seed: int, step: int, batch_rows: int, *, rank: int = 0, ranks: int = 1) -> Batch:
-    """The rows [B,S] of step `step` (from 0), a function of what is named here and of nothing that happened before.
+    """The batch of step `step` (from 0), tensors [B, S]: a pure function of its arguments, with no loader state.
 
-    `batch_rows` is over all ranks. A data-parallel rank gets its part of the same batch: a run that is resumed with
-    another number of ranks goes on exactly where it was. A ValueError where the batch does not divide.
+    `batch_rows` counts the rows over all ranks. A data-parallel rank gets its contiguous slice of that batch, so that
+    a run resumed on another number of ranks continues exactly. ValueError where `ranks` does not divide `batch_rows`.
     """
-    chosen = share(choose(mixture.counts, mixture.weights, seed, step, batch_rows), rank, ranks)
-    parts = [gather(mixture.rows[source], [row]) for source, row, _ in chosen]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    chosen = rank_slice(sample_rows(mixture.counts, mixture.weights, seed, step, batch_rows), rank, ranks)
+    rows = [make_batch(mixture.rows[source], [row]) for source, row, _ in chosen]
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
-def seen(mixture: Mixture, seed: int, step: int, batch_rows: int, *, rank: int = 0, ranks: int = 1) -> list[Seen]:
-    """What stands in the batch that `batch` returns for the same arguments."""
-    chosen = share(choose(mixture.counts, mixture.weights, seed, step, batch_rows), rank, ranks)
+def batch_origins(
+    mixture: Mixture, seed: int, step: int, batch_rows: int, *, rank: int = 0, ranks: int = 1
+) -> list[RowOrigin]:
+    """The origin of each row of the batch that `batch` returns for the same arguments."""
+    chosen = rank_slice(sample_rows(mixture.counts, mixture.weights, seed, step, batch_rows), rank, ranks)
     return [
-        Seen(mixture.names[source], epoch, row, tuple(documents(mixture.rows[source], row)))
+        RowOrigin(mixture.names[source], epoch, row, tuple(document_indices(mixture.rows[source], row)))
         for source, row, epoch in chosen
     ]
 
 
 def epochs(mixture: Mixture, steps: int, batch_rows: int) -> dict[str, float]:
-    """How often each source was gone through in the first `steps` steps."""
+    """The number of epochs over each source after `steps` steps, by source name."""
     rows = steps * batch_rows / sum(mixture.weights)
     sources = zip(mixture.names, mixture.counts, mixture.weights, strict=True)
     return {name: rows * weight / count for name, count, weight in sources}

@@ -1,6 +1,6 @@
-"""Documents as token ids, and rows of them: what stands in a row is known by number, and read when a batch needs it.
+"""Packing of tokenized documents into fixed-length rows, with random access: a row is built when a batch reads it.
 
-B rows of a batch, S tokens of a row, R rows in all, N documents, P pieces (what one row holds of one document).
+Shapes: B rows per batch, S tokens per row, R rows in total, N documents, P pieces (the share of a document in one row).
 """
 
 from collections.abc import Callable, Iterable
@@ -19,95 +19,95 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Document n is the `lengths[n]` ids from `begins[n]` on, in the parts laid end to end; none lies in two parts.
+    """Tokenized documents: document n is ids [begins[n], begins[n] + lengths[n]) of the concatenation of `arrays`.
 
-    Parts are 1-D arrays of any integer dtype, in memory or mapped from files. `learnt`, where it is given, is for one
-    part and says which of its tokens are targets of the loss; else all are.
+    The arrays are 1-D of any integer dtype, in memory or memory-mapped; no document spans two of them. `loss_mask`
+    [total], allowed with a single array only, marks the tokens that are targets of the loss; None: all are.
     """
 
-    parts: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray, ...]
     begins: np.ndarray  # int64 [N]
     lengths: np.ndarray  # int64 [N]
-    learnt: np.ndarray | None = None  # bool
+    loss_mask: np.ndarray | None = None  # bool
 
     def __post_init__(self) -> None:
-        if self.learnt is not None and [self.learnt.shape] != [part.shape for part in self.parts]:
-            raise ValueError(f"learnt is {self.learnt.shape}: it goes with one part, token by token")
+        if self.loss_mask is not None and [self.loss_mask.shape] != [array.shape for array in self.arrays]:
+            raise ValueError(f"loss_mask has shape {self.loss_mask.shape}: it must be that of a single array of ids")
 
     @property
     def total(self) -> int:
         return int(self.lengths.sum())
 
     @cached_property
-    def learning(self) -> int:
-        """How many of the tokens are targets."""
-        if self.learnt is None:
+    def target_count(self) -> int:
+        """The number of tokens that are targets of the loss."""
+        if self.loss_mask is None:
             return self.total
-        before = np.concatenate([[0], self.learnt.cumsum()])
+        before = np.concatenate([[0], self.loss_mask.cumsum()])
         return int((before[self.begins + self.lengths] - before[self.begins]).sum())
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Ids [start, stop) of a document, fewer where it ends before."""
-        return self._slice(self.parts, document, start, stop)
+        """Ids [start, stop) of a document, fewer where the document is shorter."""
+        return self._slice(self.arrays, document, start, stop)
 
     def targets(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int64, the same ids with -100 in place of those that are not learnt."""
+        """The same ids as int64, with -100 for tokens that `loss_mask` excludes."""
         ids = self.read(document, start, stop).astype(np.int64)
-        if self.learnt is None:
+        if self.loss_mask is None:
             return ids
-        return np.where(self._slice((self.learnt,), document, start, stop), ids, IGNORE)
+        return np.where(self._slice((self.loss_mask,), document, start, stop), ids, IGNORE)
 
-    def _slice(self, parts: tuple[np.ndarray, ...], document: int, start: int, stop: int) -> np.ndarray:
+    def _slice(self, arrays: tuple[np.ndarray, ...], document: int, start: int, stop: int) -> np.ndarray:
         begin, stop = int(self.begins[document]), min(stop, int(self.lengths[document]))
-        # an empty document may begin where the last part ends
-        number = min(int(np.searchsorted(self._ends, begin, "right")), len(parts) - 1)
-        begin -= int(self._ends[number]) - len(parts[number])
-        return parts[number][begin + start : begin + stop]
+        # an empty document may begin where the last array ends
+        number = min(int(np.searchsorted(self._ends, begin, "right")), len(arrays) - 1)
+        begin -= int(self._ends[number]) - len(arrays[number])
+        return arrays[number][begin + start : begin + stop]
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        return np.cumsum([len(part) for part in self.parts])
+        return np.cumsum([len(array) for array in self.arrays])
 
 
-def in_line(ids: np.ndarray, lengths: np.ndarray, learnt: np.ndarray | None = None) -> Tokens:
-    """Documents that follow each other in one array."""
-    return Tokens((ids,), lengths.cumsum() - lengths, lengths, learnt)
+def concatenated(ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray | None = None) -> Tokens:
+    """Documents that lie one after the other in a single array: ids [T], lengths [N], loss_mask [T]."""
+    return Tokens((ids,), lengths.cumsum() - lengths, lengths, loss_mask)
 
 
-def beginnings(tokens: Tokens, length: int) -> tuple[Tokens, np.ndarray]:
-    """The first `length` tokens of each document that has a target among them, and which documents those are."""
+def truncate_documents(tokens: Tokens, length: int) -> tuple[Tokens, np.ndarray]:
+    """Truncates documents to `length` tokens and drops those without a target; also returns the kept indices."""
     lengths = np.minimum(tokens.lengths, length)
-    kept = [bool((tokens.targets(n, 1, int(size)) != IGNORE).any()) for n, size in enumerate(lengths)]
-    some = np.flatnonzero(kept)
-    return Tokens(tokens.parts, tokens.begins[some], lengths[some], tokens.learnt), some
+    has_target = [bool((tokens.targets(n, 1, int(size)) != IGNORE).any()) for n, size in enumerate(lengths)]
+    kept = np.flatnonzero(has_target)
+    return Tokens(tokens.arrays, tokens.begins[kept], lengths[kept], tokens.loss_mask), kept
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """`pieces(row)` is int64 [P,4]: document, offset in it, column, length; what no piece covers is padding."""
+    """Packed rows. `pieces(row)`, int64 [P, 4], holds (document, offset in it, position in the row, length)."""
 
     tokens: Tokens
     length: int
     count: int
     pieces: Callable[[int], np.ndarray]
-    dropped: int = 0  # documents that are in no row
+    dropped: int = 0  # longer documents that are in no row
 
     @property
     def fill(self) -> float:
-        """The share of the rows' tokens that are not padding."""
-        return self.kept / (self.count * self.length) if self.count else 0.0
+        """The fraction of the rows' tokens that are not padding."""
+        return self.token_count / (self.count * self.length) if self.count else 0.0
 
     @property
-    def kept(self) -> int:
+    def token_count(self) -> int:
         lengths = self.tokens.lengths
         return int(lengths[lengths <= self.length].sum() if self.dropped else lengths.sum())
 
 
-def stream(tokens: Tokens, length: int) -> Rows:
-    """All documents as one stream cut every `length` tokens; the pieces are found when they are asked for."""
+def pack_stream(tokens: Tokens, length: int) -> Rows:
+    """Concatenates all documents and cuts the stream every `length` tokens; pieces are computed on access."""
     ends, total = tokens.lengths.cumsum(), tokens.total
 
-    def cut(row: int) -> np.ndarray:
+    def pieces(row: int) -> np.ndarray:
         low, high = row * length, min((row + 1) * length, total)
         documents = np.arange(np.searchsorted(ends, low, "right"), np.searchsorted(ends, high, "left") + 1)
         starts = ends[documents] - tokens.lengths[documents]
@@ -115,49 +115,51 @@ def stream(tokens: Tokens, length: int) -> Rows:
         sizes = np.minimum(ends[documents], high) - begins
         return np.stack([documents, begins - starts, begins - low, sizes], axis=1)[sizes > 0]
 
-    return Rows(tokens, length, -(-total // length), cut)
+    return Rows(tokens, length, -(-total // length), pieces)
 
 
-def whole(tokens: Tokens, length: int, *, overlong: Literal["raise", "drop"] = "raise") -> Rows:
-    """Whole documents, in as few rows as can be found quickly (fnmodels.pack's first fit); longer ones as told."""
+def pack_documents(tokens: Tokens, length: int, *, overlong: Literal["raise", "drop"] = "raise") -> Rows:
+    """Packs whole documents by first fit (fnmodels.pack); longer ones raise ValueError or are dropped."""
     lengths = tokens.lengths.tolist()
     shapes = [torch.zeros(1, dtype=torch.int64).expand(size) for size in lengths]
     packed = pack(shapes, length, method="first_fit", split=False, overlong=overlong)
-    document, offset, row, column, size = packed.pieces.numpy().T
-    by_row = np.split(np.stack([document, offset, column, size], axis=1), np.flatnonzero(np.diff(row)) + 1)
+    document, offset, row, position, size = packed.pieces.numpy().T
+    by_row = np.split(np.stack([document, offset, position, size], axis=1), np.flatnonzero(np.diff(row)) + 1)
     return Rows(tokens, length, packed.report.rows, by_row.__getitem__, packed.report.documents_dropped)
 
 
-def gather(rows: Rows, indices: Iterable[int]) -> Batch:
-    """The batch of some rows, each [B,S]. Positions count from the start of a piece.
+def make_batch(rows: Rows, indices: Iterable[int]) -> Batch:
+    """A batch of the given rows: tokens, positions, segment_ids and labels, int64 [B, S] each.
 
-    `fnmodels.pack` counts from the start of the document. What is attended to begins with the piece, and positions
-    beyond the row's length would mislead a rotary scaling that looks at them. No target is lost where a row's end cuts
-    a document: the next token is known.
+    Positions count from the start of a piece, while `fnmodels.pack` counts from the start of the document: attention
+    begins with the piece, and positions beyond the row's length would mislead a rope scaling that depends on them. The
+    last token of a row has a label even where the row's end splits a document: the next token is known.
     """
     indices = list(indices)
     names = ("tokens", "positions", "segment_ids", "labels")
     batch = {name: np.zeros((len(indices), rows.length), np.int64) for name in names}
     batch["labels"].fill(IGNORE)
     for b, row in enumerate(indices):
-        for segment, (document, offset, column, size) in enumerate(rows.pieces(row).tolist(), 1):
-            place = slice(column, column + size)
-            batch["tokens"][b, place] = rows.tokens.read(document, offset, offset + size)
-            batch["positions"][b, place] = np.arange(size)
-            batch["segment_ids"][b, place] = segment
+        for segment, (document, offset, position, size) in enumerate(rows.pieces(row).tolist(), 1):
+            span = slice(position, position + size)
+            batch["tokens"][b, span] = rows.tokens.read(document, offset, offset + size)
+            batch["positions"][b, span] = np.arange(size)
+            batch["segment_ids"][b, span] = segment
             labels = rows.tokens.targets(document, offset + 1, offset + size + 1)
-            batch["labels"][b, column : column + len(labels)] = labels
+            batch["labels"][b, position : position + len(labels)] = labels
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
-def everything(rows: Rows) -> Batch:
-    return gather(rows, range(rows.count))
+def all_rows(rows: Rows) -> Batch:
+    """All rows as one batch, [R, S]."""
+    return make_batch(rows, range(rows.count))
 
 
-def take(batch: Batch, indices: Tensor) -> Batch:
+def select_rows(batch: Batch, indices: Tensor) -> Batch:
+    """The rows at `indices` of every tensor of a batch."""
     return {name: tensor[indices] for name, tensor in batch.items()}
 
 
-def documents(rows: Rows, row: int) -> list[int]:
-    """Those that have a piece in the row, in its order."""
+def document_indices(rows: Rows, row: int) -> list[int]:
+    """The documents that have a piece in the row, in order."""
     return rows.pieces(row)[:, 0].tolist()

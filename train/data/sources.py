@@ -1,9 +1,8 @@
-"""What --data names: one source of text or several with weights, each read by what its name ends with.
+"""The data sources that --data names, one or several with weights; the format follows from the file name.
 
-notes/                     the text files, .jsonl and .parquet files below a folder; or conversations, see
-train.data.records
-talks.jsonl:3,books/:1     of every four rows, three from the first
-tokenized/                 a folder of .npy shards (train.data.token_shards), made by the tokenizer of --init
+notes/                     the text files, .jsonl and .parquet files of a folder (train.data.records)
+chats.jsonl:3,books/:1     three of every four rows from the first source
+tokenized/                 a folder of .npy shards of token ids (train.data.token_shards), made by --init's tokenizer
 """
 
 import os
@@ -24,7 +23,7 @@ LIBRARY = "the Python standard library"
 
 @dataclass(frozen=True)
 class Source:
-    """Texts or conversations, or where `text` is None the shards of token ids at `path`."""
+    """One source: a corpus of texts or conversations, or shards of token ids at `path` where `text` is None."""
 
     name: str
     weight: Fraction
@@ -33,61 +32,65 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Texts:
+class DataSources:
+    """All sources of a run. No train document of one may be held out by another: see `exclude_heldout`."""
+
     sources: tuple[Source, ...]
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """As in a Corpus; of several sources, with the name of each."""
+        """`Corpus.skipped` of all sources, prefixed with the source's name where there are several."""
         several = len(self.sources) > 1
         return tuple(
-            f"{source.name}: {what}" if several else what for source, text in self._texts() for what in text.skipped
+            f"{source.name}: {entry}" if several else entry for source, text in self._texts() for entry in text.skipped
         )
 
     @property
-    def copies(self) -> int:
-        return sum(text.copies for _, text in self._texts())
+    def duplicates(self) -> int:
+        return sum(text.duplicates for _, text in self._texts())
 
     @property
     def train(self) -> tuple[corpus.Document, ...]:
-        """What a tokenizer can be made of, where no source is of another kind than texts."""
+        """All train documents, from which a new tokenizer is trained; without sources of token ids."""
         return tuple(document for _, text in self._texts() for document in text.train)
 
     @property
     def fingerprint(self) -> str:
-        """Of the texts; that of token ids is known when a tokenizer is."""
+        """A hash of all texts; that of token ids is computed with the tokenizer (train.data.tokenized)."""
         return "-".join(corpus.fingerprint(text) for _, text in self._texts())
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """The smallest whole numbers in the proportions of the weights."""
+        """The weights as the smallest integers in the same proportions."""
         weights = [source.weight for source in self.sources]
         unit = Fraction(gcd(*(w.numerator for w in weights)), lcm(*(w.denominator for w in weights)))
         return tuple(int(weight / unit) for weight in weights)
 
     @property
-    def conversations(self) -> tuple[str, ...]:
-        """The names of the sources that hold some."""
+    def chat_sources(self) -> tuple[str, ...]:
+        """The names of the sources of conversations."""
         return tuple(source.name for source, text in self._texts() if text.is_chat)
 
     @property
-    def ids(self) -> tuple[str, ...]:
-        """The names of the sources that hold token ids."""
+    def token_sources(self) -> tuple[str, ...]:
+        """The names of the sources of token ids."""
         return tuple(source.name for source in self.sources if source.text is None)
 
     def _texts(self) -> Iterator[tuple[Source, Corpus]]:
         return ((source, source.text) for source in self.sources if source.text is not None)
 
 
-def load(data: str | None, *, without: Path | None = None, strict: bool = False) -> Texts:
-    """Read what `data` names, token ids only later; see train.data.corpus.load. UserError names what is wrong."""
-    found = [(None, Fraction(1))] if data is None else parse(data)
-    return Texts(
-        apart(
+def read_sources(data: str | None, *, without: Path | None = None, strict: bool = False) -> DataSources:
+    """Reads the sources that `data` names (train.data.corpus.read_corpus); token ids are opened later. UserError."""
+    found = [(None, Fraction(1))] if data is None else parse_sources(data)
+    return DataSources(
+        exclude_heldout(
             Source(
                 str(path or LIBRARY),
                 weight,
-                None if path and token_shards.is_shards(path) else corpus.load(path, without=without, strict=strict),
+                None
+                if path and token_shards.is_shards(path)
+                else corpus.read_corpus(path, without=without, strict=strict),
                 path,
             )
             for path, weight in found
@@ -95,30 +98,30 @@ def load(data: str | None, *, without: Path | None = None, strict: bool = False)
     )
 
 
-def apart(sources: Iterable[Source]) -> tuple[Source, ...]:
-    """The same, where no source learns from a document that another holds out. UserError where nothing is left."""
-    found = tuple(sources)
-    heldout = {document.text for source in found if source.text for document in source.text.heldout}
+def exclude_heldout(sources: Iterable[Source]) -> tuple[Source, ...]:
+    """Removes train documents that another source holds out. UserError where a source has none left."""
+    sources = tuple(sources)
+    heldout = {document.text for source in sources if source.text for document in source.text.heldout}
 
-    def rest(source: Source) -> Source:
+    def filtered(source: Source) -> Source:
         if source.text is None:
             return source
         train = tuple(document for document in source.text.train if document.text not in heldout)
         if not train:
-            raise UserError(f"{source.name}: all that there is to learn from is held out by another source")
-        copies = source.text.copies + len(source.text.train) - len(train)
-        return replace(source, text=replace(source.text, train=train, copies=copies))
+            raise UserError(f"{source.name}: another source holds out all of its train documents")
+        duplicates = source.text.duplicates + len(source.text.train) - len(train)
+        return replace(source, text=replace(source.text, train=train, duplicates=duplicates))
 
-    return tuple(map(rest, found))
+    return tuple(map(filtered, sources))
 
 
 def of_dataset(dataset: Any, name: str = "dataset", *, weight: Fraction | int = 1, strict: bool = False) -> Source:
-    """A Hugging Face dataset as a source, see train.data.corpus.of_dataset; a run learns `Texts(apart([it, ...]))`."""
+    """A Hugging Face dataset as a source; `DataSources(exclude_heldout([source, ...]))` combines several."""
     return Source(name, Fraction(weight), corpus.of_dataset(dataset, name, strict=strict))
 
 
-def parse(data: str) -> list[tuple[Path | None, Fraction]]:
-    """[(path, weight)] of "a.jsonl:3,b/:0.5"; without a number the weight is 1. A name that exists is no list."""
+def parse_sources(data: str) -> list[tuple[Path | None, Fraction]]:
+    """[(path, weight)] of "a.jsonl:3,b/:0.5", default weight 1. An existing path is taken as one, whatever is in it."""
     if _exists(Path(data)):
         return [(Path(data), Fraction(1))]
     found: list[tuple[Path | None, Fraction]] = []
@@ -135,16 +138,16 @@ def parse(data: str) -> list[tuple[Path | None, Fraction]]:
     return found
 
 
-def absolute(data: str, base: Path = Path()) -> str:
-    """The same with paths that do not depend on the working folder; relative ones are relative to `base`."""
+def absolute_paths(data: str, base: Path = Path()) -> str:
+    """`data` with absolute paths; relative ones are resolved against `base`."""
     if _exists(base / data):
         return os.path.realpath(base / data)
-    found = [(os.path.realpath(base / path), weight) for path, weight in parse(data) if path]
+    found = [(os.path.realpath(base / path), weight) for path, weight in parse_sources(data) if path]
     return ",".join(path if weight == 1 else f"{path}:{weight}" for path, weight in found)
 
 
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a long list is too long for a name
+    except OSError:  # a long list of sources exceeds the limit of a file name
         return False

@@ -1,8 +1,8 @@
-"""Text that was tokenized before: .npy files of token ids, memory-mapped, so that a corpus may be larger than memory.
+"""Memory-mapped .npy shards of token ids: pre-tokenized corpora that may be larger than memory.
 
-A shard is one line of ids (uint8, uint16, uint32, int32 or int64). Where `NAME.lengths.npy` lies beside `NAME.npy`, it
-says how long its documents are, in order; else each end-of-text id ends a document, which it belongs to. No document
-goes on in the next shard. A folder's shards are read in the order of their names.
+A shard is a 1-D array of ids (uint8, uint16, uint32, int32 or int64). `NAME.lengths.npy` beside `NAME.npy` holds the
+lengths of its documents, in order; without it every end-of-text id ends a document and belongs to it. No document spans
+two shards. The shards of a folder are read in the order of their names.
 """
 
 import hashlib
@@ -16,33 +16,33 @@ from fnmodels.errors import UserError
 
 from .cache import cached
 from .rows import Tokens
-from .sampling import permuted
+from .sampling import permute
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 LENGTHS = ".lengths.npy"
-AT_ONCE = 1 << 24  # ids looked at
-HELD_OUT_SHARE, HELD_OUT_MOST = 0.05, 1 << 20  # of the documents; tokens
-FEW_DOCUMENTS = 100  # fewer are too few to judge by some of them
+CHUNK_IDS = 1 << 24  # ids checked at a time
+HELDOUT_FRACTION, MAX_HELDOUT_TOKENS = 0.05, 1 << 20  # fraction of the documents; tokens
+FEW_DOCUMENTS = 100  # with fewer, the tail of each document is held out instead of whole documents
 
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The documents of a folder and a hash of all ids and lengths, the same wherever the files lie."""
+    """The documents of a folder, and a hash of all ids and lengths, independent of file names and folders."""
 
     tokens: Tokens
     fingerprint: str
 
 
 def is_shards(path: Path) -> bool:
-    """An .npy file, or a folder that holds some and nothing else, hidden files and .json aside."""
+    """Whether this is an .npy file, or a folder of nothing but .npy, .json and hidden files."""
     if not path.is_dir():
         return path.suffix == ".npy"
     suffixes = {file.suffix for file in path.iterdir() if file.is_file() and not file.name.startswith(".")}
     return ".npy" in suffixes and suffixes <= {".npy", ".json"}
 
 
-def load(path: Path, *, vocab_size: int, end: int | None) -> Shards:
-    """A file or a folder of shards, every id checked once per version of a file. UserError names file and place."""
+def open_shards(path: Path, *, vocab_size: int, end: int | None) -> Shards:
+    """Opens a shard or a folder of shards; every id is checked once per version of a file. UserError names the file."""
     files = sorted(file for file in path.iterdir() if file.suffix == ".npy") if path.is_dir() else [path]
     shards = [file for file in files if not file.name.endswith(LENGTHS)]
     for file in files:
@@ -50,34 +50,34 @@ def load(path: Path, *, vocab_size: int, end: int | None) -> Shards:
             raise UserError(f"{file} has no shard: there is no {_shard_of(file).name} beside it")
     if not shards:
         raise UserError(f"{path}: there is no shard (NAME.npy)")
-    whole, parts, begins, lengths = hashlib.sha256(), [], [], []
+    fingerprint, arrays, begins, lengths = hashlib.sha256(), [], [], []
     offset = 0
     for file in shards:
-        ids = _mapped(file)
-        found, digest = _look_through(file, ids, vocab_size, end)
+        ids = _memmap(file)
+        found, digest = _cached_lengths(file, ids, vocab_size, end)
         begins.append(offset + found.cumsum() - found)
         lengths.append(found)
-        parts.append(ids)
+        arrays.append(ids)
         offset += len(ids)
-        whole.update(digest)
-    return Shards(Tokens(tuple(parts), np.concatenate(begins), np.concatenate(lengths)), whole.hexdigest())
+        fingerprint.update(digest)
+    return Shards(Tokens(tuple(arrays), np.concatenate(begins), np.concatenate(lengths)), fingerprint.hexdigest())
 
 
-def hold_out(tokens: Tokens) -> tuple[Tokens, Tokens]:
-    """(to learn from, held out): documents chosen by number, not too many; of few documents, the tail of each."""
+def split_heldout(tokens: Tokens) -> tuple[Tokens, Tokens]:
+    """(train, held-out): a pseudorandom choice of documents up to MAX_HELDOUT_TOKENS; of few documents, their tails."""
     count, lengths = len(tokens.lengths), tokens.lengths
     if count < FEW_DOCUMENTS:
-        heads = (lengths * (1 - 2 * HELD_OUT_SHARE)).astype(np.int64)
+        heads = (lengths * (1 - 2 * HELDOUT_FRACTION)).astype(np.int64)
         return (
-            Tokens(tokens.parts, tokens.begins, heads),
-            Tokens(tokens.parts, tokens.begins + heads, lengths - heads),
+            Tokens(tokens.arrays, tokens.begins, heads),
+            Tokens(tokens.arrays, tokens.begins + heads, lengths - heads),
         )
-    ranked = permuted(np.arange(round(count * HELD_OUT_SHARE)), count, 0)
-    some = ranked[: max(1, int(np.searchsorted(lengths[ranked].cumsum(), HELD_OUT_MOST, "right")))]
-    heldout = np.isin(np.arange(count), some)
+    ranked = permute(np.arange(round(count * HELDOUT_FRACTION)), count, 0)
+    chosen = ranked[: max(1, int(np.searchsorted(lengths[ranked].cumsum(), MAX_HELDOUT_TOKENS, "right")))]
+    heldout = np.isin(np.arange(count), chosen)
     return (
-        Tokens(tokens.parts, tokens.begins[~heldout], lengths[~heldout]),
-        Tokens(tokens.parts, tokens.begins[heldout], lengths[heldout]),
+        Tokens(tokens.arrays, tokens.begins[~heldout], lengths[~heldout]),
+        Tokens(tokens.arrays, tokens.begins[heldout], lengths[heldout]),
     )
 
 
@@ -85,8 +85,8 @@ def _shard_of(lengths: Path) -> Path:
     return lengths.with_name(lengths.name.removesuffix(LENGTHS) + ".npy")
 
 
-def _mapped(file: Path) -> np.ndarray:
-    """The ids of a shard, not read yet. UserError where they are not ids, or the file is not as long as it says."""
+def _memmap(file: Path) -> np.ndarray:
+    """The memory-mapped ids of a shard. UserError where dtype, shape or the size of the file is wrong."""
     try:
         with open(file, "rb") as opened:
             version = np.lib.format.read_magic(opened)
@@ -97,28 +97,28 @@ def _mapped(file: Path) -> np.ndarray:
             begin = opened.tell()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    except Exception as error:  # numpy reads the header as Python's syntax, with all the ways in which that can fail
+    except Exception as error:  # numpy evaluates the header as Python literals, which fails in many ways
         raise UserError(f"{file} is not an .npy file, or its beginning is damaged: {error}") from error
     if dtype not in DTYPES or len(shape) != 1:
-        raise UserError(f"{file} holds {dtype} of shape {shape}: a shard is one line of {', '.join(DTYPES)}")
+        raise UserError(f"{file} holds {dtype} of shape {shape}: a shard is a 1-D array of {', '.join(DTYPES)}")
     if shape[0] == 0:
         raise UserError(f"{file} holds no ids")
-    there, said = file.stat().st_size, begin + shape[0] * dtype.itemsize
-    if there != said:
-        what = "is cut short" if there < said else "has more bytes than it says"
-        raise UserError(f"{file} {what}: {shape[0]} ids of {dtype} make it {said} bytes long, and it has {there}")
+    size, expected = file.stat().st_size, begin + shape[0] * dtype.itemsize
+    if size != expected:
+        problem = "is cut short" if size < expected else "has more bytes than its header says"
+        raise UserError(f"{file} {problem}: {shape[0]} ids of {dtype} make it {expected} bytes long, and it has {size}")
     return np.memmap(file, dtype, "r", begin, shape)
 
 
-def _look_through(file: Path, ids: np.ndarray, vocab_size: int, end: int | None) -> tuple[np.ndarray, bytes]:
-    """(lengths of the documents, a hash of ids and lengths), from the cache where it was looked through before."""
+def _cached_lengths(file: Path, ids: np.ndarray, vocab_size: int, end: int | None) -> tuple[np.ndarray, bytes]:
+    """(lengths of the documents, a hash of ids and lengths), cached per version of the file."""
     beside = file.with_name(file.stem + LENGTHS)
-    there = [(path, path.stat()) for path in (file, beside) if path.exists()]
-    versions = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in there]
+    present = [(path, path.stat()) for path in (file, beside) if path.exists()]
+    versions = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in present]
     key = hashlib.sha256(repr(("1", versions, vocab_size, end)).encode()).hexdigest()[:32]
 
     def write(path: Path) -> None:
-        lengths, digest = _documents(file, beside, ids, vocab_size, end)
+        lengths, digest = _scan_documents(file, beside, ids, vocab_size, end)
         save_file({"lengths": lengths, "digest": np.frombuffer(digest, np.uint8)}, path)
 
     def read(path: Path) -> tuple[np.ndarray, bytes]:
@@ -128,25 +128,27 @@ def _look_through(file: Path, ids: np.ndarray, vocab_size: int, end: int | None)
     return cached(f"shard-{key}.safetensors", write, read)
 
 
-def _documents(file: Path, beside: Path, ids: np.ndarray, vocab_size: int, end: int | None) -> tuple[np.ndarray, bytes]:
+def _scan_documents(
+    file: Path, beside: Path, ids: np.ndarray, vocab_size: int, end: int | None
+) -> tuple[np.ndarray, bytes]:
     digest, ends = hashlib.sha256(str(ids.dtype).encode()), []
-    for begin in range(0, len(ids), AT_ONCE):
-        some = np.asarray(ids[begin : begin + AT_ONCE])
-        wrong = np.flatnonzero((some < 0) | (some >= vocab_size))
+    for begin in range(0, len(ids), CHUNK_IDS):
+        chunk = np.asarray(ids[begin : begin + CHUNK_IDS])
+        wrong = np.flatnonzero((chunk < 0) | (chunk >= vocab_size))
         if len(wrong):
             raise UserError(
-                f"{file}: id number {begin + int(wrong[0])} is {some[wrong[0]]}, and the vocabulary has {vocab_size} "
-                "entries: another tokenizer made it than the model's, or the file is damaged"
+                f"{file}: id number {begin + int(wrong[0])} is {chunk[wrong[0]]}, and the vocabulary has {vocab_size} "
+                "entries: the file was made by another tokenizer than the model's, or is damaged"
             )
-        digest.update(some.tobytes())
+        digest.update(chunk.tobytes())
         if end is not None:
-            ends.append(begin + 1 + np.flatnonzero(some == end))
+            ends.append(begin + 1 + np.flatnonzero(chunk == end))
     if beside.exists():
         lengths = _lengths(beside, len(ids))
     else:
         stops = np.concatenate([*ends, [len(ids)]]).astype(np.int64)
         lengths = np.diff(stops, prepend=0)
-        lengths = lengths[lengths > 0]  # a shard that ends with an end has no document after it
+        lengths = lengths[lengths > 0]  # no empty document after a final end-of-text id
     digest.update(lengths.tobytes())
     return lengths, digest.digest()
 
@@ -157,7 +159,9 @@ def _lengths(file: Path, total: int) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{file} is not an .npy file, or damaged: {error}") from error
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
-        raise UserError(f"{file} holds {lengths.dtype} of shape {lengths.shape}: lengths are one line of whole numbers")
+        raise UserError(
+            f"{file} holds {lengths.dtype} of shape {lengths.shape}: lengths are a 1-D array of whole numbers"
+        )
     if int(lengths.sum()) != total:
         raise UserError(f"{file}: the lengths add up to {int(lengths.sum())}, and the shard has {total} ids")
     return lengths.astype(np.int64)

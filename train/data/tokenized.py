@@ -1,4 +1,4 @@
-"""What a run learns from and is held against, as token ids: texts tokenized, or read as they were before."""
+"""Tokenizes all data sources of a run into train and held-out token ids, cached on disk."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from train.command_line import check_installed
 
 from . import token_shards
 from .cache import cached
-from .chat import Template, nothing_left, read_template, talks
-from .corpus import Corpus, Document, fingerprint, text_of
-from .encoder import Talk
-from .encoder_pool import Show, encode, encode_talks
+from .chat import Template, no_targets_message, read_template, render_examples
+from .corpus import Corpus, Document, concatenated_bytes, fingerprint
+from .encoder import RenderedChat
+from .encoder_pool import ProgressCallback, encode, encode_chats
 from .mixture import Mixture
-from .rows import Batch, Rows, Tokens, beginnings, everything, in_line, stream, whole
-from .sources import Source, Texts
+from .rows import Batch, Rows, Tokens, all_rows, concatenated, pack_documents, pack_stream, truncate_documents
+from .sources import DataSources, Source
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """One part of every source, and the bytes of text that its targets stand for."""
+class Split:
+    """The train or held-out tokens of every source, and the bytes of text that their targets decode to."""
 
     sources: tuple[Tokens, ...]
     bytes: int
@@ -40,37 +40,37 @@ class Part:
         return sum(tokens.total for tokens in self.sources)
 
     @property
-    def learning(self) -> int:
-        """How many of the tokens are targets: of conversations, what the assistant says."""
-        return sum(tokens.learning for tokens in self.sources)
+    def target_count(self) -> int:
+        """The number of target tokens: in conversations, those of the assistant."""
+        return sum(tokens.target_count for tokens in self.sources)
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """`zlib_bytes` is the size of the held-out documents, those of each source as one zlib -9 stream."""
+    """All sources of a run, tokenized. zlib_bytes: the held-out text's size as one zlib -9 stream per source."""
 
     names: tuple[str, ...]
     weights: tuple[int, ...]
-    train: Part
-    heldout: Part
+    train: Split
+    heldout: Split
     zlib_bytes: int
-    fingerprint: str  # of all texts and token ids and their split, the same wherever the files lie
-    skipped: tuple[str, ...] = ()  # conversations that the template or the length of a row leaves nothing of
+    fingerprint: str  # a hash of all texts and token ids and their split, independent of file names
+    skipped: tuple[str, ...] = ()  # conversations without a target: refused by the template, or cut by the row
 
 
 @dataclass(frozen=True, eq=False)
-class Halves:
-    """One source."""
+class TokenizedSource:
+    """One source, tokenized and split."""
 
     train: Tokens
     heldout: Tokens
-    sizes: tuple[int, int, int]  # bytes of text in train, in heldout, in the zlib stream of heldout
+    sizes: tuple[int, int, int]  # bytes of the train text, the held-out text, and the latter's zlib stream
     fingerprint: str
     skipped: tuple[str, ...] = ()
 
 
-def tokenized(
-    texts: Texts,
+def tokenize(
+    texts: DataSources,
     tokenizer: Tokenizer,
     end: int | None,
     vocab_size: int,
@@ -79,76 +79,80 @@ def tokenized(
     template: Template | None = None,
     strict: bool = False,
     workers: int | None = None,
-    show: Show | None = None,
+    show: ProgressCallback | None = None,
 ) -> Dataset:
-    """All sources as token ids, made by `workers` processes (see train.data.encoder_pool) where no cache has them.
+    """All sources as token ids, from the cache or made by `workers` processes (train.data.encoder_pool).
 
-    Conversations need a `template`, and the `length` of a row, at which they are cut. UserError where the ids of a
-    source are none of `vocab_size` entries; with `strict` also for a conversation that would be skipped.
+    end: the end-of-text id, appended to each text. Conversations need a `template` and the `length` of a row, to which
+    they are truncated. UserError where ids are outside of `vocab_size`, and with `strict` also for a conversation that
+    would be skipped.
     """
 
-    def halves_of(source: Source) -> Halves:
+    def tokenize_source(source: Source) -> TokenizedSource:
         if source.text is None:
-            return of_shards(source, tokenizer, end, vocab_size)
+            return read_shards(source, tokenizer, end, vocab_size)
         if not source.text.is_chat:
-            return of_text(source.text, tokenizer, end, workers, show)
+            return tokenize_texts(source.text, tokenizer, end, workers, show)
         if template is None or length is None:
             raise UserError(f"{source.name} holds conversations, which need a chat template and the length of a row")
-        return of_chats(source.text, tokenizer, template, length, workers, show)
+        return tokenize_chats(source.text, tokenizer, template, length, workers, show)
 
-    halves = [halves_of(source) for source in texts.sources]
-    skipped = tuple(what for half in halves for what in half.skipped)
+    tokenized = [tokenize_source(source) for source in texts.sources]
+    skipped = tuple(entry for source in tokenized for entry in source.skipped)
     if strict and skipped:
-        raise UserError(f"{len(skipped)} conversations cannot be learnt from: {skipped[0]}")
-    train_bytes, heldout_bytes, zlib_bytes = map(sum, zip(*(half.sizes for half in halves), strict=True))
+        raise UserError(f"{len(skipped)} conversations cannot be trained on: {skipped[0]}")
+    train_bytes, heldout_bytes, zlib_bytes = map(sum, zip(*(source.sizes for source in tokenized), strict=True))
     return Dataset(
         names=tuple(source.name for source in texts.sources),
         weights=texts.weights,
-        train=Part(tuple(half.train for half in halves), train_bytes),
-        heldout=Part(tuple(half.heldout for half in halves), heldout_bytes),
+        train=Split(tuple(source.train for source in tokenized), train_bytes),
+        heldout=Split(tuple(source.heldout for source in tokenized), heldout_bytes),
         zlib_bytes=zlib_bytes,
-        fingerprint="-".join(half.fingerprint for half in halves),
+        fingerprint="-".join(source.fingerprint for source in tokenized),
         skipped=skipped,
     )
 
 
-def template_for(texts: Texts, folder: Path, day: str | None = None) -> Template | None:
-    """The chat template of a checkpoint folder, where there are conversations. UserError where it has none.
+def template_for(texts: DataSources, folder: Path, day: str | None = None) -> Template | None:
+    """The chat template of a checkpoint folder, None without conversations. UserError where it has none.
 
-    A template that tells the day tells `day`, or without it today's, whenever it is rendered.
+    A template that writes a date gets `day` (ISO), by default today's, for as long as the run lasts.
     """
-    if not texts.conversations:
+    if not texts.chat_sources:
         return None
     check_installed(("jinja2",))
-
-
     template = read_template(folder)
-    return replace(template, day=day or date.today().isoformat()) if template.tells_the_day else template
+    return replace(template, day=day or date.today().isoformat()) if template.uses_date else template
 
 
-def mixture(dataset: Dataset, length: int) -> Mixture:
-    """Rows of `length` tokens to learn from, conversations whole. UserError where a source has not one token."""
+def make_mixture(dataset: Dataset, length: int) -> Mixture:
+    """The train rows of `length` tokens of all sources. UserError where a source has no train token."""
     for name, tokens in zip(dataset.names, dataset.train.sources, strict=True):
         if not tokens.total:
-            raise UserError(f"{name} has nothing to learn from")
-    rows = tuple(rows_of(tokens, length) for tokens in dataset.train.sources)
+            raise UserError(f"{name} has no train token")
+    rows = tuple(pack_rows(tokens, length) for tokens in dataset.train.sources)
     return Mixture(dataset.names, rows, dataset.weights)
 
 
-def heldout(dataset: Dataset, length: int) -> Batch:
-    """All held-out rows of all sources, [R,S]."""
-    batches = [everything(rows_of(tokens, length)) for tokens in dataset.heldout.sources]
+def heldout_batch(dataset: Dataset, length: int) -> Batch:
+    """All held-out rows of all sources as one batch, [R, S]."""
+    batches = [all_rows(pack_rows(tokens, length)) for tokens in dataset.heldout.sources]
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def rows_of(tokens: Tokens, length: int) -> Rows:
-    return stream(tokens, length) if tokens.learnt is None else whole(tokens, length)
+def pack_rows(tokens: Tokens, length: int) -> Rows:
+    """Texts are packed as one stream, conversations (which have a loss mask) whole."""
+    return pack_stream(tokens, length) if tokens.loss_mask is None else pack_documents(tokens, length)
 
 
-def of_text(
-    corpus: Corpus, tokenizer: Tokenizer, end: int | None, workers: int | None = None, show: Show | None = None
-) -> Halves:
-    """From the cache where an equal corpus met an equal tokenizer before."""
+def tokenize_texts(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    end: int | None,
+    workers: int | None = None,
+    show: ProgressCallback | None = None,
+) -> TokenizedSource:
+    """A corpus of texts as token ids, cached by the hashes of the corpus and the tokenizer."""
     known_as = fingerprint(corpus)
     settings = f"2 {known_as} {end} {tokenizer.to_str()}"
 
@@ -158,99 +162,101 @@ def of_text(
         at = int(lengths[:count].sum())
         arrays = {"train.ids": ids[:at], "train.lengths": lengths[:count]}
         arrays |= {"heldout.ids": ids[at:], "heldout.lengths": lengths[count:]}
-        heldout = text_of(corpus.heldout)
-        sizes = [len(text_of(corpus.train)), len(heldout), len(zlib.compress(heldout, 9))]
+        heldout = concatenated_bytes(corpus.heldout)
+        sizes = [len(concatenated_bytes(corpus.train)), len(heldout), len(zlib.compress(heldout, 9))]
         save_file(arrays | {"sizes": np.array(sizes)}, path)
 
-    def read(path: Path) -> Halves:
+    def read(path: Path) -> TokenizedSource:
         arrays = load_file(path)
-        train, heldout = (in_line(arrays[f"{name}.ids"], arrays[f"{name}.lengths"]) for name in ("train", "heldout"))
+        train, heldout = (
+            concatenated(arrays[f"{name}.ids"], arrays[f"{name}.lengths"]) for name in ("train", "heldout")
+        )
         train_bytes, heldout_bytes, zlib_bytes = arrays["sizes"].tolist()
-        return Halves(train, heldout, (train_bytes, heldout_bytes, zlib_bytes), known_as)
+        return TokenizedSource(train, heldout, (train_bytes, heldout_bytes, zlib_bytes), known_as)
 
     return cached(f"tokens-{hashlib.sha256(settings.encode()).hexdigest()[:32]}.safetensors", write, read)
 
 
-def of_shards(source: Source, tokenizer: Tokenizer, end: int | None, vocab_size: int) -> Halves:
-    """The bytes to learn from are estimated by those held out: all the text there may be is never made."""
+def read_shards(source: Source, tokenizer: Tokenizer, end: int | None, vocab_size: int) -> TokenizedSource:
+    """A source of token ids. The bytes of the train text are estimated from the held-out text, to avoid decoding it."""
     assert source.path is not None
-    found = token_shards.load(source.path, vocab_size=vocab_size, end=end)
-    train, heldout = token_shards.hold_out(found.tokens)
+    shards = token_shards.open_shards(source.path, vocab_size=vocab_size, end=end)
+    train, heldout = token_shards.split_heldout(shards.tokens)
     ids = (heldout.read(number, 0, int(length)).tolist() for number, length in enumerate(heldout.lengths))
     text = "".join(tokenizer.decode_batch(list(ids))).encode("utf-8")
     size = train.total * len(text) // max(1, heldout.total)
-    return Halves(train, heldout, (size, len(text), len(zlib.compress(text, 9))), found.fingerprint)
+    return TokenizedSource(train, heldout, (size, len(text), len(zlib.compress(text, 9))), shards.fingerprint)
 
 
-def of_chats(
+def tokenize_chats(
     corpus: Corpus,
     tokenizer: Tokenizer,
     template: Template,
     length: int,
     workers: int | None = None,
-    show: Show | None = None,
-) -> Halves:
-    """From the cache, as texts are. The bytes are those of what the assistant says, which is all that is learnt."""
+    show: ProgressCallback | None = None,
+) -> TokenizedSource:
+    """Conversations as token ids, cached as texts are. The sizes count the assistant's text only, the targets."""
     known_as = hashlib.sha256(f"{fingerprint(corpus)} {template}".encode()).hexdigest()
     settings = f"2 {known_as} {length} {tokenizer.to_str()}"
 
     def write(path: Path) -> None:
         arrays: dict[str, np.ndarray] = {}
-        said: list[bytes] = []
+        targets_text: list[bytes] = []
         skipped: list[str] = []
-        for name, part in (("train", corpus.train), ("heldout", corpus.heldout)):
-            tokens, faults = talks_of(part, tokenizer, template, length, workers, show)
+        for name, documents in (("train", corpus.train), ("heldout", corpus.heldout)):
+            tokens, faults = encode_conversations(documents, tokenizer, template, length, workers, show)
             skipped += faults
-            if not len(tokens.lengths) or tokens.learnt is None:
-                raise UserError(f"too few conversations to learn from and to hold some out (skipped: {skipped[0]})")
-            arrays |= {f"{name}.ids": tokens.parts[0], f"{name}.learnt": tokens.learnt}
+            if not len(tokens.lengths) or tokens.loss_mask is None:
+                raise UserError(f"too few conversations to train on some and hold out others (skipped: {skipped[0]})")
+            arrays |= {f"{name}.ids": tokens.arrays[0], f"{name}.learnt": tokens.loss_mask}
             arrays |= {f"{name}.begins": tokens.begins, f"{name}.lengths": tokens.lengths}
             targets = np.concatenate([tokens.targets(n, 0, length) for n in range(len(tokens.lengths))])
-            said.append(tokenizer.decode(targets[targets >= 0].tolist(), skip_special_tokens=False).encode("utf-8"))
-        sizes = [*map(len, said), len(zlib.compress(said[-1], 9))]
-        told = np.frombuffer(json.dumps(skipped).encode(), np.uint8)
-        save_file(arrays | {"sizes": np.array(sizes), "skipped": told}, path)
+            targets_text.append(
+                tokenizer.decode(targets[targets >= 0].tolist(), skip_special_tokens=False).encode("utf-8")
+            )
+        sizes = [*map(len, targets_text), len(zlib.compress(targets_text[-1], 9))]
+        skipped_json = np.frombuffer(json.dumps(skipped).encode(), np.uint8)
+        save_file(arrays | {"sizes": np.array(sizes), "skipped": skipped_json}, path)
 
-    def read(path: Path) -> Halves:
-        found = load_file(path)
+    def read(path: Path) -> TokenizedSource:
+        arrays = load_file(path)
         train, heldout = (
-            Tokens((found[f"{name}.ids"],), *(found[f"{name}.{what}"] for what in ("begins", "lengths", "learnt")))
+            Tokens((arrays[f"{name}.ids"],), *(arrays[f"{name}.{field}"] for field in ("begins", "lengths", "learnt")))
             for name in ("train", "heldout")
         )
-        train_bytes, heldout_bytes, zlib_bytes = found["sizes"].tolist()
-        skipped = tuple(json.loads(found["skipped"].tobytes()))
-        return Halves(train, heldout, (train_bytes, heldout_bytes, zlib_bytes), known_as, skipped)
+        train_bytes, heldout_bytes, zlib_bytes = arrays["sizes"].tolist()
+        skipped = tuple(json.loads(arrays["skipped"].tobytes()))
+        return TokenizedSource(train, heldout, (train_bytes, heldout_bytes, zlib_bytes), known_as, skipped)
 
     return cached(f"chats-{hashlib.sha256(settings.encode()).hexdigest()[:32]}.safetensors", write, read)
 
 
-def talks_of(
+def encode_conversations(
     documents: tuple[Document, ...],
     tokenizer: Tokenizer,
     template: Template,
     length: int,
     workers: int | None,
-    show: Show | None,
+    show: ProgressCallback | None,
 ) -> tuple[Tokens, list[str]]:
-    """Conversations, cut after `length` tokens, and "name (reason)" of each that leaves nothing to learn."""
-
-
+    """Conversations truncated to `length` tokens, and "name (reason)" of each one left without a target."""
     skipped: list[str] = []
     names: list[str] = []
-    rendered: list[Talk] = []
+    rendered: list[RenderedChat] = []
     for document in documents:
         try:
-            found = talks(template, document.messages or (), tools=list(document.tools) or None)
+            examples = render_examples(template, document.messages or (), tools=list(document.tools) or None)
         except UserError as error:
             skipped.append(f"{document.name} ({error})")
             continue
-        rendered += found
-        names += [document.name] * len(found)
-    ids, lengths, learnt = encode_talks(tokenizer, rendered, workers=workers, show=show)
-    tokens, kept = beginnings(in_line(ids, lengths, learnt), length)
-    left = {names[number] for number in kept}
+        rendered += examples
+        names += [document.name] * len(examples)
+    ids, lengths, loss_mask = encode_chats(tokenizer, rendered, workers=workers, show=show)
+    tokens, kept = truncate_documents(concatenated(ids, lengths, loss_mask), length)
+    covered = {names[number] for number in kept}
     for name, size in zip(names, lengths.tolist(), strict=True):
-        if name not in left:
-            left.add(name)  # one conversation may be several examples
-            skipped.append(f"{name} ({nothing_left(min(length, size), size)})")
+        if name not in covered:
+            covered.add(name)  # one conversation may be several examples
+            skipped.append(f"{name} ({no_targets_message(min(length, size), size)})")
     return tokens, skipped

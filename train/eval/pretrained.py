@@ -11,7 +11,7 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from params.io.files import read_json
-from train.data.encoder import take_all
+from train.data.encoder import disable_truncation
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -24,7 +24,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} is not a tokenizer that the tokenizers library can read ({error})") from error
-    take_all(tokenizer)
+    disable_truncation(tokenizer)
     return tokenizer
 
 

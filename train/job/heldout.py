@@ -8,7 +8,7 @@ import torch
 
 from fnmodels import document_layout
 from fnmodels.tree import Tree
-from train.data.rows import Batch, take
+from train.data.rows import Batch, select_rows
 
 ROWS_AT_ONCE = 8
 
@@ -18,7 +18,7 @@ def heldout_loss(loss: Callable[..., tuple[Any, ...]], params: Tree, rows: Batch
     total, count = 0.0, 0
     with torch.no_grad():
         for indices in torch.arange(len(rows["tokens"])).split(ROWS_AT_ONCE):
-            batch = take(rows, indices)
+            batch = select_rows(rows, indices)
             part_sum, part_count, *_ = loss(
                 params, batch, layout=document_layout(batch["positions"], batch["segment_ids"])
             )
@@ -34,4 +34,4 @@ def bits_per_byte(loss: float, targets: int, size: int) -> float:
 def spread(rows: Batch, count: int) -> Batch:
     """`count` rows at equal distances, so that a sample touches many documents."""
     total = len(rows["tokens"])
-    return take(rows, torch.arange(min(count, total)) * total // min(count, total))
+    return select_rows(rows, torch.arange(min(count, total)) * total // min(count, total))

@@ -23,7 +23,7 @@ from params.checkpoint.load import check_folder
 from params.checkpoint.manifest import MANIFEST, digest
 from train.data import sources
 from train.data.cache import cached
-from train.data.tokenizer import PIECES, special_ids, train
+from train.data.tokenizer import SPLIT_PATTERN, special_ids, train_tokenizer
 from train.dist.dtensor import map_local
 from train.eval import pretrained
 from train.state import State
@@ -53,7 +53,7 @@ class Model:
     weights: Json | None = None
 
 
-def begun(settings: Settings, texts: sources.Texts, *, spread: bool = False) -> Model:
+def begun(settings: Settings, texts: sources.DataSources, *, spread: bool = False) -> Model:
     """The model of a run that begins. UserError where the settings name one that cannot be."""
     if settings.init is not None:
         source = Path(settings.init)
@@ -76,7 +76,7 @@ def resumed(path: Path, settings: Settings, *, spread: bool = False) -> Model:
     return Model(config, params, spec_of(config), tokenizer, pretrained.end_ids(path), path)
 
 
-def new(settings: Settings, texts: sources.Texts, *, spread: bool) -> Model:
+def new(settings: Settings, texts: sources.DataSources, *, spread: bool) -> Model:
     """A Llama of the settings' sizes, with a tokenizer made of the text."""
     tokenizer = new_tokenizer(texts, settings.vocab_size)
     ids = special_ids(tokenizer)
@@ -220,16 +220,18 @@ def check_unchanged(source: Path) -> None:
         raise UserError(f"--init {source}: {str(error).rstrip('.')}; where that is meant, remove {MANIFEST}") from error
 
 
-def new_tokenizer(texts: sources.Texts, vocab_size: int) -> Tokenizer:
+def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
     """A tokenizer made of the train documents, from the cache where an equal corpus had one before."""
-    for name in texts.ids:
+    for name in texts.token_sources:
         raise UserError(f"--data {name} holds token ids: name with --init the checkpoint whose tokenizer made them")
-    for name in texts.conversations:
+    for name in texts.chat_sources:
         raise UserError(f"--data {name} holds conversations: name with --init a checkpoint with a chat template")
-    key = hashlib.sha256(f"{PIECES} {texts.fingerprint} {vocab_size}".encode()).hexdigest()
+    key = hashlib.sha256(f"{SPLIT_PATTERN} {texts.fingerprint} {vocab_size}".encode()).hexdigest()
     return cached(
         f"tokenizer-{key[:32]}.json",
-        lambda path: path.write_text(train((d.text for d in texts.train), vocab_size).to_str(), encoding="utf-8"),
+        lambda path: path.write_text(
+            train_tokenizer((d.text for d in texts.train), vocab_size).to_str(), encoding="utf-8"
+        ),
         lambda path: Tokenizer.from_file(str(path)),
     )
 

@@ -33,6 +33,6 @@ def new_config(settings: Settings, sharing: Sharing) -> llama.Config:
 
 def check_text(data: str | None) -> None:
     """UserError where a path of --data is not there."""
-    for path, _ in [] if data is None else sources.parse(data):
+    for path, _ in [] if data is None else sources.parse_sources(data):
         if path is not None and not path.exists():
             raise UserError(f"--data {path}: there is no such file or folder")

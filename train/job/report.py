@@ -46,8 +46,8 @@ def skipped(job: Job) -> None:
         write_text(job.path / run_folder.SKIPPED, "".join(f"{what}\n" for what in found))
         more = f", ...; all are in {job.path / run_folder.SKIPPED}" if len(found) > 5 else ""
         print(f"skipped {len(found)} files or records: {', '.join(found[:5])}{more}")
-    if job.texts.copies:
-        print(f"left out {job.texts.copies} documents that are copies of others: a weight repeats a source")
+    if job.texts.duplicates:
+        print(f"left out {job.texts.duplicates} documents that are copies of others: a weight repeats a source")
 
 
 def settings(chosen: Settings) -> None:

@@ -221,7 +221,7 @@ def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
 def absolute(name: str, value: Any, base: Path) -> Any:
     """The same value; where it names files, relative ones are relative to `base`."""
     if KINDS[name] is DATA:
-        return sources.absolute(value, base)
+        return sources.absolute_paths(value, base)
     return os.path.realpath(base / value) if KINDS[name] is CHECKPOINT else value
 
 

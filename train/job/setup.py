@@ -52,7 +52,7 @@ class Job:
     config: Any
     tokenizer: Tokenizer
     ends: tuple[int, ...]
-    texts: sources.Texts
+    texts: sources.DataSources
     dataset: tokenized.Dataset
     mixture: Mixture
     heldout: Batch
@@ -72,7 +72,7 @@ class Job:
 
     def train_bits_per_byte(self, loss: float) -> float:
         """With the mean bytes of a target of all that is learned from, not of the batch."""
-        return evaluate.bits_per_byte(loss, self.dataset.train.learning, self.dataset.train.bytes)
+        return evaluate.bits_per_byte(loss, self.dataset.train.target_count, self.dataset.train.bytes)
 
     def epochs(self, steps: int) -> dict[str, float]:
         """How often each source was gone through, by the number it has in --data."""
@@ -93,7 +93,7 @@ def prepare(
     fits: raises where the model, by its config, is not for the processes; before anything is written.
     spread: without values of weights, of which each of several processes makes its part.
     """
-    texts = sources.load(settings.data, without=path, strict=settings.broken == "stop")
+    texts = sources.read_sources(settings.data, without=path, strict=settings.broken == "stop")
     if recorded:
         made = initial_model.resumed(path, settings, spread=spread)
     else:
@@ -105,7 +105,7 @@ def prepare(
         raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
     template = tokenized.template_for(texts, made.source or path, (recorded or {}).get("day"))
     with tokenizing() as show:
-        dataset = tokenized.tokenized(
+        dataset = tokenized.tokenize(
             texts,
             tokenizer,
             ends[0] if ends else None,
@@ -139,8 +139,8 @@ def prepare(
         ends=ends,
         texts=texts,
         dataset=dataset,
-        mixture=tokenized.mixture(dataset, length),
-        heldout=tokenized.heldout(dataset, length),
+        mixture=tokenized.make_mixture(dataset, length),
+        heldout=tokenized.heldout_batch(dataset, length),
         loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype))),
         train_loss=loss_function(config, made.spec, getattr(torch, str(settings.dtype)), **loss_terms(settings)),
         optimizer=optimizer_for(made.spec, settings),

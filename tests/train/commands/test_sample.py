@@ -33,7 +33,9 @@ def model():
 @pytest.fixture
 def checkpoint(tmp_path, model):
     P.save_pretrained(tmp_path / "model", *model)
-    tokenizer.train(["some text to learn from, é\n" * 9], 280).save(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer.train_tokenizer(["some text to learn from, é\n" * 9], 280).save(
+        str(tmp_path / "model" / "tokenizer.json")
+    )
     return tmp_path / "model"
 
 
@@ -101,6 +103,6 @@ def test_mistakes_are_sentences(checkpoint, tmp_path, capsys):
 
 
 def test_a_vocabulary_that_does_not_fit_the_model_is_refused(checkpoint, capsys):
-    tokenizer.train([f"word{i} " * 3 for i in range(400)], 500).save(str(checkpoint / "tokenizer.json"))
+    tokenizer.train_tokenizer([f"word{i} " * 3 for i in range(400)], 500).save(str(checkpoint / "tokenizer.json"))
     assert main([str(checkpoint), "--prompt", "word399"]) == 2
     assert "vocabulary has 300 entries" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: the text is transformers', and every token's label is checked by hand."""
+"""Tests of chat data: the rendered text equals transformers', and every token's label is written out by hand."""
 
 import json
 from typing import Any
@@ -9,7 +9,16 @@ from transformers import PreTrainedTokenizerFast
 
 from fnmodels import pack
 from fnmodels.errors import CheckpointError, UserError
-from train.data.chat import Example, Template, encode_chat, encode_turns, read_template, render, spans, talks
+from train.data.chat import (
+    Example,
+    Template,
+    assistant_spans,
+    encode_chat,
+    encode_turns,
+    read_template,
+    render,
+    render_examples,
+)
 
 CHAT = [
     {"role": "user", "content": "Hi"},
@@ -53,7 +62,7 @@ TALKS = {
     "unanswered": CHAT[:3],
     "spaces": [{"role": "user", "content": " Hi "}, {"role": "assistant", "content": " Hello!\n"}],
 }
-# (template, conversation): each piece of the text with whether it is learnt
+# (template, conversation): the pieces of the text, and whether each is a target of the loss
 CHATML_HI, LLAMA3_HI = "<|im_start|>user\nHi<|im_end|>\n", "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
 CHATML_CUE, LLAMA3_CUE = "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"
 CHATML_SUM = "<|im_start|>user\n2+2?<|im_end|>\n"
@@ -151,7 +160,7 @@ MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|
 
 
 def _tokenizer() -> Tokenizer:
-    """Bytes, and the templates' marks as one token each."""
+    """A byte-level tokenizer with the templates' markers as one token each."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -161,12 +170,12 @@ def _tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize(("name", "talk"), PUBLISHED)
-def test_every_token_is_learnt_or_not_as_written_out(name: str, talk: str) -> None:
+def test_the_loss_mask_of_every_token_is_as_written_out(name: str, talk: str) -> None:
     tokenizer = _tokenizer()
     example = encode_chat(tokenizer, Template(TEMPLATES[name], SPECIAL), TALKS[talk])
     expected = [(token, learnt) for text, learnt in PUBLISHED[name, talk] for token in tokenizer.encode(text).ids]
     assert example.tokens.tolist() == [token for token, _ in expected]
-    assert example.learnt.tolist() == [learnt for _, learnt in expected]
+    assert example.loss_mask.tolist() == [learnt for _, learnt in expected]
     assert example.labels.tolist() == [token if learnt else -100 for token, learnt in expected[1:]] + [-100]
 
 
@@ -175,7 +184,7 @@ def test_a_conversation_that_is_cut_is_the_beginning_of_the_whole(name: str, tal
     tokenizer, template = _tokenizer(), Template(TEMPLATES[name], SPECIAL)
     whole = encode_chat(tokenizer, template, TALKS[talk])
     for length in range(1, len(whole.tokens) + 2):
-        if not whole.learnt[:length].any():
+        if not whole.loss_mask[:length].any():
             with pytest.raises(UserError, match=f"the first {length} of {len(whole.tokens)} tokens hold nothing that"):
                 encode_chat(tokenizer, template, TALKS[talk], length=length)
             continue
@@ -207,7 +216,7 @@ def test_the_text_is_that_of_transformers(name: str, talk: str, prompt: bool) ->
 def test_packed_conversations_keep_what_is_learnt() -> None:
     tokenizer, template = _tokenizer(), Template(CHATML, {})
     examples = [encode_chat(tokenizer, template, messages) for messages in (CHAT[:2], CHAT, CHAT[2:])]
-    packed = pack([e.tokens for e in examples], 160, split=False, weights=[e.learnt.float() for e in examples])
+    packed = pack([e.tokens for e in examples], 160, split=False, weights=[e.loss_mask.float() for e in examples])
     learnt = packed.labels[(packed.labels != -100) & (packed.weights > 0)]
     assert sorted(learnt.tolist()) == sorted(t for e in examples for t in e.labels.tolist() if t != -100)
 
@@ -228,11 +237,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         {},
     )
     with pytest.raises(UserError, match="renders turn 2 of 4 differently"):
-        spans(forgetful, CHAT)
+        assistant_spans(forgetful, CHAT)
 
 
 def test_a_turn_that_does_not_begin_with_its_cue_is_refused() -> None:
-    """DeepSeek R1's way: the cue opens a thought, and a turn that is given is rendered without one."""
+    """As DeepSeek R1's template: the cue opens the reasoning, and earlier turns are rendered without theirs."""
     template = Template(
         "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'].split('</think>')[-1] }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}",
@@ -242,7 +251,7 @@ def test_a_turn_that_does_not_begin_with_its_cue_is_refused() -> None:
         with pytest.raises(
             UserError, match=r"does not begin turn 2 of \d with its cue .* ends with 'i<assistant><think>"
         ):
-            talks(template, messages)
+            render_examples(template, messages)
 
 
 THOUGHTS = (  # Qwen 3's way: the last answer is rendered with its thoughts, even if it has none, earlier ones without
@@ -253,8 +262,8 @@ THOUGHTS = (  # Qwen 3's way: the last answer is rendered with its thoughts, eve
 )
 
 
-def _text(example: Example, *, learnt: bool) -> str:
-    tokens = example.tokens[example.learnt] if learnt else example.tokens
+def _text(example: Example, *, targets_only: bool) -> str:
+    tokens = example.tokens[example.loss_mask] if targets_only else example.tokens
     return _tokenizer().decode(tokens.tolist(), skip_special_tokens=False)
 
 
@@ -265,17 +274,17 @@ def test_turns_that_are_rendered_differently_later_are_examples_of_their_own() -
     first, second = encode_turns(tokenizer, template, CHAT)
     hi, cue = "<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>assistant\n"
     think = "<think>\n\n</think>\n\n"
-    assert _text(first, learnt=False) == hi + cue + think + "Hello!<|im_end|>\n"
-    assert _text(first, learnt=True) == think + "Hello!<|im_end|>\n"
+    assert _text(first, targets_only=False) == hi + cue + think + "Hello!<|im_end|>\n"
+    assert _text(first, targets_only=True) == think + "Hello!<|im_end|>\n"
     again = hi + cue + "Hello!<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n" + cue
-    assert _text(second, learnt=False) == again + think + "4<|im_end|>\n"
-    assert _text(second, learnt=True) == think + "4<|im_end|>\n"
+    assert _text(second, targets_only=False) == again + think + "4<|im_end|>\n"
+    assert _text(second, targets_only=True) == think + "4<|im_end|>\n"
     (only,) = encode_turns(tokenizer, template, CHAT, length=len(first.tokens))
     assert only.tokens.tolist() == first.tokens.tolist()
     with pytest.raises(UserError, match="the first 3 of"):
         encode_turns(tokenizer, template, CHAT, length=3)
     (whole,) = encode_turns(tokenizer, Template(CHATML, {}), CHAT)
-    assert whole.learnt.tolist() == encode_chat(tokenizer, Template(CHATML, {}), CHAT).learnt.tolist()
+    assert whole.loss_mask.tolist() == encode_chat(tokenizer, Template(CHATML, {}), CHAT).loss_mask.tolist()
 
 
 def test_marks_of_the_assistants_part_leave_no_trace() -> None:
@@ -306,18 +315,18 @@ def test_a_template_that_marks_what_the_assistant_says_is_taken_at_its_word(name
     )
     (example,) = encode_turns(tokenizer, Template(source, {}), CHAT)
     assert example.tokens.tolist() == theirs["input_ids"]
-    assert example.learnt.int().tolist() == theirs["assistant_masks"] and sum(theirs["assistant_masks"]) > 0
+    assert example.loss_mask.int().tolist() == theirs["assistant_masks"] and sum(theirs["assistant_masks"]) > 0
     last = "<think>\n4<|im_end|>" if "thoughts" in name else "4<|im_end|>"
-    assert _text(example, learnt=True) == "Hello!<|im_end|>" + last
+    assert _text(example, targets_only=True) == "Hello!<|im_end|>" + last
 
 
 def test_marks_within_marks_are_refused() -> None:
     inside = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
-    with pytest.raises(UserError, match="marks the assistant's part inside of"):
+    with pytest.raises(UserError, match="the chat template nests"):
         render(Template(inside, {}), CHAT)
 
 
-# What published templates ask of their surroundings (GLM-4.5, Llama 3.1, Mistral, Qwen 2.5), in a line each.
+# One line per variable or function that published templates use (GLM-4.5, Llama 3.1, Mistral, Qwen 2.5).
 ASKED = {
     "letters as they are": "{{ messages | tojson(ensure_ascii=False) }}",
     "escaped letters": "{{ messages | tojson(ensure_ascii=True) }}",
@@ -364,7 +373,7 @@ def test_spaces_at_a_seam_belong_to_the_side_that_writes_them(moved: bool) -> No
         {},
     )
     example = encode_chat(tokenizer, template, CHAT)
-    assert _text(example, learnt=True) == "Hello! <|im_end|>4 <|im_end|>"
+    assert _text(example, targets_only=True) == "Hello! <|im_end|>4 <|im_end|>"
     assert str(tokenizer.post_processor) == str(processors.ByteLevel(trim_offsets=moved))
 
 

@@ -1,3 +1,5 @@
+"""Tests of train.data.corpus."""
+
 import os
 from pathlib import Path
 
@@ -13,7 +15,7 @@ def texts(documents):
 
 
 def test_the_standard_library_is_there_without_a_download():
-    found = corpus.load()
+    found = corpus.read_corpus()
     names = [document.name for document in found.train + found.heldout]
     assert names == sorted(names[: len(found.train)]) + sorted(names[len(found.train) :])
     assert {"os.py", "json/decoder.py"} <= set(names)
@@ -23,9 +25,9 @@ def test_the_standard_library_is_there_without_a_download():
 
 def test_the_split_depends_on_contents_alone():
     documents = [Document(f"{i}.txt", f"text number {i}\n" * 3) for i in range(120)]
-    train, heldout = corpus.split(documents)
+    train, heldout = corpus.split_heldout(documents)
     renamed = [Document(f"other/{d.name}", d.text) for d in reversed(documents)]
-    again_train, again_heldout = corpus.split(renamed)
+    again_train, again_heldout = corpus.split_heldout(renamed)
     assert len(heldout) == 6
     assert not set(texts(train)) & set(texts(heldout))
     assert set(texts(train)) == set(texts(again_train))
@@ -34,7 +36,7 @@ def test_the_split_depends_on_contents_alone():
 
 def test_of_few_documents_the_tails_are_held_out_and_nothing_is_lost():
     text = "".join(f"line {i}\n" for i in range(100))
-    (head,), (tail,) = corpus.split([Document("one", text)])
+    (head,), (tail,) = corpus.split_heldout([Document("one", text)])
     assert head.text + tail.text == text
     assert head.text.endswith("\n")
     assert 0.05 < len(tail.text) / len(text) < 0.15
@@ -51,7 +53,7 @@ def test_a_folder_is_read_in_a_fixed_order_and_what_is_no_text_is_reported(tmp_p
     (tmp_path / "zeros.bin").write_bytes(b"\0" * 9)
     (tmp_path / ".hidden").write_text("hidden")
     (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere")
-    found = corpus.load(tmp_path)
+    found = corpus.read_corpus(tmp_path)
     assert [d.name for d in found.train] == ["a.md (head)", "b.txt (head)", "sub/c.py (head)"]
     assert "\r\n" in found.train[1].text
     assert [s.split(" ")[0] for s in found.skipped] == ["latin.txt", "link.txt", "zeros.bin"]
@@ -61,8 +63,8 @@ def test_copies_are_counted(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("the same\n" * 20)
     (tmp_path / "other.txt").write_text("another\n" * 20)
-    found = corpus.load(tmp_path)
-    assert found.copies == 2 and found.skipped == ()
+    found = corpus.read_corpus(tmp_path)
+    assert found.duplicates == 2 and found.skipped == ()
     assert [d.name for d in found.train] == ["a.txt (head)", "other.txt (head)"]
 
 
@@ -74,7 +76,7 @@ def test_a_pipe_is_not_waited_for_and_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "upwards").symlink_to(tmp_path)
     (tmp_path / ".hidden").symlink_to(tmp_path)
     (tmp_path / "itself.txt").symlink_to(tmp_path / "itself.txt")
-    found = corpus.load(tmp_path, without=tmp_path / "run")
+    found = corpus.read_corpus(tmp_path, without=tmp_path / "run")
     (head,), (tail,) = found.train, found.heldout
     assert head.text + tail.text == "from an editor\n" * 20
     assert found.skipped == (
@@ -89,10 +91,10 @@ def test_the_fingerprint_follows_the_texts_and_not_their_place(tmp_path):
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("some text\n" * 30)
-    first, second = corpus.load(tmp_path / "here"), corpus.load(tmp_path / "there")
+    first, second = corpus.read_corpus(tmp_path / "here"), corpus.read_corpus(tmp_path / "there")
     assert corpus.fingerprint(first) == corpus.fingerprint(second)
     (tmp_path / "there" / "a.txt").write_text("some text\n" * 31)
-    assert corpus.fingerprint(first) != corpus.fingerprint(corpus.load(tmp_path / "there"))
+    assert corpus.fingerprint(first) != corpus.fingerprint(corpus.read_corpus(tmp_path / "there"))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_the_fingerprint_follows_the_texts_and_not_their_place(tmp_path):
 )
 def test_what_cannot_be_learned_from_is_refused_in_a_sentence(tmp_path, make, message):
     with pytest.raises(UserError, match=message):
-        corpus.load(make(tmp_path))
+        corpus.read_corpus(make(tmp_path))
 
 
 def _file(path, content):

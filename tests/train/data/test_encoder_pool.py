@@ -1,4 +1,4 @@
-"""Tokenization in processes: the same bytes, whatever their number, and nothing half done left behind."""
+"""Tests of tokenization in worker processes: the same bytes for any number of them, and no partial file left behind."""
 
 import signal
 import subprocess
@@ -13,7 +13,7 @@ import train
 from train.data import cache, encoder_pool, tokenized, tokenizer
 from train.data.corpus import Corpus, Document
 from train.data.encoder import encode as here
-from train.data.encoder import encode_talks
+from train.data.encoder import encode_chats
 from train.job import progress
 
 TEXTS = [f"def f{i}(x):\n    return x * {i} # é 漢字 <|endoftext|>\n" * (i % 5) for i in range(60)]
@@ -23,12 +23,12 @@ ROOT = Path(train.__file__).parents[1]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(encoder_pool, "AT_ONCE", 500)
+    monkeypatch.setattr(encoder_pool, "GROUP_CHARACTERS", 500)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_any_number_of_processes_gives_the_same_tokens(count: int) -> None:
-    made, shown = tokenizer.train(TEXTS, 300), []
+    made, shown = tokenizer.train_tokenizer(TEXTS, 300), []
     expected = here(made, TEXTS, 0)
     found = encoder_pool.encode(made, TEXTS, 0, workers=count, show=lambda *now: shown.append(now))
     for one, other in zip(found, expected, strict=True):
@@ -40,10 +40,10 @@ def test_any_number_of_processes_gives_the_same_tokens(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_cache_has_the_same_bytes(count: int) -> None:
     documents = tuple(Document(str(i), text) for i, text in enumerate(TEXTS))
-    made, files = tokenizer.train(TEXTS, 300), []
+    made, files = tokenizer.train_tokenizer(TEXTS, 300), []
     for number in (1, count):
-        tokenized.of_text(Corpus(documents[:50], documents[50:]), made, 0, workers=number)
-        (path,) = cache.folder().glob("tokens-*")
+        tokenized.tokenize_texts(Corpus(documents[:50], documents[50:]), made, 0, workers=number)
+        (path,) = cache.cache_folder().glob("tokens-*")
         files.append(path.read_bytes())
         path.unlink()
     assert files[0] == files[1]
@@ -52,31 +52,31 @@ def test_the_cache_has_the_same_bytes(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_conversations_are_the_same_tokens_too(count: int) -> None:
     talks = [(text, [(2, 9), (20, len(text))]) for text in TEXTS]
-    made = tokenizer.train(TEXTS, 300)
-    found = encoder_pool.encode_talks(made, talks, workers=count)
-    for one, other in zip(found, encode_talks(made, talks), strict=True):
+    made = tokenizer.train_tokenizer(TEXTS, 300)
+    found = encoder_pool.encode_chats(made, talks, workers=count)
+    for one, other in zip(found, encode_chats(made, talks), strict=True):
         assert one.dtype == other.dtype and np.array_equal(one, other)
     line = iter(found[2].tolist())
     for text, turns in talks:
         for begin, _ in made.encode(text, add_special_tokens=False).offsets:
             assert next(line) == any(start <= begin < stop for start, stop in turns)
-    assert [len(array) for array in encoder_pool.encode_talks(made, [], workers=count)] == [0, 0, 0]
+    assert [len(array) for array in encoder_pool.encode_chats(made, [], workers=count)] == [0, 0, 0]
 
 
 def test_no_text_is_no_tokens() -> None:
-    ids, lengths = encoder_pool.encode(tokenizer.train(TEXTS, 300), [], 0, workers=2)
+    ids, lengths = encoder_pool.encode(tokenizer.train_tokenizer(TEXTS, 300), [], 0, workers=2)
     assert (ids.dtype, len(ids), lengths.dtype, len(lengths)) == (np.int32, 0, np.int64, 0)
     with pytest.raises(ValueError, match="workers is 0"):
-        encoder_pool.encode(tokenizer.train(TEXTS, 300), TEXTS, 0, workers=0)
+        encoder_pool.encode(tokenizer.train_tokenizer(TEXTS, 300), TEXTS, 0, workers=0)
 
 
 def test_little_text_is_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_pool, "_start", lambda *_: pytest.fail("a process"))
-    encoder_pool.encode(tokenizer.train(TEXTS, 300), TEXTS, 0)
+    encoder_pool.encode(tokenizer.train_tokenizer(TEXTS, 300), TEXTS, 0)
 
 
-def test_a_process_that_dies_is_told_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start, told, tell = [], encoder_pool._start, [], encoder_pool._tell
+def test_a_process_that_dies_is_reported_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start, told, tell = [], encoder_pool._start, [], encoder_pool._send
 
     def watched(*arguments) -> subprocess.Popen:
         started.append(start(*arguments))
@@ -89,9 +89,9 @@ def test_a_process_that_dies_is_told_and_the_others_end(monkeypatch: pytest.Monk
         tell(process, message)
 
     monkeypatch.setattr(encoder_pool, "_start", watched)
-    monkeypatch.setattr(encoder_pool, "_tell", killing)
-    with pytest.raises(RuntimeError, match="ended with -9 before its work did"):
-        encoder_pool.encode(tokenizer.train(TEXTS, 300), TEXTS * 20, 0, workers=2)
+    monkeypatch.setattr(encoder_pool, "_send", killing)
+    with pytest.raises(RuntimeError, match="ended with exit code -9 before its work was done"):
+        encoder_pool.encode(tokenizer.train_tokenizer(TEXTS, 300), TEXTS * 20, 0, workers=2)
     assert [process.poll() for process in started] == [-9, -9]
 
 
@@ -99,12 +99,12 @@ PROGRAM = """
 import sys
 from train.data import encoder_pool, tokenized, tokenizer
 from train.data.corpus import Corpus, Document
-encoder_pool.AT_ONCE = 2000
+encoder_pool.GROUP_CHARACTERS = 2000
 texts = tuple(Document(str(i), f"def f{i}(x):\\n    return {i}\\n" * 90) for i in range(3000))
 def show(done, total):
     print(done, flush=True)
-made = tokenizer.train(["def f(x): return 0123456789\\n"] * 9, 300)
-tokenized.of_text(Corpus(texts[:2900], texts[2900:]), made, 0, workers=2, show=show)
+made = tokenizer.train_tokenizer(["def f(x): return 0123456789\\n"] * 9, 300)
+tokenized.tokenize_texts(Corpus(texts[:2900], texts[2900:]), made, 0, workers=2, show=show)
 """
 
 
@@ -122,8 +122,8 @@ def test_a_stop_leaves_no_half_cache_and_no_process(number: signal.Signals) -> N
     running.send_signal(number)
     assert running.wait() != 0
     running.stdout.close()
-    left = list(cache.folder().glob("**/*"))
-    assert not [path for path in left if path.name.startswith("tokens-") and path.parent == cache.folder()]
+    left = list(cache.cache_folder().glob("**/*"))
+    assert not [path for path in left if path.name.startswith("tokens-") and path.parent == cache.cache_folder()]
     if number == signal.SIGINT:
         assert left == []
     until = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""What --data may name: text, records, shards, and mixtures of them, up to whole runs."""
+"""Tests of --data: text, records, shards and mixtures of them, up to full runs."""
 
 import datetime
 import json
@@ -17,7 +17,7 @@ from fnmodels.errors import UserError
 from tests.train.job.test_run import TINY, rows, same, stop_after, train
 from train.data import cache, sources, tokenized, tokenizer
 from train.data.chat import Template
-from train.data.rows import everything
+from train.data.rows import all_rows
 from train.job import initial_model
 
 
@@ -54,65 +54,65 @@ PARSED: dict[str, list[tuple[str, str]]] = {
 
 @pytest.mark.parametrize("text", PARSED)
 def test_sources_and_weights_are_read(text: str) -> None:
-    assert sources.parse(text) == [(Path(path), Fraction(weight)) for path, weight in PARSED[text]]
+    assert sources.parse_sources(text) == [(Path(path), Fraction(weight)) for path, weight in PARSED[text]]
 
 
 def test_a_name_that_exists_is_no_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _words(tmp_path / "a:3,b", "word")
-    assert sources.parse("a:3,b") == [(Path("a:3,b"), Fraction(1))]
-    assert sources.absolute("a:3,b") == str(tmp_path / "a:3,b")
+    assert sources.parse_sources("a:3,b") == [(Path("a:3,b"), Fraction(1))]
+    assert sources.absolute_paths("a:3,b") == str(tmp_path / "a:3,b")
 
 
 def test_what_is_recorded_does_not_depend_on_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    there = sources.absolute("a.jsonl:3,../b:1/3,c", tmp_path / "sub")
+    there = sources.absolute_paths("a.jsonl:3,../b:1/3,c", tmp_path / "sub")
     assert there == f"{tmp_path}/sub/a.jsonl:3,{tmp_path}/b:1/3,{tmp_path}/sub/c"
-    assert sources.absolute(there) == there
+    assert sources.absolute_paths(there) == there
 
 
 def test_a_list_may_be_longer_than_a_name(tmp_path: Path) -> None:
-    assert len(sources.parse(",".join(f"file-number-{i}.jsonl:{i}" for i in range(1, 40)))) == 39
+    assert len(sources.parse_sources(",".join(f"file-number-{i}.jsonl:{i}" for i in range(1, 40)))) == 39
 
 
 @pytest.mark.parametrize("text", ["a:0", "a:-1,b", "a,,b", ",", "a:1,:2"])
 def test_what_is_no_list_of_sources_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"is not PATH or PATH:WEIGHT|no such file"):
-        sources.load(text)
+        sources.read_sources(text)
 
 
 def test_weights_become_the_smallest_whole_numbers(tmp_path: Path) -> None:
     one, two = _words(tmp_path / "a", "one"), _words(tmp_path / "b", "two")
-    assert sources.load(f"{one}:0.5,{two}:1/3").weights == (3, 2)
-    assert sources.load(f"{one}:4,{two}:2").weights == (2, 1)
-    assert sources.load(str(one)).weights == (1,)
+    assert sources.read_sources(f"{one}:0.5,{two}:1/3").weights == (3, 2)
+    assert sources.read_sources(f"{one}:4,{two}:2").weights == (2, 1)
+    assert sources.read_sources(str(one)).weights == (1,)
 
 
 def test_what_was_skipped_is_told_with_its_source(tmp_path: Path) -> None:
     one, two = _words(tmp_path / "a", "one"), _jsonl(tmp_path / "b.jsonl")
     with open(two, "a") as file:
         file.write("broken\n")
-    (skipped,) = sources.load(f"{one},{two}").skipped
+    (skipped,) = sources.read_sources(f"{one},{two}").skipped
     assert skipped.startswith(f"{two}: b.jsonl, line 151 (not JSON")
     with pytest.raises(UserError, match="line 151"):
-        sources.load(f"{one},{two}", strict=True)
+        sources.read_sources(f"{one},{two}", strict=True)
 
 
 def test_all_kinds_of_sources_become_one_mixture(tmp_path: Path) -> None:
-    made = tokenizer.train(["some words 0123456789 of text\n"] * 9, 300)
+    made = tokenizer.train_tokenizer(["some words 0123456789 of text\n"] * 9, 300)
     text = "".join(f"{i} words\n" for i in range(300))
     mix = f"{_words(tmp_path / 'a.txt', 'one')}:2,{_jsonl(tmp_path / 'b.jsonl')},{_shards(tmp_path / 'c', made, text)}"
-    dataset = tokenized.tokenized(sources.load(mix), made, 0, 300)
-    mixture = tokenized.mixture(dataset, 16)
+    dataset = tokenized.tokenize(sources.read_sources(mix), made, 0, 300)
+    mixture = tokenized.make_mixture(dataset, 16)
     assert mixture.weights == (2, 1, 1) and [Path(name).name for name in mixture.names] == ["a.txt", "b.jsonl", "c"]
     assert dataset.heldout.bytes < dataset.train.bytes
-    labels = tokenized.heldout(dataset, 16)["labels"]
+    labels = tokenized.heldout_batch(dataset, 16)["labels"]
     assert int((labels >= 0).sum()) <= dataset.heldout.total
     of_ids = dataset.train.sources[2], dataset.heldout.sources[2]
     texts = [[part.read(n, 0, int(size)) for n, size in enumerate(part.lengths)] for part in of_ids]
     assert "".join(made.decode(ids) for pair in zip(*texts, strict=True) for ids in pair) == text
     told, tails = (
-        tokenized.of_shards(sources.load(mix).sources[2], made, 0, 300),
+        tokenized.read_shards(sources.read_sources(mix).sources[2], made, 0, 300),
         "".join(map(made.decode, texts[1])).encode(),
     )
     assert told.sizes[1:] == (len(tails), len(zlib.compress(tails, 9)))
@@ -123,39 +123,39 @@ def test_what_one_source_holds_out_no_other_learns(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"record {i}, {i % 7}\n" * 3}) + "\n" for i in range(300)]
     (tmp_path / "all.jsonl").write_text("".join(lines))
     (tmp_path / "some.jsonl").write_text("".join(lines[100:220]))
-    texts = sources.load(f"{tmp_path / 'all.jsonl'},{tmp_path / 'some.jsonl'}:3")
+    texts = sources.read_sources(f"{tmp_path / 'all.jsonl'},{tmp_path / 'some.jsonl'}:3")
     parts = [source.text for source in texts.sources if source.text]
     heldout = {document.text for part in parts for document in part.heldout}
     learnt = {document.text for part in parts for document in part.train}
     assert [len(part.heldout) for part in parts] == [15, 6] and len(heldout) == 18
     assert not heldout & learnt and len(heldout | learnt) == 300
-    assert texts.copies == 300 + 120 - 15 - 6 - sum(len(part.train) for part in parts) > 0
-    alone = sources.load(str(tmp_path / "all.jsonl"))
-    assert alone.copies == 0 and len(alone.train) == 285
+    assert texts.duplicates == 300 + 120 - 15 - 6 - sum(len(part.train) for part in parts) > 0
+    alone = sources.read_sources(str(tmp_path / "all.jsonl"))
+    assert alone.duplicates == 0 and len(alone.train) == 285
     part = parts[0]
     other = replace(part, train=part.heldout)
-    with pytest.raises(UserError, match="b: all that there is to learn from is held out by another source"):
-        sources.apart([sources.Source("a", Fraction(1), part), sources.Source("b", Fraction(1), other)])
+    with pytest.raises(UserError, match="b: another source holds out all of its train documents"):
+        sources.exclude_heldout([sources.Source("a", Fraction(1), part), sources.Source("b", Fraction(1), other)])
 
 
 def test_a_tokenizer_is_made_of_all_sources(tmp_path: Path) -> None:
-    """The cache once knew it by the first one: a second mixture got the tokenizer of the first."""
+    """Regression: the cache key once covered the first source only, and so mixtures shared a tokenizer."""
     names = [_words(tmp_path / word, word) for word in ("alpha", "bravo", "charlie")]
     for other in names[1:]:
-        texts = sources.load(f"{names[0]},{other}")
+        texts = sources.read_sources(f"{names[0]},{other}")
         for _ in range(2):
             made = initial_model.new_tokenizer(texts, 300)
-            assert made.to_str() == tokenizer.train((d.text for d in texts.train), 300).to_str()
+            assert made.to_str() == tokenizer.train_tokenizer((d.text for d in texts.train), 300).to_str()
     assert initial_model.new_tokenizer(texts, 280).get_vocab_size() == 280
 
 
 def test_the_hash_is_of_the_contents(tmp_path: Path) -> None:
-    made = tokenizer.train(["words 0123456789\n"] * 9, 300)
+    made = tokenizer.train_tokenizer(["words 0123456789\n"] * 9, 300)
     found = set()
     for name, text in (("here", "0 words\n" * 90), ("there", "0 words\n" * 90), ("other", "1 words\n" * 90)):
         (tmp_path / name).mkdir()
         mix = f"{_words(tmp_path / name / 'a', 'one')},{_shards(tmp_path / name / 'c', made, text)}"
-        found.add(tokenized.tokenized(sources.load(mix), made, 0, 300).fingerprint)
+        found.add(tokenized.tokenize(sources.read_sources(mix), made, 0, 300).fingerprint)
     assert len(found) == 2
 
 
@@ -204,13 +204,13 @@ TEMPLATE = (
 
 
 def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tmp_path: Path) -> None:
-    made = tokenizer.train(["<user><assistant> 0123456789?+.\n"] * 9, 300)
-    texts, template = sources.load(str(_talks(tmp_path / "a.jsonl"))), Template(TEMPLATE, {})
-    dataset = tokenized.tokenized(texts, made, 0, 300, template=template, length=64)
-    again = tokenized.tokenized(texts, made, 0, 300, template=template, length=64)  # from the cache
+    made = tokenizer.train_tokenizer(["<user><assistant> 0123456789?+.\n"] * 9, 300)
+    texts, template = sources.read_sources(str(_talks(tmp_path / "a.jsonl"))), Template(TEMPLATE, {})
+    dataset = tokenized.tokenize(texts, made, 0, 300, template=template, length=64)
+    again = tokenized.tokenize(texts, made, 0, 300, template=template, length=64)  # from the cache
     assert dataset.skipped == again.skipped and "line 121 (the conversation has no turn of the" in dataset.skipped[0]
-    mixture = tokenized.mixture(again, 64)
-    batch = everything(mixture.rows[0])
+    mixture = tokenized.make_mixture(again, 64)
+    batch = all_rows(mixture.rows[0])
     said = made.decode(batch["labels"][batch["labels"] >= 0].tolist())
     train_documents = texts.train
     answers = [document.messages[1]["content"] for document in train_documents if len(document.messages or ()) == 2]
@@ -219,52 +219,52 @@ def test_conversations_are_packed_whole_and_learnt_where_the_assistant_speaks(tm
     starts = batch["segment_ids"].unique(dim=1).amax(1).sum()
     assert int(starts) == len(answers)  # none is cut in two
     assert dataset.train.bytes == len(said)
-    assert dataset.train.learning == int((batch["labels"] >= 0).sum()) < dataset.train.total
-    assert dataset.heldout.learning == int((tokenized.heldout(again, 64)["labels"] >= 0).sum())
+    assert dataset.train.target_count == int((batch["labels"] >= 0).sum()) < dataset.train.total
+    assert dataset.heldout.target_count == int((tokenized.heldout_batch(again, 64)["labels"] >= 0).sum())
     questions = [f"<user>{i} + {i}?\n<assistant>" for i in range(120)]
     sizes = sorted(len(made.encode(question, add_special_tokens=False).ids) for question in questions)
-    short = tokenized.tokenized(
+    short = tokenized.tokenize(
         texts, made, 0, 300, template=template, length=sizes[-1]
     )  # no place for longer ones' answers
     cut = [what for what in short.skipped if "hold nothing that the assistant says)" in what]
     kept = sum(len(part.sources[0].lengths) for part in (short.train, short.heldout))
     assert max(int(part.sources[0].lengths.max()) for part in (short.train, short.heldout)) == sizes[-1]
     assert len(cut) == len(short.skipped) - 1 == 120 - kept == sum(size >= sizes[-1] for size in sizes) > 0
-    with pytest.raises(UserError, match="1 conversations cannot be learnt from"):
-        tokenized.tokenized(texts, made, 0, 300, template=template, length=64, strict=True)
+    with pytest.raises(UserError, match="1 conversations cannot be trained on"):
+        tokenized.tokenize(texts, made, 0, 300, template=template, length=64, strict=True)
     with pytest.raises(UserError, match="need a chat template and the length of a row"):
-        tokenized.tokenized(texts, made, 0, 300)
+        tokenized.tokenize(texts, made, 0, 300)
 
 
 def test_the_cache_answers_no_other_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tokenizer, end, template and length has its own; what is made in one folder is what each makes alone."""
+    """The cache has one entry per tokenizer, end, template and length; a shared folder gives what separate ones do."""
     words = ["<user><assistant> 0123456789?+.\n" * 3, "one is answer <user> 1212 3434\n" * 3]
-    one, other = (tokenizer.train([text] * 9, 270) for text in words)
+    one, other = (tokenizer.train_tokenizer([text] * 9, 270) for text in words)
     assert one.get_vocab_size() == other.get_vocab_size()
     talks, texts = (
-        sources.load(str(path)).sources[0].text
+        sources.read_sources(str(path)).sources[0].text
         for path in (_talks(tmp_path / "a.jsonl"), _words(tmp_path / "b.txt", "one is 1212"))
     )
     assert talks is not None and texts is not None
     template = Template(TEMPLATE, {})
     asked = [
-        lambda: tokenized.of_text(texts, one, 0),
-        lambda: tokenized.of_text(texts, other, 0),
-        lambda: tokenized.of_text(texts, one, None),
-        lambda: tokenized.of_text(texts, one, 5),
-        lambda: tokenized.of_chats(talks, one, template, 64),
-        lambda: tokenized.of_chats(talks, other, template, 64),
-        lambda: tokenized.of_chats(talks, one, template, 24),
-        lambda: tokenized.of_chats(talks, one, Template("# " + TEMPLATE, {}), 64),
-        lambda: tokenized.of_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "?"}), 64),
-        lambda: tokenized.of_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "+"}), 64),
+        lambda: tokenized.tokenize_texts(texts, one, 0),
+        lambda: tokenized.tokenize_texts(texts, other, 0),
+        lambda: tokenized.tokenize_texts(texts, one, None),
+        lambda: tokenized.tokenize_texts(texts, one, 5),
+        lambda: tokenized.tokenize_chats(talks, one, template, 64),
+        lambda: tokenized.tokenize_chats(talks, other, template, 64),
+        lambda: tokenized.tokenize_chats(talks, one, template, 24),
+        lambda: tokenized.tokenize_chats(talks, one, Template("# " + TEMPLATE, {}), 64),
+        lambda: tokenized.tokenize_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "?"}), 64),
+        lambda: tokenized.tokenize_chats(talks, one, Template("{{ bos_token }}" + TEMPLATE, {"bos_token": "+"}), 64),
     ]
 
-    def answer(ask: Callable[[], tokenized.Halves]) -> tuple:
+    def answer(ask: Callable[[], tokenized.TokenizedSource]) -> tuple:
         half = ask()
         tokens = half.train
         numbers = [tokens.targets(n, 0, int(size)).tolist() for n, size in enumerate(tokens.lengths)]
-        return numbers, tokens.parts[0].tolist(), half.sizes, half.skipped, half.fingerprint
+        return numbers, tokens.arrays[0].tolist(), half.sizes, half.skipped, half.fingerprint
 
     together = [answer(ask) for _ in range(2) for ask in asked]
     alone = []
@@ -280,10 +280,10 @@ def test_a_conversation_is_rendered_with_its_tools(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2."}]
     lines = [json.dumps({"messages": talk, "tools": [{"name": f"tool {i}"}]}) + "\n" for i in range(5)]
     (tmp_path / "a.jsonl").write_text("".join(lines) + json.dumps({"messages": talk}))
-    made = tokenizer.train(["<user><assistant> 0123456789?+.\n"] * 9, 300)
+    made = tokenizer.train_tokenizer(["<user><assistant> 0123456789?+.\n"] * 9, 300)
     template = Template("{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}" + TEMPLATE, {})
-    texts = sources.load(str(tmp_path / "a.jsonl"))
-    dataset = tokenized.tokenized(texts, made, 0, 300, template=template, length=64)
+    texts = sources.read_sources(str(tmp_path / "a.jsonl"))
+    dataset = tokenized.tokenize(texts, made, 0, 300, template=template, length=64)
     halves = dataset.train.sources[0], dataset.heldout.sources[0]
     texts_of = {made.decode(half.read(n, 0, 64)) for half in halves for n in range(len(half.lengths))}
     assert texts_of == {f"{named}<user>2?\n<assistant>2.\n" for named in ["", *(f"[tool {i}]" for i in range(5))]}
@@ -320,7 +320,7 @@ def test_a_run_learns_from_conversations(tmp_path: Path, monkeypatch, capsys: py
 
 
 def test_a_template_that_tells_the_day_tells_the_day_that_the_run_began(tmp_path: Path, monkeypatch) -> None:
-    """As Llama 3.2's does: elsewhere, or without the cache, a run resumed tomorrow would learn from another text."""
+    """As Llama 3.2's: without the cache, a run resumed on another day would otherwise train on another text."""
 
     class Day(datetime.date):
         @classmethod
@@ -334,13 +334,13 @@ def test_a_template_that_tells_the_day_tells_the_day_that_the_run_began(tmp_path
     with monkeypatch.context() as patch:
         stop_after(patch, 1)
         assert train(tmp_path / "run", _talks(tmp_path / "talks.jsonl"), "--init", tmp_path / "first") == 130
-    (file,) = cache.folder().glob("chats-*")
+    (file,) = cache.cache_folder().glob("chats-*")
     before = file.read_bytes()
     file.unlink()
     days.append(datetime.date(2026, 3, 1))
     assert train(tmp_path / "run", None, "--resume", "--keep", 1) == 0
     assert file.read_bytes() == before
-    texts = sources.load(str(tmp_path / "talks.jsonl"))
+    texts = sources.read_sources(str(tmp_path / "talks.jsonl"))
     template = tokenized.template_for(texts, tmp_path / "run")
     assert template is not None and template.day == "2026-03-01"
 
@@ -365,10 +365,10 @@ def test_what_is_broken_may_stop_the_run(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_dataset_is_a_source_among_others(tmp_path: Path) -> None:
     records = [{"text": f"record {i}\n" * 9} for i in range(150)]
-    mixed = sources.load(str(_words(tmp_path / "a", "one"))).sources
-    texts = sources.Texts((*mixed, sources.of_dataset(records, "records", weight=Fraction(1, 2))))
-    learned = tokenizer.train(["record 0123456789\n"] * 9, 300)
-    mixture = tokenized.mixture(tokenized.tokenized(texts, learned, 0, 300), 16)
+    mixed = sources.read_sources(str(_words(tmp_path / "a", "one"))).sources
+    texts = sources.DataSources((*mixed, sources.of_dataset(records, "records", weight=Fraction(1, 2))))
+    learned = tokenizer.train_tokenizer(["record 0123456789\n"] * 9, 300)
+    mixture = tokenized.make_mixture(tokenized.tokenize(texts, learned, 0, 300), 16)
     assert mixture.names[1] == "records" and mixture.weights == (2, 1)
 
 

@@ -1,4 +1,4 @@
-"""Shards of token ids: read as they were written, and every way of being broken is told with the file's name."""
+"""Tests of token shards: ids read as written, and every kind of damage reported with the file's name."""
 
 import io
 import tempfile
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fnmodels.errors import UserError
 from train.data import token_shards
-from train.data.rows import Tokens, everything, stream
+from train.data.rows import Tokens, all_rows, pack_stream
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _documents(tokens: Tokens) -> list[list[int]]:
 
 
 def _load(path: Path, vocab_size: int = 100, end: int | None = 0) -> Tokens:
-    return token_shards.load(path, vocab_size=vocab_size, end=end).tokens
+    return token_shards.open_shards(path, vocab_size=vocab_size, end=end).tokens
 
 
 @pytest.mark.parametrize("dtype", token_shards.DTYPES)
@@ -36,7 +36,7 @@ def test_documents_end_with_the_end_of_text_or_the_shard(tmp_path: Path, dtype: 
     assert _documents(_load(tmp_path)) == [[1, 2, 0], [0], [3, 0], [7, 8]]
     assert _documents(_load(tmp_path, end=None)) == [[1, 2, 0, 0, 3, 0], [7, 8]]
     assert _documents(_load(tmp_path / "b.npy")) == [[7, 8]]
-    assert all(isinstance(part, np.memmap) for part in _load(tmp_path).parts)
+    assert all(isinstance(array, np.memmap) for array in _load(tmp_path).arrays)
 
 
 def test_lengths_beside_a_shard_say_where_documents_end(tmp_path: Path) -> None:
@@ -44,46 +44,46 @@ def test_lengths_beside_a_shard_say_where_documents_end(tmp_path: Path) -> None:
     np.save(tmp_path / "a.lengths.npy", np.array([3, 0, 1]))
     np.save(tmp_path / "b.npy", np.array([4, 0, 5], np.uint16))
     assert _documents(_load(tmp_path)) == [[1, 0, 2], [], [3], [4, 0], [5]]
-    assert everything(stream(_load(tmp_path), 4))["labels"].tolist() == [[0, 2, -100, -100], [0, -100, -100, -100]]
+    assert all_rows(pack_stream(_load(tmp_path), 4))["labels"].tolist() == [[0, 2, -100, -100], [0, -100, -100, -100]]
 
 
 def test_ids_are_looked_through_once_and_again_when_the_file_has_changed(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(token_shards, "AT_ONCE", 3)  # several looks at one file
+    monkeypatch.setattr(token_shards, "CHUNK_IDS", 3)  # several looks at one file
     file, ids = tmp_path / "a.npy", np.arange(1, 11, dtype=np.uint16)
     np.save(file, ids)
-    first = token_shards.load(file, vocab_size=100, end=4)
+    first = token_shards.open_shards(file, vocab_size=100, end=4)
     assert _documents(first.tokens) == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
     with monkeypatch.context() as patch:
-        patch.setattr(token_shards, "_documents", lambda *_: pytest.fail("looked through again"))
-        assert token_shards.load(file, vocab_size=100, end=4).fingerprint == first.fingerprint
+        patch.setattr(token_shards, "_scan_documents", lambda *_: pytest.fail("looked through again"))
+        assert token_shards.open_shards(file, vocab_size=100, end=4).fingerprint == first.fingerprint
     ids[9] = 11
     np.save(file, ids)
-    other = token_shards.load(file, vocab_size=100, end=4)
+    other = token_shards.open_shards(file, vocab_size=100, end=4)
     assert other.tokens.read(1, 5, 6) == 11 and other.fingerprint != first.fingerprint
-    assert token_shards.load(file, vocab_size=100, end=5).fingerprint != other.fingerprint
+    assert token_shards.open_shards(file, vocab_size=100, end=5).fingerprint != other.fingerprint
     with pytest.raises(UserError, match=r"id number 9 is 11, .* has 11 entries"):  # of another model
-        token_shards.load(file, vocab_size=11, end=4)
+        token_shards.open_shards(file, vocab_size=11, end=4)
     for lengths in ([3, 7], [4, 6], [10]):
         np.save(tmp_path / "a.lengths.npy", np.array(lengths))
-        assert [len(ids) for ids in _documents(token_shards.load(file, vocab_size=100, end=4).tokens)] == lengths
+        assert [len(ids) for ids in _documents(token_shards.open_shards(file, vocab_size=100, end=4).tokens)] == lengths
     (tmp_path / "a.lengths.npy").unlink()
-    assert token_shards.load(file, vocab_size=100, end=4).fingerprint == other.fingerprint
+    assert token_shards.open_shards(file, vocab_size=100, end=4).fingerprint == other.fingerprint
 
 
 def test_a_part_is_held_out(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.tile(np.array([1, 2, 3, 0], np.uint16), 200))
-    train, heldout = token_shards.hold_out(_load(tmp_path))
+    train, heldout = token_shards.split_heldout(_load(tmp_path))
     assert (len(train.lengths), len(heldout.lengths)) == (190, 10)
     assert sorted([*train.begins, *heldout.begins]) == list(range(0, 800, 4))
-    few_train, few_heldout = token_shards.hold_out(_load(tmp_path, end=None))
+    few_train, few_heldout = token_shards.split_heldout(_load(tmp_path, end=None))
     assert few_train.lengths.tolist() == [720] and few_heldout.lengths.tolist() == [80]
     assert few_heldout.read(0, 0, 4).tolist() == [1, 2, 3, 0]
 
 
 def test_not_more_is_held_out_than_can_be_evaluated(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(token_shards, "HELD_OUT_MOST", 9)
+    monkeypatch.setattr(token_shards, "MAX_HELDOUT_TOKENS", 9)
     np.save(tmp_path / "a.npy", np.tile(np.array([1, 2, 3, 0], np.uint16), 200))
-    assert len(token_shards.hold_out(_load(tmp_path))[1].lengths) == 2
+    assert len(token_shards.split_heldout(_load(tmp_path))[1].lengths) == 2
 
 
 def _save(name: str, array: np.ndarray) -> Callable[[Path], object]:
@@ -114,12 +114,12 @@ def _lengths(*lengths: float) -> Callable[[Path], object]:
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (_cut, r"a\.npy is cut short: 50 ids of uint16 make it 228 bytes long, and it has 218"),
-    "longer": (_longer, r"a\.npy has more bytes than it says"),
+    "longer": (_longer, r"a\.npy has more bytes than its header says"),
     "beginning": (lambda path: (path / "a.npy").write_bytes(b"\x93NUMPY"), r"a\.npy is not an \.npy file, or its"),
     "empty file": (lambda path: (path / "a.npy").write_bytes(b""), r"a\.npy is not an \.npy file, or its"),
     "float": (
         _save("a.npy", np.zeros(3)),
-        r"a\.npy holds float64 of shape \(3,\): a shard is one line of uint8, uint16",
+        r"a\.npy holds float64 of shape \(3,\): a shard is a 1-D array of uint8, uint16",
     ),
     "wide": (_save("a.npy", np.zeros(3, np.uint64)), r"a\.npy holds uint64"),
     "big endian": (_save("a.npy", np.zeros(3, ">u2")), r"a\.npy holds >u2"),
@@ -147,7 +147,7 @@ def test_what_is_broken_is_named(tmp_path: Path, name: str) -> None:
 @settings(max_examples=300)
 @given(st.integers(0, 130), st.binary(min_size=1, max_size=4))
 def test_a_damaged_beginning_is_a_sentence(place: int, noise: bytes) -> None:
-    """Or, where the damage says nothing else, the same ids."""
+    """A UserError, or the same ids where the damage changes none."""
     with io.BytesIO() as made:
         np.save(made, np.arange(50, dtype=np.uint16))
         good = made.getvalue()
@@ -155,7 +155,7 @@ def test_a_damaged_beginning_is_a_sentence(place: int, noise: bytes) -> None:
         file = Path(folder, "a.npy")
         file.write_bytes((good[:place] + noise + good[place + len(noise) :])[: len(good)])
         with suppress(UserError):
-            found = token_shards._mapped(file)
+            found = token_shards._memmap(file)
             assert found.shape == (50,) and found.dtype.name in token_shards.DTYPES
 
 

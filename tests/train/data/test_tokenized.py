@@ -1,3 +1,5 @@
+"""Tests of train.data.tokenized."""
+
 import json
 import zlib
 from fractions import Fraction
@@ -9,8 +11,8 @@ from tokenizers import Tokenizer
 
 from train.data import cache, tokenized, tokenizer
 from train.data.corpus import Corpus, Document
-from train.data.encoder import encode, encode_talks
-from train.data.sources import Source, Texts
+from train.data.encoder import encode, encode_chats
+from train.data.sources import DataSources, Source
 from train.eval.pretrained import load_tokenizer
 
 TEXTS = ["def one():\n    return 1\n" * 9, "class Two:\n\tpass\r\n\r\n" * 7, "<|endoftext|> é 漢字 \U0001f600\n" * 5]
@@ -23,24 +25,24 @@ def own_cache(tmp_path, monkeypatch):
 
 def small_texts():
     documents = tuple(Document(str(i), text) for i, text in enumerate(TEXTS))
-    return Texts((Source("small", Fraction(1), Corpus(documents, documents[1:])),))
+    return DataSources((Source("small", Fraction(1), Corpus(documents, documents[1:])),))
 
 
 def equal(one, other):
-    """Whether the documents to learn from are the same tokens."""
+    """Whether the train documents have the same tokens."""
     parts = one.train.sources + other.train.sources
-    return np.array_equal(*(p.parts[0] for p in parts)) and np.array_equal(*(p.lengths for p in parts))
+    return np.array_equal(*(p.arrays[0] for p in parts)) and np.array_equal(*(p.lengths for p in parts))
 
 
 def test_every_text_comes_back_from_its_tokens():
-    made = tokenizer.train(TEXTS, 300)
+    made = tokenizer.train_tokenizer(TEXTS, 300)
     made.encode_special_tokens = True
     for text in [*TEXTS, "  \n\n  x\t\n", "never seen: ÿ\0 123456", "a\r\nb"]:
         assert made.decode(made.encode(text).ids[1:]) == text
 
 
 def test_training_a_tokenizer_is_deterministic():
-    assert tokenizer.train(TEXTS, 320).to_str() == tokenizer.train(list(TEXTS), 320).to_str()
+    assert tokenizer.train_tokenizer(TEXTS, 320).to_str() == tokenizer.train_tokenizer(list(TEXTS), 320).to_str()
 
 
 def test_a_word_of_megabytes_is_learnt_in_parts(monkeypatch):
@@ -53,14 +55,14 @@ def test_a_word_of_megabytes_is_learnt_in_parts(monkeypatch):
         return parts
 
     long = "acgt" * 6000
-    tokenizer.train([*TEXTS, f"a line\n{long} and more\n"], 300)
+    tokenizer.train_tokenizer([*TEXTS, f"a line\n{long} and more\n"], 300)
     assert max(map(len, parts)) == 10_000 and "".join(parts) == "".join(TEXTS) + f"a line\n{long} and more\n"
     assert parts[: len(TEXTS)] == TEXTS
 
 
 def test_documents_begin_and_end_with_the_end_token_and_cannot_spell_it():
-    made = tokenizer.train(TEXTS, 300)
-    end = made.token_to_id(tokenizer.END)
+    made = tokenizer.train_tokenizer(TEXTS, 300)
+    end = made.token_to_id(tokenizer.END_OF_TEXT)
     line, lengths = encode(made, TEXTS, end)
     for ids in np.split(line, lengths.cumsum())[:-1]:
         assert ids[0] == ids[-1] == end
@@ -68,8 +70,8 @@ def test_documents_begin_and_end_with_the_end_token_and_cannot_spell_it():
 
 
 def test_a_tokenizer_that_cuts_and_pads_does_neither_here(tmp_path):
-    """As those that trl or sentence-transformers save do: every text would be its first tokens, and padding learnt."""
-    whole = tokenizer.train(TEXTS, 300)
+    """As tokenizers saved by trl or sentence-transformers: they truncate and pad."""
+    whole = tokenizer.train_tokenizer(TEXTS, 300)
     expected = encode(whole, TEXTS, 0)
     cutting = Tokenizer.from_str(whole.to_str())
     cutting.enable_truncation(4)
@@ -80,27 +82,27 @@ def test_a_tokenizer_that_cuts_and_pads_does_neither_here(tmp_path):
     for made in (Tokenizer.from_str(cutting.to_str()), loaded):
         assert all(np.array_equal(*pair) for pair in zip(encode(made, TEXTS, 0), expected, strict=True))
     talks = [(text, [(0, 3)]) for text in TEXTS]
-    for pair in zip(encode_talks(cutting, talks), encode_talks(whole, talks), strict=True):
+    for pair in zip(encode_chats(cutting, talks), encode_chats(whole, talks), strict=True):
         assert np.array_equal(*pair)
 
 
 def test_sizes_are_those_of_the_text():
-    dataset = tokenized.tokenized(small_texts(), tokenizer.train(TEXTS, 300), 0, 300)
+    dataset = tokenized.tokenize(small_texts(), tokenizer.train_tokenizer(TEXTS, 300), 0, 300)
     heldout = "".join(TEXTS[1:]).encode()
     assert dataset.heldout.bytes == len(heldout)
     assert dataset.zlib_bytes == len(zlib.compress(heldout, 9))
 
 
 def test_the_tokenized_corpus_is_cached_and_a_damaged_file_is_made_again(monkeypatch):
-    made = tokenizer.train(TEXTS, 300)
-    first = tokenized.tokenized(small_texts(), made, 0, 300)
-    (path,) = cache.folder().glob("tokens-*")
+    made = tokenizer.train_tokenizer(TEXTS, 300)
+    first = tokenized.tokenize(small_texts(), made, 0, 300)
+    (path,) = cache.cache_folder().glob("tokens-*")
     with monkeypatch.context() as patch:
         patch.setattr(tokenized, "encode", lambda *_: pytest.fail("tokenized again"))
-        assert equal(tokenized.tokenized(small_texts(), made, 0, 300), first)
+        assert equal(tokenized.tokenize(small_texts(), made, 0, 300), first)
     path.write_bytes(path.read_bytes()[:100])
-    assert equal(tokenized.tokenized(small_texts(), made, 0, 300), first)
-    other = tokenized.tokenized(small_texts(), tokenizer.train(TEXTS, 280), 0, 280)
+    assert equal(tokenized.tokenize(small_texts(), made, 0, 300), first)
+    other = tokenized.tokenize(small_texts(), tokenizer.train_tokenizer(TEXTS, 280), 0, 280)
     assert not equal(other, first)
 
 
@@ -116,12 +118,12 @@ def test_what_is_not_finished_is_not_in_the_cache():
 
     with pytest.raises(KeyboardInterrupt):
         cache.cached("a.txt", stopped, Path.read_text)
-    assert list(cache.folder().iterdir()) == []
+    assert list(cache.cache_folder().iterdir()) == []
     assert cache.cached("a.txt", slow, Path.read_text) == "half and half"  # two at once: the last wins
-    assert [path.name for path in cache.folder().iterdir()] == ["a.txt"]
+    assert [path.name for path in cache.cache_folder().iterdir()] == ["a.txt"]
 
 
 def test_the_tokenizer_file_is_plain_json():
-    text = tokenizer.train(TEXTS, 300).to_str()
+    text = tokenizer.train_tokenizer(TEXTS, 300).to_str()
     assert json.loads(text)["post_processor"]["type"] == "TemplateProcessing"
     assert Tokenizer.from_str(text).to_str() == text
