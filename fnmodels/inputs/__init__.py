@@ -1,10 +1,10 @@
 """What `fnmodels.prepare` is made of: the tensors that depend on the order of tokens, once per batch. No model in it.
 
-    segments      segment ids and positions: from lengths, end tokens, position resets
-    packing       documents into rows of one length, with labels (IGNORE = -100)
-    mask, rules   attention masks as data: positions and segment ids, and the static predicates over them
-    layout        host-side facts of one batch that fast kernels need: document boundaries, plain causal rows
-    convert       a mask as a dense tensor or as cumulative lengths; block_mask: as FlexAttention's BlockMask
-    transforms    one rule for the batch and sequence dimensions: rows (for vmap), permute, split
-    load_balance  the sequence order that gives context-parallel ranks equal work
+segments      segment ids and positions: from lengths, end tokens, position resets
+packing       documents into rows of one length, with labels (IGNORE = -100)
+mask, rules   attention masks as data: positions and segment ids, and the static predicates over them
+layout        host-side facts of one batch that fast kernels need: document boundaries, plain causal rows
+convert       a mask as a dense tensor or as cumulative lengths; block_mask: as FlexAttention's BlockMask
+transforms    one rule for the batch and sequence dimensions: rows (for vmap), permute, split
+load_balance  the sequence order that gives context-parallel ranks equal work
 """

@@ -1,8 +1,8 @@
 """Hugging Face checkpoint folders: read, check, convert and write them.
 
-    config        config.json to the Config of its family
-    load          (config, params) from a folder; shard_index: which file holds which tensor
-    tensor_map    our parameter paths and the names on disk; dequantize: fp8 and mxfp4 tensors to bf16
-    save          config.json and safetensors, the same bytes every time; manifest: sizes and digests of the files
-    export        parameters under their Hugging Face names, one tensor at a time
+config        config.json to the Config of its family
+load          (config, params) from a folder; shard_index: which file holds which tensor
+tensor_map    our parameter paths and the names on disk; dequantize: fp8 and mxfp4 tensors to bf16
+save          config.json and safetensors, the same bytes every time; manifest: sizes and digests of the files
+export        parameters under their Hugging Face names, one tensor at a time
 """

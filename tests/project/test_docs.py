@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PAGES = [
+    "adding-a-loss.md",
+    "adding-a-parallelism.md",
+    "architecture.md",
     "checkpoints.md",
     "parallel.md",
     "testing.md",
@@ -50,6 +54,17 @@ def test_blocks_run_in_order(page: str, tmp_path: Path, monkeypatch: pytest.Monk
     for source, wanted in blocks:
         printed = run(page, source, module.__dict__)
         assert wanted is None or printed == _without_sizes(wanted)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_files_and_pages_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    named = re.findall(
+        r"\b((?:fnmodels|params|train|tests|examples|benchmarks|docs)/[\w./]+\.(?:py|md|json|ipynb))", text
+    )
+    named += [f"docs/{name}" for name in re.findall(r"\]\((\w[\w-]*\.md)", text)]
+    absent = [name for name in named if not (ROOT / name).exists() and "NAME" not in name]
+    assert not absent
 
 
 def test_the_page_of_checks_shows_five_bugs_and_names_every_check() -> None:

@@ -1,10 +1,10 @@
 """Optimizers as pairs of functions: `init(params)` and `update(grads, opt_state, params)`.
 
-    base          `Optimizer`, `apply_updates`, global norm and clipping
-    per_leaf      what optimizers with an elementwise rule share
-    adamw (and sgd), lion, muon, adafactor           one rule per file
-    transforms    gradient transforms, chained before an optimizer: `clip_norm`, `masked`, `chain`
-    wrappers      optimizers around optimizers: `partition`, `with_ema`, `with_master`
-    schedules     learning-rate multipliers as functions of the step
-    stochastic_rounding   bf16 parameters without an fp32 copy
+base          `Optimizer`, `apply_updates`, global norm and clipping
+per_leaf      what optimizers with an elementwise rule share
+adamw (and sgd), lion, muon, adafactor           one rule per file
+transforms    gradient transforms, chained before an optimizer: `clip_norm`, `masked`, `chain`
+wrappers      optimizers around optimizers: `partition`, `with_ema`, `with_master`
+schedules     learning-rate multipliers as functions of the step
+stochastic_rounding   bf16 parameters without an fp32 copy
 """

@@ -1,6 +1,6 @@
 """Several processes for one run.
 
-    launch        how the processes of one run find each other, again after a restart
-    controller    the first process leads and the others follow its commands; worker: one process and its shards
-    signals       Ctrl-C and SIGTERM as a request that the loop answers between two steps
+launch        how the processes of one run find each other, again after a restart
+controller    the first process leads and the others follow its commands; worker: one process and its shards
+signals       Ctrl-C and SIGTERM as a request that the loop answers between two steps
 """
