@@ -10,13 +10,12 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+from train.dist.torchrun import world
 from train.job.flags import as_flag, value_of
 from train.job.setting_types import WORDS, Kind, choice, whole
 from train.job.settings import DEFAULT, GROUPS, Settings, flag
 
-from .command_line import Parser, main_job, run_command
-
-NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")
+from .command_line import NEEDS, Parser, main_job, run_command
 
 MINUTES = Kind("a number of minutes above 0, a day's 1440 at most", "MINUTES", float, lambda value: 0 < value <= 1440)
 
@@ -114,7 +113,7 @@ def run(arguments: argparse.Namespace, defaults: Settings) -> int:
     from train.job.run import Options, train_run
 
     options = Options(flags=flags, sharing=sharing, **given)
-    rank, processes = launch.world()
+    rank, processes = world()
     if processes == 1:
         return train_run(options, defaults)
     with launch.joined(limit) as held:

@@ -9,10 +9,21 @@ import params.command_line
 from fnmodels.errors import UserError
 from params.command_line import Parser, program_name, sentence, suggestion
 
-__all__ = ["Parser", "at_least", "check_installed", "main_job", "program_name", "run_command", "sentence", "suggestion"]
+__all__ = [
+    "NEEDS",
+    "Parser",
+    "at_least",
+    "check_installed",
+    "main_job",
+    "program_name",
+    "run_command",
+    "sentence",
+    "suggestion",
+]
 
 T = TypeVar("T", int, float)
 
+NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")  # by the main job
 EXTRA_OF = {
     "tokenizers": "text",
     "jinja2": "text",

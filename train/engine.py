@@ -24,11 +24,19 @@ from typing import Any
 
 from torch import Tensor
 
+import params as P
 from fnmodels import tree
 from fnmodels.tree import Tree
 from train.dist.dtensor import local_tree
 from train.optim.base import Optimizer
-from train.parallel.mesh import Mesh, Strategy, warn_of_group
+from train.parallel.agreement import check_same
+from train.parallel.batch_shards import own_parts
+from train.parallel.mesh import Mesh, Strategy, warn_of_group, whole_groups
+from train.parallel.pipeline.staged_loss import staged
+from train.parallel.placement import place
+from train.parallel.step import config_for, sums_over
+from train.parallel.update import over_processes, teach, update_over
+from train.parallel.whole_model import aux_of_stages, fetching
 
 from .gradients import LossFn, Sums, gradient_sums, joined
 from .loss_call import Batch
@@ -60,9 +68,6 @@ class Engine:
         self.state: State = init_state(params, optimizer)
         self._teaching: Any = None
         if mesh is not None:
-            from train.parallel.placement import place
-            from train.parallel.update import teach
-
             warn_of_group()
             how = strategy or Strategy()
             teaching = teach(place(mesh, self.state.params, config, how, optimizer.trainable), optimizer)
@@ -100,8 +105,6 @@ class Engine:
         if held is not None:
             total, count = total - held.total, count - held.count
         if self.mesh is not None:
-            from train.parallel.update import over_processes
-
             total, count, aux = over_processes(self._teaching.placed.devices, total, count, aux)
             if aux is not None and whole_aux is not None:
                 aux = whole_aux(aux)
@@ -113,11 +116,6 @@ class Engine:
         """(`gradient_sums`, what makes its aux that of all stages)."""
         if self.mesh is None:
             return gradient_sums(loss_fn, self.optimizer, **self._how), None
-        from train.parallel.batch_shards import own_parts
-        from train.parallel.pipeline.staged_loss import staged
-        from train.parallel.step import config_for, sums_over
-        from train.parallel.whole_model import aux_of_stages
-
         placed = self._teaching.placed
         config_for(self.mesh, loss_fn, self._how["compile"], placed.strategy, self._how["remat"])
         run = sums_over(placed, loss_fn, self.optimizer, **self._how)
@@ -138,8 +136,6 @@ class Engine:
         if self.mesh is None:
             self.state, metrics = update(self.optimizer, self.state, sums, **how)
         else:
-            from train.parallel.update import update_over
-
             self.state, metrics = update_over(self._teaching, self.state, sums, **how)
         return metrics if aux is None else metrics | {"aux": aux}
 
@@ -162,20 +158,13 @@ class Engine:
             found: list[Any] = run(self.state.params, list(batches))
             return found
         if self.mesh is not None:  # others may have some, and wait
-            from train.parallel.agreement import check_same
-            from train.parallel.mesh import whole_groups
-
             devices = self._teaching.placed.devices
             check_same((), devices, whole_groups(devices))
         return []
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(name on disk, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""
-        import params as P
-
         if self.mesh is None:
             return P.export(self.config, self.state.params)
-        from train.parallel.whole_model import fetching
-
         leaves, fetch = fetching(self.state.params)
         return P.export(self.config, tree.unflatten(leaves), fetch)

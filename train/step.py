@@ -20,7 +20,9 @@ from torch import Tensor
 
 from fnmodels.tree import Tree
 from train.optim.base import Optimizer
+from train.parallel.eval_steps import make_eval_over, make_forward_over
 from train.parallel.mesh import Mesh, Strategy
+from train.parallel.step import make_step_over
 
 from .gradients import LossFn, gradient_sums, metrics_of, totals
 from .loss_call import Batch, caller, microbatches
@@ -77,8 +79,6 @@ def make_step(
     check_limits(clip, balance_rate)
     check_strategy(mesh, strategy)
     if mesh is not None:
-        from train.parallel.step import make_step_over
-
         return make_step_over(
             mesh,
             loss_fn,
@@ -129,8 +129,6 @@ def make_eval_step(
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
-        from train.parallel.eval_steps import make_eval_over
-
         return make_eval_over(mesh, loss_fn, compile=compile, strategy=strategy or Strategy())
     call = caller(loss_fn, compile=compile)
 
@@ -153,8 +151,6 @@ def make_forward_only(
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
-        from train.parallel.eval_steps import make_forward_over
-
         return make_forward_over(mesh, function, compile=compile, strategy=strategy or Strategy())
     call = caller(function, compile=compile)
 

@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fnmodels.errors import UserError
-from train.cli import NEEDS
-from train.command_line import Parser, at_least, check_installed, run_command
+from train.command_line import NEEDS, Parser, at_least, check_installed, run_command
+from train.job import run_folder
 from train.job.flags import as_flag
 from train.job.settings import DEFAULT, SIZES, flag, from_json
 
@@ -105,8 +105,6 @@ def run_at(revision: str, like: Path, into: Path) -> Path:
 
 def settings_of(run: Path) -> dict[str, Any]:
     """What decided the run's numbers. UserError where it does not say."""
-    from train.job import run_folder
-
     recorded = (run_folder.read_json(run / run_folder.RUN) or {}).get("settings")
     found = from_json(recorded) if isinstance(recorded, dict) else {}
     if not found:
@@ -126,8 +124,6 @@ def settings_apart(first: Path, second: Path) -> list[str]:
 
 def used(run: Path) -> dict[str, Any]:
     """What decided the run's numbers, as it came to be: sizes are those of its model, and not what was asked for."""
-    from train.job import run_folder
-
     settings, model = settings_of(run), (run_folder.read_json(run / run_folder.RUN) or {}).get("config")
     if not isinstance(model, dict):
         return settings

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
+from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def continuation(
 
 def complete(params: Tree, config: Any, tokenizer: Tokenizer, prompt: str, end: Sequence[int], **how: Any) -> str:
     """The prompt and its continuation as text. `how` as in `continuation`."""
-    from fnmodels.errors import UserError
-
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise UserError("--prompt is empty, and this tokenizer puts nothing before a text: give at least one character")

@@ -8,13 +8,13 @@ from typing import Any
 import params as P
 from fnmodels.errors import UserError
 from fnmodels.inputs.load_balance import head_tail_order
-from train.job.processes.launch import world
+from train.dist.torchrun import world
 from train.optim.base import takes_parts
 from train.parallel import Mesh, Strategy
-from train.parallel.mesh import not_compiled
 from train.parallel.pipeline.gradients import SCHEDULES, check_microbatches
 from train.parallel.pipeline.stages import pipeline_of
 from train.parallel.placement import rules_of
+from train.parallel.step import not_compiled
 from train.parallel.update import check_whole
 
 from . import initial_model

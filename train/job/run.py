@@ -21,9 +21,9 @@ from train.checkpoint import saved_steps, sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.saved_steps import Checkpoint
 from train.data.mixture import batch
+from train.dist import torchrun
 from train.eval.generate import complete
 from train.eval.pretrained import copy_companions
-from train.job.processes import launch
 from train.job.processes.controller import Team
 from train.job.processes.signals import stop_requests
 from train.job.processes.worker import Work
@@ -63,11 +63,11 @@ class Options:
 
 def train_run(options: Options, defaults: Settings) -> int:
     """Start or resume the run; returns the exit code."""
-    given, start = told(options), launch.start()
-    if options.resume and not launch.by_torchrun():
+    given, start = told(options), torchrun.start()
+    if options.resume and not torchrun.by_torchrun():
         run_folder.refuse_absent(options.run)
     with run_folder.locked(options.run):
-        if launch.started_anew() and run_folder.begun_by(options.run, start):
+        if torchrun.started_anew() and run_folder.begun_by(options.run, start):
             options = replace(options, resume=True)
         run_folder.refuse_to_mix(options.run, resume=options.resume)
         run_folder.let_in(options.run, start)

@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from train.parallel.pipeline.schedule import SPLITTING
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -137,17 +135,6 @@ class Strategy:
     schedule: str = "1F1B"
     virtual: int | None = None
     split: tuple[int, ...] | None = None
-
-
-def not_compiled(mesh: Mesh, strategy: Strategy) -> str | None:
-    """Why layers so shared do not go into graphs, as a part of a sentence; None where they do."""
-    if mesh.ep > 1:
-        return "over ep it is the host that reads how many tokens each expert has"
-    if mesh.cp > 1 and strategy.context == "ring":
-        return 'context="ring" asks the host which keys nobody looks at'
-    if mesh.pp > 1 and strategy.schedule in SPLITTING:
-        return f"schedule={strategy.schedule!r} takes each layer's backward pass in two, and that of a graph is one"
-    return None
 
 
 def warn_of_group() -> None:

@@ -28,6 +28,7 @@ from train.loss_call import Batch, compiling, open_keywords
 from train.losses.moe_balance import Balance
 from train.optim.base import Optimizer
 from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
+from train.parallel.pipeline.schedule import SPLITTING
 from train.parallel.pipeline.staged_loss import staged
 from train.parallel.pipeline.stages import stage_sums
 from train.parallel.pipeline.types import Staged
@@ -38,7 +39,7 @@ from train.update import Step, check_state
 from .batch_shards import own_parts
 from .expert import expert_parallel
 from .fsdp import gathering
-from .mesh import Mesh, Strategy, mesh_of, not_compiled
+from .mesh import Mesh, Strategy, mesh_of
 from .placement import Placed, place
 from .update import Teaching, teach, update_over
 
@@ -79,6 +80,17 @@ def make_step_over(
         return update_over(teaching, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
 
     return step
+
+
+def not_compiled(mesh: Mesh, strategy: Strategy) -> str | None:
+    """Why layers so shared do not go into graphs, as a part of a sentence; None where they do."""
+    if mesh.ep > 1:
+        return "over ep it is the host that reads how many tokens each expert has"
+    if mesh.cp > 1 and strategy.context == "ring":
+        return 'context="ring" asks the host which keys nobody looks at'
+    if mesh.pp > 1 and strategy.schedule in SPLITTING:
+        return f"schedule={strategy.schedule!r} takes each layer's backward pass in two, and that of a graph is one"
+    return None
 
 
 def config_for(mesh: Mesh, function: Callable[..., Any], compile: str, strategy: Strategy, remat: str = "none") -> Any:

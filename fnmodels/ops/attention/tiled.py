@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fnmodels.ops.autograd_guard import refuse
 
-from .tiled_kernel import tiles_backward, tiles_forward
+from .tiled_kernel import keep_inputs, tiles_backward, tiles_forward
 
 _LENGTHS = {2: (32, 1024), 4: (256, 1024)}  # by bytes of a number: where the tiles were measured to be faster
 
@@ -45,11 +45,6 @@ def pays(q: Tensor) -> bool:
 
         return not transforms()
     return fits
-
-
-def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
 
 
 class _Tiles(torch.autograd.Function):

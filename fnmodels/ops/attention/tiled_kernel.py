@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         p = _probabilities(_rows(q5[:, :, :, lo:hi] * scale), keys[..., :hi], lo, future[: hi - lo, : hi - lo])
         out5[:, :, :, lo:hi] = torch.bmm(p, values[:, :hi]).view(batch, groups, -1, hi - lo, v.shape[3])
     return out
+
+
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """What `tiles_backward` needs: q, k, v and the scale."""
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def tiles_backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tiled import keep_inputs
-from .tiled_kernel import tiles_backward, tiles_forward
+from .tiled_kernel import keep_inputs, tiles_backward, tiles_forward
 
 
 @torch.library.custom_op("fnmodels::causal_tiles", mutates_args=())

@@ -37,6 +37,7 @@ from train import adamw, init_state, sharded
 from train.checkpoint.saved_steps import Checkpoint
 from train.cli import main
 from train.data.rows import Batch
+from train.dist import torchrun
 from train.dist.dtensor import local_tree
 from train.eval import pretrained
 from train.job import run_folder as folder
@@ -453,7 +454,7 @@ def test_only_what_torchrun_has_begun_is_gone_on_with_unasked(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for begun, said in (
         ("none elsewhere 1", "the folder is not empty: add --resume to go on with its run"),
-        (joining.start(), "the folder holds files that no run wrote"),  # as with --resume
+        (torchrun.start(), "the folder holds files that no run wrote"),  # as with --resume
     ):
         folder.let_in(path, begun)
         assert main(words(path)) == 2

@@ -25,9 +25,10 @@ from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from train.command_line import main_job, sentence
 from train.data.rows import Batch
+from train.dist.torchrun import world
 from train.state import State
 
-from .launch import patiently, world
+from .launch import patiently
 from .worker import Member, Work
 
 Message = tuple[str, tuple[Any, ...]]

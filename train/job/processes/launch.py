@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from fnmodels.errors import UserError
 from train.command_line import main_job, sentence
+from train.dist.torchrun import world
 from train.parallel.mesh import warn_of_group
 
 JOINING = datetime.timedelta(seconds=60)  # for all to find each other
 PATIENCE = datetime.timedelta(hours=2)  # for what the first one does alone, as reading text
-
-
-def world() -> tuple[int, int]:
-    """(number of this process, how many there are), as torchrun says."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def by_torchrun() -> bool:
-    """Whether torchrun has started this process. It repeats one command whatever became of the run, on any machine."""
-    return dist.is_torchelastic_launched()
-
-
-def started_anew() -> bool:
-    """Whether torchrun has started the processes before (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
-def start() -> str:
-    """What all the starts by one torchrun have in common, and those by another have not: its name may be `none`."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"
 
 
 @contextmanager
@@ -82,7 +62,8 @@ def patiently(limit: datetime.timedelta | None) -> Iterator[None]:
 def set_limit(limit: datetime.timedelta, *groups: dist.ProcessGroup | None) -> None:
     """How long this process waits in these groups from now on: meshes are made with torch's half an hour."""
     for group in groups:
-        _set_pg_timeout(limit, group)
+        if group is not None:
+            group.set_timeout(limit)
 
 
 def _met(rank: int, processes: int) -> Store:

@@ -32,7 +32,7 @@ from train.parallel.context.api import asks_length, context_kernel, longest, who
 from train.parallel.expert import expert_parallel
 from train.parallel.fsdp import gathering_stages
 from train.parallel.mesh import Mesh, Strategy, mesh_of
-from train.parallel.placement import Placed
+from train.parallel.placement import Placed, rules_of
 from train.parallel.tensor.api import tensor_parallel
 from train.remat import layer_fn
 
@@ -130,8 +130,6 @@ def _staged(
     Each way of sharing is what it is without stages, from the inside out: attention, experts, parts of layers,
     compilation of these, gathering.
     """
-    from train.parallel.placement import rules_of
-
     config, devices, strategy = placed.config, placed.devices, placed.strategy
     mesh, loss = mesh_of(devices), staged(loss_fn)
     loss = dataclasses.replace(loss, balance=whole_balance(loss.balance, devices), compiled=compile == "block")

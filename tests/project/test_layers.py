@@ -1,0 +1,49 @@
+"""What the contracts in pyproject.toml (`make lint` runs lint-imports) leave open about where modules live."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import grimp
+import pytest
+
+from tests.project.test_readme import ROOT
+
+PACKAGES = ("fnmodels", "params", "train")
+MOST = 20  # Python files of one folder, besides __init__.py
+EVERY = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folder_is_too_full(package: str) -> None:
+    folders = {path.parent for path in EVERY if path.is_relative_to(ROOT / package)} - {ROOT / "fnmodels" / "models"}
+    sizes = {folder: sum(path.name != "__init__.py" for path in folder.glob("*.py")) for folder in folders}
+    assert folders
+    assert not {str(folder): size for folder, size in sizes.items() if size > MOST}
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """Packages' own __init__ and imports inside of functions included."""
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert not [module for module, others in imported.items() if any(graph.chain_exists(x, module) for x in others)]
+
+
+def test_nothing_of_ours_is_imported_for_types_alone() -> None:
+    """An import under TYPE_CHECKING would be a cycle that nothing shows."""
+    found = [f"{path}: {module}" for path in EVERY for module in _for_types(path) if module.split(".")[0] in PACKAGES]
+    assert not found
+
+
+def _for_types(path: Path) -> list[str]:
+    """Modules that are imported under `if TYPE_CHECKING:`; relative ones by the name of the package."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Import):
+                    found += [alias.name for alias in inner.names]
+                elif isinstance(inner, ast.ImportFrom):
+                    found.append(inner.module if inner.module and not inner.level else PACKAGES[0])
+    return found
