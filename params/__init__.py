@@ -1,6 +1,6 @@
-"""The tree of parameters: what it holds, how it begins, and how it comes from and goes to Hugging Face checkpoints.
+"""Parameter trees: initialization, sharding plans, LoRA, and loading and saving of Hugging Face checkpoints.
 
-Write `import params as P`: your own tree is what the name `params` is wanted for.
+Import it as `import params as P`, so that the name `params` stays free for your own tree.
 """
 
 from pathlib import Path

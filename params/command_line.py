@@ -1,4 +1,4 @@
-"""What the commands have in common: mistakes told in one sentence on standard error, with exit code 2."""
+"""Command-line helpers shared by all commands: an argument parser, error sentences on standard error, exit codes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 
 from fnmodels.errors import CheckpointError, UserError
 
-NO_MEMORY = "can't allocate memory"  # torch's words, in a RuntimeError
+NO_MEMORY = "can't allocate memory"  # in the RuntimeError that torch raises
 
 
 class Parser(argparse.ArgumentParser):
-    """A mistake is a UserError, where argparse would print the usage and end the process; names are not guessed."""
+    """An ArgumentParser that raises UserError instead of exiting, and accepts no abbreviated flags."""
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how, allow_abbrev=False)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -33,12 +33,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def program_name(script: str, module: str) -> str:
-    """The name that the user called: that of an installed script, or of a module."""
+    """The name under which this process was started: the console script's or `python -m module`."""
     return script if Path(sys.argv[0]).stem == script else f"python -m {module}"
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence about a name that is none of `names`."""
+    """The end of a sentence about an unknown name: "; the nearest is ..." if one of `names` is similar, else ""."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f"; the nearest is {close[0]}" if close else ""
 
@@ -49,32 +49,32 @@ def run_command(
     command: Callable[[argparse.Namespace], int],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse and run; returns the exit code. 2: the user can put it right; 130: stopped by Ctrl-C."""
+    """Parse `argv` and run `command`; returns its exit code, 2 for an error that the user can fix, 130 after Ctrl-C."""
     try:
         return command(parser().parse_args(argv))
     except (UserError, CheckpointError) as error:
-        told = str(error)
+        message = str(error)
     except OSError as error:
-        told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except MemoryError:
-        told = "there is not enough memory for this"
+        message = "there is not enough memory for this"
     except RuntimeError as error:
         if NO_MEMORY not in str(error):
             raise
-        told = "there is not enough memory for this"
+        message = "there is not enough memory for this"
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         return 130
-    print(f"{name}: {sentence(told)}", file=sys.stderr)
+    print(f"{name}: {sentence(message)}", file=sys.stderr)
     return 2
 
 
 def sentence(text: str) -> str:
-    """One line that ends with a full stop, without what would move a terminal's cursor."""
+    """`text` as one printable line that ends with a full stop."""
     line = printable(" ".join(text.split()))
     return line if line.endswith((".", "!", "?")) else line + "."
 
 
 def printable(text: str) -> str:
-    """Names in a file may hold what moves a terminal's cursor, or halves of characters that nothing can print."""
+    """`text` with unprintable characters escaped: names in a file may hold control codes or lone surrogates."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -1,10 +1,10 @@
-"""Where a model of ours first differs from the reference's: the tool for porting a family.
+"""Layer-by-layer comparison of a checkpoint in fnmodels with the same checkpoint in transformers, for porting a family.
 
     python -m params.compare CHECKPOINT_FOLDER [--against transformers] [--length TOKENS]
 
 Both load the same files. The names and shapes of their leaves are compared first, then the leaves' values, then the
-activations on one short random batch, layer by layer, and the logits where tokens are padded, packed and shifted. What
-of the maths begins only beyond that length is named, as it was not compared.
+activations on one short random batch, layer by layer, and the logits where tokens are padded, packed and shifted.
+Features that only take effect beyond that length (a sliding window, say) are listed as not compared.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from params.checkpoint.tensor_map import by_name, stored_leaves
 
 from .command_line import Parser, run_command
 
-BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5 to 10 times the noise of two good kernels
+BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5-10x the difference of two correct kernels
 LENGTH, SHORTEST, SHIFT = 24, 4, 3
 # Where transformers itself is wrong: {model type: (forms of batches)}.
 _THEIR_MISTAKES = {
-    "gpt_oss": ("packed",),  # its masks do not tell documents apart
-    "llama4": ("packed", "shifted"),  # its temperature goes by the place in the row, not by position
+    "gpt_oss": ("packed",),  # its masks do not separate documents
+    "llama4": ("packed", "shifted"),  # its temperature depends on the index in the row, not on the position
     "llama4_text": ("packed", "shifted"),
 }
 DESCRIPTION = """\
 Load a checkpoint with fnmodels and with a reference, run both in fp32 on one short random batch,
 and print where they first differ: in which leaf, or after which part of which layer, and by how much.
-Both models are in memory at once, on the CPU. Where the reference is not installed and not asked for,
+Both models are in memory at once, on the CPU. Without --against, where transformers is not installed,
 the checkpoint is loaded and run by itself.
 """
 EPILOG = """\
-exit code: 0 equal (or run by itself), 1 different, 2 something is wrong with the folder or the installation
+exit code: 0 equal (or run by itself), 1 different, 2 an error in the folder or the installation
 
 example:
   python -m params.compare ~/models/Qwen3-0.6B
   python -m params.compare ~/models/gemma-2-2b --against transformers --length 4200
 """
 
-# Where a layer of the reference has a norm behind a sublayer, our tap is what comes out of the norm. The first that a
-# layer has all of counts: post_attention_layernorm alone is a norm before the MLP.
+# The reference's module whose output equals our tap: where a norm follows a sublayer, that norm. The first entry whose
+# modules a layer has all of is used: post_attention_layernorm alone is a norm before the MLP.
 _SUBLAYERS = (
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
@@ -71,7 +71,7 @@ _SUBLAYERS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One activation compared: the largest absolute difference (infinite if the shapes differ) and what is allowed."""
+    """The comparison of one activation: largest absolute difference (inf if shapes differ) and the allowed bound."""
 
     tap: str
     off: float
@@ -79,47 +79,51 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        return self.off <= self.bound  # not so if it is NaN
+        return self.off <= self.bound  # False for NaN
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit code. See DESCRIPTION and EPILOG."""
+    """Run the command and return its exit code. See DESCRIPTION and EPILOG."""
     return run_command("python -m params.compare", _parser, _compare, argv)
 
 
-def _compare(given: argparse.Namespace) -> int:
-    return 0 if compare(given.folder, given.against, given.length) else 1
+def _compare(arguments: argparse.Namespace) -> int:
+    return 0 if compare(arguments.folder, arguments.against, arguments.length) else 1
 
 
 def _parser() -> Parser:
-    made = Parser(
+    parser = Parser(
         prog="python -m params.compare",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("folder", type=Path, metavar="CHECKPOINT_FOLDER", help="config.json and safetensors")
-    made.add_argument(
+    parser.add_argument("folder", type=Path, metavar="CHECKPOINT_FOLDER", help="config.json and safetensors")
+    parser.add_argument(
         "--against",
         choices=["transformers"],
-        help="the reference, which must be installed then (default: transformers, if it is)",
+        help="the reference to compare with, which must be installed (default: transformers, if it is)",
     )
-    made.add_argument(
-        "--length", type=int, default=LENGTH, metavar="TOKENS", help="of each of two rows (default: %(default)s)"
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=LENGTH,
+        metavar="TOKENS",
+        help="length of each of the two rows (default: %(default)s)",
     )
-    return made
+    return parser
 
 
 def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> bool:
-    """Print the comparison of `folder` on rows of `length` tokens; whether all is equal.
+    """Print the comparison of `folder` on two rows of `length` tokens; returns whether everything is equal.
 
-    against: a reference that must be there; None takes transformers where it is installed, else ours runs alone.
-    Raises UserError, CheckpointError or OSError where it cannot be compared.
+    against: a reference that must be installed; None takes transformers if it is installed, else ours runs alone.
+    Raises UserError, CheckpointError or OSError where the models cannot be compared.
     """
     if length < SHORTEST:
         raise UserError(f"--length is {length}, but must be at least {SHORTEST}")
     config = load_config(folder)
-    optional = getattr(family_of(config), "OPTIONAL", {})  # transformers leaves these parts out
+    optional = getattr(family_of(config), "OPTIONAL", {})  # transformers does not load these
     config = dataclasses.replace(config, **dict.fromkeys(optional.values(), 0))
     params, mismatch = _params(folder, optional)
     transformers = _transformers()
@@ -171,7 +175,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
 
 @dataclass(frozen=True)
 class Batch:
-    """How two rows of tokens are read; positions and segment_ids [2, S]. form: "plain", "padded" and so on."""
+    """One arrangement ("plain", "padded", "packed", "shifted") of two rows; positions and segment_ids [2, S]."""
 
     form: str
     positions: Tensor
@@ -179,24 +183,25 @@ class Batch:
 
 
 def _batches(config: Any, length: int) -> list[Batch]:
-    """The plain one, then those on which transformers is right. In each a row has all positions up to the longest.
+    """The plain arrangement, then the others on which transformers is right.
 
-    That is why the shifted one is last: transformers' dynamic rope remembers how far it got.
+    The first row always reaches the largest position, and the shifted arrangement is last: transformers' dynamic rope
+    keeps the largest length it has seen.
     """
-    whole, ones = torch.arange(length).expand(2, -1), torch.ones(2, length, dtype=torch.long)
-    cut = length * 2 // 3
+    positions, ones = torch.arange(length).expand(2, -1), torch.ones(2, length, dtype=torch.long)
+    boundary = length * 2 // 3
     padding, second = ones.clone(), ones.clone()
-    padding[1, cut:], second[1, cut:] = 0, 2
-    restart = whole.clone()
-    restart[1, cut:] = torch.arange(length - cut)
-    found = [Batch("plain", whole, ones), Batch("padded", whole, padding), Batch("packed", restart, second)]
+    padding[1, boundary:], second[1, boundary:] = 0, 2
+    restarted = positions.clone()
+    restarted[1, boundary:] = torch.arange(length - boundary)
+    found = [Batch("plain", positions, ones), Batch("padded", positions, padding), Batch("packed", restarted, second)]
     if length + SHIFT <= config.max_position_embeddings:
-        found.append(Batch("shifted", whole + SHIFT, ones))
+        found.append(Batch("shifted", positions + SHIFT, ones))
     return [batch for batch in found if batch.form not in _THEIR_MISTAKES.get(config.model_type, ())]
 
 
 def _unreached(config: Any, length: int) -> list[str]:
-    """What of the maths is the same as if it were not there, up to `length` positions."""
+    """Features of the model that have no effect on rows of up to `length` positions."""
     found = []
     for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
         size = getattr(config, name, None)
@@ -210,7 +215,7 @@ def _unreached(config: Any, length: int) -> list[str]:
 
 
 def _params(folder: Path, drop: Collection[str]) -> tuple[Tree, MismatchError | None]:
-    """Our parameters, or why the files do not fit our spec."""
+    """(our parameters, None), or ({}, the error that says how the files do not fit our spec)."""
     try:
         return load_pretrained(folder, dtype=torch.float32, drop=drop)[1], None
     except MismatchError as error:
@@ -218,15 +223,15 @@ def _params(folder: Path, drop: Collection[str]) -> tuple[Tree, MismatchError | 
 
 
 def _transformers() -> Any:
-    """The package, or None where it is not installed. It is imported nowhere else."""
+    """The transformers package, or None where it is not installed. Only this function imports it."""
     try:
-        return importlib.import_module("transformers")  # by name, so that type checkers do not follow
+        return importlib.import_module("transformers")  # by name, so that type checkers do not follow the import
     except ImportError:
         return None
 
 
 def _reference(transformers: Any, folder: Path) -> Any:
-    """transformers' model of the folder: fp32, with attention and experts written out."""
+    """The folder's model in transformers: fp32, with the eager implementations of attention and experts."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -237,23 +242,23 @@ def _reference(transformers: Any, folder: Path) -> Any:
             experts_implementation="eager",
             local_files_only=True,
         )
-    except Exception as error:  # there is no end to the kinds
+    except Exception as error:  # transformers raises errors of many types
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(f"transformers cannot load {folder}: {reason}") from error
     if _layers(model) is None:
-        raise UnsupportedError(f"transformers' {type(model).__name__} has no list of `layers` to look into.")
+        raise UnsupportedError(f"transformers' {type(model).__name__} has no list of `layers` to compare.")
     return model.eval()
 
 
 def _layers(model: Any) -> Any:
-    """The reference's list of layers; None for an unknown layout."""
+    """The reference's list of layers, or None if its modules have unknown names."""
     # Llama 4's text model names a base that only the model with a vision tower has
     base = model.model if model.base_model is model else model.base_model
     return getattr(base, "layers", getattr(base, "h", None))
 
 
 def _on_disk(model: Any) -> dict[str, Tensor]:
-    """The reference's tensors under their names in files, not those in memory. A tied head is listed once."""
+    """The reference's tensors by their names in files, not those in memory. A tied head is listed once."""
     loading = importlib.import_module("transformers.core_model_loading")
     named, all_named = (dict(model.named_parameters(remove_duplicate=once)) for once in (True, False))
     saved = {name: tensor for name, tensor in model.state_dict().items() if name not in all_named}  # buffers
@@ -261,8 +266,8 @@ def _on_disk(model: Any) -> dict[str, Tensor]:
 
 
 def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """How the tensors on disk that our spec calls for differ from the reference's in name or shape."""
-    ours = {name: parts[0].disk_shape for name, parts in by_name(stored_leaves(config)).items()}
+    """Differences in name or shape between the tensors on disk that our spec expects and the reference's."""
+    ours = {name: pieces[0].disk_shape for name, pieces in by_name(stored_leaves(config)).items()}
     faults = []
     for name in (*ours, *(name for name in theirs if name not in ours)):
         if name not in theirs:
@@ -275,7 +280,7 @@ def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str
 
 
 def _value_faults(config: Any, params: Tree, theirs: Mapping[str, Tensor]) -> dict[str, float]:
-    """{path: largest difference} of the leaves that do not hold the reference's values."""
+    """{path: largest difference} of the leaves whose values differ from the reference's."""
     flat = tree.flatten(params)
     pairs = {
         parameter.path: extract_parameter(parameter.stored, theirs).detach() for parameter in stored_leaves(config)
@@ -309,7 +314,7 @@ def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
         modules = {"output": layer} | _sublayers(layer)
         handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules.items()]
     try:
-        mask = batch.segment_ids if batch.form == "padded" else None  # else documents begin where positions do
+        mask = batch.segment_ids if batch.form == "padded" else None  # else documents begin where positions restart
         logits = model(input_ids=tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False).logits
     finally:
         for handle in handles:
@@ -318,7 +323,7 @@ def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
 
 
 def _sublayers(layer: Any) -> dict[str, Any]:
-    """{tap: the module whose output it is} of one layer of the reference; {} for an unknown layout."""
+    """{tap: module whose output it is} of one layer of the reference; {} if its modules have unknown names."""
     for names in _SUBLAYERS:
         if all(hasattr(layer, name) for name in names.values()):
             return {tap: getattr(layer, name) for tap, name in names.items()}
@@ -326,7 +331,7 @@ def _sublayers(layer: Any) -> dict[str, Any]:
 
 
 def _order(layers: int) -> Iterator[str]:
-    """The taps in the order in which a difference travels."""
+    """The taps in the order in which the model computes them."""
     yield "embed"
     for i in range(layers):
         yield from (f"layers.{i}.{name}" for name in ("attention", "mlp", "output"))

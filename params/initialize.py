@@ -1,4 +1,4 @@
-"""Trees of parameters from a family's spec: real, on meta, or just counted."""
+"""Parameter initialization from a family's spec: random values, meta tensors, and the number of parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fnmodels.models.common.spec import Constant, Leaf
 from fnmodels.tree import Tree
 from params.sharding import plan_by_path
 
-BLOCK = 1 << 20  # numbers drawn by one generator; part of what a seed means
+BLOCK = 1 << 20  # elements drawn by one generator; changing it changes what every seed draws
 
 
 def leaf_dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype a leaf is made or loaded in when the model is asked for in `dtype` (None: as declared)."""
+    """The dtype in which a leaf is made or loaded for a model in `dtype` (None: as the spec declares)."""
     return leaf.dtype if dtype is None or leaf.keep_dtype else dtype
 
 
@@ -39,9 +39,9 @@ def init(
 ) -> Tree:
     """Fresh parameters. Each leaf is drawn by generators of its own, seeded by (seed, path), on the CPU and in fp32.
 
-    So a leaf is the same whatever else is drawn, in what order, on which device and by which rank.
-    dtype: None keeps what the spec declares (fp32). plan: `params.plan`'s, made with a DeviceMesh: leaves become
-    DTensors of which each rank draws its own part, equal to those parts of the leaf on one process.
+    So a leaf has the same values whatever else is drawn, in what order, on which device and by which rank.
+    dtype: None keeps the dtypes of the spec (fp32). plan: from `params.plan` with a DeviceMesh; leaves become DTensors,
+    and each rank draws only its own shard, equal to that slice of the leaf on one process.
     """
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise TypeError(f"seed must be an int, not {seed!r}.")
@@ -58,17 +58,17 @@ def init(
     return tree.unflatten(made)
 
 
-def draw(leaf: Leaf, seed: int, path: str, part: tuple[slice, ...] | None = None) -> Tensor:
-    """One leaf's initial value, or that part of it, fp32 on the CPU.
+def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None) -> Tensor:
+    """The initial values of one leaf, or of its shard `box` (a slice per dimension), fp32 on the CPU.
 
-    A generator draws at most BLOCK numbers, whole rows of the leaf, so that a part costs little more than its own size.
+    Each generator draws full rows of the leaf, at most BLOCK elements, so that a shard costs little more than its size.
     """
-    part = tuple(slice(0, n) for n in leaf.shape) if part is None else part
-    shape = tuple(s.stop - s.start for s in part)
+    box = tuple(slice(0, n) for n in leaf.shape) if box is None else box
+    shape = tuple(s.stop - s.start for s in box)
     if isinstance(leaf.init, Constant):
         return torch.full(shape, leaf.init.value)
     out = torch.empty(shape)
-    rows, first = max(1, BLOCK // max(1, math.prod(leaf.shape[1:]))), part[0]
+    rows, first = max(1, BLOCK // max(1, math.prod(leaf.shape[1:]))), box[0]
     for block in range(first.start // rows, -(-first.stop // rows)):
         start, stop = block * rows, min((block + 1) * rows, leaf.shape[0])
         name = f"{seed}/{path}/{block}" if block else f"{seed}/{path}"
@@ -76,17 +76,17 @@ def draw(leaf: Leaf, seed: int, path: str, part: tuple[slice, ...] | None = None
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         drawn = torch.empty(stop - start, *leaf.shape[1:]).normal_(0.0, leaf.init.std, generator=generator)
         low, high = max(start, first.start), min(stop, first.stop)
-        out[low - first.start : high - first.start] = drawn[low - start : high - start][(slice(None), *part[1:])]
+        out[low - first.start : high - first.start] = drawn[low - start : high - start][(slice(None), *box[1:])]
     return out
 
 
 def abstract(config: Any, *, dtype: torch.dtype | None = None) -> Tree:
-    """The same tree on the meta device: shapes and dtypes of any size of model, no memory."""
+    """The parameter tree on the meta device: shapes and dtypes without memory."""
     _check_dtype(dtype)
     spec = family_of(config).spec(config)
     return tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf_dtype(leaf, dtype), device="meta"), spec)
 
 
 def count(config: Any) -> int:
-    """How many numbers the parameters hold; a tied head counts once."""
+    """The number of parameters (elements of all leaves); a tied head counts once."""
     return sum(math.prod(leaf.shape) for leaf in tree.leaves(family_of(config).spec(config)))

@@ -1,10 +1,10 @@
-"""What is in a checkpoint folder, and what is wrong with it.
+"""The command that reports the contents of a checkpoint folder and every problem with it.
 
     python -m params.inspect FOLDER             from config.json, headers and sizes alone: as quick for 1 TB as for 1 MB
     python -m params.inspect FOLDER --verify    and every byte: checksums, tied heads, values that are not finite
 
-The exit code is 0 where all is well and 2 where something is not, which standard error says in a sentence. One damage
-does not hide the next: each part of the report is made from what it needs alone.
+The exit code is 0 without problems and 2 with problems, which standard error summarizes in a sentence. The sections of
+the report are independent, so that one damage does not hide the next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from params.checkpoint.shard_index import open_folder
 from .command_line import Parser, printable, program_name, run_command
 from .initialize import count
 
-Lines = Iterator[tuple[str, str]]  # (what, its value)
+Lines = Iterator[tuple[str, str]]  # (label, value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,10 +41,10 @@ def _name() -> str:
 
 
 def _parser() -> Parser:
-    made = Parser(prog=_name(), description="What is in a checkpoint folder.")
-    made.add_argument("folder", type=Path, metavar="FOLDER")
-    made.add_argument("--verify", action="store_true", help="read every byte: checksums, tied heads, finite values")
-    return made
+    parser = Parser(prog=_name(), description="Report the contents of a checkpoint folder and every problem with it.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--verify", action="store_true", help="read every byte: checksums, tied heads, finite values")
+    return parser
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -52,9 +52,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
         read_config(arguments.folder)  # raises, and there is nothing else to report
     problems = []
     print(printable(str(arguments.folder)))
-    for what, text in report(arguments.folder, verified=arguments.verify):
-        print(f"  {what:<12}{printable(text)}")
-        problems += [text] if what == "problem" else []
+    for label, text in report(arguments.folder, verified=arguments.verify):
+        print(f"  {label:<12}{printable(text)}")
+        problems += [text] if label == "problem" else []
     if problems:
         more = f", and {_counted(len(problems) - 1, 'problem')} more" if problems[1:] else ""
         raise UserError(f"{arguments.folder}: {problems[0].rstrip('.')}{more}")
@@ -62,22 +62,25 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def report(folder: Path, *, verified: bool = False) -> Lines:
-    """(what, its value) of each thing that is there, and ("problem", sentence) of each that is wrong."""
-    told = set()
-    for part in (_model, _files, _tensors, _checksums, *([_bytes] if verified else [])):
+    """(label, value) of each line of the report, and ("problem", sentence) for everything that is wrong.
+
+    verified: read every tensor too, and compare with the checksums.
+    """
+    reported = set()
+    for section in (_model, _files, _tensors, _checksums, *([_bytes] if verified else [])):
         try:
-            yield from part(folder)
+            yield from section(folder)
         except (CheckpointError, OSError) as error:
             text = str(error) if isinstance(error, CheckpointError) else f"{error.strerror}: {error.filename}"
-            if text not in told:  # a part that needs what another one speaks of meets the same error
+            if text not in reported:  # sections that read the same file meet the same error
                 yield "problem", text
-            told.add(text)
+            reported.add(text)
         if not os.path.isdir(folder):  # False too where the system refuses even to look
             return
 
 
 def _model(folder: Path) -> Lines:
-    """What config.json says."""
+    """Family, layers and parameters, from config.json."""
     config, values = read_config(folder)
     yield "family", f"{family_of(config).__name__}, model type {values['model_type']}"
     kinds = Counter(family_of(config).kinds(config))
@@ -88,27 +91,27 @@ def _model(folder: Path) -> Lines:
 
 
 def _files(folder: Path) -> Lines:
-    """What the headers say."""
+    """Tensors per file and per dtype, from the headers."""
     with ExitStack() as stack:
         found = open_folder(folder, stack)
-        numbers: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         for file, entry in found.values():
             for key in (file.path.name, str(entry.dtype).removeprefix("torch.")):
-                numbers[key] += 1
+                counts[key] += 1
                 sizes[key] += entry.stop - entry.start
         files = sorted({file.path.name for file, _ in found.values()})
         yield (
             "tensors",
             f"{len(found):,} in {_counted(len(files), 'file')}, {_size(sum(sizes[name] for name in files))}",
         )
-        for key in files + sorted(numbers.keys() - set(files)):
+        for key in files + sorted(counts.keys() - set(files)):
             kind = "file" if key in files else "dtype"
-            yield kind, f"{key}: {_counted(numbers[key], 'tensor')}, {_size(sizes[key])}"
+            yield kind, f"{key}: {_counted(counts[key], 'tensor')}, {_size(sizes[key])}"
 
 
 def _tensors(folder: Path) -> Lines:
-    """How the tensors fit the model."""
+    """How the tensors in the files fit the model that config.json describes."""
     with ExitStack() as stack:
         checked = check_folder(folder, stack)
         tied = getattr(checked.config, "tie_word_embeddings", None)
@@ -122,7 +125,7 @@ def _tensors(folder: Path) -> Lines:
 
 
 def _checksums(folder: Path) -> Lines:
-    """What a save recorded, held against the sizes of the files."""
+    """The sizes that a save recorded in the manifest, compared with those of the files."""
     try:
         records = read_manifest(folder)
     except FileNotFoundError:
@@ -140,7 +143,7 @@ def _checksums(folder: Path) -> Lines:
 
 
 def _bytes(folder: Path) -> Lines:
-    """Everything is read: tied heads must be equal, values finite, files what was recorded."""
+    """Reads every byte: tied heads must be equal, values finite, and checksums those of the manifest."""
     load_pretrained(folder, check_finite=True)
     yield "values", "all finite"
     if (folder / MANIFEST).exists():

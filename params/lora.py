@@ -1,15 +1,15 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): a rewrite of the parameter tree that no forward notices.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) as a rewrite of the parameter tree; models need no change.
 
     params = P.lora.add(config, params, rank=8, targets=("q_proj", "v_proj"), seed=0)
-    optimizer = train.adamw(1e-4, spec=P.lora.spec(config, params))     # the adapters alone train
+    optimizer = train.adamw(1e-4, spec=P.lora.spec(config, params))     # trains the adapters only
     P.lora.save_adapters("adapters", config, params)                    # in PEFT's format
     params = P.lora.merge(params)                                       # plain weights again
 
-A target becomes a node `Lora` of three leaves, at path.weight, path.a and path.b. It stands where a weight stands in
-`F.linear` and computes x W^T + scale (x A^T) B^T there, so that the large product's gradient is never made.
+A target becomes a node `Lora` of three leaves, at path.weight, path.a and path.b. Passed to `F.linear` as the weight,
+it computes x W^T + scale (x A^T) B^T, so that the gradient of the full weight is never computed.
 
-Where the weight is a DTensor, its adapter is too: b is divided as the weight's rows are, a as its columns, so that a
-part of both makes that part of the weight, and everything here is done without a word to other processes.
+Where the weight is a DTensor, so is its adapter: b is sharded like the weight's rows and a like its columns, so that
+the shards of both make up the shard of the weight, and nothing here communicates.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PREFIX = "base_model.model."
 @pytree
 @dataclass(frozen=True, eq=False)
 class Lora:
-    """weight [out, in] with an adapter: weight + scale b a, where a is [rank, in] and b [out, rank]."""
+    """A weight [out, in] with an adapter: weight + scale b a, where a is [rank, in] and b [out, rank]."""
 
     weight: Any
     a: Any
@@ -68,12 +68,12 @@ class Lora:
         return F.linear(x, self.weight, bias) + self.scale * low
 
     def merged(self) -> Tensor:
-        """The weight with the adapter added, in the weight's dtype; added in fp32 at least."""
-        how = sharding_of(self.weight)
-        if how is not None:
-            with torch.no_grad():  # with gradients to_local would make views
+        """The weight with the adapter added, in the weight's dtype; the sum is taken in fp32 or wider."""
+        sharding = sharding_of(self.weight)
+        if sharding is not None:
+            with torch.no_grad():  # with gradients enabled, to_local would return views
                 weight, a, b = (leaf.to_local() for leaf in (self.weight, self.a, self.b))
-            return how.distribute(Lora(weight, a, b, self.scale).merged())
+            return sharding.distribute(Lora(weight, a, b, self.scale).merged())
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         low: Tensor = self.b.to(wide) @ self.a.to(wide)
         return (self.weight.to(wide) + self.scale * low).to(self.weight.dtype)
@@ -88,12 +88,12 @@ def add(
     targets: Iterable[str] = ("q_proj", "v_proj"),
     seed: int = 0,
 ) -> Tree:
-    """`params` with an adapter at every target; the weights are the same tensors, and the model computes the same.
+    """`params` with an adapter at every target; weights are not copied, and the model's outputs do not change.
 
-    targets: last names of paths ("q_proj": of every linear map that has it, experts, which have none, aside), or
-    patterns of the shell over whole paths ("layers.1?.mlp.*"); one without a match, or a pattern with a match that is
-    no matrix of a linear map, raises. alpha: the adapter is scaled by alpha / rank;
-    None: rank. a is drawn by (seed, path), uniform in +-1/sqrt(in) as PEFT's, in the weight's dtype; b begins at 0.
+    targets: last components of paths ("q_proj": every linear weight of that name, except experts, which take no
+    adapter), or shell patterns over full paths ("layers.1?.mlp.*"). ValueError: a target matches nothing, or matches
+    a leaf that is no linear weight. alpha: the adapter is scaled by alpha / rank; None: rank. a is drawn by
+    (seed, path), uniform in +-1/sqrt(in) as in PEFT, in the weight's dtype; b starts at 0.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank}; it must be at least 1.")
@@ -105,57 +105,57 @@ def add(
             return weight
         a, b = _adapter_leaves(chosen[path], rank)
 
-        def uniform(part: Box | None) -> Tensor:
+        def uniform(box: Box | None) -> Tensor:
             # the distribution function of a normal variable is uniform at its draws
-            return torch.special.erf(draw(a, seed, f"{path}.a", part) / math.sqrt(2)) / math.sqrt(a.shape[1])
+            return torch.special.erf(draw(a, seed, f"{path}.a", box) / math.sqrt(2)) / math.sqrt(a.shape[1])
 
-        return Lora(weight, *_beside(weight, (a, b), uniform, lambda part: draw(b, seed, f"{path}.b", part)), scale)
+        return Lora(weight, *_on_same_mesh(weight, (a, b), uniform, lambda box: draw(b, seed, f"{path}.b", box)), scale)
 
-    return rewrite(adapted, params)
+    return map_leaves(adapted, params)
 
 
 def merge(params: Tree) -> Tree:
-    """Plain weights: each `Lora` becomes the one tensor that it stands for."""
-    return rewrite(lambda _, leaf: leaf.merged() if isinstance(leaf, Lora) else leaf, params)
+    """`params` with every adapter merged into its weight: plain tensors again."""
+    return map_leaves(lambda _, leaf: leaf.merged() if isinstance(leaf, Lora) else leaf, params)
 
 
 def adapters(params: Tree) -> Tree:
-    """What of `params` is adapters: the same tree with None for every weight. For keeping what was trained alone."""
-    return rewrite(lambda _, leaf: replace(leaf, weight=None) if isinstance(leaf, Lora) else None, params)
+    """The adapters of `params` alone: the same tree with None for every weight, e.g. to save what was trained."""
+    return map_leaves(lambda _, leaf: replace(leaf, weight=None) if isinstance(leaf, Lora) else None, params)
 
 
 def weights(params: Tree) -> Tree:
-    """`params` without adapters: for each `Lora` its weight as it is."""
-    return rewrite(lambda _, leaf: leaf.weight if isinstance(leaf, Lora) else leaf, params)
+    """`params` without adapters: each `Lora` is replaced by its weight, unchanged."""
+    return map_leaves(lambda _, leaf: leaf.weight if isinstance(leaf, Lora) else leaf, params)
 
 
 def attach(params: Tree, trained: Tree) -> Tree:
-    """`params` with the adapters of `trained`, as `adapters` gives them; those that `params` has give way."""
+    """`params` with the adapters of `trained` (a tree from `adapters`), replacing any that `params` has."""
     nodes = _adapters(trained)
 
     def attached(path: str, leaf: Any) -> Any:
         weight = leaf.weight if isinstance(leaf, Lora) else leaf
         return replace(nodes[path], weight=weight) if path in nodes else weight
 
-    return rewrite(attached, params)
+    return map_leaves(attached, params)
 
 
-def _beside(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box | None], Tensor]) -> tuple[Any, Any]:
-    """(a, b) where the weight is, in its dtype, each by its function of the part that is here (None: all of it)."""
-    how = sharding_of(weight)
-    if how is None:
-        a, b = (of(None).to(weight) for of in make)
+def _on_same_mesh(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Box | None], Tensor]) -> tuple[Any, Any]:
+    """(a, b) on the weight's device, in its dtype and sharded to match; each of `make` returns a box (None: all)."""
+    sharding = sharding_of(weight)
+    if sharding is None:
+        a, b = (values(None).to(weight) for values in make)
         return a, b
-    placed = []
-    for leaf, of, divided in zip(leaves, make, (1, 0), strict=True):
-        dims = tuple(divided if dim == divided else None for dim in how.dims)
-        own = replace(how, dims=dims, shape=leaf.shape)
-        placed.append(own.distribute(of(own.local_box()).to(weight.device, weight.dtype)))
-    return placed[0], placed[1]
+    distributed = []
+    for leaf, values, shared_dim in zip(leaves, make, (1, 0), strict=True):
+        dims = tuple(shared_dim if dim == shared_dim else None for dim in sharding.dims)
+        own = replace(sharding, dims=dims, shape=leaf.shape)
+        distributed.append(own.distribute(values(own.local_box()).to(weight.device, weight.dtype)))
+    return distributed[0], distributed[1]
 
 
 def spec(config: Any, params: Tree) -> Tree:
-    """The family's spec for `params` with adapters: a and b train, decay included, and nothing else does."""
+    """The family's spec for `params` with adapters: only a and b are trainable, and weight decay applies to them."""
     leaves = tree.flatten(family_of(config).spec(config))
 
     def frozen(path: str, value: Any) -> Any:
@@ -163,21 +163,21 @@ def spec(config: Any, params: Tree) -> Tree:
         base = replace(leaf, trainable=False, decay=False)
         return Lora(base, *_adapter_leaves(leaf, len(value.a)), value.scale) if isinstance(value, Lora) else base
 
-    return rewrite(frozen, params)
+    return map_leaves(frozen, params)
 
 
 def save_adapters(path: str | os.PathLike[str], config: Any, params: Tree, *, base: str = "") -> None:
-    """Write the adapters into the folder `path` as PEFT reads them: adapter_config.json, adapter_model.safetensors.
+    """Write the adapters into the folder `path` in PEFT's format: adapter_config.json, adapter_model.safetensors.
 
-    base: what PEFT shall take for the base model (`base_model_name_or_path`). All adapters must share rank and scale.
-    UnsupportedError where a weight is a part of a fused tensor on disk, for which PEFT has no adapter.
+    base: PEFT's `base_model_name_or_path`. All adapters must share rank and scale (ValueError).
+    UnsupportedError where a weight is a slice of a fused tensor on disk, for which PEFT has no adapter.
     """
     adapters = _adapters(params)
     if not adapters:
         raise ValueError("params hold no adapters; params.lora.add makes them.")
-    divided = next((path for path, node in adapters.items() if sharding_of(node.a) is not None), None)
-    if divided is not None:
-        raise ValueError(f"{divided} is a DTensor; only plain tensors can be saved (`full_tensor` makes one).")
+    sharded = next((path for path, node in adapters.items() if sharding_of(node.a) is not None), None)
+    if sharded is not None:
+        raise ValueError(f"{sharded} is a DTensor; only plain tensors can be saved (`full_tensor` makes one).")
     forms = {(len(node.a), node.scale) for node in adapters.values()}
     if len(forms) > 1:
         raise ValueError(f"The adapters have several ranks and scales, {sorted(forms)}; one file holds one.")
@@ -220,9 +220,9 @@ def save_adapters(path: str | os.PathLike[str], config: Any, params: Tree, *, ba
 
 
 def load_adapters(path: str | os.PathLike[str], config: Any, params: Tree) -> Tree:
-    """`params` with the adapters of a folder in PEFT's format: plain LoRA on linear weights, which must all be there.
+    """`params` with the adapters of a folder in PEFT's format: plain LoRA on linear weights of this model.
 
-    ConfigError or UnsupportedError for what the config asks beyond that, MismatchError with every tensor that is
+    ConfigError or UnsupportedError for a config that is not plain LoRA; MismatchError names every tensor that is
     missing, unexpected or mis-shaped.
     """
     folder = Path(path)
@@ -232,7 +232,7 @@ def load_adapters(path: str | os.PathLike[str], config: Any, params: Tree) -> Tr
         mapping = map_file(file)
         found = {name: mapped_tensor(mapping, entry).clone() for name, entry in file.entries.items()}
     leaves = {p: leaf for p, leaf in tree.flatten(family_of(config).spec(config)).items() if _is_linear(p, leaf)}
-    # Not strict: of parts of larger tensors PEFT has no adapters, so a file that names one is told as unexpected below.
+    # Not strict: PEFT has no adapters for slices of fused tensors, so one in a file is reported as unexpected below.
     paths = {module: where for where, module in _modules(config, leaves, strict=False).items()}
     faults: list[str] = []
     pairs: dict[str, dict[str, Tensor]] = {}
@@ -254,14 +254,14 @@ def load_adapters(path: str | os.PathLike[str], config: Any, params: Tree) -> Tr
     def adapted(where: str, weight: Any) -> Any:
         if where not in pairs:
             return weight
-        a, b = (lambda part, x=pairs[where][letter]: x if part is None else x[part].clone() for letter in "AB")
-        return Lora(weight, *_beside(weight, _adapter_leaves(leaves[where], rank), a, b), alpha / rank)
+        a, b = (lambda box, x=pairs[where][letter]: x if box is None else x[box].clone() for letter in "AB")
+        return Lora(weight, *_on_same_mesh(weight, _adapter_leaves(leaves[where], rank), a, b), alpha / rank)
 
-    return rewrite(adapted, params)
+    return map_leaves(adapted, params)
 
 
 def _read_config(file: Path) -> tuple[int, float]:
-    """(rank, alpha), after a check that the file asks for nothing more than plain LoRA."""
+    """(rank, alpha) of an adapter_config.json that describes plain LoRA; errors for anything else."""
     values = read_json(file)
     if not isinstance(values, dict) or values.get("peft_type") != "LORA":
         raise UnsupportedError(f"{file}: it must be a JSON object with the peft_type LORA.")
@@ -279,7 +279,7 @@ def _read_config(file: Path) -> tuple[int, float]:
 
 
 def _targets(config: Any, params: Tree, targets: tuple[str, ...]) -> dict[str, Leaf]:
-    """{path: leaf} that the targets name; ValueError for one that names nothing, or what no adapter fits."""
+    """{path: leaf} of the linear weights that match `targets`; ValueError as in `add`."""
     leaves = tree.flatten(family_of(config).spec(config))
     if _adapters(params):
         raise ValueError("params hold adapters already; merge them first.")
@@ -299,15 +299,15 @@ def _targets(config: Any, params: Tree, targets: tuple[str, ...]) -> dict[str, L
 
 
 def _is_linear(path: str, leaf: Leaf) -> bool:
-    """Families name the weights that they apply by F.linear so; tables, routers and gates have other names."""
+    """Whether F.linear applies a leaf, by the families' naming; embeddings, routers and gates have other names."""
     return len(leaf.shape) == 2 and path.endswith(("_proj", "lm_head"))
 
 
 def _adapter_leaves(leaf: Leaf, rank: int) -> tuple[Leaf, Leaf]:
-    """(a, b) of an adapter to the weight `leaf`."""
-    (out, into), (rows, columns) = leaf.shape, leaf.axes
-    a = Leaf((rank, into), leaf.dtype, ("rank", columns), Normal(1.0), unit=leaf.unit)
-    return a, Leaf((out, rank), leaf.dtype, (rows, "rank"), Constant(0.0), unit=leaf.unit)
+    """The leaves (a, b) of an adapter of the weight `leaf`."""
+    (out_size, in_size), (out_axis, in_axis) = leaf.shape, leaf.axes
+    a = Leaf((rank, in_size), leaf.dtype, ("rank", in_axis), Normal(1.0), unit=leaf.unit)
+    return a, Leaf((out_size, rank), leaf.dtype, (out_axis, "rank"), Constant(0.0), unit=leaf.unit)
 
 
 def _adapters(params: Tree) -> dict[str, Lora]:
@@ -317,12 +317,12 @@ def _adapters(params: Tree) -> dict[str, Lora]:
         if isinstance(leaf, Lora):
             found[path] = leaf
 
-    rewrite(note, params)
+    map_leaves(note, params)
     return found
 
 
 def _modules(config: Any, paths: Iterable[str], *, strict: bool = True) -> dict[str, str]:
-    """{path: the name of the module whose weight it is in transformers}, as its name on disk says."""
+    """{path: the module in transformers whose weight it is}, from the names on disk."""
     names: dict[str, Stored] = family_of(config).hf_names(config)
     found = {}
     for path in paths:
@@ -330,14 +330,14 @@ def _modules(config: Any, paths: Iterable[str], *, strict: bool = True) -> dict[
         if isinstance(stored, str) and stored.endswith(".weight"):
             found[path] = stored.removesuffix(".weight")
         elif strict:
-            raise UnsupportedError(f"{path} is a part of a larger tensor on disk, for which PEFT has no adapter.")
+            raise UnsupportedError(f"{path} is a slice of a larger tensor on disk, for which PEFT has no adapter.")
     return found
 
 
-def rewrite(function: Callable[[str, Any], Any], node: Tree, path: str = "") -> Tree:
-    """function(path, leaf) everywhere, a `Lora` being one leaf."""
+def map_leaves(function: Callable[[str, Any], Any], node: Tree, path: str = "") -> Tree:
+    """A tree map that calls function(path, leaf) and treats a `Lora` as one leaf."""
     if isinstance(node, dict):
-        return {key: rewrite(function, value, f"{path}.{key}" if path else key) for key, value in node.items()}
+        return {key: map_leaves(function, value, f"{path}.{key}" if path else key) for key, value in node.items()}
     if isinstance(node, list):
-        return [rewrite(function, value, f"{path}.{i}") for i, value in enumerate(node)]
+        return [map_leaves(function, value, f"{path}.{i}") for i, value in enumerate(node)]
     return function(path, node)

@@ -1,10 +1,10 @@
-"""Which part of each parameter a rank holds: the leaves' logical axes, and rules from those to the mesh's dimensions.
+"""Sharding plans: rules from the leaves' logical axes to mesh dimensions decide which shard of a leaf each rank holds.
 
     rules = Rules({"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}, spread="fsdp")
     placements = plan(family.spec(config), rules, mesh)
     print(describe(placements))
 
-There is no plan per family: a spec names what its dimensions are, and the rules say once where such dimensions go.
+No family has a plan of its own: its spec names the logical axis of every dimension, and one set of rules serves all.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:  # hundreds of modules, which a plan does not need
     from torch.distributed.device_mesh import DeviceMesh
 
 Sizes = Mapping[str, int]
-HEADS = ("heads", "kv_heads")  # the axes that are divided between heads only, of `Leaf.unit` numbers each
+HEADS = ("heads", "kv_heads")  # axes that are sharded at head boundaries only; a head has `Leaf.unit` elements
 
 
 @dataclass(frozen=True, init=False)
 class Rules:
-    """Logical axis -> the mesh dimensions that divide it, outermost first; what is not named is not divided.
+    """{logical axis: the mesh dimensions that shard it, outermost first}; axes that are not named are not sharded.
 
-    spread: mesh dimensions which, on top of that, divide the first dimension of every leaf that nothing else divides
-    and that they fit; where none fits, the leaf is replicated over them (norms smaller than the mesh). This is FSDP:
-    without other rules every leaf is divided by rows, which lie together in a file.
+    spread: further mesh dimensions. Each shards the first dimension of a leaf that is not sharded yet and whose size it
+    divides; where there is none, the leaf is replicated (norms smaller than the mesh). This is FSDP: without other
+    rules every leaf is sharded by rows, which are contiguous in a file.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...]
@@ -43,10 +43,10 @@ class Rules:
     def __init__(
         self, axes: Mapping[str, str | tuple[str, ...]] | None = None, *, spread: str | tuple[str, ...] = ()
     ) -> None:
-        given = {axis: _names(dims) for axis, dims in (axes or {}).items()}
-        object.__setattr__(self, "axes", tuple(sorted(given.items())))
+        table = {axis: _names(dims) for axis, dims in (axes or {}).items()}
+        object.__setattr__(self, "axes", tuple(sorted(table.items())))
         object.__setattr__(self, "spread", _names(spread))
-        twice = set(self.spread) & {dim for dims in given.values() for dim in dims}
+        twice = set(self.spread) & {dim for dims in table.values() for dim in dims}
         if twice:
             raise ValueError(
                 f"The mesh dimension {min(twice)!r} is in `spread` and has an axis of its own; choose one."
@@ -55,10 +55,10 @@ class Rules:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one leaf lies on the mesh.
+    """How one leaf is sharded over the mesh.
 
-    dims: for each mesh dimension the dimension of the leaf that it divides, or None where it holds copies. sizes: the
-    mesh's names and sizes, in its order. shape, itemsize: of the whole leaf. mesh: None where a plan was made without.
+    dims: for each mesh dimension the dimension of the leaf that it shards, or None where the leaf is replicated.
+    sizes: (name, size) of each mesh dimension. shape, itemsize: of the full leaf. mesh: None in a plan made from sizes.
     """
 
     dims: tuple[int | None, ...]
@@ -69,15 +69,15 @@ class Sharding:
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """The same in DTensor's words, one per mesh dimension."""
+        """The DTensor placements, one per mesh dimension."""
         from torch.distributed.tensor import Replicate, Shard
 
         return tuple(Replicate() if dim is None else Shard(dim) for dim in self.dims)
 
     def box_at(self, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
-        """What the rank at this coordinate of the mesh holds, as slices of the whole; DTensor's own division.
+        """The shard of the rank at this mesh coordinate, one slice of the full leaf per dimension, as in DTensor.
 
-        Each mesh dimension in turn divides what the ones before it left, in chunks of ceil(n / size).
+        Each mesh dimension in turn splits the shard left by the ones before it into chunks of ceil(n / size).
         """
         starts, stops = [0] * len(self.shape), list(self.shape)
         for dim, (_, size), index in zip(self.dims, self.sizes, coordinate, strict=True):
@@ -88,21 +88,21 @@ class Sharding:
         return tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
 
     def local_box(self) -> tuple[slice, ...]:
-        """What this process holds."""
+        """The slices of the full leaf that this process holds."""
         coordinate = self._mesh().get_coordinate()
         if coordinate is None:
             raise ValueError("This process is not in the plan's mesh.")
         return self.box_at(tuple(coordinate))
 
     def rank_and_count(self) -> tuple[int, int]:
-        """(number of this process among those of the mesh, how many they are), for what each does a share of."""
+        """(flat index of this process in the mesh, size of the mesh), to split work between the processes."""
         index, count = 0, 1
-        for place, size in zip(self._mesh().get_coordinate() or (), self._mesh().shape, strict=True):
-            index, count = index * size + place, count * size
+        for position, size in zip(self._mesh().get_coordinate() or (), self._mesh().shape, strict=True):
+            index, count = index * size + position, count * size
         return index, count
 
     def distribute(self, local: Tensor) -> Tensor:
-        """This process' part as the DTensor that all of them make up; nothing is communicated."""
+        """The DTensor that has `local` as this process' shard; nothing is communicated."""
         from torch.distributed.tensor import DTensor
 
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
@@ -118,24 +118,24 @@ class Sharding:
 
     def _mesh(self) -> DeviceMesh:
         if self.mesh is None:
-            raise ValueError("The plan was made from sizes alone; make it with a DeviceMesh to hold tensors by it.")
+            raise ValueError("The plan was made from sizes alone; make it with a DeviceMesh to shard tensors.")
         return self.mesh
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the first rank's part, which is the largest."""
+        """The shape of the first rank's shard, which is the largest."""
         return tuple(s.stop - s.start for s in self.box_at((0,) * len(self.sizes)))
 
 
 def sharding_of(leaf: Any) -> Sharding | None:
-    """How a DTensor lies, which it may not by other placements than Shard and Replicate; None for other tensors."""
-    if not hasattr(leaf, "to_local"):  # without importing what they are
+    """The sharding of a DTensor; None for other tensors. ValueError for placements other than Shard and Replicate."""
+    if not hasattr(leaf, "to_local"):  # no DTensor, found out without importing it
         return None
     from torch.distributed.tensor import Replicate, Shard
 
     other = [placement for placement in leaf.placements if type(placement) not in (Shard, Replicate)]
     if other:
-        raise ValueError(f"is placed by {other[0]!r}; parameters are divided (Shard) or copied (Replicate).")
+        raise ValueError(f"is placed by {other[0]!r}; parameters are sharded (Shard) or replicated (Replicate).")
     dims = tuple(p.dim if isinstance(p, Shard) else None for p in leaf.placements)
     mesh = leaf.device_mesh
     sizes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -145,10 +145,10 @@ def sharding_of(leaf: Any) -> Sharding | None:
 def plan(spec: Tree, rules: Rules, mesh: DeviceMesh | Sizes) -> Tree:
     """A `Sharding` for each Leaf of `spec`. mesh: a DeviceMesh with names, or {name: size} to plan without processes.
 
-    Heads stay whole. Where there are fewer KV heads than parts, each of which needs one of them, k and v are not
-    divided: every rank holds them all (`describe` shows it), and who runs on parts of heads reads its own there.
-    ValueError in a sentence: a mesh dimension that is not there, one that two dimensions of a leaf ask for, and a
-    dimension that does not divide (naming the leaf).
+    Heads are never split. Where the shards outnumber the KV heads (by a multiple), k and v are replicated: `describe`
+    shows it, and tensor-parallel attention reads the KV heads that its query heads need.
+    ValueError: a mesh dimension that does not exist, one that two dimensions of a leaf map to, and a dimension that is
+    not divisible by its shards (naming the leaf).
     """
     sizes = _sizes(mesh)
     device_mesh = None if isinstance(mesh, Mapping) else mesh
@@ -173,13 +173,13 @@ def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | Non
     table = dict(rules.axes)
     for dim, axis in enumerate(leaf.axes):
         names = table.get(axis, ())
-        parts, whole = math.prod(sizes[name] for name in names), leaf.shape[dim]
-        units = whole // leaf.unit if axis in HEADS else whole
-        if axis == "kv_heads" and parts > units and parts % units == 0:
+        shards, size = math.prod(sizes[name] for name in names), leaf.shape[dim]
+        units = size // leaf.unit if axis in HEADS else size
+        if axis == "kv_heads" and shards > units and shards % units == 0:
             continue
-        if units % parts:
-            kind = "" if units == whole else f" heads of {leaf.unit}"
-            raise ValueError(f"{path}: {axis} is {units}{kind}, not a multiple of {parts} ({', '.join(names)}).")
+        if units % shards:
+            kind = "" if units == size else f" heads of {leaf.unit}"
+            raise ValueError(f"{path}: {axis} is {units}{kind}, not a multiple of {shards} ({', '.join(names)}).")
         for name in names:
             if name in where:
                 raise ValueError(f"{path}: both {leaf.axes[where[name]]!r} and {axis!r} go to {name!r}; only one can.")
@@ -192,7 +192,7 @@ def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | Non
 
 
 def plan_by_path(placements: Tree, leaves: Mapping[str, Leaf]) -> dict[str, Sharding]:
-    """The plan of these leaves by path. ValueError where it is another model's."""
+    """{path: Sharding} of a plan, which must fit these leaves. ValueError where it was made for another model."""
     flat: dict[str, Sharding] = tree.flatten(placements)
     if flat.keys() != leaves.keys():
         raise ValueError(f"The plan is of another model: {min(flat.keys() ^ leaves.keys())} is in only one of them.")
@@ -204,15 +204,15 @@ def plan_by_path(placements: Tree, leaves: Mapping[str, Leaf]) -> dict[str, Shar
 
 
 def describe(placements: Tree) -> str:
-    """A table of a plan: leaf, shape, the shape that one rank holds, and its bytes; equal layers in one line."""
+    """A plan as a table: leaf, shape, local shape and bytes per rank, sharded dims. Equal layers share a line."""
     lines = [("leaf", "shape", "local", "bytes per rank", "mesh: dimension")]
     total = 0
     for path, sharding, layers in _grouped(placements):
         local = sharding.local_shape
         size = math.prod(local) * sharding.itemsize
         total += size * layers
-        divided = [f"{n}: {d}" for d, (n, _) in zip(sharding.dims, sharding.sizes, strict=True) if d is not None]
-        where = ", ".join(divided)
+        sharded = [f"{n}: {d}" for d, (n, _) in zip(sharding.dims, sharding.sizes, strict=True) if d is not None]
+        where = ", ".join(sharded)
         name = path if layers == 1 else f"{path} (x{layers})"
         lines.append((name, str(list(sharding.shape)), str(list(local)), f"{size * layers:,}", where or "replicated"))
     lines.append(("total", "", "", f"{total:,}", ""))
@@ -224,7 +224,7 @@ def describe(placements: Tree) -> str:
 
 
 def _grouped(placements: Tree) -> Iterator[tuple[str, Sharding, int]]:
-    """(path with * for the layer, sharding, how many layers are like this)."""
+    """(path with * for the layer index, sharding, number of layers with this path and sharding)."""
     counts: dict[tuple[str, Sharding], int] = {}
     for path, sharding in tree.flatten(placements).items():
         parts = path.split(".")

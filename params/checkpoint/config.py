@@ -1,7 +1,7 @@
-"""From the config.json of a checkpoint folder to the Config of its family.
+"""Reading config.json of a checkpoint folder into the Config of its family.
 
-A family reads what its maths depends on. The fields that speak of the checkpoint instead are held against it here:
-which class it was saved from, in which dtype, and which tokens end a text.
+The family's `Config.from_hf` reads the fields that its maths depends on. The fields about the checkpoint are checked
+here: the class it was saved from (architectures), the dtype, and the special tokens.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fnmodels.models.common.registry import families, family_for
 from params.io.files import plain_file, read_json
 
 CONFIG = "config.json"
-CONFIG_LIMIT = 10_000_000  # bytes; labels of 20,000 classes take one
-TOKENS_LIMIT = 10_000_000  # forty times the largest vocabulary that was published
+CONFIG_LIMIT = 10_000_000  # bytes; the labels of 20,000 classes take 1 MB
+TOKENS_LIMIT = 10_000_000  # forty times the largest published vocabulary
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def load_config(path: str | os.PathLike[str]) -> Any:
-    """The Config of a checkpoint folder; the family is found by the file's model_type."""
+    """The Config of a checkpoint folder; its model_type selects the family. Errors as in `load_pretrained`."""
     return read_config(path)[0]
 
 
 def read_config(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
-    """(the Config, all that config.json holds) of a checkpoint folder."""
+    """(Config, content of config.json as a dict) of a checkpoint folder."""
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(
@@ -63,15 +63,17 @@ def read_config(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_dtype(values: dict[str, Any]) -> None:
-    """It is only what most tensors are said to have, for each is read with its own; but it must be possible."""
-    given = {name: values[name] for name in ("dtype", "torch_dtype") if values.get(name) is not None}
-    for name, value in given.items():
+    """Check the declared dtype, which only describes most tensors: each is read in the dtype of its header."""
+    declared = {name: values[name] for name in ("dtype", "torch_dtype") if values.get(name) is not None}
+    for name, value in declared.items():
         if not isinstance(value, str):
             raise ConfigError(f"{name!r} is {shown(value)}, but must be one of {', '.join(DTYPES)}.")
         if value not in DTYPES:
             raise UnsupportedError(f"{name!r} is {shown(value)}; supported are {', '.join(DTYPES)}.")
-    if len(set(given.values())) > 1:
-        raise ConfigError(f"'dtype' is {given['dtype']} and 'torch_dtype' is {given['torch_dtype']}: they disagree.")
+    if len(set(declared.values())) > 1:
+        raise ConfigError(
+            f"'dtype' is {declared['dtype']} and 'torch_dtype' is {declared['torch_dtype']}: they disagree."
+        )
 
 
 def _check_tokens(values: dict[str, Any]) -> None:
@@ -80,24 +82,24 @@ def _check_tokens(values: dict[str, Any]) -> None:
         for one in value if isinstance(value, list) else [value]:
             if one is None:
                 continue
-            # -1 stands for none. A token beyond the vocabulary is let pass: GPT-2's 50256, which is the default of its
-            # class, is in published files of small vocabularies, and paddings that were added later are not rows.
+            # -1 means none. A token beyond the vocabulary is accepted: GPT-2's 50256, the default of its class, is in
+            # published files of small vocabularies, and padding tokens added later have no embedding row.
             if isinstance(one, bool) or not isinstance(one, int) or not -1 <= one <= TOKENS_LIMIT:
                 raise ConfigError(f"{name!r} is {shown(value)}, but must be the number of a token, or a list of them.")
 
 
 def _check_architectures(values: dict[str, Any], wanted: list[str] | None) -> None:
-    """The class that was saved, where it is said, must be the one of this model type: a LlamaForCausalLM is a llama.
+    """Check that `architectures`, if present, names this model type's class, e.g. LlamaForCausalLM for llama.
 
-    So must that without a head, a LlamaModel or a Gemma3TextModel: whether the tensors are all there is seen later.
+    The class without a head (LlamaModel, Gemma3TextModel) passes too: missing tensors are found later.
     """
-    given = values.get("architectures")
-    if given is None or wanted is None:
+    declared = values.get("architectures")
+    if declared is None or wanted is None:
         return
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"'architectures' is {shown(given)}, but must be a list of names, as {shown(wanted)}.")
+    if not isinstance(declared, list) or not all(isinstance(name, str) for name in declared):
+        raise ConfigError(f"'architectures' is {shown(declared)}, but must be a list of names, as {shown(wanted)}.")
     model_type = values["model_type"]
-    for name in given:
+    for name in declared:
         if name not in wanted and name not in [_headless(one, model_type) for one in wanted]:
             other = _model_type_of(name)
             if other not in (model_type, None):
@@ -108,12 +110,12 @@ def _check_architectures(values: dict[str, Any], wanted: list[str] | None) -> No
 
 
 def _headless(architecture: str, model_type: str) -> str:
-    # where Gemma3Model is what has a vision tower too, the type of its text says so, and so does the text's class
+    # Gemma3Model includes the vision tower; the text model's type is gemma3_text and its class Gemma3TextModel
     return re.sub("(For[A-Z]|LMHead).*", "TextModel" if model_type.endswith("_text") else "Model", architecture)
 
 
 def _model_type_of(architecture: str) -> str | None:
-    """The known model type that a class's name begins with: GPT2LMHeadModel is gpt2, Gemma3Model is not gemma."""
-    begins = [known for known in families() if architecture.lower().startswith(known.replace("_", ""))]
-    whole = [known for known in begins if architecture[len(known.replace("_", "")) :][:1].isupper()]
-    return max(whole, key=len, default=None)
+    """The known model type at the start of a class name, or None: GPT2LMHeadModel is gpt2, Gemma3Model is not gemma."""
+    prefixes = [known for known in families() if architecture.lower().startswith(known.replace("_", ""))]
+    matches = [known for known in prefixes if architecture[len(known.replace("_", "")) :][:1].isupper()]
+    return max(matches, key=len, default=None)

@@ -1,13 +1,13 @@
-"""Tensors that lie in the files with few bits for each number, and beside them a scale for each block of numbers.
+"""Dequantization of fp8 and mxfp4 checkpoints: low-precision values with one scale per block of elements.
 
-    method  in the files                                                     numbers         a scale is
+    method  in the files                                                     values          scales are
     fp8     X [.., out, in], X_scale_inv [.., ceil(out / 128), ceil(in / 128)]  float8_e4m3fn   multiplied
-    mxfp4   X_blocks [.., out, in / 32, 16], X_scales [.., out, in / 32]        e2m1, 2 a byte  a byte s: 2^(s - 127)
+    mxfp4   X_blocks [.., out, in / 32, 16], X_scales [.., out, in / 32]        e2m1, 2 a byte  bytes s: 2^(s - 127)
 
-They become bf16, or what is asked for, when they are read; products are taken in fp32, which for mxfp4 is exact. fp8 is
-DeepSeek V3's (arXiv 2412.19437), whose scales are fp32, and Qwen 3's, whose scales are bf16: blocks are of 128 rows and
-columns, and the last ones hold what is left, so that their number is rounded up. mxfp4 is gpt-oss's (OCP Microscaling
-Formats 1.0): the first of two numbers is the low half of their byte, and X itself is transposed, [.., in, out].
+They are read as bf16 or the requested dtype; products are taken in fp32, which is exact for mxfp4. fp8 is the format of
+DeepSeek V3 (arXiv 2412.19437), with fp32 scales, and Qwen 3, with bf16 scales: blocks have 128 rows and columns, the
+last ones may be smaller. mxfp4 is the format of gpt-oss (OCP Microscaling Formats 1.0): the first of two elements is
+the low half of their byte, and X itself is transposed, [.., in, out].
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .shard_index import as_lines
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16)  # all exact in fp32
 MXFP4_BLOCK = (1, 32)  # rows and columns that share a scale
-CHUNK = 1 << 20  # numbers at a time: what is held beside the result takes ten bytes for each of them
+CHUNK = 1 << 20  # elements dequantized at a time; temporary memory is ten bytes for each
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A tensor of two in the files. shape and dtype are those of what it becomes.
+    """A quantized tensor: values and scales in the files. shape and dtype are those of the dequantized tensor.
 
-    values: in the file that stands beside this in `Found`. block: rows and columns that share a scale, of fp8.
+    values: entry in the file that `Found` pairs with this. block: rows and columns that share a scale; None for mxfp4.
     """
 
     shape: tuple[int, ...]
@@ -50,14 +50,17 @@ Found = dict[str, tuple[TensorFile, Entry | Quantized]]
 
 
 def pair_scales(folder: Path, found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization | None) -> Found:
-    """`found` with each tensor and its scales in one. MismatchError tells of all that have none, or none that fit."""
+    """`found` with each quantized tensor and its scales as one `Quantized`.
+
+    MismatchError names all tensors whose scales are missing or have the wrong shape or dtype.
+    """
     if quantization is None:
         return {**found}
     paired, faults = (_fp8 if quantization.method == "fp8" else _mxfp4)(found, quantization)
     if faults:
         method = quantization.method
         raise MismatchError(f"{folder}: {len(faults)} tensors are not as {method} has them:{as_lines(faults)}")
-    return paired  # perhaps with none: who dequantizes a model often leaves config.json as it was
+    return paired  # may contain none: dequantized models often keep the quantization_config
 
 
 def _fp8(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization) -> tuple[Found, list[str]]:
@@ -113,10 +116,10 @@ def _scale_faults(
 ) -> list[str]:
     if scales.shape == shape and scales.dtype in dtypes:
         return []
-    *wanted, given = (str(d).removeprefix("torch.") for d in (*dtypes, scales.dtype))
+    *wanted, actual = (str(d).removeprefix("torch.") for d in (*dtypes, scales.dtype))
     return [
         f"{name!r} in {file.path.name}: expected {list(shape)} of {' or '.join(wanted)}, one for each block of the "
-        f"tensor it scales, found {list(scales.shape)} of {given}"
+        f"tensor it scales, found {list(scales.shape)} of {actual}"
     ]
 
 
@@ -125,7 +128,7 @@ def split_rows(tensor: Entry, rows: slice = ...) -> list[Entry]: ...
 @overload
 def split_rows(tensor: Quantized, rows: slice = ...) -> list[Quantized]: ...
 def split_rows(tensor: Entry | Quantized, rows: slice = slice(None)) -> list[Entry] | list[Quantized]:
-    """Those of the first dimension, or some of them."""
+    """One tensor per index of the first dimension, or of those in `rows`."""
     if isinstance(tensor, Quantized):
         return [
             replace(tensor, shape=tensor.shape[1:], values=values, scales=scales)
@@ -137,42 +140,42 @@ def split_rows(tensor: Entry | Quantized, rows: slice = slice(None)) -> list[Ent
 def read_quantized(
     file: TensorFile, tensor: Quantized, dtype: torch.dtype | None, buffer: Tensor, box: Box | None = None
 ) -> Tensor:
-    """What the tensor becomes, in memory of its own and contiguous but for a transposition; dtype None: bf16.
+    """The dequantized tensor, or its shard `box`, in new memory (mxfp4: a transposed view); dtype None: bf16.
 
-    box: of it, that part alone, for which whole blocks are read.
+    For a shard, all blocks that it touches are read.
     """
     box = tuple(slice(0, n) for n in tensor.shape) if box is None else box
-    box = box if tensor.block else (*box[:-2], box[-1], box[-2])  # as the numbers lie
+    box = box if tensor.block else (*box[:-2], box[-1], box[-2])  # in the order of the file
     out = torch.empty(box_shape(box), dtype=dtype or tensor.dtype, device="cpu")
     _fill(out, box, file, tensor, buffer)
     return out if tensor.block else out.mT
 
 
 def _fill(target: Tensor, box: Box, file: TensorFile, tensor: Quantized, buffer: Tensor) -> None:
-    """Dequantize that part of [.., out, in] into `target`, some rows of a matrix at a time."""
+    """Dequantize the shard `box` of [.., out, in] into `target`, in chunks of rows of each matrix."""
     if target.ndim > 2:
-        for part, one in zip(target, split_rows(tensor, box[0]), strict=True):
-            _fill(part, box[1:], file, one, buffer)
+        for matrix, quantized in zip(target, split_rows(tensor, box[0]), strict=True):
+            _fill(matrix, box[1:], file, quantized, buffer)
         return
     (rows, columns), (height, width) = box, tensor.block or MXFP4_BLOCK
-    across = slice(columns.start // width, -(-columns.stop // width))  # in blocks
-    top, low = rows.start // height, columns.start - across.start * width
+    across = slice(columns.start // width, -(-columns.stop // width))  # blocks per row
+    top, offset = rows.start // height, columns.start - across.start * width
     scales = read_tensor(tensor.scale_file, tensor.scales, None, buffer, (slice(top, -(-rows.stop // height)), across))
     _check_scales(tensor, scales)
-    numbers = slice(across.start * width, min(across.stop * width, tensor.values.shape[1]))
-    inner = (numbers,) if tensor.block else (across, slice(0, tensor.values.shape[-1]))
+    elements = slice(across.start * width, min(across.stop * width, tensor.values.shape[1]))
+    inner = (elements,) if tensor.block else (across, slice(0, tensor.values.shape[-1]))
     step = height * max(1, CHUNK // (height * max(1, width * (across.stop - across.start))))
     for begin in range(top * height, rows.stop, step):
         end = min(begin + step, rows.stop)
         values = read_tensor(file, tensor.values, None, buffer, (slice(begin, end), *inner))
-        beside = scales[begin // height - top : -(-end // height) - top]
-        wide = _from_fp8(values, beside, tensor.block) if tensor.block else _from_mxfp4(values, beside)
+        row_scales = scales[begin // height - top : -(-end // height) - top]
+        wide = _from_fp8(values, row_scales, tensor.block) if tensor.block else _from_mxfp4(values, row_scales)
         first = max(begin, rows.start)
-        target[first - rows.start : end - rows.start] = wide[first - begin :, low : low + target.shape[1]]
+        target[first - rows.start : end - rows.start] = wide[first - begin :, offset : offset + target.shape[1]]
 
 
 def _check_scales(tensor: Quantized, scales: Tensor) -> None:
-    """MismatchError for scales that no quantizer makes: numbers not above 0 or not finite, bytes that are NaN."""
+    """MismatchError for scales that no quantizer writes: not positive, not finite, or a byte that means NaN."""
     bad = ~((scales > 0) & scales.isfinite()) if tensor.block else scales == 255
     if bad.any():
         file, start = tensor.scale_file, tensor.scales.start
@@ -185,18 +188,18 @@ def _check_scales(tensor: Quantized, scales: Tensor) -> None:
 def _from_fp8(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """[out, in] float8_e4m3fn and FP8_SCALES [ceil(out / rows), ceil(in / columns)] -> fp32 [out, in]."""
     out, width = values.shape
-    rows, columns = min(block[0], out), min(block[1], width)  # a block may be larger than all of the tensor
+    rows, columns = min(block[0], out), min(block[1], width)  # a block may be larger than the tensor
     wide = scales.repeat_interleave(rows, 0)[:out].repeat_interleave(columns, 1)[:, :width]
-    # looked up, as torch's own cast from fp8 takes four times as long on a CPU
-    numbers = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
-    return numbers.index_select(0, values.view(torch.uint8).flatten().int()).view(out, width).mul_(wide)
+    # a table lookup, because torch's own cast from fp8 takes four times as long on a CPU
+    decoded = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
+    return decoded.index_select(0, values.view(torch.uint8).flatten().int()).view(out, width).mul_(wide)
 
 
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """[out, n, 16] and [out, n], both uint8 -> fp32 [out, 32 n]."""
-    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
-    pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), 1)  # by byte: low half, high half
-    # a pair at a time, as one word
+    decoded = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    pairs = torch.stack((decoded.repeat(16), decoded.repeat_interleave(16)), 1)  # by byte: low half, high half
+    # looked up a pair at a time, as one 64-bit word
     words = pairs.view(torch.int64).flatten().index_select(0, blocks.flatten().int())
     values = words.view(torch.float32).view(*scales.shape, 32)
     return values.mul_(scales.view(torch.float8_e8m0fnu).float()[..., None]).flatten(1)

@@ -1,4 +1,4 @@
-"""Parameters under the names and in the layout of Hugging Face, one tensor at a time."""
+"""Export of parameters under Hugging Face names and layouts, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from .tensor_map import Piece, by_name, dtype_class, duplicate_names, stored_lea
 
 
 def export(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, tensor) of everything that a checkpoint of `config` holds: the inverse of `load_pretrained`.
+    """(name on disk, tensor) of every tensor in a checkpoint of `config`: the inverse of `load_pretrained`.
 
-    For handing new weights to an inference engine. A tensor on disk that is a leaf is that leaf, detached and not
-    copied; one that several leaves make up, or that lies transposed, is made when its turn comes. A tied head is not
-    there twice; what a family's files hold twice is. MismatchError names every leaf that is not what `config` calls
-    for, before the first is handed out.
+    For passing new weights to an inference engine. A leaf that is one tensor on disk is detached, not copied; fused or
+    transposed tensors are made one at a time, as the iterator reaches them. A tied head appears once, duplicates that a
+    family's files hold (`hf_copies`) appear. MismatchError names every leaf that does not fit `config`, before the
+    first tensor is yielded.
 
-    fetch: makes a leaf of its path, where params says shapes and dtypes alone (on meta), for leaves that lie in parts.
-    It is called when a tensor's turn comes, in the order of the spec, and what it makes is kept for the next tensor.
+    fetch: path -> leaf, for sharded leaves; params then holds meta tensors with shapes and dtypes. It is called in the
+    order of the spec, when a tensor needs the leaf, and its result is kept while the next tensor needs it too.
     """
     tensors = lazy_tensors(config, params, fetch)
     return ((name, tensor.make()) for name, tensor in tensors.items())
 
 
 def lazy_tensors(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = None) -> dict[str, LazyTensor]:
-    """{name on disk: what it will be}, in the order of the spec. Errors as of `export`."""
+    """{name on disk: tensor, made when it is written}, in the order of the spec. Errors as in `export`."""
     flat = tree.flatten(params)
     _check(config, flat, meta=fetch is not None)
     values = (lambda _: flat) if fetch is None else _Fetched(fetch)
-    tensors = {name: _outgoing(parts, flat, values) for name, parts in by_name(stored_leaves(config)).items()}
+    tensors = {name: _lazy_tensor(pieces, flat, values) for name, pieces in by_name(stored_leaves(config)).items()}
     return tensors | {copy: tensors[name] for copy, name in duplicate_names(config).items()}
 
 
 class _Fetched:
-    """The leaves that one tensor on disk is made of, with what the one before it has left of them."""
+    """Fetches the leaves of one tensor on disk, reusing those that the tensor before it needed too."""
 
     def __init__(self, fetch: Callable[[str], Tensor]) -> None:
         self.fetch = fetch
         self.held: dict[str, Tensor] = {}
 
-    def __call__(self, parts: list[Piece]) -> dict[str, Tensor]:
-        paths = dict.fromkeys(part.path for part in parts)
+    def __call__(self, pieces: list[Piece]) -> dict[str, Tensor]:
+        paths = dict.fromkeys(piece.path for piece in pieces)
         self.held = {path: self.held[path] for path in paths if path in self.held}
         for path in paths:
             if path not in self.held:
@@ -57,16 +57,16 @@ class _Fetched:
         return self.held
 
 
-def _outgoing(
-    parts: list[Piece], flat: dict[str, Tensor], values: Callable[[list[Piece]], dict[str, Tensor]]
+def _lazy_tensor(
+    pieces: list[Piece], flat: dict[str, Tensor], values: Callable[[list[Piece]], dict[str, Tensor]]
 ) -> LazyTensor:
-    """A tensor of the file; parts of one are joined when it is written, not before."""
+    """One tensor of the file; its pieces are joined only when it is written."""
 
     def make() -> Tensor:
-        here = values(parts)
-        return join((part.stored, part.value(here).detach()) for part in parts)
+        here = values(pieces)
+        return join((piece.stored, piece.value(here).detach()) for piece in pieces)
 
-    return LazyTensor(flat[parts[0].path].dtype, parts[0].disk_shape, make)
+    return LazyTensor(flat[pieces[0].path].dtype, pieces[0].disk_shape, make)
 
 
 def _check(config: Any, flat: dict[str, Any], *, meta: bool) -> None:
@@ -84,10 +84,10 @@ def _check(config: Any, flat: dict[str, Any], *, meta: bool) -> None:
             faults.append(f"{path}: expected a {dtype_class(leaves[path].dtype)} dtype, found {value.dtype}")
         elif value.is_meta and not meta:
             faults.append(f"{path}: on the meta device, so there is nothing to save")
-    for name, parts in by_name(parameters).items():
-        dtypes = {value.dtype for part in parts if isinstance(value := flat.get(part.path), Tensor)}
+    for name, pieces in by_name(parameters).items():
+        dtypes = {value.dtype for piece in pieces if isinstance(value := flat.get(piece.path), Tensor)}
         if len(dtypes) > 1:
-            listing = ", ".join(part.path for part in parts)
+            listing = ", ".join(piece.path for piece in pieces)
             faults.append(f"{listing}: must have one dtype, for they are one tensor {name} on disk")
     if faults:
         raise MismatchError(

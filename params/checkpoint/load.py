@@ -1,7 +1,7 @@
-"""From a Hugging Face checkpoint folder to (config, params).
+"""Loading a Hugging Face checkpoint folder as (config, params).
 
-Everything is checked before a tensor is read: the configuration gives the expected shapes, the headers what is there,
-and all differences are told at once.
+Everything is checked before a tensor is read: the shapes that the config expects are compared with the headers, and one
+error lists all differences.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ from .tensor_map import (
     tied_names,
 )
 
-_Tensor = tuple[TensorFile, Entry | Quantized]
+_Located = tuple[TensorFile, Entry | Quantized]
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a call of `load_pretrained` takes of the files, in bytes.
+    """Bytes that one call of `load_pretrained` reads and maps.
 
-    read: headers and what was compared among it. mapped: of leaves that lie in the files and are read when they are
-    used. files: how large all of them are.
+    read: including headers and compared copies. mapped: leaves that are read only when they are used. files: size of
+    all files.
     """
 
     read: int
@@ -91,25 +91,22 @@ def load_pretrained(
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
-    dtype: None keeps what each tensor has on disk, but for fp8 and mxfp4, which become bf16
-    (`params.checkpoint.dequantize`);
-    otherwise leaves are cast one by one. Those of a Leaf with keep_dtype come in its dtype, with None in no narrower
+    dtype: None keeps the dtype on disk, except that fp8 and mxfp4 become bf16 (`params.checkpoint.dequantize`);
+    otherwise leaves are cast one by one. A Leaf with keep_dtype is loaded in its own dtype, or with None in no narrower
     one. device: None is the CPU.
-    plan: `params.plan`'s, made with a DeviceMesh: leaves become DTensors on it, of which each process takes its own
-    part from the files, where rows are read alone, and columns with what lies closely between them. A plan of some
-    stages (`train.parallel.pipeline.tree_split.share`) loads what it names. Nothing is sent: what the headers tell,
-    all processes
-    raise alike; what only values tell (a tied head that differs), the one that reads these.
+    plan: from `params.plan` with a DeviceMesh; leaves become DTensors, and each process reads only its shards: rows
+    exactly, columns with small gaps between them. A plan for some pipeline stages loads the leaves that it names.
+    Nothing is communicated: errors found in the headers are raised by all processes, errors found in values (a tied
+    head that differs) only by the process that reads them.
     copy=False maps the files: nothing is read until it is used, and writing to a leaf never reaches the file. If the
     file is truncated later, using such a leaf kills the process (SIGBUS), and if it is rewritten in place the leaf may
-    change. copy=True reads everything into memory of its own, as does any cast or other device. A leaf of several
-    tensors, as experts often are, is always read, into one piece. Beyond the result, at most one tensor is held. A head
-    that is tied is one leaf. check_finite=True reads everything, and refuses leaves with a NaN or an infinity (which a
-    cast to fp16 may bring in). drop=("mtp",) leaves out heads that predict further tokens (`fnmodels.mtp`); files that
-    have none leave them out too, whatever config.json says. The config that is returned knows it.
-    report: is called with what was read (`report=print`).
+    change. copy=True reads everything into new memory, as does any cast or other device. A leaf of several tensors,
+    such as stacked experts, is always read. At most one tensor is held in addition to the result. A tied head is one
+    leaf. check_finite=True reads everything and refuses leaves with NaN or infinities (also from a cast to fp16).
+    drop=("mtp",) leaves out the MTP heads (`fnmodels.mtp`); they are also left out if the files have none, whatever
+    config.json says. The returned config reflects that. report: is called with a LoadReport (`report=print`).
 
-    Raises CheckpointError by kind (see `fnmodels.errors`), and the operating system's own errors for what is missing.
+    Raises the subclasses of CheckpointError (see `fnmodels.errors`), and OSErrors for missing files.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype_class(dtype) == "floating"):
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
@@ -118,20 +115,20 @@ def load_pretrained(
         checked = check_folder(folder, stack, drop)
         plan, placements = _placed(plan, checked)
         chosen = [parameter for parameter in checked.parameters if placements is None or parameter.path in placements]
-        parts = {
-            parameter.path: placements[parameter.path].local_box() if placements else _all(parameter)
+        boxes = {
+            parameter.path: placements[parameter.path].local_box() if placements else _full_box(parameter)
             for parameter in chosen
         }
         share = next(iter(placements.values())).rank_and_count() if placements else (0, 1)
         source = _Source(checked.found, {}, cast_buffer(), torch.device(device or _device(placements)), copy)
         _check_ties(checked.tied, checked.found, source.buffer, share)
         made = {
-            parameter.path: _leaf(parameter, parts[parameter.path], source, _target(parameter, dtype, checked.found))
+            parameter.path: _leaf(parameter, boxes[parameter.path], source, _target(parameter, dtype, checked.found))
             for parameter in chosen
         }
         flat = {path: leaf for path, (leaf, _) in made.items()}
         if check_finite:
-            _check_finite(folder, chosen, parts, flat, checked.found)
+            _check_finite(folder, chosen, boxes, flat, checked.found)
         if report is not None:
             mapped = sum(leaf.nbytes for leaf, is_mapped in made.values() if is_mapped)
             sizes = (max((e.stop for e in file.entries.values()), default=0) for file in checked.files)
@@ -143,14 +140,14 @@ def load_pretrained(
 
 
 def _placed(plan: Tree | None, checked: CheckedFolder) -> tuple[Tree, dict[str, Sharding] | None]:
-    """(the plan of what is loaded, the same by path). ValueError where it is of another model."""
+    """(the plan restricted to what is loaded, {path: Sharding} of it). ValueError where it is for another model."""
     if plan is None:
         return None, None
     leaves = {parameter.path: parameter.leaf for parameter in checked.parameters}
     tops = {path.partition(".")[0] for path in leaves}
     left_out = getattr(family_of(checked.config), "OPTIONAL", {}).keys() - tops
     plan = {name: how for name, how in plan.items() if name not in left_out}
-    if isinstance(plan.get("layers"), Mapping):  # of stages
+    if isinstance(plan.get("layers"), Mapping):  # a plan of pipeline stages
         named = tree.flatten(plan).keys()
         leaves = {path: leaf for path, leaf in leaves.items() if path in named}
     return plan, plan_by_path(plan, leaves)
@@ -161,16 +158,16 @@ def _device(placements: dict[str, Sharding] | None) -> str:
     return "cpu" if mesh is None else mesh.device_type
 
 
-def _all(parameter: StoredLeaf) -> Box:
+def _full_box(parameter: StoredLeaf) -> Box:
     return tuple(slice(0, size) for size in parameter.leaf.shape)
 
 
 @dataclass(frozen=True)
 class CheckedFolder:
-    """A folder of which everything but the tensors' values is known to be good.
+    """A checkpoint folder that has passed all checks except those of the tensors' values.
 
-    found: {name on disk: (its file, where it lies)}, of which leftovers are no parameter's. tied: {name that a tied
-    head may have: name of the tensor it must equal}. prefix: what the names on disk lack.
+    found: {name on disk: (its file, its entry)}. leftovers: names in it that are no parameter. tied: {name of a
+    redundant tensor: name of the tensor it must equal}. prefix: the first component that the names on disk omit.
     """
 
     config: Any
@@ -183,7 +180,7 @@ class CheckedFolder:
 
 
 def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> CheckedFolder:
-    """What `load_pretrained` does before it reads a tensor; `stack` closes the files. Errors as there."""
+    """The checks of `load_pretrained`, without reading a tensor; `stack` closes the files. Errors as there."""
     config, values = read_config(folder)
     opened = open_folder(folder, stack)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
@@ -203,9 +200,9 @@ def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> 
 
 
 def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str], found: Found) -> None:
-    """MismatchError with every difference between the tensors called for and those that the headers announce."""
-    faults, strangers = [], []
-    dtypes: dict[str, tuple[str, torch.dtype]] = {}  # of leaves that are several tensors
+    """MismatchError with every difference between the expected tensors and those in the headers."""
+    faults, unexpected = [], []
+    dtypes: dict[str, tuple[str, torch.dtype]] = {}  # by path, for leaves stacked from several tensors
     for name, (piece, *_) in expected.items():
         if name not in found:
             faults.append(f"{name}: missing; expected {list(piece.disk_shape)}")
@@ -220,11 +217,11 @@ def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str
         if name in tied:
             faults += _faults(name, expected[tied[name]][0], file, entry)
         elif name not in expected:
-            strangers.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
-    if faults or strangers:
+            unexpected.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
+    if faults or unexpected:
         raise MismatchError(
             f"{folder}: the tensors are not those that config.json calls for "
-            f"({len(faults) + len(strangers)} differences):{as_lines(faults)}{as_lines(strangers)}"
+            f"({len(faults) + len(unexpected)} differences):{as_lines(faults)}{as_lines(unexpected)}"
         )
 
 
@@ -243,9 +240,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check_ties(tied: dict[str, str], found: Found, buffer: Tensor, share: tuple[int, int]) -> None:
-    """A tied head, or another copy, may be on disk if it is the same, bit for bit; else file or config is wrong.
+    """MismatchError if a redundant tensor on disk (a tied head) is not bit-equal to its original.
 
-    share: (i, n) of n processes the i-th, which compares an n-th of the bytes.
+    share: (i, n): this is process i of n, which compares the i-th n-th of the bytes.
     """
     for name, twin in tied.items():
         if name in found and not _same(found[name], found[twin], buffer, share):
@@ -255,38 +252,38 @@ def _check_ties(tied: dict[str, str], found: Found, buffer: Tensor, share: tuple
             )
 
 
-def _same(one: _Tensor, two: _Tensor, buffer: Tensor, share: tuple[int, int]) -> bool:
-    """Whether two tensors of one shape have the same bits in a share: NaN equals itself here, and -0 is not 0.
+def _same(one: _Located, two: _Located, buffer: Tensor, share: tuple[int, int]) -> bool:
+    """Whether two tensors of one shape have the same bits in this share: NaN equals itself, and -0 is not 0.
 
-    Read rather than mapped, and piece by piece, so that nothing is held and no file that shrinks kills the process.
+    They are read in chunks rather than mapped: a truncated mapped file would kill the process.
     """
     (file, entry), (other, twin) = one, two
     if entry.dtype != twin.dtype:
         return False
     if isinstance(entry, Quantized) or isinstance(twin, Quantized):
-        whole = [_read(*where, None, buffer, None).contiguous().view(torch.uint8) for where in (one, two)]
-        return torch.equal(*whole)
+        values = [_read(*where, None, buffer, None).contiguous().view(torch.uint8) for where in (one, two)]
+        return torch.equal(*values)
     halves, size = buffer.chunk(2), entry.stop - entry.start
     first, last = (size * index // share[1] for index in (share[0], share[0] + 1))
     for begin in range(first, last, len(halves[0])):
         count = min(len(halves[0]), last - begin)
-        parts = [part[:count] for part in halves]
-        for part, source, tensor in ((parts[0], file, entry), (parts[1], other, twin)):
+        chunks = [half[:count] for half in halves]
+        for chunk, source, tensor in ((chunks[0], file, entry), (chunks[1], other, twin)):
             start = tensor.start + begin
-            read_into(part, source, Entry(torch.uint8, (count,), start, start + count), buffer)
-        if not torch.equal(*parts):
+            read_into(chunk, source, Entry(torch.uint8, (count,), start, start + count), buffer)
+        if not torch.equal(*chunks):
             return False
     return True
 
 
 def _check_finite(
-    folder: Path, chosen: Sequence[StoredLeaf], parts: dict[str, Box], flat: dict[str, Tensor], found: Found
+    folder: Path, chosen: Sequence[StoredLeaf], boxes: dict[str, Box], flat: dict[str, Tensor], found: Found
 ) -> None:
-    """MismatchError with every leaf that has a value which no training gives a good model."""
+    """MismatchError naming every leaf with a NaN or an infinity."""
     faults = []
     for parameter in chosen:
-        for name, value in _by_name(parameter, parts[parameter.path], flat[parameter.path]):
-            # in one pass and without a mask as large as the leaf: NaN spreads to both ends
+        for name, value in _by_name(parameter, boxes[parameter.path], flat[parameter.path]):
+            # one pass without a mask as large as the leaf: aminmax propagates NaN
             if value.is_floating_point() and value.numel() and not all(e.isfinite() for e in torch.aminmax(value)):
                 count, where = value.numel() - int(value.isfinite().sum()), found[name][0].path.name
                 faults.append(f"{name} in {where}: {count:,} of {value.numel():,} values are not finite")
@@ -296,23 +293,25 @@ def _check_finite(
         )
 
 
-def _by_name(parameter: StoredLeaf, part: Box, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The names on disk of what the part of a parameter is made of, with their values."""
+def _by_name(parameter: StoredLeaf, box: Box, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, values) of the tensors that make up this shard of a parameter."""
     if isinstance(parameter.stored, Stack):
-        yield from zip(map(disk_name, parameter.stored.tensors[part[0]]), value, strict=True)
+        yield from zip(map(disk_name, parameter.stored.tensors[box[0]]), value, strict=True)
     else:
         yield disk_name(parameter.stored), value
 
 
 def _target(parameter: StoredLeaf, dtype: torch.dtype | None, found: Found) -> torch.dtype | None:
-    if dtype is None and parameter.leaf.keep_dtype:  # some files have all in bf16, where a small step is rounded away
+    if (
+        dtype is None and parameter.leaf.keep_dtype
+    ):  # e.g. a bf16 selection bias, in which small updates would be rounded away
         return torch.promote_types(found[disk_names(parameter.stored)[0]][1].dtype, parameter.leaf.dtype)
     return None if dtype is None else leaf_dtype(parameter.leaf, dtype)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where leaves come from, and how: files that are mapped, memory to cast through."""
+    """The tensors found, the files mapped so far, and how leaves are read: cast buffer, device, whether to copy."""
 
     found: Found
     mappings: dict[Path, memoryview]
@@ -326,79 +325,79 @@ class _Source:
         return self.mappings[file.path]
 
 
-def _leaf(parameter: StoredLeaf, part: Box, source: _Source, dtype: torch.dtype | None) -> tuple[Tensor, bool]:
-    """(a part of one parameter, whether it is mapped, which it is where it can stay as and where it is on disk)."""
-    stored, shape, device = parameter.stored, box_shape(part), source.device
+def _leaf(parameter: StoredLeaf, box: Box, source: _Source, dtype: torch.dtype | None) -> tuple[Tensor, bool]:
+    """(the shard `box` of one parameter, whether it is mapped: no cast, device or layout change is needed)."""
+    stored, shape, device = parameter.stored, box_shape(box), source.device
     singles = stored.tensors if isinstance(stored, Stack) else (stored,)
     if 0 in shape:
-        kept = source.found[disk_name(singles[0])][1].dtype
-        return torch.empty(shape, dtype=dtype or kept, device=device), False
+        on_disk = source.found[disk_name(singles[0])][1].dtype
+        return torch.empty(shape, dtype=dtype or on_disk, device=device), False
     if isinstance(stored, Stack):
-        several = [(single, *source.found[disk_name(single)]) for single in stored.tensors[part[0]]]
-        return _stacked(several, part, source, dtype), False
+        sources = [(single, *source.found[disk_name(single)]) for single in stored.tensors[box[0]]]
+        return _stacked(sources, box, source, dtype), False
     file, entry = source.found[disk_name(stored)]
     if isinstance(entry, Entry):
-        place = disk_region(stored, part)
-        piece = contiguous_entry(entry, place.box) if isinstance(place.stored, str) else None
+        region = disk_region(stored, box)
+        contiguous = contiguous_entry(entry, region.box) if isinstance(region.stored, str) else None
         if dtype in (None, entry.dtype) and device.type == "cpu" and not source.copy:
-            # Each leaf of its own bytes has a storage of its own: a slice of a fused tensor would keep all of it, and
-            # be copied with it.
-            if piece is not None:
-                return mapped_tensor(source.mapping(file), piece), True
-            if part == _all(parameter) and not _takes_turns(stored):
+            # Contiguous bytes get a storage of their own: a view into a fused tensor would keep all of it alive
+            # and be copied with it.
+            if contiguous is not None:
+                return mapped_tensor(source.mapping(file), contiguous), True
+            if box == _full_box(parameter) and not _interleaved(stored):
                 return extract(stored, mapped_tensor(source.mapping(file), entry)), True
-        # Read rather than mapped, so that the pages of a file which is left behind do not count beside the result.
-        if piece is not None:
-            return read_tensor(file, piece, dtype, source.buffer).to(device), False
+        # Read rather than mapped, so that mapped pages do not add to the memory of the result.
+        if contiguous is not None:
+            return read_tensor(file, contiguous, dtype, source.buffer).to(device), False
     elif isinstance(stored, str):
-        return read_quantized(file, entry, dtype, source.buffer, part).to(device), False
+        return read_quantized(file, entry, dtype, source.buffer, box).to(device), False
     if isinstance(stored, TensorSlice) and stored.batched:
         one = replace(stored, batched=False)
-        return _stacked([(one, file, each_one) for each_one in split_rows(entry, part[0])], part, source, dtype), False
+        return _stacked([(one, file, matrix) for matrix in split_rows(entry, box[0])], box, source, dtype), False
     out = torch.empty(shape, dtype=dtype or entry.dtype, device=device)
-    _fill(out, stored, part, file, entry, dtype, source.buffer)
+    _fill(out, stored, box, file, entry, dtype, source.buffer)
     return out, False
 
 
 def _stacked(
-    several: Sequence[tuple[Single, TensorFile, Entry | Quantized]],
-    part: Box,
+    sources: Sequence[tuple[Single, TensorFile, Entry | Quantized]],
+    box: Box,
     source: _Source,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """A part [E, ...] of a parameter in one allocation, filled entry by entry."""
-    out = torch.empty(box_shape(part), dtype=dtype or several[0][2].dtype, device=source.device)
-    for target, (single, file, entry) in zip(out, several, strict=True):
-        _fill(target, single, part[1:], file, entry, dtype, source.buffer)
+    """The shard [E, ...] of a stacked parameter in one allocation, filled expert by expert."""
+    out = torch.empty(box_shape(box), dtype=dtype or sources[0][2].dtype, device=source.device)
+    for target, (single, file, entry) in zip(out, sources, strict=True):
+        _fill(target, single, box[1:], file, entry, dtype, source.buffer)
     return out
 
 
 def _fill(
     out: Tensor,
     stored: Single,
-    part: Box,
+    box: Box,
     file: TensorFile,
     entry: Entry | Quantized,
     dtype: torch.dtype | None,
     buffer: Tensor,
 ) -> None:
-    """Read a part of what is one tensor on disk, or rows of it, into memory that is there."""
-    place = disk_region(stored, part)
-    if isinstance(place.stored, str) and isinstance(entry, Entry) and out.device.type == "cpu":
-        read_box(out, file, entry, place.box, buffer)
+    """Read the shard `box` of what is one tensor on disk (or one slice of a batched one) into `out`."""
+    region = disk_region(stored, box)
+    if isinstance(region.stored, str) and isinstance(entry, Entry) and out.device.type == "cpu":
+        read_box(out, file, entry, region.box, buffer)
     else:
-        extract_into(out, place.stored, _read(file, entry, dtype, buffer, place.box), place.skip)
+        extract_into(out, region.stored, _read(file, entry, dtype, buffer, region.box), region.skip)
 
 
 def _read(
     file: TensorFile, entry: Entry | Quantized, dtype: torch.dtype | None, buffer: Tensor, box: Box | None
 ) -> Tensor:
-    """A tensor, or a box of it, as it is in the file; where numbers have few bits, as they were meant, in `dtype`."""
+    """A tensor or its shard `box` in the file's dtype; a quantized one dequantized to `dtype`."""
     if isinstance(entry, Quantized):
         return read_quantized(file, entry, dtype, buffer, box)
     return read_tensor(file, entry, None, buffer, box)
 
 
-def _takes_turns(stored: Single) -> bool:
-    """Whether its rows alternate with another's, so that `extract` copies: then better from what was read."""
+def _interleaved(stored: Single) -> bool:
+    """Whether its rows are interleaved with another's, so that `extract` has to copy, and reading beats mapping."""
     return isinstance(stored, TensorSlice) and stored.groups > 1

@@ -1,10 +1,10 @@
-"""fnmodels_manifest.json: the size and digest of each file that a save wrote, by which a changed byte is found.
+"""fnmodels_manifest.json: sizes and checksums of the files that a save wrote, and their verification.
 
     {"version": 1, "hash": "sha256", "files": {"model.safetensors": {"size": 1234, "digest": "<64 hex digits>"}, ...}}
 
-SHA-256 is in the standard library and in every processor of the last years: 1.8 GB/s on a core here, 3.5 GB/s on two.
-blake2b has 0.9, crc32 4.2 but 32 bits only; xxh3 has 16 and would be one more dependency, which is worth little where
-disks give 1 to 5 GB/s. Besides, `sha256sum` agrees without any of this code.
+SHA-256 is in the standard library, and recent processors accelerate it: measured 1.8 GB/s on one core, 3.5 GB/s on
+two. blake2b reaches 0.9, crc32 4.2 with only 32 bits; xxh3 reaches 16 but would be one more dependency, of little use
+where disks give 1 to 5 GB/s. `sha256sum` can check the digests without this code.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ VERSION, HASH = 1, "sha256"
 
 @dataclass(frozen=True)
 class Record:
-    """What a file was when it was saved; `digest` in lower-case hex."""
+    """A file as it was saved: size in bytes and SHA-256 `digest` in lower-case hex."""
 
     size: int
     digest: str
 
 
 def write_manifest(folder: Path) -> None:
-    """Record every file of `folder`, read back, so that it holds whoever wrote them.
+    """Write the manifest of all files in `folder`, which are read back from disk to compute their digests.
 
-    The record is flushed, and complete where it is at all.
+    The manifest is flushed and renamed into place, so it is complete if it exists.
     """
     paths = sorted(folder.iterdir())
-    with ThreadPoolExecutor() as pool:  # hashing and reading leave Python's lock alone
+    with ThreadPoolExecutor() as pool:  # hashing and reading release the GIL
         digests = pool.map(digest, paths)
         records = {path.name: asdict(Record(path.stat().st_size, d)) for path, d in zip(paths, digests, strict=True)}
-    part = folder / f"{MANIFEST}.part"
+    temporary = folder / f"{MANIFEST}.part"
     text = json.dumps({"version": VERSION, "hash": HASH, "files": records}, indent=2)
-    part.write_text(text + "\n", encoding="utf-8")
-    sync(part)
-    os.replace(part, folder / MANIFEST)
+    temporary.write_text(text + "\n", encoding="utf-8")
+    sync(temporary)
+    os.replace(temporary, folder / MANIFEST)
     sync(folder)
 
 
@@ -56,7 +56,7 @@ def digest(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Record]:
-    """{file: what it was}. FormatError where the manifest is damaged, FileNotFoundError where there is none."""
+    """{file name: Record}. FormatError for a damaged manifest, FileNotFoundError where there is none."""
     path = plain_file(folder, MANIFEST)
     content: Any = read_json(path)
     if not isinstance(content, dict) or content.keys() != {"version", "hash", "files"}:
@@ -84,7 +84,7 @@ def _record(path: Path, name: str, value: Any) -> Record:
 
 
 def verify(path: str | os.PathLike[str]) -> None:
-    """Read every file that the manifest of the folder `path` names, and compare; other files are not looked at.
+    """Check the size and digest of every file named in the manifest of the folder `path`; other files are ignored.
 
     FormatError names all that differ. FileNotFoundError: there is no manifest, or a file that it names is gone.
     """
@@ -99,7 +99,7 @@ def verify(path: str | os.PathLike[str]) -> None:
 
 
 def file_fault(path: Path, record: Record) -> str | None:
-    """How a file differs from what was recorded of it, in words; None where it does not."""
+    """A sentence on how a file differs from its record; None if it does not."""
     size = path.stat().st_size
     if size != record.size:
         return f"{path.name} has {size:,} bytes, not {record.size:,}"

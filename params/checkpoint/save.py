@@ -1,4 +1,4 @@
-"""From (config, params) to a Hugging Face checkpoint folder: config.json and safetensors, the same bytes every time."""
+"""Saving (config, params) as a Hugging Face checkpoint folder: config.json and safetensors, byte-deterministic."""
 
 from __future__ import annotations
 
@@ -41,17 +41,16 @@ def save_pretrained(
 ) -> None:
     """Write config.json and model.safetensors into the folder `path` (made if needed), replacing an older model there.
 
-    max_shard_size: bytes, or a text as "5GB"; a larger model goes into several files with an index. dtypes are kept;
-    other files of the folder are not touched. Beside them fnmodels_manifest.json says what `verify` holds them against.
+    max_shard_size: bytes, or a string such as "5GB"; a larger model is split into several files with an index. dtypes
+    are kept, and other files in the folder are not touched. fnmodels_manifest.json records the checksums for `verify`.
     MismatchError names every leaf that is missing, unexpected or mis-shaped by the spec of `config`.
 
-    Everything is written and flushed to a folder `.saving-*` inside first, and the old files stay valid until then: an
-    OSError says so where the disk is full, and BlockingIOError that another save into the folder is under way. A kill,
-    Ctrl-C or an error during the renames that follow leaves a folder without config.json, which nothing loads, never a
-    mix: `recover` finishes them, and so does the next save before anything else. Where a single file of an equal config
-    is replaced, it leaves the old model or the new one.
-    Parameters that were mapped from this very folder stay good, for renaming keeps the old files alive as long as they
-    are mapped.
+    Everything is first written and flushed to a folder `.saving-*` inside `path`; until then the old files stay valid:
+    OSError if the disk is full, BlockingIOError if another save into the folder is under way. A kill, Ctrl-C or error
+    during the renames that follow leaves a folder without config.json, which cannot be loaded, never a mix of two
+    models: `recover` or the next save finishes the renames. Where the config is equal and the model is a single file,
+    it leaves the old model or the new one.
+    Parameters mapped from this same folder stay valid: renaming keeps the old files alive while they are mapped.
     """
     tensors = lazy_tensors(config, params)
     _check_plain(tree.flatten(params))
@@ -62,7 +61,7 @@ def save_pretrained(
     with reserved_staging_path(folder, _tidy) as temporary:
         kept = "what the folder held before is as it was"
         with removed_on_failure(temporary), describe_os_error(folder, "The model was not saved", kept):
-            _check_places(folder)
+            _check_no_folders(folder)
             for file, names in shards.items():
                 write_tensors(temporary / file, {name: tensors[name] for name in names})
             if len(shards) > 1:
@@ -70,19 +69,19 @@ def save_pretrained(
                 _write(temporary / INDEX, _json(make_index(sizes)))
             _write(temporary / "config.json", text)
             write_manifest(temporary)
-        # From here on it is removed only when all is in place: a part of the model may be nowhere else.
-        _put(folder, temporary)
+        # From here on it is removed only when all files are moved: some may exist only there.
+        _move_into_place(folder, temporary)
 
 
 def config_text(config: Any, dtype: torch.dtype) -> str:
-    """config.json as it is written for a model most of whose numbers have this dtype."""
+    """The text of config.json; dtype: that of most elements of the model."""
     return _json(config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")})
 
 
 def recover(path: str | os.PathLike[str]) -> bool:
-    """Finish a save into the folder `path` that was cut short while it moved its files; True if there was one.
+    """Finish a save into the folder `path` that was interrupted while it moved its files; True if there was one.
 
-    A save that was cut short earlier, while it wrote them, left the older model as it was: False, and nothing is done.
+    A save that was interrupted earlier, while it wrote them, left the older model unchanged: returns False.
     """
     folder = Path(path)
     with folder_lock(folder) as alone:
@@ -93,15 +92,17 @@ def recover(path: str | os.PathLike[str]) -> bool:
 
 
 def _finish(folder: Path) -> bool:
-    """Put the newest complete leftover into place, if there is one. FormatError: there are, but all are damaged."""
-    complete = [path for path in leftovers(folder) if (path / MANIFEST).exists()]  # made when all else is, moved last
+    """Move the newest complete leftover into place; False if there is none. FormatError: all leftovers are damaged."""
+    complete = [
+        path for path in leftovers(folder) if (path / MANIFEST).exists()
+    ]  # the manifest is written and moved last
     faults = []
     for temporary in sorted(complete, key=lambda path: (path / MANIFEST).stat().st_mtime_ns, reverse=True):
         if fault := _fault(folder, temporary):
             faults.append(f"{temporary} cannot be finished: {fault}. Remove it where it is not wanted.")
             continue
-        _check_places(folder)
-        _put(folder, temporary)
+        _check_no_folders(folder)
+        _move_into_place(folder, temporary)
         return True
     if faults:
         raise FormatError(faults[0])
@@ -109,7 +110,7 @@ def _finish(folder: Path) -> bool:
 
 
 def _fault(folder: Path, temporary: Path) -> str | None:
-    """What of a complete leftover is neither in it nor, because it was moved already, in the folder."""
+    """What is wrong with the first file of a leftover that is missing or damaged, both there and in the folder."""
     for name, record in read_manifest(temporary).items():
         place = temporary / name if (temporary / name).exists() else folder / name
         fault = file_fault(place, record) if place.is_file() else f"{name} is in neither of the folders"
@@ -119,8 +120,8 @@ def _fault(folder: Path, temporary: Path) -> str | None:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what is incomplete. What `recover` could finish stays until a later model is in place; where the old model
-    was being taken away already, it is finished now, for it is all there is.
+    """Remove incomplete leftovers. One that `recover` could finish stays until a newer model is in place; where the old
+    model's config.json is gone already, it is finished now, because it is the only complete model.
     """
     if not os.path.lexists(folder / "config.json") and _finish(folder):
         remove_leftovers(folder)
@@ -129,16 +130,16 @@ def _tidy(folder: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _put(folder: Path, temporary: Path) -> None:
-    """Replace the old model by the complete one in `temporary`, which stays where that fails."""
+def _move_into_place(folder: Path, temporary: Path) -> None:
+    """Replace the old model by the complete one in `temporary`, which is kept if that fails."""
     kept = f"it is complete in {temporary.name}: params.recover finishes it once that is mended"
     with describe_os_error(folder, "The new model could not be moved into place", kept):
         _replace(folder, temporary)
     shutil.rmtree(temporary)
 
 
-def _check_places(folder: Path) -> None:
-    """IsADirectoryError where a rename, or the removal of an older file, could only fail half-way."""
+def _check_no_folders(folder: Path) -> None:
+    """IsADirectoryError if a folder has the name of a file of the model: the renames would fail half-way."""
     for path in sorted(folder.iterdir()):
         ours = path.name in ("config.json", MANIFEST) or _WEIGHTS.fullmatch(path.name)
         if ours and path.is_dir() and not path.is_symlink():
@@ -147,7 +148,7 @@ def _check_places(folder: Path) -> None:
 
 
 def _check_plain(flat: dict[str, Tensor]) -> None:
-    """MismatchError names every leaf whose numbers do not lie in memory one by one, as in a file."""
+    """MismatchError names every leaf that is not a plain dense tensor."""
     faults = []
     for path, value in flat.items():
         if type(value) not in (Tensor, torch.nn.Parameter):
@@ -161,35 +162,35 @@ def _check_plain(flat: dict[str, Tensor]) -> None:
 
 
 def _replace(folder: Path, temporary: Path) -> None:
-    """Move the new files into place. config.json goes first and comes last: without it nothing loads the folder.
+    """Move the new files into place. config.json is removed first and moved last: without it nothing loads the folder.
 
-    The manifest is away while what it speaks of changes: a model without one is a model that cannot be verified, one
-    with another's would be called damaged. May be called again after a kill: what was moved stays.
+    The manifest is absent while the files change: a model without one cannot be verified, but with another model's it
+    would be reported as damaged. May be called again after a kill: files that were moved stay.
     """
     new = {*read_manifest(temporary), MANIFEST}
     waiting = {name for name in new if (temporary / name).exists()}
     old = {path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
-    around = [MANIFEST, "config.json"]
+    bracketing = [MANIFEST, "config.json"]
     if old <= {SINGLE} and SINGLE in new and _same(folder / "config.json", temporary / "config.json"):
-        around = [MANIFEST]  # the model changes by a single rename
-    for name in (*(name for name in around if name in waiting), *sorted(old - new)):
+        bracketing = [MANIFEST]  # the model changes by a single rename
+    for name in (*(name for name in bracketing if name in waiting), *sorted(old - new)):
         (folder / name).unlink(missing_ok=True)
     sync(folder)
     for name in sorted(waiting - {MANIFEST, "config.json"}):
         os.replace(temporary / name, folder / name)
     sync(folder)
-    for name in reversed(around):
+    for name in reversed(bracketing):
         if name in waiting:
             os.replace(temporary / name, folder / name)
     sync(folder)
 
 
 def _same(one: Path, two: Path) -> bool:
-    return one.is_file() and two.is_file() and one.read_bytes() == two.read_bytes()  # a pipe would never end
+    return one.is_file() and two.is_file() and one.read_bytes() == two.read_bytes()  # reading a pipe would block
 
 
 def _main_dtype(flat: dict[str, Tensor]) -> torch.dtype:
-    """What config.json calls the model's dtype: that of most floating-point numbers in it."""
+    """The dtype for config.json: that of most floating-point elements."""
     sizes: Counter[torch.dtype] = Counter()
     for value in flat.values():
         if value.dtype.is_floating_point:
@@ -206,7 +207,7 @@ def _bytes(size: int | str) -> int:
 
 
 def _shards(tensors: dict[str, LazyTensor], limit: int) -> dict[str, list[str]]:
-    """{file: names}, in the order of the spec; a tensor larger than the limit gets a file of its own."""
+    """{file: tensor names}, in the order of the spec; a tensor larger than the limit gets a file of its own."""
     groups: list[list[str]] = []
     size: float = math.inf
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Which file of a checkpoint folder holds which tensor: one file, or shards with an index."""
+"""The map from tensor names to the safetensors files of a checkpoint folder: one file, or shards with an index."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ _SHOWN, _WIDE = 20, 400  # differences listed in a message, characters of each
 
 
 def as_lines(lines: Iterable[str]) -> str:
-    """Lines for a message, one below the other and not without end."""
+    """`lines` indented for an error message, at most _SHOWN of them and each at most _WIDE characters."""
     lines = [line if len(line) <= _WIDE else line[:_WIDE] + "..." for line in lines]
     more = [f"... and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
     return "".join(f"\n  {line}" for line in lines[:_SHOWN] + more)
 
 
 def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, Entry]]:
-    """{name on disk: (its file, its entry)} with every header checked; `stack` closes the files."""
+    """{tensor name: (its file, its entry)} with every header checked; `stack` closes the files.
+
+    IndexFileError where index and files disagree, FileNotFoundError for missing files, UnsupportedError for pickles.
+    """
     single, index = os.path.lexists(folder / SINGLE), os.path.lexists(folder / INDEX)
     if index:
         weight_map = _weight_map(plain_file(folder, INDEX))
@@ -62,7 +65,7 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, tuple[TensorFile, E
 
 
 def _check_strays(folder: Path, named: str, shards: Iterable[str]) -> None:
-    # Which save is meant, if there are shards of two? Files of other names are other things: adapters, second formats.
+    # Shards of two saves would be ambiguous. Files with other names are ignored: adapters, other formats.
     strays = sorted({name for name in os.listdir(folder) if _SHARD.fullmatch(name)}.difference(shards))
     if strays:
         raise IndexFileError(
@@ -88,7 +91,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _check_index(path: Path, weight_map: dict[str, str], files: list[TensorFile]) -> None:
-    # The index's total_size is not compared: published ones count tied or dropped tensors in various ways.
+    # The index's total_size is not compared: published ones count tied or dropped tensors in different ways.
     held = {file.path.name: file.entries for file in files}
     faults = [f"{name!r}: not in {shard}" for name, shard in weight_map.items() if name not in held[shard]]
     for shard, entries in held.items():
@@ -120,7 +123,7 @@ def _no_weights(folder: Path) -> Exception:
 
 
 def make_index(shards: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """The index of {file: {tensor: bytes}}."""
+    """The content of the index file, from {file: {tensor: bytes}}."""
     weight_map = {name: shard for shard, sizes in shards.items() for name in sizes}
     total = sum(size for sizes in shards.values() for size in sizes.values())
     return {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -1,4 +1,4 @@
-"""What a checkpoint of a configuration holds: the one place where our paths and the names on disk meet."""
+"""The mapping between our parameter paths and the names of tensors in Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fnmodels.models.common.storage import Single, Stack, Stored, disk_name, dis
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """One parameter: its path in our tree, its declaration, and how it lies on disk."""
+    """One parameter: its path in our tree, its spec, and how it is stored on disk."""
 
     path: str
     leaf: Leaf
@@ -27,32 +27,32 @@ class StoredLeaf:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one tensor on disk has of a parameter: all of it, or entry `index` of its first dimension, of a `Stack`."""
+    """The part of a parameter that one tensor on disk holds: all of it, or entry `index` of a stacked parameter."""
 
     path: str
-    leaf: Leaf  # of this piece
+    leaf: Leaf  # without the first dimension, if `index` is given
     stored: Single
     index: int | None = None
 
     @property
     def disk_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor on disk, of which this may be a part."""
+        """The shape of the tensor on disk, of which this may be a slice."""
         return disk_shape(self.stored, self.leaf.shape)
 
     def value(self, flat: Mapping[str, Tensor]) -> Tensor:
-        """It, from all parameters by path."""
+        """The piece's values, given all parameters by path."""
         return flat[self.path] if self.index is None else flat[self.path][self.index]
 
 
 def stored_leaves(config: Any, prefix: str = "") -> tuple[StoredLeaf, ...]:
-    """All parameters, in the order of the spec. prefix: what the names in the files lack (`missing_prefix`)."""
+    """All parameters, in the order of the spec. prefix: is removed from the names on disk (see `missing_prefix`)."""
     family = family_of(config)
     names, leaves = family.hf_names(config), tree.flatten(family.spec(config))
     return tuple(StoredLeaf(path, leaf, _strip_prefix(names[path], prefix)) for path, leaf in leaves.items())
 
 
 def pieces(parameter: StoredLeaf) -> list[Piece]:
-    """One for each tensor on disk that it is made of."""
+    """One piece for each tensor on disk that holds some of the parameter."""
     path, leaf, stored = parameter.path, parameter.leaf, parameter.stored
     if not isinstance(stored, Stack):
         return [Piece(path, leaf, stored)]
@@ -63,7 +63,7 @@ def pieces(parameter: StoredLeaf) -> list[Piece]:
 
 
 def by_name(parameters: Iterable[StoredLeaf]) -> dict[str, list[Piece]]:
-    """{name of a tensor on disk: what it consists of}, usually one parameter."""
+    """{name of a tensor on disk: the pieces it consists of}, usually one."""
     grouped: dict[str, list[Piece]] = {}
     for parameter in parameters:
         for piece in pieces(parameter):
@@ -72,9 +72,10 @@ def by_name(parameters: Iterable[StoredLeaf]) -> dict[str, list[Piece]]:
 
 
 def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> str:
-    """The first part of the names of all `parameters`, with its dot, if the files `found` go without it; else "".
+    """The first component of all names on disk, with its dot, if the files `found` omit it; else "".
 
-    OpenAI's GPT-2 and models that were saved without a head begin at `wte` or `layers`, not `transformer` or `model`.
+    Names in OpenAI's GPT-2 and in models saved without a head begin with `wte` or `layers`, not `transformer` or
+    `model`.
     """
     names = [name for parameter in parameters if parameter.path != "lm_head" for name in disk_names(parameter.stored)]
     prefix = names[0].partition(".")[0] + "."
@@ -84,29 +85,29 @@ def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> s
 
 
 def is_leftover(config: Any, name: str) -> bool:
-    """Whether `name` is a buffer that old files of the family hold and nobody reads: see its LEFTOVERS, if any."""
+    """Whether `name` is a buffer in old files of the family that is not a parameter (its LEFTOVERS, if any)."""
     return any(re.fullmatch(pattern, name) for pattern in getattr(family_of(config), "LEFTOVERS", ()))
 
 
 def tied_names(config: Any, prefix: str = "") -> dict[str, str]:
-    """{name that a tied head may have on disk all the same: name of the tensor it must equal}; prefix as there.
+    """{name of a redundant tensor, which files may hold or not: name of the tensor it must equal}.
 
-    What `duplicate_names` says is among them.
+    A tied head, and everything in `duplicate_names`. prefix: as in `stored_leaves`.
     """
     tied = duplicate_names(config, prefix)
     if not getattr(config, "tie_word_embeddings", False):
         return tied
     names = family_of(config).hf_names(replace(config, tie_word_embeddings=False))
-    if not names.keys() >= {"lm_head", "embed_tokens"}:  # a family of someone's own, with a head of its own
+    if not names.keys() >= {"lm_head", "embed_tokens"}:  # a family outside this package, with other names
         return tied
     (head,), (embedding,) = disk_names(names["lm_head"]), disk_names(names["embed_tokens"])
     return tied | {head: embedding.removeprefix(prefix)}
 
 
 def duplicate_names(config: Any, prefix: str = "") -> dict[str, str]:
-    """{name of a tensor that repeats another: the other's}, if the family's `hf_copies` says so; prefix as there.
+    """{name of a duplicate tensor: name of the original} by the family's `hf_copies`; prefix as in `stored_leaves`.
 
-    Files may lack them. A save writes them, for other programs read them.
+    Files may omit them. A save writes them, because other programs read them.
     """
     family = family_of(config)
     named = family.hf_copies(config) if hasattr(family, "hf_copies") else {}
@@ -117,10 +118,10 @@ def duplicate_names(config: Any, prefix: str = "") -> dict[str, str]:
 def drop_optional(
     config: Any, drop: Collection[str], found: Container[str], prefix: str = ""
 ) -> tuple[Any, frozenset[str]]:
-    """(the config of what is to be loaded, the names of what is on disk and is not).
+    """(config without the optional parts that are not loaded, names on disk that are skipped for it).
 
-    The parts of a model that files may hold or not are in its family's OPTIONAL, {key of the tree: field of the config
-    that counts them}. Those in `drop` are left out, and those of which the files have nothing.
+    A family lists the optional parts of its model in OPTIONAL, {key of the tree: config field that counts them}. Parts
+    in `drop` are left out, and so are those of which the files hold no tensor. ValueError for other names in `drop`.
     """
     optional = getattr(family_of(config), "OPTIONAL", {})
     if unknown := sorted(set(drop) - set(optional)):
@@ -128,12 +129,12 @@ def drop_optional(
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "
             f"{', '.join(map(repr, optional)) or 'nothing'}."
         )
-    whole = stored_leaves(config, prefix) if optional else ()  # which takes as long as all the rest
+    parameters = stored_leaves(config, prefix) if optional else ()  # computed only if needed: it dominates the time
     dropped: set[str] = set()
     for part, count in optional.items():
         names = {
             name
-            for parameter in whole
+            for parameter in parameters
             if parameter.path.startswith(f"{part}.")
             for name in disk_names(parameter.stored)
         }
@@ -158,7 +159,7 @@ def _strip_prefix_of_one(stored: Single, prefix: str) -> Single:
 
 
 def dtype_class(dtype: torch.dtype) -> str:
-    """Within a class a file may have another dtype than the Leaf declares (a bf16 weight); across, it is a mistake."""
+    """The class of a dtype. A tensor on disk may differ from its Leaf in dtype (bf16, say) but not in class."""
     if dtype == torch.bool:
         return "boolean"
     if dtype.is_complex:

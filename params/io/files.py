@@ -1,4 +1,4 @@
-"""The plain files of a checkpoint folder: which may be opened, JSON without surprises, flushing to the disk."""
+"""Safe file access in checkpoint folders: path checks, strict JSON, and atomic, flushed writes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from typing import Any
 
 from fnmodels.errors import FormatError, UnsafePathError
 
-WRITING = ".writing-"  # begins the names of unfinished files
+WRITING = ".writing-"  # prefix of the names of unfinished files
 JSON_LIMIT = 50_000_000  # bytes; the largest published index has about 15 MB
 DEPTH_LIMIT = 32  # of nesting; configurations have 4
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """The path of `name` in `folder`, an existing regular file that is really there.
+    """The path of `name` in `folder`, which must be an existing regular file inside it.
 
-    UnsafePathError: the name is not a bare one, a link leads out of the folder, or it is a pipe or device (reading one
-    could hang). Links into the `blobs` of a Hugging Face cache are what its snapshots consist of, and pass.
+    UnsafePathError: `name` is no bare file name, or the file is a pipe or device (reading one could hang), or a link
+    that leads out of the folder. Links into the `blobs` of a Hugging Face cache, its snapshots' form, are allowed.
+    FileNotFoundError, IsADirectoryError: there is no such file.
     """
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         raise UnsafePathError(f"{folder}: {name!r} is not the bare name of a file in this folder.")
@@ -48,7 +49,7 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
-    """The content of a small JSON file; FormatError if it is not JSON, names a key twice or is absurdly large."""
+    """The content of a JSON file. FormatError: not JSON, a duplicate key, nested too deeply, or over `limit` bytes."""
     size = path.stat().st_size
     if size > limit:
         raise FormatError(f"{path} has {size:,} bytes; no such file has more than {limit:,}.")
@@ -56,14 +57,14 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
 
 
 def parse_json(data: bytes | bytearray, where: str) -> Any:
-    """`where` begins the message of the FormatError."""
+    """The value of JSON text in UTF-8. FormatError as in `read_json`; its message begins with `where`."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
         raise FormatError(f"{where} is not valid: its JSON is nested too deeply.") from None
     except ValueError as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
         raise FormatError(f"{where} is not valid JSON: {error}.") from None
-    # What was just shallow enough to be parsed may be too deep to be compared, or shown in a message.
+    # A value that could just be parsed may still be nested too deeply to be compared or printed.
     level, depth = [value], 0
     while level:
         if depth > DEPTH_LIMIT:
@@ -73,13 +74,13 @@ def parse_json(data: bytes | bytearray, where: str) -> Any:
 
 
 def _inside(value: Any) -> list[Any]:
-    """The lists and objects in a list or an object."""
+    """The lists and objects directly inside a list or an object."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [inner for inner in values if isinstance(inner, (dict, list))]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Readers differ in which of two equal keys they take, so that a check of one says nothing about the other.
+    # Readers differ in which of two equal keys they use, so a check of one says nothing about the other.
     built = dict(pairs)
     if len(built) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -88,7 +89,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's list of names, to the disk."""
+    """fsync a file, or the entries of a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -97,19 +98,19 @@ def sync(path: Path) -> None:
 
 
 def move_into_place(temporary: Path, path: Path) -> None:
-    """Replace `path` by the finished file `temporary` (same file system), so that no reader ever sees half of it."""
+    """Atomically replace `path` by the finished file `temporary` (on the same file system), and flush both."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write(temporary)` make the file, then rename it to `path`. A failed or killed write leaves the old file."""
+    """Have `write(temporary)` write a file, then rename it to `path`. A failed or killed write leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=WRITING) as folder:
         temporary = Path(folder) / path.name
         temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask has it; safetensors' writer leaves files to the owner alone
+        mode = temporary.stat().st_mode  # the mode that the umask gives; safetensors' writer would leave 0600
         write(temporary)
         temporary.chmod(mode)
         move_into_place(temporary, path)

@@ -1,8 +1,8 @@
-"""The safetensors format: eight bytes of length, a JSON header, the tensors' bytes.
+"""Reading and writing of safetensors files: eight bytes of header length, a JSON header, the tensors' bytes.
 
-The header is read here rather than by the safetensors package, because what was checked must be what is used: a reader
-with another opinion about a damaged header would undo the check. Format: https://github.com/huggingface/safetensors
-The package would also map and write less well, see `map_file` and `write_tensors`; the tests hold both against it.
+The header is parsed here rather than by the safetensors package, so that the header which was checked is the one that
+is used: another reader might interpret a damaged header differently. Format: https://github.com/huggingface/safetensors
+The package also maps and writes less efficiently (see `map_file`, `write_tensors`); tests compare both with it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fnmodels.errors import FormatError, UnsupportedError
 
 from .files import parse_json
 
-HEADER_LIMIT = 100_000_000  # bytes, the format's own bound
-HANDLES = 64  # files held open; a process may commonly have 1,024, and other things need some of them
-GAP = 1 << 13  # bytes between two pieces that are read with them: they cost less than one more call
-NAMES_LIMIT = 250_000  # tensors in a file; the largest published models have fewer in all their files together
-DTYPES = {  # in the package's order, which is also that of their sizes
+HEADER_LIMIT = 100_000_000  # bytes, the limit of the format
+HANDLES = 64  # files held open; a common limit for a process is 1,024, shared with everything else
+GAP = 1 << 13  # bytes; a gap smaller than this between two ranges is read too: cheaper than another system call
+NAMES_LIMIT = 250_000  # tensors in a file; the largest published models have fewer in all their files
+DTYPES = {  # in the order of the safetensors package, by size
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -49,12 +49,12 @@ DTYPES = {  # in the package's order, which is also that of their sizes
     "U64": torch.uint64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-Box = tuple[slice, ...]  # a part of a tensor: start and stop in each dimension
+Box = tuple[slice, ...]  # a shard of a tensor: start and stop in each dimension
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: bytes start <= i < stop, counted from the beginning of the file."""
+    """One tensor of a file: its dtype and shape, and its byte range start <= i < stop in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -63,9 +63,9 @@ class Entry:
 
 
 class OpenFiles:
-    """Open files, those used last: a checkpoint may have more shards than a process may have files open.
+    """An LRU cache of open files: a checkpoint may have more shards than a process may have files open.
 
-    read: how many bytes have come from them; of what is mapped nobody can tell.
+    read: bytes read through it; reads of mapped memory cannot be counted.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class OpenFiles:
         self._first: dict[Path, tuple[int, ...]] = {}
 
     def get(self, path: Path) -> FileIO:
-        """FormatError: it had to be opened again, and another file, or a changed one, has come into its place."""
+        """The open file of `path`. FormatError: it had to be opened again and has been replaced or changed."""
         handle = self._open.pop(path, None)
         if handle is None:
             handle = FileIO(path)
@@ -89,8 +89,8 @@ class OpenFiles:
         return handle
 
     def fill(self, path: Path, view: memoryview | bytearray, start: int) -> None:
-        """Read the bytes of the file from `start` on into all of `view`."""
-        # A single read returns at most 2 GiB, and memory that it left alone would look like weights.
+        """Fill `view` with the bytes of the file from `start` on."""
+        # A single read returns at most 2 GiB; unfilled memory would look like weights.
         handle, done = self.get(path), 0
         while done < len(view):
             count = os.preadv(handle.fileno(), [memoryview(view)[done:]], start + done)
@@ -107,7 +107,7 @@ class OpenFiles:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file whose header is good. Mapped tensors outlive the closing of its handle."""
+    """A file whose header passed all checks. Mapped tensors stay valid after its handle is closed."""
 
     path: Path
     handles: OpenFiles
@@ -123,7 +123,7 @@ def open_tensors(path: Path, stack: ExitStack) -> TensorFile:
 
 
 def open_tensor_files(paths: Iterable[Path], stack: ExitStack) -> list[TensorFile]:
-    """As `open_tensors`, of files of which at most `HANDLES` are open at a time."""
+    """`open_tensors` for many files, of which at most `HANDLES` are open at a time."""
     handles = OpenFiles()
     stack.callback(handles.close)
     return [TensorFile(path, handles, _entries(path, handles)) for path in paths]
@@ -137,7 +137,7 @@ def _entries(path: Path, handles: OpenFiles) -> dict[str, Entry]:
     handles.fill(path, prefix, 0)
     length = int.from_bytes(prefix, "little")
     if prefix == b"version ":
-        raise FormatError(f"{path} is a pointer of Git LFS in place of the file; `git lfs pull` gets it.")
+        raise FormatError(f"{path} is a Git LFS pointer instead of the file itself; `git lfs pull` gets it.")
     if length > HEADER_LIMIT:
         raise FormatError(f"{path} announces a header of {length:,} bytes; at most {HEADER_LIMIT:,} are allowed.")
     if 8 + length > size:
@@ -191,7 +191,7 @@ def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
 
 
 def _naturals(value: Any) -> bool:
-    # The bound keeps products of a hostile shape from growing without limit.
+    # The bounds limit the product of a malicious shape.
     good = isinstance(value, list) and len(value) <= 64
     return good and all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 63 for v in value)
 
@@ -201,27 +201,27 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_REPR = reprlib.Repr()  # cuts before it writes: a shape may have millions of sizes
+_REPR = reprlib.Repr()  # truncates before it formats: a shape may have millions of sizes
 _REPR.maxlist = _REPR.maxdict = _REPR.maxlong = 80
 _REPR.maxstring = 500
 
 
 def map_file(file: TensorFile) -> memoryview:
-    """The whole file, lazily: pages are read when touched. Private: what is written to them never reaches the file."""
+    """A private memory map of the full file: pages are read when touched, and writes never reach the file."""
     # Not safetensors' `safe_open`: it maps in the same way, but its `get_tensor` (torch.asarray of a storage) reads the
     # first page of each tensor. Measured on 1 GB of 129 tensors that are not in the page cache: 800 ms, here 12 ms. It
-    # also opens the file anew, by a name that may lead to another file than the one whose header was checked. And not
-    # Python's mmap, which keeps a file open for each mapping: some hundred shards would be all that a process may have.
+    # also reopens the file by name, which may by now be another file than the one whose header was checked. And not
+    # Python's mmap, which keeps a file open for each mapping: a process could map only some hundred shards.
     handle = file.handles.get(file.path).fileno()
     size = os.fstat(handle).st_size
-    whole = torch.from_file(f"/dev/fd/{handle}", shared=False, size=size, dtype=torch.uint8, device="cpu")
-    return whole.numpy().data
+    mapped = torch.from_file(f"/dev/fd/{handle}", shared=False, size=size, dtype=torch.uint8, device="cpu")
+    return mapped.numpy().data
 
 
 def mapped_tensor(mapping: memoryview, entry: Entry) -> Tensor:
-    """A tensor that lies in the mapping, or a copy where the file is not aligned for it.
+    """A tensor backed by the mapping, or a copy where its bytes are not aligned for its dtype.
 
-    Each has a storage of its own size (as slices of one storage, a deep copy of one leaf would copy the whole file).
+    Each has its own storage: with slices of one storage, a deep copy of one leaf would copy the full file.
     """
     count = entry.stop - entry.start
     if not count:
@@ -235,17 +235,14 @@ def mapped_tensor(mapping: memoryview, entry: Entry) -> Tensor:
 
 
 def cast_buffer() -> Tensor:
-    """Memory for `read_tensor` to cast through, made once: malloc would leave a hole beside each result otherwise."""
-    return torch.empty(1 << 22, dtype=torch.uint8, device="cpu")  # a quarter of it takes three times as long
+    """A buffer for `read_tensor` to cast through, allocated once: one per tensor would fragment the heap."""
+    return torch.empty(1 << 22, dtype=torch.uint8, device="cpu")  # with a quarter of it, casts take three times as long
 
 
 def read_tensor(
     file: TensorFile, entry: Entry, dtype: torch.dtype | None, buffer: Tensor, box: Box | None = None
 ) -> Tensor:
-    """A tensor in memory of its own, read from the file and cast piece by piece; dtype None: as it is there.
-
-    box: of the tensor, that part alone.
-    """
+    """A tensor, or its shard `box`, read into new memory and cast in chunks; dtype None: the file's dtype."""
     shape = entry.shape if box is None else box_shape(box)
     out = torch.empty(shape, dtype=dtype or entry.dtype, device="cpu")
     if box is None:
@@ -256,83 +253,84 @@ def read_tensor(
 
 
 def read_into(out: Tensor, file: TensorFile, entry: Entry, buffer: Tensor) -> None:
-    """As `read_tensor`, into contiguous memory on the CPU that is there."""
+    """`read_tensor` into existing contiguous memory on the CPU."""
     if out.dtype == entry.dtype:
         file.handles.fill(file.path, _byte_view(out), entry.start)
         return
-    piece, start = buffer.view(entry.dtype), entry.start
-    for part in out.view(-1).split(len(piece)):
-        read = piece[: len(part)]
+    typed_buffer, start = buffer.view(entry.dtype), entry.start
+    for chunk in out.view(-1).split(len(typed_buffer)):
+        read = typed_buffer[: len(chunk)]
         file.handles.fill(file.path, _byte_view(read), start)
-        part.copy_(read)
+        chunk.copy_(read)
         start += read.nbytes
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of a part of a tensor."""
-    return tuple(places.stop - places.start for places in box)
+    """The shape of the shard `box`."""
+    return tuple(extent.stop - extent.start for extent in box)
 
 
 def contiguous_entry(entry: Entry, box: Box) -> Entry | None:
-    """The bytes of a part of a tensor, where they lie together: rows do. None where they do not."""
+    """The shard `box` as an entry of its own if its bytes are contiguous in the file, as full rows are; else None."""
     shape, lengths = entry.shape, box_shape(box)
-    if lengths == shape:  # all of it, as nearly always
+    if lengths == shape:  # the full tensor, the usual case
         return entry
-    several = next((dim for dim, length in enumerate(lengths) if length != 1), len(shape))
-    if 0 not in lengths and lengths[several + 1 :] != shape[several + 1 :]:
+    outer = next((dim for dim, length in enumerate(lengths) if length != 1), len(shape))
+    if 0 not in lengths and lengths[outer + 1 :] != shape[outer + 1 :]:
         return None
-    offset = sum(places.start * math.prod(shape[dim + 1 :]) for dim, places in enumerate(box))
+    offset = sum(extent.start * math.prod(shape[dim + 1 :]) for dim, extent in enumerate(box))
     start = entry.start + offset * entry.dtype.itemsize
     return Entry(entry.dtype, lengths, start, start + math.prod(lengths) * entry.dtype.itemsize)
 
 
 def row_entries(entry: Entry, rows: slice = slice(None)) -> list[Entry]:
-    """The entries of the first dimension, which lie one after the other in the file."""
+    """One entry per index of the first dimension (those in `rows`), which are contiguous in the file."""
     size = (entry.stop - entry.start) // max(1, entry.shape[0])
     starts = [entry.start + index * size for index in range(entry.shape[0])[rows]]
     return [Entry(entry.dtype, entry.shape[1:], start, start + size) for start in starts]
 
 
 def read_box(out: Tensor, file: TensorFile, entry: Entry, box: Box, buffer: Tensor) -> None:
-    """As `read_into`, of a part of the tensor.
+    """`read_into` for the shard `box` of a tensor.
 
-    Rows are read alone. Of columns, what lies between those of two rows is read with them where it is less than GAP.
+    A shard of rows is read exactly. For a shard of columns, the gap between the columns of two rows is read too where
+    it is smaller than GAP.
     """
-    together = contiguous_entry(entry, box)
-    if together is not None:
-        read_into(out, file, together, buffer)
+    contiguous = contiguous_entry(entry, box)
+    if contiguous is not None:
+        read_into(out, file, contiguous, buffer)
         return
     pitch = (entry.stop - entry.start) // entry.shape[0]
-    columns = contiguous_entry(Entry(entry.dtype, entry.shape[1:], 0, pitch), box[1:])  # of a row
+    columns = contiguous_entry(Entry(entry.dtype, entry.shape[1:], 0, pitch), box[1:])  # within a row
     width = columns.stop - columns.start if columns else 0
-    taken = width if pitch - width >= GAP else pitch  # bytes of a row
-    if columns is None or taken > len(buffer):
-        for part, row in zip(out, row_entries(entry, box[0]), strict=True):
-            read_box(part, file, row, box[1:], buffer)
+    row_bytes = width if pitch - width >= GAP else pitch  # read per row
+    if columns is None or row_bytes > len(buffer):
+        for target, row in zip(out, row_entries(entry, box[0]), strict=True):
+            read_box(target, file, row, box[1:], buffer)
         return
-    for begin in range(0, len(out), len(buffer) // taken):
-        some = out[begin : begin + len(buffer) // taken]
-        strips, start = buffer[: len(some) * taken], entry.start + (box[0].start + begin) * pitch
-        if taken == width:
-            raw = _byte_view(strips)
-            for index in range(len(some)):
-                strip = raw[index * width : (index + 1) * width]
-                file.handles.fill(file.path, strip, start + index * pitch + columns.start)
+    for begin in range(0, len(out), len(buffer) // row_bytes):
+        target = out[begin : begin + len(buffer) // row_bytes]
+        read, start = buffer[: len(target) * row_bytes], entry.start + (box[0].start + begin) * pitch
+        if row_bytes == width:
+            view = _byte_view(read)
+            for index in range(len(target)):
+                row_view = view[index * width : (index + 1) * width]
+                file.handles.fill(file.path, row_view, start + index * pitch + columns.start)
         else:
-            file.handles.fill(file.path, _byte_view(strips), start)
-        first = (columns.start if taken == pitch else 0) // entry.dtype.itemsize
-        numbers = strips.view(entry.dtype).view(len(some), -1)
-        some.view(len(some), -1).copy_(numbers[:, first : first + width // entry.dtype.itemsize])
+            file.handles.fill(file.path, _byte_view(read), start)
+        first = (columns.start if row_bytes == pitch else 0) // entry.dtype.itemsize
+        elements = read.view(entry.dtype).view(len(target), -1)
+        target.view(len(target), -1).copy_(elements[:, first : first + width // entry.dtype.itemsize])
 
 
 def _byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, for reading and writing."""
+    """A writable view of the bytes of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor to be written, made when its turn comes."""
+    """A tensor of known dtype and shape whose values `make` computes when it is written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -344,13 +342,13 @@ class LazyTensor:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    """Write a new file and flush it to disk. The same tensors give the same bytes, in whatever order they come.
+    """Write a new file and flush it to disk. The bytes do not depend on the order of `tensors`.
 
-    At most one tensor is copied at a time: to join its parts, to bring it to the CPU, to make it contiguous.
+    At most one tensor is copied at a time: to join its slices, to move it to the CPU, to make it contiguous.
     """
     # Not safetensors' `save_file`: it wants all tensors of a file in memory at once (measured: 277 MB beside a model of
     # 468 MB with fused projections, here 18 MB; of a model on a GPU, all of it), gives the file mode 0600 whatever the
-    # umask, and takes longer. The bytes are the same: the widest dtype first, which aligns each tensor for its own.
+    # umask, and takes longer. The bytes are the same: the widest dtypes come first, which aligns every tensor.
     ranks = {dtype: rank for rank, dtype in enumerate(reversed(NAMES))}
     order = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -364,8 +362,8 @@ def write_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            # .numpy() refuses tensors whose conjugation or sign is only noted
-            whole = tensors[name].make().detach().to("cpu").resolve_conj().resolve_neg()
-            file.write(_byte_view(whole.contiguous()))
+            # .numpy() refuses tensors with a lazy conjugate or negative bit
+            values = tensors[name].make().detach().to("cpu").resolve_conj().resolve_neg()
+            file.write(_byte_view(values.contiguous()))
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Saving so that no kill, full disk or second process leaves a mix: written aside, flushed, then renamed."""
+"""Crash-safe saving into a folder: write to a staging folder, flush, then rename, under an exclusive file lock."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from pathlib import Path
 
 from .files import sync
 
-STAGING = ".saving-"  # begins the names of folders that are being written
+STAGING = ".saving-"  # prefix of the names of staging folders
 LOCK = ".saving.lock"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextmanager
 def staging_folder(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder` (made if needed) to be filled and renamed as a whole, or from; no failure leaves it.
+    """A new staging folder inside `folder` (made if needed), to be filled and renamed, itself or its files.
 
-    Errors as of `reserved_staging_path`.
+    It is removed at the end, also on failure. Errors as in `reserved_staging_path`.
     """
     with reserved_staging_path(folder) as temporary, removed_on_failure(temporary):
         yield temporary
-        shutil.rmtree(temporary, ignore_errors=True)  # gone where it was renamed as a whole
+        shutil.rmtree(temporary, ignore_errors=True)  # it is gone already if it was renamed itself
 
 
 @contextmanager
-def reserved_staging_path(folder: Path, tidy: Callable[[Path], object] | None = None) -> Iterator[Path]:
-    """The path of a folder to be made inside `folder` (itself made if needed), while every other saver is kept out.
+def reserved_staging_path(folder: Path, cleanup: Callable[[Path], object] | None = None) -> Iterator[Path]:
+    """The path for a new staging folder inside `folder` (made if needed), under the folder's lock.
 
-    BlockingIOError: another saver is at work in `folder`. What a killed one left behind is removed: at once, or where
-    `tidy` spares it, when the block has succeeded.
+    BlockingIOError: another process is saving into `folder`. Leftovers of killed saves are removed first, by `cleanup`
+    where it is given, and whatever that keeps is removed after the block has succeeded.
     """
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
     with folder_lock(folder) as alone:
         if alone:
-            (tidy or remove_leftovers)(folder)
+            (cleanup or remove_leftovers)(folder)
         yield folder / f"{STAGING}{secrets.token_hex(8)}"
         if alone:
             remove_leftovers(folder)
@@ -49,8 +49,8 @@ def reserved_staging_path(folder: Path, tidy: Callable[[Path], object] | None = 
 
 @contextmanager
 def removed_on_failure(temporary: Path) -> Iterator[None]:
-    """Make the folder. Where the block fails, nothing is left of it."""
-    temporary.mkdir()  # unlike tempfile's folders, which are closed to everybody else, as the umask has it
+    """Create the folder, and remove it with its content if the block fails."""
+    temporary.mkdir()  # not tempfile: its folders have mode 0700 whatever the umask
     try:
         yield
     except BaseException:
@@ -59,23 +59,24 @@ def removed_on_failure(temporary: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what savers that were cut short have left. Only while no other can be at work."""
+    """Remove the staging folders of interrupted saves. Call it only under the folder's lock."""
     for leftover in leftovers(folder):
         shutil.rmtree(leftover)
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What savers that were cut short have left. They make folders only: a file, or a link, is somebody else's."""
+    """The staging folders of interrupted saves; files and links of such names were not made by a save."""
     return [path for path in sorted(folder.glob(f"{STAGING}*")) if path.is_dir() and not path.is_symlink()]
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[bool]:
-    """Keep every other saver out of `folder`; BlockingIOError where one is inside. The lock goes with the process.
+    """Hold the exclusive lock of saves into `folder`; BlockingIOError if another process holds it.
 
-    Yields False, with a warning, where the file system knows no locks: no reason to lose what is to be saved.
+    The system releases it when the process ends. Yields False, with a warning, on a file system without locks: that is
+    no reason to lose what is to be saved.
     """
-    import fcntl  # not on every system where checkpoints can be read
+    import fcntl  # missing on some systems where checkpoints can be read
 
     path = folder / LOCK
     while True:
@@ -98,7 +99,7 @@ def folder_lock(folder: Path) -> Iterator[bool]:
             alone = False
         if not alone or _is_at(handle, path):
             break
-        os.close(handle)  # the one who had it removed the file meanwhile: another file is the lock now
+        os.close(handle)  # the process that held it removed the file meanwhile: another file is the lock now
     try:
         yield alone
     finally:
@@ -106,7 +107,7 @@ def folder_lock(folder: Path) -> Iterator[bool]:
             path.unlink(missing_ok=True)
         finally:
             if alone:
-                fcntl.flock(handle, fcntl.LOCK_UN)  # not by closing alone: a forked child may hold the handle too
+                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked child may hold the handle too
             os.close(handle)
 
 
@@ -118,9 +119,9 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 @contextmanager
-def describe_os_error(folder: Path, lost: str, kept: str) -> Iterator[None]:
-    """An error of the operating system becomes one sentence: what was not saved, why, and what is as it was."""
+def describe_os_error(folder: Path, failure: str, state: str) -> Iterator[None]:
+    """Turn an OSError into one sentence: `failure` (what was not saved), the reason, `state` (what is unchanged)."""
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, f"{lost} ({error.strerror or error}); {kept}", str(folder)) from error
+        raise OSError(error.errno, f"{failure} ({error.strerror or error}); {state}", str(folder)) from error

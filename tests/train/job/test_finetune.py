@@ -203,7 +203,7 @@ def test_adapters_that_peft_cannot_have_are_refused_before_the_run(tmp_path, tex
     case = next(case for case in cases() if case.family == "phi3")
     base = checkpoint_of(tmp_path / "base", case.config)
     assert train(tmp_path / "run", text, "--init", base, "--lora", "r=2") == 2
-    assert "is a part of a larger tensor on disk, for which PEFT has no adapter" in one_sentence(capsys)
+    assert "is a slice of a larger tensor on disk, for which PEFT has no adapter" in one_sentence(capsys)
     assert train(tmp_path / "run", text, "--init", base, "--lora", "r=2,targets=o_proj", "--steps", 1) == 0
     assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 

@@ -148,7 +148,7 @@ class TensorParallel:
             kind = self.uses[path].kind
             return leaf if kind == "plain" else NODES[kind](leaf, entry)
 
-        return lora.rewrite(standing, tree.map(lambda _: next(used), layer))
+        return lora.map_leaves(standing, tree.map(lambda _: next(used), layer))
 
     def _columns(self, x: Tensor, length: int, more: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """This process' columns: of the stream where it comes whole, before the first layer, and of the rest."""
