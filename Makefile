@@ -1,7 +1,7 @@
 # Two commands set up everything on a machine that has only Python 3.11+ and make:
-#   make demo    trains a small model, prints a sample, and shows where the picture lies (again: prints the result)
+#   make demo    trains a small model, prints a sample and the path of its picture (a second call prints the result)
 #   make test    runs all tests and the example notebooks
-# Each makes .venv first where it is missing or out of date. Also: make lint, make bench, make clean.
+# Each makes .venv first if it is missing or out of date. Also: make lint, make bench, make clean.
 .PHONY: demo test lint bench install clean
 .DELETE_ON_ERROR:
 
@@ -10,13 +10,13 @@ INSTALLED := .venv/installed
 
 install: $(INSTALLED)
 
-# The name of the interpreter differs between systems; the first that is new enough is taken. PYTHON=... says it.
+# The name of the interpreter differs between systems; the first one that is new enough is used. PYTHON=... names it.
 $(INSTALLED): pyproject.toml constraints.txt
 	@set -e; found=; \
 	for p in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	  if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$p; break; fi; \
 	done; \
-	[ -n "$$found" ] || { echo "fnmodels needs Python 3.11 or newer; none found. Say where: make PYTHON=/path/to/python"; exit 1; }; \
+	[ -n "$$found" ] || { echo "fnmodels needs Python 3.11 or newer; none found. Name one: make PYTHON=/path/to/python"; exit 1; }; \
 	[ -x $(BIN)/python ] || $$found -m venv .venv; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
 	touch $@
@@ -25,7 +25,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train --run runs/demo $(if $(wildcard runs/demo),--resume)
 
 test: $(INSTALLED)
-# The notebook first: a long test at the end leaves the other processes without work.
+# The notebook runs first: a long test at the end would leave the other processes idle.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --nbmake examples tests
 
 lint: $(INSTALLED)

@@ -1,18 +1,18 @@
-"""Time attention where its mask has structure: packed documents, sliding windows, very long rows.
+"""Times attention with structured masks: packed documents, sliding windows, very long rows.
 
     python benchmarks/attention.py             all parts
-    python benchmarks/attention.py --quick     smaller sizes and one round, to see that everything runs
+    python benchmarks/attention.py --quick     smaller sizes and one round, to check that everything runs
 
 packed   forward and backward of the 26M Llama of train_step.py on 6 documents in one row of 4,096 tokens: fnmodels with
          a layout against transformers' own form of packing (positions that restart, no mask, no cache, SDPA).
 window   attention alone, a window of 512 in 8,192 tokens: kernel="blocks" against SDPA with a dense mask.
 long     131,072 tokens: the memory that mask and plan take, and one block's forward with a sliding window.
 cuda     on a GPU, in bf16: forward and backward of the same Llama on packed rows, causal and with a window of 512, by
-         kernel="varlen", "flex" and "auto" against "sdpa" with a dense mask. Left out, and said to be, without a GPU.
+         kernel="varlen", "flex" and "auto" against "sdpa" with a dense mask. Skipped with a message without a GPU.
 
-Contenders take turns within one run; reported are medians and their ratio. Before packed is timed both must agree on
-the loss and on all gradients; before cuda is, every kernel's gradients must be as near to those of kernel="math" in
-fp32 as its own in bf16 are.
+Contenders take turns within one run; the report has medians and their ratio. Before "packed" is timed, both must agree
+on the loss and on all gradients; before "cuda" is timed, every kernel's gradients must be as close to those of
+kernel="math" in fp32 as those of kernel="math" in bf16 are.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def packed(lengths: tuple[int, ...], rounds: int) -> None:
     leaves = {path: leaf.detach().requires_grad_() for path, leaf in P.flatten(weights).items()}
 
     def ours(kernel: str = "auto") -> tuple[Tensor, dict[str, Tensor]]:
-        # What depends on the batch is made in here, as in a training step.
+        # Tensors that depend on the batch are made in here, as in a training step.
         inputs, masks, freqs_cis = fnmodels.prepare(config, tokens, positions=positions, segment_ids=segment_ids)
         layout = fnmodels.layout(masks)
         tree = P.unflatten(dict(leaves))
@@ -217,7 +217,7 @@ CUDA_KERNELS = ("varlen", "flex", "auto", "sdpa")
 
 
 def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: int) -> None:
-    """Short rows wait for launches; in the long one, of the same documents eight times as long, attention has a say."""
+    """Short rows are bound by kernel launches; in the long row, with eight times longer documents, attention matters."""
     weights = P.flatten(P.init(config, 0, dtype=torch.float32, device="cuda"))
     one_row = packed_rows(lengths, 1, config.vocab_size)
     exact = gradients_of(one_row, config, weights, "math", torch.float32)
@@ -255,7 +255,7 @@ def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: 
 
 
 def packed_rows(lengths: Sequence[int], rows: int, vocab_size: int) -> dict[str, Tensor]:
-    """A batch on the GPU, its rows with the documents in other places."""
+    """A batch on the GPU; each row has the same documents in another order."""
     rolled = [[*lengths[row:], *lengths[:row]] for row in range(rows)]
     segment_ids = fnmodels.segments_from_lengths(rolled).cuda()
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
-"""One contender in one process: builds its model from the shared file, then takes steps when asked.
+"""One contender in one process: builds its model from the shared file, then takes steps on request.
 
 `python contenders.py` reads one JSON request per line and answers each with one JSON line. A process per contender
-keeps the peaks of memory apart and lets each library live in its own environment: nothing here is imported before it is
+separates memory peaks and lets each library have its own environment: nothing here is imported before it is
 needed, and only the standard library and numpy are needed by all.
 
 A builder returns (step, weights): step() runs forward, backward and AdamW on the batch and returns the loss as a float
@@ -246,7 +246,7 @@ def matmul_peak(dtype: str, size: int = 2048, repeats: int = 6) -> float:
 
 
 def memory(field: str) -> int:
-    """Bytes of VmRSS (resident now) or VmHWM (its peak since the last reset); 0 where there is no /proc."""
+    """Bytes of VmRSS (resident now) or VmHWM (its peak since the last reset); 0 without /proc."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 0
@@ -254,7 +254,7 @@ def memory(field: str) -> int:
 
 
 def reset_peak() -> None:
-    """Start VmHWM anew, so that the peak of the steps is not hidden by that of compiling or importing."""
+    """Resets VmHWM, so that the peak of the steps is not hidden by that of compiling or importing."""
     refs = Path("/proc/self/clear_refs")
     if refs.exists():
         refs.write_text("5")
@@ -319,7 +319,7 @@ def main() -> None:
 
     try:
         serve(sys.stdin, answer)
-    except Exception as error:  # the parent reports it and goes on with the other contenders
+    except Exception as error:  # the parent reports it and continues with the other contenders
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})
 

@@ -1,11 +1,11 @@
 """Reads the corpus of damaged checkpoints (tests/params/checkpoint/damage) with fnmodels and with other readers.
 
     python benchmarks/damaged.py                           about five minutes on one core
-    python benchmarks/damaged.py --only format/ --list     one group, and what became of each case
+    python benchmarks/damaged.py --only format/ --list     one group, and the outcome of each case
 
 transformers is `AutoModelForCausalLM.from_pretrained(folder)`; huggingface_hub is `load_torch_model(model, folder,
-strict=True)` into a model of the undamaged configuration, so that damages of config.json are nothing to it. Each case
-is read in a child process with a time limit, which may take 6 GB of memory. An error is bare where neither its message
+strict=True)` into a model of the undamaged configuration, so damage to config.json does not affect it. Each case
+is read in a child process with a time limit and at most 6 GB of memory. An error is bare where neither its message
 nor anything printed names a file, a tensor or a field; an acceptance is silent where nothing is printed or logged.
 """
 
@@ -69,7 +69,7 @@ def by_hub(folder: Path, damage: Damage) -> object:
 READERS: dict[str, Reader] = {"fnmodels": by_fnmodels, "transformers": by_transformers, "huggingface_hub": by_hub}
 
 
-# What we refuse since we do not have it, and others may have; and shards of which they have a rule not to look at them.
+# Cases that fnmodels refuses as unsupported and other readers may support; and shards that others ignore by rule.
 OURS = (
     "config/an interleaved rotation",
     "config/cross attention",
@@ -86,7 +86,7 @@ NOT_HUBS += ("files/a save that was cut short", "files/a file for the folder", "
 
 
 def applies(name: str, damage: Damage) -> bool:
-    """Whether the case is one for this reader. Only fnmodels looks for values that are not finite."""
+    """Whether the case applies to this reader. Only fnmodels checks for values that are not finite."""
     if name == "fnmodels":
         return True
     return not (
@@ -97,7 +97,7 @@ def applies(name: str, damage: Damage) -> bool:
 
 
 def outcome(reader: Reader, folder: Path, damage: Damage, limit: float) -> tuple[str, str]:
-    """(one of COLUMNS, what was said), from a child that reads the folder."""
+    """(one of COLUMNS, the message), from a child that reads the folder."""
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as answer:
         child = os.fork()
         if not child:
@@ -144,7 +144,7 @@ def _child(reader: Reader, folder: Path, damage: Damage, said: int, answer: int)
 
 
 def _names(folder: Path, damage: Damage, text: str) -> bool:
-    """Whether what was said tells where to look: a file, a tensor, or a field of config.json, also in plain words."""
+    """Whether the message names the place: a file, a tensor, or a field of config.json, also in plain words."""
     quoted = [part for words in damage.words for part in re.findall(r"'([^']+)'", words)]
     fields = [] if not damage.name.startswith("config/") else [*BASES[damage.base][0].to_hf(), "rope"]
     known = (str(folder), ".json", ".safetensors", "model.", "lm_head", "h.0.", *quoted, *fields)
@@ -167,7 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         make_bases(place / "bases")
-        for reader in arguments.readers:  # what is imported late is imported before the first fork
+        for reader in arguments.readers:  # late imports happen before the first fork
             for base in BASES:
                 with contextlib.suppress(RuntimeError):  # huggingface_hub calls a tied head missing
                     READERS[reader](place / "bases" / base, Damage("", lambda folder: None, base=base))

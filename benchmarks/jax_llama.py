@@ -1,6 +1,6 @@
 """The benchmark's Llama in plain JAX: the forward pass, the loss and AdamW, one jitted step that donates its state.
 
-Weights come in Hugging Face names and layout ([out, in]), so that every contender starts from the same file.
+Weights come in Hugging Face names and layout ([out, in]), so every contender starts from the same file.
 Dimension letters: B batch, S sequence, D model, N query heads, G kv heads, H head dim, F mlp, V vocab.
 """
 

@@ -1,26 +1,26 @@
-"""Time and peak memory of loading a sharded bf16 checkpoint, as it is and cast to fp32.
+"""Measures time and peak memory of loading a sharded bf16 checkpoint, unchanged and cast to fp32.
 
     python benchmarks/load.py                    2 GB in five files, six rounds
-    python benchmarks/load.py --size 50          MB, to see that everything runs
-    python benchmarks/load.py --folder DIR       where the checkpoint is made, if not among the temporary files
+    python benchmarks/load.py --size 50          MB, to check that everything runs
+    python benchmarks/load.py --folder DIR       where the checkpoint is made; default: a temporary folder
 
 Contenders are `params.load_pretrained`, `safetensors.torch.load_file` over the files, and transformers'
 `AutoModelForCausalLM.from_pretrained`. Each reading is a process of its own, so that peaks do not mix. Imports are not
-timed. All must give the same bits. Peak is the largest resident memory during the reading, above what the process had
+timed. All must give the same bits. Peak is the largest resident memory during the reading, above that of the process
 before; pages of a mapped file count once they are touched.
 
-What it costs to touch a mapped file depends more on the state of the page cache than on the reader. A file that was
-written at once lies there in large pieces, and 2 GB take 3,700 page faults; what was pushed out since, because memory
-ran short, comes back in small pieces, with 13,500 faults and twice the time for the same reader and file, and the first
-one to touch it waits for the disk. So every file is read through before the clock of a reading starts, the rounds go
-through all orders of the contenders (nobody is always the one behind transformers), and compared are readings of one
-round, which had the same cache: the verdict is the median of their ratios.
+The cost of touching a mapped file depends more on the state of the page cache than on the reader. A file that was
+written in one go is cached in large folios, and 2 GB take 3,700 page faults; parts that were evicted since, because
+memory ran short, return in small folios, with 13,500 faults and twice the time for the same reader and file, and the
+first reader waits for the disk. So every file is read through before the clock of a reading starts, the rounds use
+all orders of the contenders (none always follows transformers), and only readings of one round, which had the same
+cache, are compared: the verdict is the median of their ratios.
 
     lazy       the call alone
     touched    and then every byte is read
-    owned      in memory of its own: copy=True; load_file and a clone of each tensor; transformers as it is
+    owned      in owned memory: copy=True; load_file and a clone of each tensor; transformers as it is
     fp32       cast: dtype=torch.float32, the same of transformers; load_file and .float() of each tensor
-    checks     of ours alone: config.json and headers checked, and no tensor
+    checks     ours only: config.json and headers checked, and no tensor
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ IMPORTS = {
 
 
 def make(folder: Path, megabytes: int) -> None:
-    """A Llama of about this size, in SHARDS files."""
+    """Makes a Llama of about this size, in SHARDS files."""
     import params as P
     from fnmodels import llama
 
@@ -118,12 +118,12 @@ def page_faults() -> int:
 
 
 def touch(flat: Flat) -> int:
-    """Read every byte; the sum, of whole words and therefore quick, says whether two contenders read the same."""
+    """Reads every byte; the sum (of machine words, for speed) tells whether two contenders read the same."""
     return sum(int(tensor.reshape(-1).view(torch.int64).sum()) for tensor in flat.values())
 
 
 def read_through(folder: Path) -> None:
-    """Bring every file into the page cache, whatever has been pushed out since the last reading."""
+    """Brings every file into the page cache, in case parts were evicted since the last reading."""
     buffer = bytearray(1 << 22)
     for path in folder.glob("*.safetensors"):
         with path.open("rb", buffering=0) as file:
@@ -132,7 +132,7 @@ def read_through(folder: Path) -> None:
 
 
 def child(contender: str, mode: str, folder: Path) -> None:
-    """One reading, told as JSON."""
+    """One reading, reported as JSON."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     read = checks if mode == "checks" else CONTENDERS[contender]
     for module in IMPORTS[contender]:
@@ -140,7 +140,7 @@ def child(contender: str, mode: str, folder: Path) -> None:
     if contender == "fnmodels":
         importlib.import_module("fnmodels").families()  # which imports them all
     read_through(folder)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, faults = memory("VmRSS"), page_faults()
     begin = time.perf_counter()
     flat = read(folder, mode)

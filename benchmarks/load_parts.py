@@ -1,17 +1,17 @@
-"""A checkpoint read by several processes of one machine, of which each keeps its part.
+"""Measures how several processes of one machine read a checkpoint, each keeping its shard.
 
     python benchmarks/load_parts.py                      2 GB of bf16 in five files, four processes, three rounds
-    python benchmarks/load_parts.py --checkpoint DIR     of a checkpoint that is there
-    python benchmarks/load_parts.py --quick              2 MB, two processes, to see that everything runs
+    python benchmarks/load_parts.py --checkpoint DIR     an existing checkpoint
+    python benchmarks/load_parts.py --quick              2 MB, two processes, to check that everything runs
 
-Contenders take turns within a round, and in beginning it; all processes begin each together. Reported are medians over
-rounds: the time of the slowest process, processor time of all, bytes that all asked for (pieces read, ranges of mapped
-files), bytes that the system counts as read by all (`rchar` of /proc/self/io, where pages of mapped files are not among
-them), each also as a multiple of the files, and the largest memory that one process needs. Files are in the page cache.
+Contenders take turns within a round, and in starting it; all processes start each one together. The report has medians
+over rounds: the time of the slowest process, CPU time of all, bytes requested by all (pieces read, ranges of mapped
+files), bytes that the system counts as read by all (`rchar` of /proc/self/io, which excludes pages of mapped files),
+each also as a multiple of the files' size, and the largest memory of one process. Files are in the page cache.
 
-    rows              params.load_pretrained(plan=) of a plan that divides each leaf by rows, into memory of its own
+    rows              params.load_pretrained(plan=) with a plan that shards each leaf by rows, into owned memory
     rows, mapped      the same in the mapped files, and then every byte is read
-    tensor parallel   of a plan that divides heads and MLPs: a third of the leaves by columns
+    tensor parallel   with a plan that shards heads and MLPs: a third of the leaves by columns
     whole             each process reads everything, and keeps its rows
     get_slice         safetensors' own way to rows, cloned: a slice is mapped
 """
@@ -47,7 +47,7 @@ Reader = Callable[[], tuple[Flat, int]]
 
 
 def readers(folder: Path) -> dict[str, Reader]:
-    """{contender: () -> (the parts of this process, bytes asked for)}."""
+    """{contender: () -> (the shards of this process, bytes requested)}."""
     from safetensors import safe_open
 
     config = P.load_config(folder)
@@ -76,7 +76,7 @@ def readers(folder: Path) -> dict[str, Reader]:
         paths = {name: path for path, name in names.items()}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
                     flat[paths[name]] = opened.get_slice(name)[here[paths[name]]].clone()
         return flat, sum(leaf.nbytes for leaf in flat.values())
 
@@ -90,7 +90,7 @@ def readers(folder: Path) -> dict[str, Reader]:
 
 
 def touch(flat: Flat) -> int:
-    """Read every byte; the sum says whether two contenders read the same."""
+    """Reads every byte; the sum tells whether two contenders read the same."""
     return sum(int(leaf.contiguous().view(-1).view(torch.int16).sum()) for leaf in flat.values())
 
 
@@ -100,7 +100,7 @@ def rchar() -> int:
 
 
 def take_turns(folder: str, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """In each process: what every contender took in every round, after one that is not counted."""
+    """In each process: the cost of every contender in every round, after one warm-up round."""
     contenders = readers(Path(folder))
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     sums: dict[str, int] = {}

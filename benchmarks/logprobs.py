@@ -1,14 +1,14 @@
-"""Time and memory of token log-probabilities and entropies for a large vocabulary, chunked against all at once.
+"""Measures time and memory of token log-probabilities and entropies for a large vocabulary, chunked and dense.
 
     python benchmarks/logprobs.py                  8,192 tokens, 131,072 words, fp32; needs about 16 GiB
-    python benchmarks/logprobs.py --quick          small sizes, one round, to see that everything runs
+    python benchmarks/logprobs.py --quick          small sizes, one round, to check that everything runs
     python benchmarks/logprobs.py --tokens 2048 --backward-tokens 512
 
-Compared is what differs: final norm, head, log-probability of the label and entropy, from hidden states. "dense" is the
-usual expression over all logits, which frees and reuses what it can. Forward is without gradients, as when answers are
-scored; forward + backward has its own number of tokens, because dense holds several times more there. Nothing is timed
-before values are within 1e-6 of dense ones in fp64 (in fp32 dense' own entropies are not, its distance is printed too),
-and gradients within 1e-5 of dense. Peaks are of resident memory, above what was there before the call.
+It compares the part that differs: final norm, head, log-probability of the label and entropy, from hidden states.
+"dense" is the usual expression over all logits, which frees and reuses what it can. Forward is without gradients, as
+when answers are scored; forward + backward has its own number of tokens, because dense holds several times more there. Nothing is timed
+before values are within 1e-6 of dense ones in fp64 (the dense entropies in fp32 are not; their distance is printed
+too), and gradients within 1e-5 of dense. Peaks are of resident memory, above that before the call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def dense(params: dict[str, Tensor], x: Tensor, labels: Tensor, eps: float) -> S
 
 
 def exact(tokens: int, vocab: int, dim: int) -> Scores:
-    """Dense in fp64, whose logits do not fit at once."""
+    """Dense in fp64, by chunks, because its logits do not fit in memory."""
     config, params, x, labels = build(tokens, vocab, dim)
     params = {name: leaf.double() for name, leaf in params.items()}
     with torch.no_grad():
@@ -96,7 +96,7 @@ def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def part(title: str, runs: dict[str, Callable[[], Any]], truth: Scores | None, limit: float, rounds: int) -> None:
-    """Without `truth`, dense is what to agree with."""
+    """Without `truth`, results are compared with dense."""
     theirs = runs["dense"]()
     off = apart(runs["fnmodels"](), truth or theirs)
     known = f" (of dense in fp64; dense in fp32: {apart(theirs, truth):.1e})" if truth else ""

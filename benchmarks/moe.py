@@ -1,13 +1,13 @@
-"""Time mixtures of experts against transformers, with its eager and its grouped experts, in one process.
+"""Times mixtures of experts against transformers, with its eager and its grouped experts, in one process.
 
     python benchmarks/moe.py                     both parts, fp32 and bf16; written to results/moe.md
-    python benchmarks/moe.py --quick             one short round of small sizes, to see that everything runs
+    python benchmarks/moe.py --quick             one short round of small sizes, to check that everything runs
     python benchmarks/moe.py --part block --dtype float32 --threads 1
 
 The block is one layer of experts (2,048 tokens, 16 experts, 2 each, width 512, inner width 1,024), forward and backward
 to its input and all its weights. The step is a training step (forward, backward, AdamW) of a small Qwen 3 MoE.
-Contenders take turns, A B C, A B C, ..., so that a slow minute of the machine hits all of them; reported are medians,
-and ratios of medians. Before anything is timed all must agree: outputs and gradients, or the first loss.
+Contenders take turns, A B C, A B C, ..., so that a slow minute of the machine hits all of them; the report has medians
+and ratios of medians. Before anything is timed, all must agree on outputs and gradients, or on the first loss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fnmodels.ops.moe.router import softmax_top_k
 
 BLOCK = {"tokens": 2048, "num_experts": 16, "num_experts_per_tok": 2, "hidden_size": 512, "moe_intermediate_size": 1024}
 # Qwen3-30B-A3B at an eighth of its width and a twelfth of its depth: 8 of 128 experts, each 3/8 of the width of the
-# model; and of the weights that a token meets the head has the same share, a tenth.
+# model; the head has the same share, a tenth, of the weights that a token passes through.
 MODEL = {
     "vocab_size": 1280,
     "hidden_size": 256,
@@ -52,7 +52,7 @@ MODEL = {
 BATCH = (4, 512)
 REFERENCES = {"transformers eager": "eager", "transformers grouped": "grouped_mm"}
 OURS = {"fnmodels": "auto", "fnmodels loop": "loop"}
-# How far two contenders may be apart, relative to the size of what is compared: bf16 has 8 bits.
+# The largest difference between two contenders, relative to the size of the values compared: bf16 has 8 bits.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 Contenders = dict[str, Callable[[], Any]]
 
@@ -155,7 +155,7 @@ def step(dtype: torch.dtype, sizes: dict[str, Any], batch: tuple[int, int]) -> C
 
 
 def _tree(config: Any, state: dict[str, Tensor]) -> Any:
-    """Our parameters from the reference's in memory, where gate and up of all experts are one tensor."""
+    """Our parameters from the reference's in memory, which fuses gate and up of all experts into one tensor."""
     flat: dict[str, Tensor] = {}
     for path, stored in qwen_moe.hf_names(config).items():
         if isinstance(stored, str):
@@ -168,7 +168,7 @@ def _tree(config: Any, state: dict[str, Tensor]) -> Any:
 
 
 def check(contenders: Contenders, dtype: str) -> None:
-    """AssertionError where two contenders are further apart than rounding."""
+    """AssertionError if two contenders differ by more than rounding."""
     results = {name: run() for name, run in contenders.items()}
     wanted = results["transformers grouped"]
     for name, got in results.items():
@@ -178,7 +178,7 @@ def check(contenders: Contenders, dtype: str) -> None:
 
 
 def take_turns(contenders: Contenders, rounds: int) -> dict[str, float]:
-    """The median seconds of each, called in turns; `check` has warmed them up."""
+    """The median seconds of each, called in turn; `check` has warmed them up."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():

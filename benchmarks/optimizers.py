@@ -1,11 +1,11 @@
-"""Time one optimizer step over 100M parameters against torch's fused AdamW.
+"""Times one optimizer step over 100M parameters against torch's fused AdamW.
 
     python benchmarks/optimizers.py                 fp32, then bf16
-    python benchmarks/optimizers.py --quick         a small model and one round, to see that everything runs
+    python benchmarks/optimizers.py --quick         a small model and one round, to check that everything runs
     python benchmarks/optimizers.py --dtype float32 --contenders "in place"
 
 All update copies of the same Llama with the same gradients, and must agree before anything is timed. Contenders take
-turns; reported are medians by the clock and of CPU time. "pure" makes new parameters and state, as inplace=False does;
+turns; the report has medians of wall and of CPU time. "pure" makes new parameters and state, as inplace=False does;
 "master" and "stochastic" are the two ways of keeping small updates of bf16 parameters, with moments in fp32.
 """
 
@@ -80,7 +80,7 @@ def build(config: llama.Config, dtype: torch.dtype, names: list[str]) -> dict[st
 
 
 def check(built: dict[str, tuple[Callable[[], Any], Any]], dtype: torch.dtype) -> None:
-    """After one step of each: SystemExit where one is further from torch's than a bit of the dtype."""
+    """After one step of each: SystemExit if one differs from torch's by more than a bit of the dtype."""
     for step, _ in built.values():
         step()
     want = built[TORCH][1]

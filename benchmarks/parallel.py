@@ -1,15 +1,15 @@
-"""What it costs to train over a mesh: gathered layers, and torch's FSDP2 around the same functions and others' modules.
+"""Measures the cost of training over a mesh: gathered layers, and FSDP2 around the same functions and transformers.
 
     python benchmarks/parallel.py                      the 26M Llama of train_step.py, in one process and in two
     python benchmarks/parallel.py --gather bfloat16    parameters sent and used in bf16, gradients summed in fp32
-    python benchmarks/parallel.py --quick              a tiny model, one round, to see that everything runs
+    python benchmarks/parallel.py --quick              a tiny model, one round, to check that everything runs
 
-In each world all contenders live in the same processes, begin each step together and take turns within a round and in
-beginning it. All start from the same weights and take the same batch, half of it each in two processes; losses of the
-first two steps must agree. Reported are medians over timed steps: of the slowest process by the clock, and processor
+For each number of processes all contenders share the processes, start each step together and take turns within a round
+and in starting it. All start from the same weights and take the same batch, half of it each in two processes; losses
+of the first two steps must agree. The report has medians over timed steps: wall time of the slowest process, and CPU
 time of all of them, which a busy machine disturbs less.
 
-    plain               train.make_step; in two processes each with its half of the rows and nothing sent: a bound
+    plain               train.make_step; in two processes each with its half of the rows, without communication: a bound
     functional          train.make_step(mesh=Mesh(fsdp=n)): layers are gathered where they run
     wrapper             train.parallel.fsdp2: the same functions, fully_shard of a thin module per layer
     transformers FSDP2  fully_shard of each decoder layer of transformers' Llama, and of the rest
@@ -97,7 +97,7 @@ def steps(config: dict[str, Any], gather: str | None) -> dict[str, Step]:
 
 
 def hugging_face(config: dict[str, Any], flat: dict[str, Any], mesh: Any, dtype: torch.dtype | None) -> Any:
-    """transformers' Llama as people shard it."""
+    """transformers' Llama, sharded in the usual way."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = transformers_llama(config, flat).train()
@@ -126,13 +126,13 @@ def take_turns(config: dict[str, Any], gather: str | None, rounds: int, number: 
 
 
 def check(found: list[dict[str, Any]], tolerance: float) -> None:
-    """The losses that the processes report, on average; a plain one's are of its rows alone. SystemExit."""
+    """SystemExit if the contenders' losses, averaged over processes, differ; those of "plain" cover its own rows."""
     losses = {
         name: [statistics.mean(process[name]["losses"][i] for process in found) for i in (0, 1)] for name in found[0]
     }
     print("  losses: " + ", ".join(f"{name} {one[0]:.6f} {one[1]:.6f}" for name, one in losses.items()))
     for name, one in losses.items():
-        alone = name == "plain" and len(found) > 1  # each process learns from its own half
+        alone = name == "plain" and len(found) > 1  # each process trains on its own half
         off = max(abs(a / b - 1) for a, b in list(zip(one, losses["transformers FSDP2"], strict=True))[: 2 - alone])
         if not off < tolerance:
             raise SystemExit(f"{name} and transformers FSDP2 differ in their losses by {off:.1e}.")

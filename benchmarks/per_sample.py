@@ -1,15 +1,15 @@
-"""Time per-sample gradients of one 26M-parameter Llama, batch 8, 128 tokens, fp32.
+"""Times per-sample gradients of one 26M-parameter Llama, batch 8, 128 tokens, fp32.
 
     python benchmarks/per_sample.py                      five rounds of every contender
-    python benchmarks/per_sample.py --rounds 1           to see that everything runs
+    python benchmarks/per_sample.py --rounds 1           to check that everything runs
     python benchmarks/per_sample.py --threads 1 --contenders "fnmodels fresh" "fnmodels batch"
 
 A result is one gradient per row of the batch for every parameter, [8, *shape]: 832 MB. All contenders start from the
 same weights and must first agree with each other. They then take turns in one process, A B C, A B C, ..., so that a
-slow minute of the machine hits all of them; reported are medians of wall and of CPU time (which a busy machine disturbs
-less). "batch" is one gradient of the whole batch's loss, what a plain training step takes. "fnmodels out=" writes over
-its earlier result, as a training loop does; "fnmodels fresh" makes a new one like all the others. Both are set against
-the best of the others and against our own batch. Opacus is left out, and said to be, where it is not installed.
+slow minute of the machine hits all of them; the report has medians of wall and of CPU time (which a busy machine
+disturbs less). "batch" is one gradient of the full batch's loss, what a plain training step takes. "fnmodels out="
+overwrites its earlier result, as a training loop does; "fnmodels fresh" makes a new one like all the others. Both are
+compared with the best of the others and with our own batch. Opacus is skipped with a message if it is not installed.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def measure(contenders: dict[str, Callable[[], Flat]], rounds: int) -> dict[str,
         for name, run in contenders.items():
             begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
             result = run()
-            del result  # giving 832 MB back belongs to the price
+            del result  # freeing 832 MB is part of the cost
             after = resource.getrusage(resource.RUSAGE_SELF)
             times[name]["wall"].append(time.perf_counter() - begin)
             cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

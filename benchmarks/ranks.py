@@ -1,4 +1,4 @@
-"""A function in several processes of a gloo group: `together(4, function, ...)` is what each of them returns."""
+"""Runs a function in several processes of a gloo group: `together(4, function, ...)` returns their results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.multiprocessing
 
 
 def together(world: int, function: Callable[..., Any], *args: Any, threads: int = 1) -> list[Any]:
-    """function(*args), of a module's top, in `world` new processes; the JSON that each returned, in their order.
+    """Runs function(*args), a module-level function, in `world` new processes; returns their JSON results in order.
 
-    What one of them raises is raised here, and ends the others. threads: of each.
+    An error in one of them is raised here, and ends the others. threads: the number of threads of each.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as place:

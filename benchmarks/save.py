@@ -1,12 +1,12 @@
-"""Time saving: how long a step is held up by a save in a thread, what the whole save takes, and the hash in it.
+"""Times saving: how long a background save delays a step, how long a full save takes, and how long its hash takes.
 
     python benchmarks/save.py                   400 MB, five rounds
     python benchmarks/save.py --size 4000       MB
     python benchmarks/save.py --rounds 1 --size 4
 
-All take turns within a round, so that a slow minute of the machine hits all of them; reported are medians and the best.
-"plain copy" is the least that a save in a thread can hold up a step: the state copied once, into memory that is there.
-`torch.save` is what a save takes without flush, digest and rename. Hashes that are not installed are left out.
+All take turns within a round, so that a slow minute of the machine hits all of them; the report has medians and the
+best. "plain copy" is the shortest possible delay of a step by a background save: one copy of the state into allocated
+memory. `torch.save` is a save without flush, digest and rename. Hashes that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(folder: Path, megabytes: int, rounds: int) -> dict[str, list[float]]
     raw = memoryview(torch.cat(state["params"]).numpy()).cast("B")
     times: dict[str, list[float]] = {}
     with Saver(lambda state, step: checkpoint.save(folder / "thread", step, state, keep=1)) as saver:
-        saver.save(state, 0)  # its memory is made at the first save
+        saver.save(state, 0)  # its buffer is allocated by the first save
         saver.wait()
         for step in range(1, rounds + 1):
             timed(times, "plain copy", lambda: tree.map(lambda into, leaf: into.copy_(leaf), other, state))
@@ -66,7 +66,7 @@ def measure(folder: Path, megabytes: int, rounds: int) -> dict[str, list[float]]
             found = checkpoint.Checkpoint(folder / "here" / f"step-{step:08d}", step, {})
             timed(times, "load", lambda found=found: checkpoint.load(found, state))
             timed(times, "torch.save", lambda: torch.save(state, folder / "state.pt"))
-            (folder / "state.pt").unlink()  # what it left to be written must not burden the next save
+            (folder / "state.pt").unlink()  # its unwritten pages must not slow the next save
             for name, function in hashes().items():
                 timed(times, name, lambda function=function: function(raw))
     return times

@@ -1,12 +1,12 @@
-"""Time one training step (forward, backward, AdamW) of the same 26M-parameter Llama in several libraries.
+"""Times one training step (forward, backward, AdamW) of the same 26M-parameter Llama in several libraries.
 
     python benchmarks/train_step.py                      all contenders, fp32 and bf16
-    python benchmarks/train_step.py --quick              one short round, to see that everything runs
+    python benchmarks/train_step.py --quick              one short round, to check that everything runs
     python benchmarks/train_step.py --dtype float32 --contenders fnmodels transformers
-    python benchmarks/train_step.py --readme             also renews the README's tables and chart
+    python benchmarks/train_step.py --readme             also updates the README's tables and chart
 
 Every contender is a process of its own (contenders.py) that stays alive; each in turn takes a few steps, A B C, A B C,
-..., so that a slow minute of the machine hits all of them. Reported are medians over all timed steps and ratios of
+..., so that a slow minute of the machine hits all of them. The report has medians over all timed steps and ratios of
 medians. All start from the same weights and batch; before anything is timed fnmodels and transformers must agree on the
 first loss and on the updated weights. litgpt and JAX may live in other environments: --litgpt-python and --jax-python,
 or the variables FNMODELS_BENCH_LITGPT and FNMODELS_BENCH_JAX, name their interpreters.
@@ -72,7 +72,7 @@ class Contender:
     seconds: list[float] = field(default_factory=list)
 
     def ask(self, kind: str, **request: Any) -> dict[str, Any]:
-        """One request, one answer; an answer with an error raises it here."""
+        """Sends one request and returns its answer; an answer with an error raises it here."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps({"kind": kind, **request}) + "\n")
         self.process.stdin.flush()
@@ -99,7 +99,7 @@ def flops_per_step(config: dict[str, Any]) -> float:
 
 
 def draw(config: dict[str, Any], seed: int) -> dict[str, Any]:
-    """What all start from: fp32 weights under Hugging Face names, one batch of tokens and shifted labels."""
+    """The common start: fp32 weights under Hugging Face names, one batch of tokens and shifted labels."""
     rng = np.random.default_rng(seed)
     dim, kv_dim, ffn = config["dim"], config["kv_heads"] * config["head_dim"], config["ffn"]
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], dim)}
@@ -140,7 +140,7 @@ def launch(name: str, python: str, scratch: Path) -> Contender:
 
 
 def start(names: list[str], pythons: dict[str, str], dtype: str, threads: int, scratch: Path) -> list[Contender]:
-    """Build every contender and take its first two steps; one that cannot run is named and left out."""
+    """Builds every contender and takes its first two steps; one that cannot run is reported and skipped."""
     started = []
     for name in names:
         library, compiled = CONTENDERS[name]
@@ -196,7 +196,7 @@ def check(started: list[Contender], dtype: str, scratch: Path) -> dict[str, dict
 
 
 def measure(started: list[Contender], dtype: str, rounds: int, steps: int) -> float:
-    """The rounds; returns the best matmul rate seen, in FLOP/s. The order rotates: nobody has a fixed place."""
+    """Runs the rounds; returns the best matmul rate seen, in FLOP/s. The order of contenders rotates."""
     gauge = next((one for one in started if CONTENDERS[one.name][0] != "jax"), None)
     peak = 0.0
     for i in range(rounds):
@@ -261,7 +261,7 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Two Markdown tables: what each contender does, and ours over theirs; the dtypes side by side."""
+    """Two Markdown tables: each contender's figures, and ours over theirs; the dtypes side by side."""
     dtypes = [result["dtype"] for result in results]
     names = [name for name in CONTENDERS if any(name in result["contenders"] for result in results)]
     rows = [[name, *(_cells(result["contenders"].get(name)) for result in results)] for name in names]
@@ -288,7 +288,7 @@ def _cells(row: dict[str, Any] | None) -> str:
 
 
 def into_readme(text: str, picture: Path, readme: Path) -> None:
-    """Put the tables and the chart between the README's two markers."""
+    """Writes the tables and the chart between the README's two markers."""
     opening, closing = MARKERS
     before, start, rest = readme.read_text().partition(opening)
     _, end, after = rest.partition(closing)

@@ -1,4 +1,4 @@
-"""Contenders in one process take turns, A B C, A B C, ..., so that a slow minute of the machine hits all of them."""
+"""Runs contenders of one process in turn, A B C, A B C, ..., so that a slow minute of the machine hits all of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from contenders import memory, reset_peak
 
 
 def give_back_memory() -> None:
-    """Starts this program again with a malloc that returns large buffers at once; to be called first.
+    """Restarts this program with a malloc that returns large buffers to the system at once; call it first.
 
-    glibc moves its threshold as it goes: at times freed buffers then stay in the heap, and the next contender's peak
-    hides in what the last one left.
+    glibc adapts its threshold: freed buffers may then stay in the heap, where the next contender's peak is hidden by
+    what the last one left.
     """
     wanted = {"MALLOC_MMAP_THRESHOLD_": "8388608", "MALLOC_TRIM_THRESHOLD_": "8388608"}
     if not wanted.keys() <= os.environ.keys():
@@ -27,7 +27,7 @@ def give_back_memory() -> None:
 
 @dataclass(frozen=True)
 class Taken:
-    """Medians: seconds by the clock, seconds of CPU (which a busy machine disturbs less), bytes above the start."""
+    """Medians: seconds of wall and of CPU time (which a busy machine disturbs less), bytes above the start."""
 
     wall: float
     cpu: float
@@ -35,7 +35,7 @@ class Taken:
 
 
 def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Taken]:
-    """Each contender's medians over the rounds, after one that is not counted."""
+    """Each contender's medians over the rounds, after one warm-up round."""
     taken: dict[str, list[Taken]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():

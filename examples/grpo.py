@@ -1,12 +1,12 @@
-"""A small policy learns by reward alone to answer a sum with its result and nothing else: GRPO on top of fnmodels, with
-a loop, a sampler and a trainer apart.
+"""GRPO on top of fnmodels: a small policy learns from reward alone to answer a sum with its result and nothing else.
+The loop, the sampler and the trainer are separate.
 
     python examples/grpo.py                 # three seeds, some minutes on two CPU cores; the curve is grpo.png
 
-1. The main job trains a small model on sums, half of which end in a question mark. Most of what the reward adds is the
-   form: the marks go from half of the answers to none, and the right sums among them grow from 70 to 74 of 100.
-2. A sampler with weights of its own answers prompts; an answer's reward is 1 where it is the sum and nothing else.
-3. The engine makes the update from packed microbatches, and its weights go to the sampler one tensor at a time.
+1. The main job trains a small model on sums, half of which end in a question mark. Most of what RL changes is the
+   form: marks drop from half of the answers to none, and correct sums rise from 70 to 74 of 100.
+2. A sampler with weights of its own answers prompts; an answer's reward is 1 if it is the sum and nothing else.
+3. The engine makes the update from packed microbatches, and sends its weights to the sampler one tensor at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def sums(draw: random.Random, lines: int) -> str:
 
 
 def base_policy(folder: Path) -> Path:
-    """A checkpoint of the main job, made where it is not there yet."""
+    """A checkpoint of the main job, trained if it does not exist yet."""
     run = folder / "base"
     if not (run / "summary.json").exists():
         draw = random.Random(0)
@@ -73,7 +73,7 @@ def base_policy(folder: Path) -> Path:
 
 
 class Sampler:
-    """Stands for an inference engine: weights by their names in a checkpoint, and no gradients."""
+    """Stands in for an inference engine: weights under their checkpoint names, no gradients."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.names = config, fnmodels.family_of(config).hf_names(config)
@@ -116,7 +116,7 @@ def judged(tokenizer: Any, row: Tensor, prompt: int, wanted: int) -> Rollout:
 
 
 def rollouts(sampler: Sampler, tokenizer: Any, draw: random.Random, generator: torch.Generator) -> list[Rollout]:
-    """ANSWERS to each of PROMPTS sums, those of a prompt together."""
+    """ANSWERS to each of PROMPTS sums, grouped by prompt."""
     pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(PROMPTS)]
     prompts = torch.tensor([tokenizer.encode(f"{a}+{b}=").ids for a, b in pairs]).repeat_interleave(ANSWERS, 0)
     rows = sampler.answer(prompts, generator)
@@ -124,7 +124,7 @@ def rollouts(sampler: Sampler, tokenizer: Any, draw: random.Random, generator: t
 
 
 def microbatches(found: list[Rollout]) -> list[dict[str, Tensor]]:
-    """Packed rows in two unequal parts, with the advantage of each token that the policy chose."""
+    """Packed rows in two unequal microbatches, with the advantage of each token that the policy chose."""
     rewards = torch.tensor([r.reward for r in found]).reshape(PROMPTS, ANSWERS)
     gains = train.group_advantages(rewards).flatten()
     pack = functools.partial(fnmodels.pack, [r.tokens for r in found], 64, split=False)
@@ -142,9 +142,9 @@ def microbatches(found: list[Rollout]) -> list[dict[str, Tensor]]:
     return [{n: t[:third] for n, t in batch.items()}, {n: t[third:] for n, t in batch.items()}]
 
 
-def loss(params: Any, batch: dict[str, Tensor], *, config: Any, **how: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """how: what the engine hands to losses; with it the first update's ratios are 1 to the last bit."""
-    logp, entropy, _ = train.token_logprobs(params, batch, config=config, **how)
+def loss(params: Any, batch: dict[str, Tensor], *, config: Any, **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """options: the keywords that the engine passes to losses; with them the first update's ratios are 1 to the last bit."""
+    logp, entropy, _ = train.token_logprobs(params, batch, config=config, **options)
     return train.policy_loss(
         logp, batch["old_logp"], batch["advantages"], batch["learnt"], clip=(0.2, 0.28), entropy=entropy
     )
@@ -171,7 +171,7 @@ def learn(base: Path, seed: int, updates: int) -> list[float]:
         batches = microbatches(found)
         old = [logp for logp, _, _ in engine.infer(batches, logprobs)]
         batches = [b | {"old_logp": o} for b, o in zip(batches, old, strict=True)]
-        for _ in range(2):  # the second one is off the policy that answered, which the clip is for
+        for _ in range(2):  # the second update is off-policy, which is what the clip is for
             engine.forward_backward(batches, loss_fn)
             engine.optim_step()
         if update % 10 == 0:
