@@ -217,7 +217,7 @@ CUDA_KERNELS = ("varlen", "flex", "auto", "sdpa")
 
 
 def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: int) -> None:
-    """Short rows are bound by kernel launches; in the long row, with eight times longer documents, attention matters."""
+    """Short rows are bound by kernel launches; in the long row, of eight times longer documents, attention matters."""
     weights = P.flatten(P.init(config, 0, dtype=torch.float32, device="cuda"))
     one_row = packed_rows(lengths, 1, config.vocab_size)
     exact = gradients_of(one_row, config, weights, "math", torch.float32)

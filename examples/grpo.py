@@ -142,8 +142,10 @@ def microbatches(found: list[Rollout]) -> list[dict[str, Tensor]]:
     return [{n: t[:third] for n, t in batch.items()}, {n: t[third:] for n, t in batch.items()}]
 
 
-def loss(params: Any, batch: dict[str, Tensor], *, config: Any, **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """options: the keywords that the engine passes to losses; with them the first update's ratios are 1 to the last bit."""
+def loss(
+    params: Any, batch: dict[str, Tensor], *, config: Any, **options: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """options: keywords that the engine passes to losses; with them the first update's ratios are 1 to the last bit."""
     logp, entropy, _ = train.token_logprobs(params, batch, config=config, **options)
     return train.policy_loss(
         logp, batch["old_logp"], batch["advantages"], batch["learnt"], clip=(0.2, 0.28), entropy=entropy
