@@ -7,8 +7,8 @@
 It compares the part that differs: final norm, head, log-probability of the label and entropy, from hidden states.
 "dense" is the usual expression over all logits, which frees and reuses what it can. Forward is without gradients, as
 when answers are scored; forward + backward has its own number of tokens, because dense holds several times more there.
-Nothing is timed before values are within 1e-6 of dense ones in fp64 (the dense entropies in fp32 are not; their distance
-is printed too), and gradients within 1e-5 of dense. Peaks are of resident memory, above that before the call.
+Nothing is timed before values are within 1e-6 of dense ones in fp64 (the dense entropies in fp32 are not; their
+distance is printed too), and gradients within 1e-5 of dense. Peaks are of resident memory, above that before the call.
 """
 
 from __future__ import annotations
