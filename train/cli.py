@@ -12,12 +12,14 @@ from pathlib import Path
 
 from train.dist.torchrun import world
 from train.job.flags import as_flag, value_of
-from train.job.setting_types import WORDS, Kind, choice, whole
+from train.job.setting_types import STRING, SettingType, choice, integer
 from train.job.settings import DEFAULT, GROUPS, Settings, flag
 
 from .command_line import NEEDS, Parser, main_job, run_command
 
-MINUTES = Kind("a number of minutes above 0, a day's 1440 at most", "MINUTES", float, lambda value: 0 < value <= 1440)
+MINUTES = SettingType(
+    "a number of minutes above 0, a day's 1440 at most", "MINUTES", float, lambda value: 0 < value <= 1440
+)
 
 # How the processes of a mesh share the work; like the mesh, it decides no number of the run.
 SHARING = {
@@ -29,10 +31,13 @@ SHARING = {
         choice("mask", "head_tail"),
         "over cp: which columns a process has (default mask, by what masks let them see; with ulysses, as they are)",
     ),
-    "schedule": (Kind("a name", "NAME", str, WORDS.fits), "of a pipeline (pp): 1F1B, GPipe, ... (default 1F1B)"),
-    "virtual": (whole(1), "of a pipeline whose schedule is looped: how many stages each process has (default 2)"),
+    "schedule": (
+        SettingType("a name", "NAME", str, STRING.accepts),
+        "of a pipeline (pp): 1F1B, GPipe, ... (default 1F1B)",
+    ),
+    "virtual": (integer(1), "of a pipeline whose schedule is looped: how many stages each process has (default 2)"),
     "microbatches": (
-        whole(1),
+        integer(1),
         "of a pipeline: in how many of them a stage takes its rows of a batch (default: one row each)",
     ),
 }
@@ -92,7 +97,7 @@ def parser() -> Parser:
     )
     groups = {name: made.add_argument_group(name) for name in GROUPS}
     for entry in fields(Settings):
-        kind, default = entry.metadata["kind"], getattr(DEFAULT, entry.name)
+        kind, default = entry.metadata["type"], getattr(DEFAULT, entry.name)
         shown = "" if default is None else f" (default {as_flag(default)})"
         groups[entry.metadata["group"]].add_argument(
             flag(entry.name),

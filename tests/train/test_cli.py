@@ -8,7 +8,7 @@ import train
 from train import command_line
 from train.cli import main
 from train.commands.sample import main as sample
-from train.job.settings import KINDS, flag
+from train.job.settings import SETTING_TYPES, flag
 
 ROOT = Path(train.__file__).parents[1]
 
@@ -50,7 +50,7 @@ def errors(path):
         ),
         "sizes beside init": (
             [*run, "--init", str(path), "--hidden-size", "8"],
-            f"--hidden-size 8 is of a model that is made anew, and --init {path} names one",
+            f"--hidden-size 8 is for a new model, and --init {path} names a checkpoint",
         ),
         "heads": (
             [*run, "--data", str(path / "long"), "--num-attention-heads", "3"],
@@ -62,7 +62,7 @@ def errors(path):
         "mesh": ([*run, "--mesh", "fsdp=2"], "--mesh fsdp=2"),
         "nothing to resume": (
             ["--run", str(path / "noting"), "--resume"],
-            f"there is no such folder, so that --resume has no run to go on with: leave it out to begin one; "
+            f"there is no such folder, so --resume has no run to continue: leave it out to start one; "
             f"the nearest is {path / 'nothing'}",
         ),
         "run is a file": (["--run", str(path / "file")], "cannot be made"),
@@ -156,7 +156,7 @@ def test_help_names_every_flag(forks, module):
     }[module]
     assert [name for name in flags if name not in shown.stdout] == []
     if module == "train":
-        assert [name for name in KINDS if flag(name) not in shown.stdout] == []
+        assert [name for name in SETTING_TYPES if flag(name) not in shown.stdout] == []
 
 
 def test_the_module_exits_with_the_code_of_main(tmp_path):

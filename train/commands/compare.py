@@ -21,7 +21,7 @@ from fnmodels.errors import UserError
 from train.command_line import NEEDS, Parser, at_least, check_installed, run_command
 from train.job import run_folder
 from train.job.flags import as_flag
-from train.job.settings import DEFAULT, SIZES, flag, from_json
+from train.job.settings import DEFAULT, MODEL_SIZES, flag, from_json
 
 SHOWN = 20  # rows of the table
 
@@ -130,7 +130,7 @@ def used(run: Path) -> dict[str, Any]:
     longest = model.get("max_position_embeddings")
     if "row_length" in settings and isinstance(longest, int):
         settings["row_length"] = min(settings["row_length"], longest)
-    kept = {name: value for name, value in settings.items() if name not in SIZES}
+    kept = {name: value for name, value in settings.items() if name not in MODEL_SIZES}
     return kept | {f"the model's {name}": value for name, value in model.items()}
 
 
@@ -159,9 +159,9 @@ def compare(arguments: argparse.Namespace) -> int:
     if (arguments.second is None) == (arguments.ref is None):
         raise UserError("give either a second run or --ref")
     if arguments.out is not None:
-        from train.job.pictures import check_name
+        from train.job.pictures import check_suffix
 
-        check_name(arguments.out)  # a run that is made anew may take hours
+        check_suffix(arguments.out)  # a run that is made anew may take hours
     with TemporaryDirectory() as temporary:
         second = arguments.second or run_at(arguments.ref, arguments.first, Path(temporary))
         name = arguments.ref or str(second)
@@ -171,9 +171,9 @@ def compare(arguments: argparse.Namespace) -> int:
         for line in settings_apart(arguments.first, second):
             print(f"the settings differ in {line}")
         if arguments.out is not None:
-            from train.job.pictures import curves
+            from train.job.pictures import draw_losses
 
-            curves(arguments.out, {str(arguments.first): arguments.first, name: second})
+            draw_losses(arguments.out, {str(arguments.first): arguments.first, name: second})
             print(f"curves: {arguments.out}")
     return int(arguments.within is not None and (bool(alone) or max(d.size for d in found) > arguments.within))
 

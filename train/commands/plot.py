@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.command_line import Parser, run_command
-from train.job.pictures import curves
+from train.job.pictures import draw_losses
 
 
 def parser() -> Parser:
@@ -20,7 +20,7 @@ def parser() -> Parser:
 
 
 def plot(arguments: argparse.Namespace) -> int:
-    curves(arguments.out, {str(run): run for run in arguments.runs})
+    draw_losses(arguments.out, {str(run): run for run in arguments.runs})
     print(f"curves: {arguments.out}")
     return 0
 

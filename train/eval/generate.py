@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     """One token from logits [V]: the best at temperature 0, else drawn from the `top_k` best (None: from all)."""
     if temperature == 0:
         return int(logits.argmax())
@@ -53,7 +53,7 @@ def continuation(
         inputs, masks, freqs = fnmodels.prepare(config, torch.tensor([context], device=device))
         x = fnmodels.hidden(params, inputs, masks, freqs, config=config)
         logits = family.unembed(params, x[:, -1:], config=config)[0, 0]
-        token = choose(logits, temperature, top_k, generator)
+        token = sample_token(logits, temperature, top_k, generator)
         if token in end:
             return
         yield token

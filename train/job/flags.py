@@ -1,4 +1,4 @@
-"""Settings as command-line flags: parsing, and how a value is written."""
+"""Conversion of settings from and to the text of command-line flags."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from train.job.setting_types import Kind
+from train.job.setting_types import SettingType
 
 
 def as_flag(value: Any) -> str:
-    """A value as it is written behind its flag."""
+    """The text of a value on the command line."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def value_of(kind: Kind) -> Callable[[str], Any]:
-    """The type of a flag."""
+def value_of(setting_type: SettingType) -> Callable[[str], Any]:
+    """The `type=` function of argparse for a setting."""
 
     def convert(text: str) -> Any:
         try:
-            return kind.check(kind.read(text))
+            return setting_type.check(setting_type.read(text))
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {kind.what}") from error
+            raise argparse.ArgumentTypeError(f"{text!r} is not {setting_type.description}") from error
 
     return convert

@@ -1,4 +1,4 @@
-"""Held-out loss, and what it means in bits per byte."""
+"""Evaluation on held-out text: mean loss, and its conversion to bits per byte."""
 
 import math
 from collections.abc import Callable
@@ -10,28 +10,28 @@ from fnmodels import document_layout
 from fnmodels.tree import Tree
 from train.data.rows import Batch, select_rows
 
-ROWS_AT_ONCE = 8
+EVAL_BATCH_ROWS = 8
 
 
 def heldout_loss(loss: Callable[..., tuple[Any, ...]], params: Tree, rows: Batch) -> float:
-    """Mean loss in nats per target over the rows. `loss(params, batch, layout=...)` returns (sum, count, ...)."""
+    """Mean loss over `rows` in nats per target. `loss(params, batch, layout=...)` returns (sum, count, ...)."""
     total, count = 0.0, 0
     with torch.no_grad():
-        for indices in torch.arange(len(rows["tokens"])).split(ROWS_AT_ONCE):
+        for indices in torch.arange(len(rows["tokens"])).split(EVAL_BATCH_ROWS):
             batch = select_rows(rows, indices)
-            part_sum, part_count, *_ = loss(
+            batch_sum, batch_count, *_ = loss(
                 params, batch, layout=document_layout(batch["positions"], batch["segment_ids"])
             )
-            total, count = total + float(part_sum), count + int(part_count)
+            total, count = total + float(batch_sum), count + int(batch_count)
     return total / max(count, 1)
 
 
 def bits_per_byte(loss: float, targets: int, size: int) -> float:
-    """`loss` in nats per target, over `targets` tokens that stand for `size` bytes of text."""
+    """Converts `loss`, in nats per target, for `targets` tokens that encode `size` bytes of text."""
     return loss / math.log(2) * targets / size
 
 
-def spread(rows: Batch, count: int) -> Batch:
-    """`count` rows at equal distances, so that a sample touches many documents."""
+def evenly_spaced_rows(rows: Batch, count: int) -> Batch:
+    """A sample of `count` evenly spaced rows, so that it covers many documents."""
     total = len(rows["tokens"])
     return select_rows(rows, torch.arange(min(count, total)) * total // min(count, total))

@@ -1,7 +1,7 @@
-"""The model that a run trains: a new one, a checkpoint's, or adapters beside the weights of one; and how it is kept.
+"""The model that a run trains: a new one, a checkpoint's, or LoRA adapters on a checkpoint; and what a run saves of it.
 
-Of adapters only they are kept, in the saved steps and in the run folder: the weights they belong to stay where they
-are, and a resumed run holds them against the digests that it began with.
+With adapters only they are saved, in the saved steps and in the run folder: the base weights stay in their checkpoint,
+and a resumed run compares them with the digests recorded at its start.
 """
 
 import hashlib
@@ -36,152 +36,156 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """params: on the meta device where a saved step has their values, or each of several processes makes its own part
-    of them (`spread`, in the functions below). spec: what trains, and what decays.
+    """A model with its tokenizer before the first step. spec: `Leaf`s, with what is trainable and what is decayed.
 
-    source: the folder it is from. left_out: parts that the checkpoint has and a run does not train. weights: {file:
-    digest} of what adapters belong to.
+    params: on the meta device where a saved step has their values, or each of several processes makes its own shard of
+    them (`on_meta`, in the functions below). source: the checkpoint folder. dropped: parts of the checkpoint that a run
+    does not train. weights: {file: digest} of the base weights of adapters.
     """
 
     config: Any
     params: Tree
     spec: Tree
     tokenizer: Tokenizer
-    ends: tuple[int, ...]
+    end_ids: tuple[int, ...]
     source: Path | None = None
-    left_out: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     weights: Json | None = None
 
 
-def begun(settings: Settings, texts: sources.DataSources, *, spread: bool = False) -> Model:
-    """The model of a run that begins. UserError where the settings name one that cannot be."""
+def for_new_run(settings: Settings, texts: sources.DataSources, *, on_meta: bool = False) -> Model:
+    """The model of a new run. UserError where the settings name none that can be trained."""
     if settings.init is not None:
         source = Path(settings.init)
-        made = adapted(source, settings, spread=spread) if settings.lora else whole(source, spread=spread)
+        model = (
+            from_checkpoint_with_lora(source, settings, on_meta=on_meta)
+            if settings.lora
+            else from_checkpoint(source, on_meta=on_meta)
+        )
     else:
-        made = new(settings, texts, spread=spread)
-    pretrained.check_vocabulary(made.tokenizer, made.config.vocab_size, made.source or Path("the new model"))
-    return made
+        model = from_scratch(settings, texts, on_meta=on_meta)
+    pretrained.check_vocabulary(model.tokenizer, model.config.vocab_size, model.source or Path("the new model"))
+    return model
 
 
-def resumed(path: Path, settings: Settings, *, spread: bool = False) -> Model:
-    """The model of the run in the folder `path`, whose values are in its saved steps."""
+def from_run(path: Path, settings: Settings, *, on_meta: bool = False) -> Model:
+    """The model of the run in the folder `path`, whose parameter values are in its saved steps."""
     if settings.lora:
-        made = adapted(Path(str(settings.init)), settings, spread=spread)
-        tokenizer = pretrained.load_tokenizer(path)  # held against the one that the run began with
-        return replace(made, tokenizer=tokenizer)
+        model = from_checkpoint_with_lora(Path(str(settings.init)), settings, on_meta=on_meta)
+        tokenizer = pretrained.load_tokenizer(path)  # compared with the one that the run started with
+        return replace(model, tokenizer=tokenizer)
     config, tokenizer = P.load_config(path), pretrained.load_tokenizer(path)
     pretrained.check_vocabulary(tokenizer, config.vocab_size, path)
     params = P.abstract(config, dtype=torch.float32)
-    return Model(config, params, spec_of(config), tokenizer, pretrained.end_ids(path), path)
+    return Model(config, params, family_spec(config), tokenizer, pretrained.end_ids(path), path)
 
 
-def new(settings: Settings, texts: sources.DataSources, *, spread: bool) -> Model:
-    """A Llama of the settings' sizes, with a tokenizer made of the text."""
+def from_scratch(settings: Settings, texts: sources.DataSources, *, on_meta: bool) -> Model:
+    """A Llama of the settings' sizes, with a tokenizer trained on the text."""
     tokenizer = new_tokenizer(texts, settings.vocab_size)
     ids = special_ids(tokenizer)
-    config = llama.Config.from_hf(hf_config(settings, tokenizer.get_vocab_size(), ids))
-    params = P.abstract(config, dtype=torch.float32) if spread else P.init(config, settings.seed, dtype=torch.float32)
-    return Model(config, params, spec_of(config), tokenizer, (ids["eos_token_id"],))
+    config = llama.Config.from_hf(new_config_json(settings, tokenizer.get_vocab_size(), ids))
+    params = P.abstract(config, dtype=torch.float32) if on_meta else P.init(config, settings.seed, dtype=torch.float32)
+    return Model(config, params, family_spec(config), tokenizer, (ids["eos_token_id"],))
 
 
-def whole(source: Path, *, spread: bool) -> Model:
-    """All weights of a checkpoint, in fp32; adapters, where it is a folder of them, merged into what they belong to."""
+def from_checkpoint(source: Path, *, on_meta: bool) -> Model:
+    """All weights of a checkpoint, in fp32; a folder of adapters is merged into its base model."""
     tokenizer = pretrained.load_tokenizer(source)
     check_unchanged(source)
-    left_out = optional(source)
-    if spread:
-        config = config_of(source, left_out)
+    dropped = unused_parts(source)
+    if on_meta:
+        config = checked_config(source, dropped)
         params = P.abstract(config, dtype=torch.float32)
     else:
-        config, params = load_whole(source)
-    return Model(config, params, spec_of(config), tokenizer, pretrained.end_ids(source), source, left_out)
+        config, params = load_weights(source)
+    return Model(config, params, family_spec(config), tokenizer, pretrained.end_ids(source), source, dropped)
 
 
-def config_of(source: Path, left_out: tuple[str, ...]) -> Any:
-    """That of a folder, without what is left out, after a look whether the weights are what it calls for."""
+def checked_config(source: Path, dropped: tuple[str, ...]) -> Any:
+    """The config of a checkpoint without its `dropped` parts; CheckpointError where its weights do not match it."""
     with ExitStack() as stack:
-        return check_folder(pretrained.weights_folder(source), stack, left_out).config
+        return check_folder(pretrained.weights_folder(source), stack, dropped).config
 
 
-def load_whole(source: Path, *, plan: Tree | None = None) -> tuple[Any, Tree]:
-    """(config, params) as a run trains them, of a `plan` those that it names, of each the part that is here."""
-    how: Json = {"dtype": torch.float32, "copy": True, "drop": optional(source), "plan": plan}
-    return pretrained.load_model(source, merge=True, **how)
+def load_weights(source: Path, *, plan: Tree | None = None) -> tuple[Any, Tree]:
+    """(config, params) in fp32, adapters merged. plan: of shardings, loads only the local shards of its parameters."""
+    options: Json = {"dtype": torch.float32, "copy": True, "drop": unused_parts(source), "plan": plan}
+    return pretrained.load_model(source, merge=True, **options)
 
 
-def promised(source: Path, settings: Settings) -> Any:
-    """The config of what --init names, of which the beginnings of its files alone are read."""
+def config_of_checkpoint(source: Path, settings: Settings) -> Any:
+    """The config of --init's checkpoint, of which only the files' headers are read. UserError, CheckpointError."""
     pretrained.load_tokenizer(source)
     if settings.lora:
-        check_whole(source)
-    return config_of(source, optional(source))
+        check_full_weights(source)
+    return checked_config(source, unused_parts(source))
 
 
-def check_whole(source: Path) -> None:
+def check_full_weights(source: Path) -> None:
     if pretrained.weights_folder(source) != source:
-        raise UserError(f"--init {source} holds adapters; --lora needs the checkpoint of whole weights they are of")
+        raise UserError(f"--init {source} holds adapters: --lora needs the checkpoint of their base model")
 
 
-def adapted(source: Path, settings: Settings, *, spread: bool) -> Model:
-    """A checkpoint's weights and new adapters, which have values however the weights are spread."""
+def from_checkpoint_with_lora(source: Path, settings: Settings, *, on_meta: bool) -> Model:
+    """A checkpoint's weights with new adapters, which get values even with `on_meta`."""
     tokenizer = pretrained.load_tokenizer(source)
-    check_whole(source)
+    check_full_weights(source)
     check_unchanged(source)
-    left_out = optional(source)
-    if spread:
-        config = config_of(source, left_out)
-        params = with_adapters(config, without_values(config, settings), settings)
+    dropped = unused_parts(source)
+    if on_meta:
+        config = checked_config(source, dropped)
+        params = add_adapters(config, storageless_params(config, settings), settings)
     else:
-        config, params = load_adapted(source, settings)
+        config, params = load_weights_with_lora(source, settings)
     spec = P.lora.spec(config, params)
     weights = {path.name: digest(path) for path in sorted(source.glob("*.safetensors"))}
-    return Model(config, params, spec, tokenizer, pretrained.end_ids(source), source, left_out, weights)
+    return Model(config, params, spec, tokenizer, pretrained.end_ids(source), source, dropped, weights)
 
 
-def load_adapted(source: Path, settings: Settings, *, plan: Tree | None = None) -> tuple[Any, Tree]:
-    """(config, params) with new adapters: weights in the dtype of the computation, for they stay. plan: as above."""
+def load_weights_with_lora(source: Path, settings: Settings, *, plan: Tree | None = None) -> tuple[Any, Tree]:
+    """(config, params) with new adapters; the frozen weights are in the compute dtype. plan: as in `load_weights`."""
     dtype = getattr(torch, str(settings.dtype))
-    config, params = P.load_pretrained(source, dtype=dtype, copy=True, drop=optional(source), plan=plan)
-    return config, with_adapters(config, params, settings)
+    config, params = P.load_pretrained(source, dtype=dtype, copy=True, drop=unused_parts(source), plan=plan)
+    return config, add_adapters(config, params, settings)
 
 
-def with_adapters(config: Any, params: Tree, settings: Settings) -> Tree:
-    """`params` beside new adapters in fp32, by --lora; UserError where it names no weight that can have one."""
-    wanted = lora_flag.parse(str(settings.lora))
-    how: Json = {"rank": wanted.rank, "alpha": wanted.alpha, "targets": wanted.targets, "seed": settings.seed}
+def add_adapters(config: Any, params: Tree, settings: Settings) -> Tree:
+    """`params` with new adapters in fp32, as --lora names them. UserError where a target is no weight."""
+    lora = lora_flag.parse_lora(str(settings.lora))
+    options: Json = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets, "seed": settings.seed}
     try:
-        params = P.lora.add(config, params, **how)
+        params = P.lora.add(config, params, **options)
     except ValueError as error:
         raise UserError(f"--lora {settings.lora}: {error}") from error
     return P.lora.attach(params, map_local(torch.Tensor.float, P.lora.adapters(params)))
 
 
-def without_values(config: Any, settings: Settings) -> Tree:
-    """Weights that take no memory, for adapters to stand beside."""
+def storageless_params(config: Any, settings: Settings) -> Tree:
+    """Parameters without storage (expanded scalars), to which adapters can be added."""
     abstract = P.abstract(config, dtype=getattr(torch, str(settings.dtype)))
     return tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), abstract)
 
 
-def kept(state: State, settings: Settings) -> State:
-    """What of the state is saved: of adapters they alone, and their optimizer's state."""
-    return State(state.step, trained(state.params, settings), state.opt_state)
+def state_to_save(state: State, settings: Settings) -> State:
+    """The part of the state that is saved: with adapters only they and their optimizer state."""
+    return State(state.step, trained_params(state.params, settings), state.opt_state)
 
 
-def trained(params: Tree, settings: Settings) -> Tree:
-    """What of parameters, or of their spec, a run keeps: of adapters they alone, which some stages may have none of."""
+def trained_params(params: Tree, settings: Settings) -> Tree:
+    """The saved part of a params or spec tree: with --lora the adapters only, of which a stage may have none."""
     return params if settings.lora is None else P.lora.adapters(params)
 
 
-def restored(state: State, saved: State, settings: Settings) -> State:
-    """The inverse of `kept`, given the state of a run that begins."""
+def restore_state(state: State, saved: State, settings: Settings) -> State:
+    """The inverse of `state_to_save`: completes `saved` with the frozen weights of `state`."""
     if settings.lora is None:
         return saved
     return State(saved.step, P.lora.attach(state.params, saved.params), saved.opt_state)
 
 
-def write(path: Path, config: Any, params: Tree, base: str | None) -> None:
-    """The run folder's checkpoint: whole weights, or adapters as PEFT reads them, of what is in the folder `base`."""
+def write_checkpoint(path: Path, config: Any, params: Tree, base: str | None) -> None:
+    """Writes the run folder's checkpoint: full weights, or adapters in PEFT's format for the base model `base`."""
     if has_adapters(params):
         P.lora.save_adapters(path, config, params, base=base or "")
     else:
@@ -192,36 +196,37 @@ def has_adapters(params: Tree) -> bool:
     return bool(tree.leaves(P.lora.adapters(params)))
 
 
-def spec_of(config: Any) -> Tree:
+def family_spec(config: Any) -> Tree:
+    """The spec of the model without adapters."""
     return fnmodels.family_of(config).spec(config)
 
 
-def spec_for(config: Any, settings: Settings) -> Tree:
-    """Of what a run with these settings has, adapters included."""
+def run_spec(config: Any, settings: Settings) -> Tree:
+    """The spec of a run with these settings, adapters included."""
     if settings.lora is None:
-        return spec_of(config)
-    return P.lora.spec(config, with_adapters(config, without_values(config, settings), settings))
+        return family_spec(config)
+    return P.lora.spec(config, add_adapters(config, storageless_params(config, settings), settings))
 
 
-def optional(source: Path) -> tuple[str, ...]:
-    """Parts of the checkpoint that the loss of a run does not reach: heads that predict further tokens."""
+def unused_parts(source: Path) -> tuple[str, ...]:
+    """Parts of the checkpoint that the loss does not use: MTP heads."""
     config = P.load_config(pretrained.weights_folder(source))
     found: dict[str, str] = getattr(fnmodels.family_of(config), "OPTIONAL", {})
     return tuple(part for part, count in found.items() if getattr(config, count))
 
 
 def check_unchanged(source: Path) -> None:
-    """UserError where a manifest lies beside the model and a byte has changed since: it would train all the same."""
+    """UserError where the checkpoint has a manifest and its files differ from it: it might load all the same."""
     if not (source / MANIFEST).exists():
         return
     try:
         P.verify(source)
     except P.CheckpointError as error:
-        raise UserError(f"--init {source}: {str(error).rstrip('.')}; where that is meant, remove {MANIFEST}") from error
+        raise UserError(f"--init {source}: {str(error).rstrip('.')}; if that is intended, remove {MANIFEST}") from error
 
 
 def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
-    """A tokenizer made of the train documents, from the cache where an equal corpus had one before."""
+    """A tokenizer trained on the train documents, cached by their hash."""
     for name in texts.token_sources:
         raise UserError(f"--data {name} holds token ids: name with --init the checkpoint whose tokenizer made them")
     for name in texts.chat_sources:
@@ -236,11 +241,11 @@ def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
     )
 
 
-def hf_config(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> Json:
-    """The new model's config.json for a tokenizer of `vocab_size` tokens."""
+def new_config_json(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> Json:
+    """config.json of a new model for a tokenizer of `vocab_size` tokens."""
     return {
         "model_type": "llama",
-        "vocab_size": -(-vocab_size // 64) * 64,  # divides by any mesh, whatever the text was
+        "vocab_size": -(-vocab_size // 64) * 64,  # padded, so that any usual mesh divides it
         "hidden_size": settings.hidden_size,
         "intermediate_size": settings.intermediate_size,
         "num_hidden_layers": settings.num_hidden_layers,

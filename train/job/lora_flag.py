@@ -1,35 +1,35 @@
-"""Which adapters a run trains, in one line: r=8,alpha=16,targets=q_proj+v_proj."""
+"""The value of --lora: LoRA rank, alpha and target weights as r=8,alpha=16,targets=q_proj+v_proj."""
 
 from dataclasses import dataclass
 
-FORM = "adapters as r=8,alpha=16,targets=q_proj+v_proj"
+LORA_FORM = "adapters as r=8,alpha=16,targets=q_proj+v_proj"
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """As `params.lora.add` takes them."""
+class LoraSettings:
+    """The arguments of `params.lora.add`."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
 
 
-def parse(text: str) -> Adapters:
-    """Adapters of a line in which r must stand; alpha is r without it. ValueError where the line is none."""
-    parts = [part.partition("=") for part in text.split(",")]
-    given = {name.strip(): value.strip() for name, _, value in parts}
-    if len(given) != len(parts) or "r" not in given or not given.keys() <= {"r", "alpha", "targets"}:
-        raise ValueError(FORM)
-    rank = int(given["r"])
-    alpha = float(given.get("alpha", rank))
-    targets = tuple(given.get("targets", "q_proj+v_proj").split("+"))
+def parse_lora(text: str) -> LoraSettings:
+    """Parses the value of --lora. r is required, alpha defaults to r. ValueError where the text has another form."""
+    items = [item.partition("=") for item in text.split(",")]
+    values = {name.strip(): value.strip() for name, _, value in items}
+    if len(values) != len(items) or "r" not in values or not values.keys() <= {"r", "alpha", "targets"}:
+        raise ValueError(LORA_FORM)
+    rank = int(values["r"])
+    alpha = float(values.get("alpha", rank))
+    targets = tuple(values.get("targets", "q_proj+v_proj").split("+"))
     if rank < 1 or not 0 < alpha < float("inf") or not all(targets):
-        raise ValueError(FORM)
-    return Adapters(rank, alpha, targets)
+        raise ValueError(LORA_FORM)
+    return LoraSettings(rank, alpha, targets)
 
 
-def are_adapters(value: object) -> bool:
+def is_lora(value: object) -> bool:
     try:
-        return type(value) is str and parse(value) is not None
+        return type(value) is str and parse_lora(value) is not None
     except ValueError:
         return False

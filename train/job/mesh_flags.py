@@ -112,8 +112,8 @@ def check_fit(sharing: Sharing, settings: Settings, config: Any) -> None:
     if length % mesh.cp:
         raise UserError(f"--mesh {mesh} takes a row's tokens in {mesh.cp} parts, and a row has {length}")
     try:
-        plan = P.plan(initial_model.spec_of(config), rules_of(mesh, config), mesh.sizes)
-        if not takes_parts(optimizer_for(initial_model.spec_for(config, settings), settings)):
+        plan = P.plan(initial_model.family_spec(config), rules_of(mesh, config), mesh.sizes)
+        if not takes_parts(optimizer_for(initial_model.run_spec(config, settings), settings)):
             check_whole(plan)
         if mesh.pp > 1:
             check_microbatches(pipeline_of(config, mesh, how), sharing.microbatches)
@@ -127,7 +127,7 @@ def check_fit(sharing: Sharing, settings: Settings, config: Any) -> None:
         raise UserError(
             f"--context ulysses deals out heads, and --mesh {mesh} does not divide the model's so: take gather or ring"
         )
-    if mesh.tp > 1 and isinstance(initial_model.spec_for(config, settings).get("lm_head"), P.lora.Lora):
+    if mesh.tp > 1 and isinstance(initial_model.run_spec(config, settings).get("lm_head"), P.lora.Lora):
         raise UserError(
             f"--mesh {mesh}: over tp the vocabulary is divided, where lm_head has no adapter: leave it out of the "
             f"targets of --lora {settings.lora}"

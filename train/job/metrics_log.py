@@ -1,6 +1,7 @@
-"""metrics.jsonl: one flushed row per optimizer step, the same bytes for a resumed run as for an uninterrupted one.
+"""Metrics of a run: metrics.jsonl with one flushed row per optimizer step, speed.jsonl and TensorBoard.
 
-Nothing in a row depends on the clock: what a step cost goes into speed.jsonl. TensorBoard has both.
+metrics.jsonl has the same bytes for a resumed run as for an uninterrupted one: no value in it depends on the clock.
+Times and memory go into speed.jsonl.
 """
 
 import json
@@ -19,13 +20,13 @@ from fnmodels.errors import UserError
 from params.io.files import write_text
 from train.losses.moe_balance import Balance
 
-from .run_folder import BOARD, METRICS, SAMPLES, SPEED
+from .run_folder import METRICS, SAMPLES, SPEED, TENSORBOARD
 
 Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The complete rows; a line that a kill cut short, and what follows it, are left out."""
+    """The complete rows of a file, up to the first line that is damaged or cut short by a kill."""
     rows: list[Row] = []
     if path.exists():
         for text in path.read_bytes().splitlines(keepends=True):
@@ -44,29 +45,29 @@ def _is_row(row: Row) -> bool:
     return type(row.get("step")) is int and all(value is None or type(value) in (int, float) for value in losses)
 
 
-def cut_after(path: Path, step: int) -> list[Row]:
-    """Drop the rows past `step` from the file, and return those that stay.
+def truncate_after(path: Path, step: int) -> list[Row]:
+    """Removes the rows after `step` from the file, and returns the others.
 
-    UserError where rows up to `step` cannot be read: they were on disk before the step was, and would be lost here.
+    UserError where a row up to `step` is damaged or missing: rows are on disk before the checkpoint of their step.
     """
     rows = read_rows(path)
     if path.exists() and (rows[-1]["step"] if rows else 0) < step:
         raise UserError(
-            f"{path}: line {len(rows) + 1} is damaged or missing, but step {step} was saved after it was written: mend "
-            "the file, or move it away to go on without"
+            f"{path}: line {len(rows) + 1} is damaged or missing, but step {step} was saved after it was written: "
+            "repair the file, or move it away to resume without its rows"
         )
     kept = [row for row in rows if row["step"] <= step]
-    write_text(path, "".join(map(line, kept)))
+    write_text(path, "".join(map(json_line, kept)))
     return kept
 
 
-def line(row: Row) -> str:
-    """One row of the file. JSON knows no NaN: a value that is not finite is written as null."""
+def json_line(row: Row) -> str:
+    """One row as a line of JSON, which has no NaN: a value that is not finite is written as null."""
     return json.dumps({name: value if is_finite(value) else None for name, value in row.items()}) + "\n"
 
 
-def shortest(value: Tensor) -> float:
-    """An fp32 number as the decimal of fewest digits that is read back as the same fp32 number."""
+def fp32_decimal(value: Tensor) -> float:
+    """The shortest decimal that rounds to the same fp32 number."""
     return float(str(np.float32(value.item())))
 
 
@@ -74,48 +75,48 @@ def is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def of_step(
+def step_metrics(
     measured: Mapping[str, Any], bits_per_byte: Callable[[float], float] | None, balance: Balance | None = None
 ) -> Row:
-    """What a step returned, as numbers for the row.
+    """The row of metrics.jsonl for what `make_step`'s step returned.
 
-    loss: of the tokens alone, without what `balance` adds to it; that stands beside it, without its weights.
-    bits_per_byte: None where it is more than a cross entropy; then there is no perplexity either.
-    expert_load: in the layer where they differ most, the tokens of the busiest expert over the mean of all experts'.
+    loss: without the weighted terms that `balance` adds; these get columns of their own, unweighted. bits_per_byte:
+    None where the loss is no plain cross entropy; the row then has no perplexity either. expert_load: the tokens of the
+    busiest expert over the mean of its layer's experts, in the layer where this is largest.
     """
     row: Row = {"finite": bool(measured["finite"])}
-    row |= {name: shortest(measured[name]) for name in ("loss", "lr", "grad_norm")}
+    row |= {name: fp32_decimal(measured[name]) for name in ("loss", "lr", "grad_norm")}
     added = {} if balance is None else {"sequence_balance": balance.sequence, "router_z": balance.z}
     for name in [name for name, weight in added.items() if weight]:
-        row[name] = short(float(measured["aux"][name] / measured["count"].clamp(min=1)))
-        row["loss"] = short(row["loss"] - added[name] * row[name])
+        row[name] = six_digits(float(measured["aux"][name] / measured["count"].clamp(min=1)))
+        row["loss"] = six_digits(row["loss"] - added[name] * row[name])
     if bits_per_byte is not None:
-        row["perplexity"] = short(math.exp(row["loss"]) if row["loss"] < 700 else math.inf)
-        row["bits_per_byte"] = short(bits_per_byte(row["loss"]))
+        row["perplexity"] = six_digits(math.exp(row["loss"]) if row["loss"] < 700 else math.inf)
+        row["bits_per_byte"] = six_digits(bits_per_byte(row["loss"]))
     if "lr_of" in measured:
-        row["lr_of"] = {name: shortest(rate) for name, rate in measured["lr_of"].items()}
+        row["lr_of"] = {name: fp32_decimal(rate) for name, rate in measured["lr_of"].items()}
     if "aux" in measured:
         counts = measured["aux"]["counts"].float()
-        row["expert_load"] = shortest((counts.amax(-1) / counts.mean(-1).clamp(min=1e-9)).max())
+        row["expert_load"] = fp32_decimal((counts.amax(-1) / counts.mean(-1).clamp(min=1e-9)).max())
     return row
 
 
-def short(value: float) -> float:
-    """Six digits: enough to read, and no more than what fp32 gives."""
+def six_digits(value: float) -> float:
+    """Rounds to six significant digits, which is about the precision of fp32."""
     return float(f"{value:.6g}")
 
 
-def cut_beside(path: Path, step: int) -> list[Row]:
-    """The same for a file that nobody needs in full: from a damaged row on it is left out."""
+def truncate_optional_file(path: Path, step: int) -> list[Row]:
+    """As `truncate_after` for a file that resuming does not need: a damaged row and those after it are removed."""
     if not path.exists():
         return []
     kept = [row for row in read_rows(path) if row["step"] <= step]
-    write_text(path, "".join(map(line, kept)))
+    write_text(path, "".join(map(json_line, kept)))
     return kept
 
 
 def scalars(row: Row, name: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a row by their names, a/b where one is of several."""
+    """(name, number) of a row; nested dicts are flattened to a/b."""
     for key, value in row.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{name}{key}/")
@@ -123,15 +124,15 @@ def scalars(row: Row, name: str = "") -> Iterator[tuple[str, float]]:
             yield name + key, value
 
 
-class Log:
-    """The files of the folder `run`, and their TensorBoard twin."""
+class MetricsLog:
+    """The open metrics files of the run folder `run`, and the same values in TensorBoard."""
 
     def __init__(self, run: Path, board: SummaryWriter, files: ExitStack) -> None:
         self.run, self.board, self.files = run, board, files
         self.opened: dict[str, TextIO] = {}
 
     def write(self, row: Row, cost: Row) -> None:
-        """Two rows of one step, the second being what it cost."""
+        """Writes the rows of one step for metrics.jsonl and speed.jsonl."""
         self.append(METRICS, row)
         self.append(SPEED, cost)
         for name, value in scalars(row | cost):
@@ -144,21 +145,21 @@ class Log:
     def append(self, name: str, row: Row) -> None:
         if name not in self.opened:
             self.opened[name] = self.files.enter_context((self.run / name).open("a", encoding="utf-8"))
-        self.opened[name].write(line(row))
+        self.opened[name].write(json_line(row))
         self.opened[name].flush()
 
     def sync(self) -> None:
-        """To disk, so that a state saved after this call never knows more steps than metrics.jsonl has rows."""
+        """Flushes to disk, so that a state saved after this call never has more steps than metrics.jsonl has rows."""
         os.fsync(self.opened[METRICS].fileno())
         self.board.flush()
 
 
 @contextmanager
-def log(run: Path, *, after: int) -> Iterator[Log]:
-    """Append to the files; TensorBoard hides what an earlier run wrote past the step `after`."""
+def open_log(run: Path, *, after: int) -> Iterator[MetricsLog]:
+    """Opens the files for appending; TensorBoard hides what was written earlier for steps past `after`."""
     with ExitStack() as files:
-        writer = SummaryWriter(str(run / BOARD), purge_step=after + 1)
+        writer = SummaryWriter(str(run / TENSORBOARD), purge_step=after + 1)
         try:
-            yield Log(run, writer, files)
+            yield MetricsLog(run, writer, files)
         finally:
             writer.close()

@@ -1,4 +1,4 @@
-"""Loss curves and other pictures of runs, drawn with matplotlib."""
+"""Plots of runs with matplotlib: loss curves, and panels of learning rate, gradient norm, throughput and MFU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from train.job.metrics_log import Row, read_rows
 NATS_PER_BIT = math.log(2)
 
 
-PICTURES = (".png", ".svg", ".pdf")
+IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
-BELOW = {
+PANELS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
@@ -33,17 +33,17 @@ BELOW = {
 
 @dataclass(frozen=True)
 class Run:
-    """The rows of metrics.jsonl and of speed.jsonl."""
+    """The rows of a run's metrics.jsonl and speed.jsonl."""
 
     rows: list[Row]
     costs: list[Row]
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) wherever there is one, of either file."""
+        """(step, value) of all rows of either file that have the value."""
         return [(row["step"], row[name]) for row in (*self.rows, *self.costs) if row.get(name) is not None]
 
 
-def loss_picture(
+def draw_run(
     path: Path,
     run: Run,
     *,
@@ -53,19 +53,19 @@ def loss_picture(
     train: str = "train",
     heldout: str = "held out",
 ) -> None:
-    """Draw a run. No pyplot: a figure of our own leaves the caller's backend and figures alone.
+    """Plots the losses of one run to `path`, without pyplot, which would touch the caller's backend and figures.
 
-    `bytes_per_token` of the held-out text turns nats per token (left) into bits per byte (right); `zlib_bits` is in
-    bits per byte; `final_loss` is the loss over all held-out documents, of which the curve sees a part; `train` and
-    `heldout` are what the curves are called.
+    bytes_per_token: of the held-out text, converts nats per token (left axis) to bits per byte (right axis). zlib_bits:
+    bits per byte of zlib, a horizontal line. final_loss: over all held-out documents, while the curve is over a sample.
+    train, heldout: the labels of the curves.
     """
     to_nats = NATS_PER_BIT * bytes_per_token
-    figure, axes = sheet({"": run})
+    figure, axes = figure_with_panels({"": run})
     trained, held = run.curve("loss"), run.curve("heldout_loss")
     if trained:
         steps, losses = zip(*trained, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label=f"{train}, each step")
-        axes.plot(steps, smooth(losses), color="tab:blue", linewidth=1.6, label=f"{train}, running mean")
+        axes.plot(steps, running_mean(losses), color="tab:blue", linewidth=1.6, label=f"{train}, running mean")
     if held:
         axes.plot(*zip(*held, strict=True), color="tab:orange", marker="o", markersize=4, label=f"{heldout}, a sample")
     if final_loss is not None and run.rows:
@@ -85,8 +85,8 @@ def title(final_loss: float | None, to_nats: float) -> str:
     return "Loss" if final_loss is None else f"Loss; at the end {final_loss / to_nats:.3f} bits per byte held out"
 
 
-def smooth(losses: tuple[float, ...]) -> list[float]:
-    """Running mean over the last tenth of what was seen, at most 50 steps: follows the steep start, calms the rest."""
+def running_mean(losses: tuple[float, ...]) -> list[float]:
+    """Running mean over the last tenth of the steps so far, at most 50: follows the steep start, smooths the rest."""
     means = []
     for index in range(len(losses)):
         window = losses[index - min(index // 10, 49) : index + 1]
@@ -94,32 +94,32 @@ def smooth(losses: tuple[float, ...]) -> list[float]:
     return means
 
 
-def sheet(runs: Mapping[str, Run]) -> tuple[Figure, Axes]:
-    """A figure with place for the losses, and below it a small picture of each quantity that a run has."""
-    present = [name for name in BELOW if any(run.curve(name) for run in runs.values())]
+def figure_with_panels(runs: Mapping[str, Run]) -> tuple[Figure, Axes]:
+    """A figure with axes for the losses, and below them a small panel per quantity that some run has."""
+    present = [name for name in PANELS if any(run.curve(name) for run in runs.values())]
     if not present:
         figure = Figure(figsize=(8, 5), layout="constrained")
         return figure, figure.subplots()
     figure = Figure(figsize=(8, 7), layout="constrained")
     grid = figure.add_gridspec(2, len(present), height_ratios=(5, 2))
-    for place, name in enumerate(present):
-        axes = figure.add_subplot(grid[1, place])
-        for color, run in zip(colors(), runs.values(), strict=False):  # there is no end of colors
+    for column, name in enumerate(present):
+        axes = figure.add_subplot(grid[1, column])
+        for color, run in zip(colors(), runs.values(), strict=False):  # colors() is endless
             if curve := run.curve(name):
                 axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.8)
-        axes.set_title(BELOW[name], fontsize="x-small")
+        axes.set_title(PANELS[name], fontsize="x-small")
         axes.tick_params(labelsize="x-small")
         axes.grid(alpha=0.3)
     return figure, figure.add_subplot(grid[0, :])
 
 
 def colors() -> Iterator[str]:
-    """Matplotlib's own, without end."""
+    """Matplotlib's color cycle, endless."""
     return (f"C{number}" for number in count())
 
 
 def read_run(folder: Path) -> Run:
-    """UserError where it is no run folder, or has no loss yet."""
+    """Reads a run folder. UserError where it is none, or has no loss yet."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise UserError(f"{folder} is no run folder: it has no {file.name}")
@@ -129,19 +129,19 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def check_name(path: Path) -> None:
-    if path.suffix not in PICTURES:
-        raise UserError(f"--out {path}: the name of a picture ends in {' or '.join(PICTURES)}")
+def check_suffix(path: Path) -> None:
+    if path.suffix not in IMAGE_SUFFIXES:
+        raise UserError(f"--out {path}: the name of a picture ends in {' or '.join(IMAGE_SUFFIXES)}")
 
 
-def curves(path: Path, folders: Mapping[str, Path]) -> None:
-    """Running means of the train losses of {name: run folder}, each step's own pale behind; held-out ones dotted."""
-    check_name(path)
+def draw_losses(path: Path, folders: Mapping[str, Path]) -> None:
+    """Plots the train losses of {name: run folder}, raw and as running means, and the held-out losses, dotted."""
+    check_suffix(path)
     runs = {name: read_run(folder) for name, folder in folders.items()}
-    figure, axes = sheet(runs)
-    for color, (name, run) in zip(colors(), runs.items(), strict=False):  # there is no end of colors
+    figure, axes = figure_with_panels(runs)
+    for color, (name, run) in zip(colors(), runs.items(), strict=False):  # colors() is endless
         steps, values = zip(*run.curve("loss"), strict=True)
-        axes.plot(steps, smooth(values), color=color, linewidth=1.6, label=name)
+        axes.plot(steps, running_mean(values), color=color, linewidth=1.6, label=name)
         axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)
         if held := run.curve("heldout_loss"):
             axes.plot(*zip(*held, strict=True), "o:", color=color, markersize=3, label=f"{name}, held out")

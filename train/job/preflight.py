@@ -1,4 +1,4 @@
-"""What is wrong with a run that can be said at once, before text and weights are read, which may take minutes."""
+"""Early checks of a new run, made before text and weights are read, which may take minutes."""
 
 from pathlib import Path
 
@@ -9,30 +9,30 @@ from train.data import sources
 from . import initial_model
 from .mesh_flags import Sharing, check_fit
 from .settings import Settings
-from .setup import check_experts
+from .setup import check_expert_settings
 
 
 def check(settings: Settings, sharing: Sharing) -> None:
-    """UserError, or a CheckpointError, where a run that begins so cannot be. What it passes may still not do."""
-    check_text(settings.data)
+    """UserError or CheckpointError for settings that cannot work. Later checks, which need the text, may still fail."""
+    check_data_paths(settings.data)
     if settings.init is None:
-        config = new_config(settings, sharing)
+        config = provisional_config(settings, sharing)
     else:
-        config = initial_model.promised(Path(settings.init), settings)
-    check_experts(config, initial_model.spec_for(config, settings), settings)
+        config = initial_model.config_of_checkpoint(Path(settings.init), settings)
+    check_expert_settings(config, initial_model.run_spec(config, settings), settings)
     check_fit(sharing, settings, config)
 
 
-def new_config(settings: Settings, sharing: Sharing) -> llama.Config:
-    """How large the vocabulary will be, the text decides: this one divides by whatever mesh there is."""
-    width, heads = settings.hidden_size, settings.num_attention_heads
-    if width % heads:
-        raise UserError(f"--hidden-size {width} is not a multiple of --num-attention-heads {heads}")
-    return llama.Config.from_hf(initial_model.hf_config(settings, sharing.mesh.world * 64, {}))
+def provisional_config(settings: Settings, sharing: Sharing) -> llama.Config:
+    """The new model's config with a placeholder vocabulary, divisible by the mesh: its size depends on the text."""
+    hidden_size, heads = settings.hidden_size, settings.num_attention_heads
+    if hidden_size % heads:
+        raise UserError(f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}")
+    return llama.Config.from_hf(initial_model.new_config_json(settings, sharing.mesh.world * 64, {}))
 
 
-def check_text(data: str | None) -> None:
-    """UserError where a path of --data is not there."""
+def check_data_paths(data: str | None) -> None:
+    """UserError where a path of --data does not exist."""
     for path, _ in [] if data is None else sources.parse_sources(data):
         if path is not None and not path.exists():
             raise UserError(f"--data {path}: there is no such file or folder")

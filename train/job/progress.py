@@ -1,4 +1,4 @@
-"""How far the run is: a live bar on a terminal, now and then a plain line elsewhere."""
+"""Progress output: a live bar on a terminal, else a plain line from time to time."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ def progress(total: int, start: int) -> Iterator[Report]:
     """Yields report(step, loss, lr, tokens per second), to be called after every step."""
     begin = time.monotonic()
 
-    def words(step: int, loss: float, lr: float, speed: float) -> str:
+    def status(step: int, loss: float, lr: float, speed: float) -> str:
         left = (time.monotonic() - begin) / max(step - start, 1) * (total - step)
         return f"loss {loss:6.3f}  lr {lr:.1e}  {speed:,.0f} tokens/s  {timedelta(seconds=round(left))} left"
 
@@ -28,31 +28,31 @@ def progress(total: int, start: int) -> Iterator[Report]:
 
         def plain(step: int, loss: float, lr: float, speed: float) -> None:
             if step % every == 0 or step in (start + 1, total):
-                print(f"step {step}/{total}  {words(step, loss, lr, speed)}", flush=True)
+                print(f"step {step}/{total}  {status(step, loss, lr, speed)}", flush=True)
 
         yield plain
         return
 
-    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[words]}")
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[status]}")
     with Progress(*columns, console=Console(file=sys.stdout), expand=True, refresh_per_second=2) as bar:
-        task = bar.add_task("", total=total, completed=start, words="")
+        task = bar.add_task("", total=total, completed=start, status="")
 
         def live(step: int, loss: float, lr: float, speed: float) -> None:
-            bar.update(task, completed=step, words=words(step, loss, lr, speed))
+            bar.update(task, completed=step, status=status(step, loss, lr, speed))
 
         yield live
 
 
 @contextmanager
 def tokenizing() -> Iterator[Callable[[int, int], None]]:
-    """Yields report(characters done, of how many); nothing is shown before it is called, nor where it is soon over."""
+    """Yields report(characters done, characters in total). Shows nothing before the first call, or for short texts."""
     if not sys.stdout.isatty():
-        told = time.monotonic()
+        last_print = time.monotonic()
 
         def plain(done: int, total: int) -> None:
-            nonlocal told
-            if time.monotonic() - told > PLAIN_SECONDS:
-                told = time.monotonic()
+            nonlocal last_print
+            if time.monotonic() - last_print > PLAIN_SECONDS:
+                last_print = time.monotonic()
                 print(f"tokenized {done / total:.0%} of {total / 1e6:.0f} million characters", flush=True)
 
         yield plain

@@ -1,4 +1,4 @@
-"""How a run learns: the optimizer and the loss that its settings name, and the usual numbers where none are given."""
+"""The optimizer and the loss terms of a run's settings, and the default hyperparameters of each optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,12 +20,12 @@ from train.state import State
 from .settings import Settings
 
 MATRICES = "layers.*_proj"
-FROM_SCRATCH, FROM_CHECKPOINT, OF_ADAPTERS = 3e-3, 3e-4, 1e-3  # peaks of AdamW's learning rate
+LR_FROM_SCRATCH, LR_FROM_CHECKPOINT, LR_OF_ADAPTERS = 3e-3, 3e-4, 1e-3  # peak learning rates of AdamW
 
 
 @dataclass(frozen=True)
-class Usual:
-    """Of an optimizer. rate: times AdamW's; None: it has no such number."""
+class OptimizerDefaults:
+    """Default hyperparameters of an optimizer. rate: a factor on AdamW's peak; None: it has no such parameter."""
 
     rate: float
     weight_decay: float
@@ -34,78 +34,78 @@ class Usual:
     muon_learning_rate: float | None = None
 
 
-USUAL = {
-    "adamw": Usual(1.0, 0.1, betas=(0.9, 0.95)),
-    "muon": Usual(1.0, 0.1, betas=(0.9, 0.95), momentum=0.95, muon_learning_rate=0.02),
-    "lion": Usual(0.1, 1.0, betas=(0.9, 0.99)),  # the rule of thumb of arXiv 2302.06675
-    "sgd": Usual(30.0, 1e-4, momentum=0.9),  # whose decay is a part of the gradient, and so of the momentum
-    "adafactor": Usual(10.0, 0.01),  # whose rate is relative to the size of a leaf's numbers
+OPTIMIZER_DEFAULTS = {
+    "adamw": OptimizerDefaults(1.0, 0.1, betas=(0.9, 0.95)),
+    "muon": OptimizerDefaults(1.0, 0.1, betas=(0.9, 0.95), momentum=0.95, muon_learning_rate=0.02),
+    "lion": OptimizerDefaults(0.1, 1.0, betas=(0.9, 0.99)),  # the rule of thumb of arXiv 2302.06675
+    "sgd": OptimizerDefaults(30.0, 1e-4, momentum=0.9),  # its decay is part of the gradient, and so of the momentum
+    "adafactor": OptimizerDefaults(10.0, 0.01),  # its rate is relative to the RMS of a parameter
 }
-NUMBERS = ("weight_decay", "betas", "momentum", "muon_learning_rate")
+HYPERPARAMETERS = ("weight_decay", "betas", "momentum", "muon_learning_rate")
 
 
-def with_usual(settings: Settings) -> Settings:
-    """With a number wherever the optimizer has one; those that it does not have stay None."""
-    usual = USUAL[settings.optimizer]
-    rate = OF_ADAPTERS if settings.lora else FROM_CHECKPOINT if settings.init else FROM_SCRATCH
-    values: dict[str, Any] = {name: getattr(usual, name) for name in NUMBERS}
-    values["learning_rate"] = float(f"{rate * usual.rate:g}")  # no digits that only binary fractions have
+def with_optimizer_defaults(settings: Settings) -> Settings:
+    """`settings` with defaults for all hyperparameters of its optimizer; those it does not have stay None."""
+    defaults = OPTIMIZER_DEFAULTS[settings.optimizer]
+    rate = LR_OF_ADAPTERS if settings.lora else LR_FROM_CHECKPOINT if settings.init else LR_FROM_SCRATCH
+    values: dict[str, Any] = {name: getattr(defaults, name) for name in HYPERPARAMETERS}
+    values["learning_rate"] = float(f"{rate * defaults.rate:g}")  # rounds off binary representation errors
     return replace(settings, **{name: value for name, value in values.items() if getattr(settings, name) is None})
 
 
-def strangers(settings: Settings) -> list[str]:
-    """Numbers that the settings have and their optimizer has not."""
-    usual = USUAL[settings.optimizer]
-    return [name for name in NUMBERS if getattr(settings, name) is not None and getattr(usual, name) is None]
+def unused_settings(settings: Settings) -> list[str]:
+    """The names of hyperparameters that are set but that the optimizer does not have."""
+    defaults = OPTIMIZER_DEFAULTS[settings.optimizer]
+    return [name for name in HYPERPARAMETERS if getattr(settings, name) is not None and getattr(defaults, name) is None]
 
 
 def optimizer_for(spec: Tree, settings: Settings) -> Optimizer:
-    """settings: with numbers, as `with_usual` gives them."""
+    """The optimizer of `settings`, which must be completed by `with_optimizer_defaults`."""
 
-    def numbers(*names: str) -> dict[str, Any]:
+    def keywords(*names: str) -> dict[str, Any]:
         return {"spec": spec} | {name: getattr(settings, name) for name in ("weight_decay", *names)}
 
     rate = _rate(settings, settings.learning_rate)
     match settings.optimizer:
         case "lion":
-            made = lion(rate, **numbers("betas"))
+            optimizer = lion(rate, **keywords("betas"))
         case "sgd":
-            made = sgd(rate, **numbers("momentum"))
+            optimizer = sgd(rate, **keywords("momentum"))
         case "adafactor":
-            made = adafactor(rate, **numbers())
+            optimizer = adafactor(rate, **keywords())
         case "muon":
-            of_matrices = muon(_rate(settings, settings.muon_learning_rate), **numbers("momentum"))
-            made = partition({MATRICES: of_matrices, "*": adamw(rate, **numbers("betas"))})
+            matrices = muon(_rate(settings, settings.muon_learning_rate), **keywords("momentum"))
+            optimizer = partition({MATRICES: matrices, "*": adamw(rate, **keywords("betas"))})
         case _:
-            made = adamw(rate, **numbers("betas"))
-    return made if settings.ema is None else with_ema(made, settings.ema)
+            optimizer = adamw(rate, **keywords("betas"))
+    return optimizer if settings.ema is None else with_ema(optimizer, settings.ema)
 
 
 def _rate(settings: Settings, peak: float | None) -> Callable[[Tensor], float]:
-    assert peak is not None  # as in `with_usual`
+    assert peak is not None  # set by `with_optimizer_defaults`
     shape: dict[str, Any] = {"total": settings.steps, "warmup": min(settings.warmup, settings.steps // 10)}
     shape |= {"decay_ratio": settings.decay_ratio, "shape": settings.decay_shape, "floor": settings.decay_floor}
     return lambda step: peak * float(warmup_stable_decay(int(step), **shape))
 
 
-def weights(state: State, settings: Settings) -> Tree:
-    """What held-out text and samples are shown: with --ema the averages, where leaves have one."""
+def evaluated_params(state: State, settings: Settings) -> Tree:
+    """The parameters used for evaluation and sampling: with --ema the averages, for parameters that have one."""
     return state.params if settings.ema is None else averaged(state.params, state.opt_state["ema"])
 
 
-def balance_of(settings: Settings) -> Balance | None:
-    """What is added to the loss that trains, for the routers' sake."""
+def moe_balance(settings: Settings) -> Balance | None:
+    """The weights of the load-balancing losses; None where both are 0."""
     if not settings.balance_loss and not settings.router_z_loss:
         return None
     return Balance(sequence=settings.balance_loss, z=settings.router_z_loss)
 
 
 def loss_terms(settings: Settings) -> dict[str, Any]:
-    """What the loss that trains has beside that of held-out text: keywords of `next_token_loss`."""
+    """Keywords of `next_token_loss` for terms that the training loss has and the held-out loss does not."""
     terms = {"label_smoothing": settings.label_smoothing, "z_loss": settings.z_loss}
-    return {"balance": balance_of(settings), **terms}
+    return {"balance": moe_balance(settings), **terms}
 
 
-def is_plain(settings: Settings) -> bool:
-    """Whether the tokens' part of the loss that trains is their cross entropy, of which a perplexity can be made."""
+def is_cross_entropy(settings: Settings) -> bool:
+    """Whether the training loss is a plain cross entropy apart from load balancing, so that perplexity is defined."""
     return not settings.label_smoothing and not settings.z_loss

@@ -1,4 +1,4 @@
-"""What the main job tells its user: lines on standard output, and loss.png."""
+"""Output of the main job: lines on standard output, and loss.png."""
 
 import shlex
 import sys
@@ -12,8 +12,8 @@ from train.command_line import sentence
 
 from . import run_folder
 from .metrics_log import Row
-from .pictures import Run, loss_picture
-from .recipe import is_plain
+from .pictures import Run, draw_run
+from .recipe import is_cross_entropy
 from .settings import Settings, to_toml
 from .setup import Job, Json
 
@@ -24,13 +24,13 @@ def how_to_resume(path: Path) -> str:
 
 def draw(job: Job, rows: list[Row], costs: list[Row], final_loss: float | None) -> None:
     heldout = job.dataset.heldout
-    loss_picture(
+    draw_run(
         job.path / run_folder.PICTURE,
         Run(rows, costs),
         bytes_per_token=heldout.bytes / job.heldout_targets,
         zlib_bits=8 * job.dataset.zlib_bytes / heldout.bytes,
         final_loss=final_loss,
-        train="train" if is_plain(job.settings) else "train (smoothed, or with z-loss)",
+        train="train" if is_cross_entropy(job.settings) else "train (smoothed, or with z-loss)",
         heldout="held out" if job.settings.ema is None else "held out, average of the weights",
     )
 
@@ -57,10 +57,10 @@ def settings(chosen: Settings) -> None:
 def prepared(job: Job, seconds: float) -> None:
     what = job.settings.data or "the Python standard library"
     sizes = job.dataset.train.bytes / 1e6, job.dataset.heldout.bytes / 1e6
-    print(f"text: {what}, {sizes[0]:.2f} MB to learn from and {sizes[1]:.2f} MB held out, ready in {seconds:.0f} s")
-    for part in job.left_out:
-        print(f"left out: {part}, a part of the checkpoint that next tokens do not need")
-    adapters = f", and adapters with {job.trained:,} which alone train" if job.settings.lora else ""
+    print(f"text: {what}, {sizes[0]:.2f} MB to train on and {sizes[1]:.2f} MB held out, ready in {seconds:.0f} s")
+    for part in job.dropped:
+        print(f"left out: {part}, a part of the checkpoint that next-token prediction does not use")
+    adapters = f", and adapters with {job.trainable_count:,} the only trainable ones" if job.settings.lora else ""
     print(
         f"model: {job.config.model_type} with {P.count(job.config) / 1e6:.1f} million parameters{adapters}; "
         f"{job.settings.steps} steps of {job.settings.batch_rows} rows of {job.mixture.length} tokens, "
@@ -69,22 +69,22 @@ def prepared(job: Job, seconds: float) -> None:
     )
 
 
-def peak(job: Job) -> None:
-    """Whether the MFU will be told, and of what."""
+def mfu(job: Job) -> None:
+    """How MFU is computed, or that --peak-flops is missing for it."""
     flops = f"{job.flops_per_token / 1e6:,.1f} million FLOPs per token"
     if job.settings.peak_flops is None:
-        print(f"MFU: unknown, for the machine's peak is: --peak-flops says it ({flops})")
+        print(f"MFU: not computed: give the machine's peak with --peak-flops ({flops})")
     else:
         print(f"MFU: tokens per second x {flops} / {job.settings.peak_flops:.3g} FLOP/s, in {run_folder.SPEED}")
 
 
-def shown(said: str) -> str:
-    """What a model says, which may be anything, without what would move a terminal's cursor."""
-    return "\t".join(map(printable, said.split("\t")))
+def printable_sample(text: str) -> str:
+    """A model's output without terminal control codes; tabs stay."""
+    return "\t".join(map(printable, text.split("\t")))
 
 
-def is_result(summary: Json | None) -> bool:
-    """Whether it is all there, and can be told: no save verifies this file."""
+def is_complete(summary: Json | None) -> bool:
+    """Whether summary.json is complete and valid: it has no checksum."""
     numbers = ("heldout_bits_per_byte", "heldout_bytes", "zlib_bits_per_byte")
     found = summary or {}
     return all(type(found.get(name)) in (int, float) for name in numbers) and isinstance(found.get("sample"), str)
@@ -97,6 +97,6 @@ def result(summary: Json, path: Path) -> None:
         f"held out{by}: {summary['heldout_bits_per_byte']:.3f} bits per byte over {summary['heldout_bytes']:,} bytes "
         f"(zlib -9, each source as one stream: {summary['zlib_bits_per_byte']:.3f})"
     )
-    print(f"a sample:\n{shown(summary['sample'])}\n")
+    print(f"a sample:\n{printable_sample(summary['sample'])}\n")
     also = f", and of the average {path / run_folder.EMA}" if averaged else ""
     print(f"curves: {path / run_folder.PICTURE}\ncheckpoint: {path}{also}")

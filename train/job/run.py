@@ -1,7 +1,7 @@
-"""The main job: from a folder's name to a trained checkpoint in it, by way of however many stops and resumes.
+"""The training job of `python -m train`: starts or resumes a run, trains, saves checkpoints and evaluates.
 
-Everything is a function of the settings, which are recorded, and of the step: a resumed run computes the same bits and
-writes the same metrics as one that was never stopped.
+All results are a function of the recorded settings and the step: a resumed run computes the same bits and writes the
+same metrics as an uninterrupted one.
 """
 
 import datetime
@@ -33,16 +33,16 @@ from train.step import make_step
 from . import heldout, initial_model, metrics_log, preflight, report, run_folder
 from .flops import peak_memory
 from .mesh_flags import check_fit, checked
-from .profile import traced
+from .profile import profiled
 from .progress import progress
-from .recipe import balance_of, is_plain, strangers, weights
-from .settings import FREE, KINDS, SIZES, Settings, absolute, flag, from_json, read_toml
+from .recipe import evaluated_params, is_cross_entropy, moe_balance, unused_settings
+from .settings import CHANGEABLE, MODEL_SIZES, SETTING_TYPES, Settings, absolute_paths, flag, from_json, read_toml
 from .setup import Job, Json, prepare, resolved, step_options
 
 
 @dataclass(frozen=True)
-class Reached:
-    """Where a run is: steps made, tokens learned from. The batch of a step is a function of the seed and the step."""
+class Position:
+    """The progress of a run: steps made and target tokens trained on. The data order needs no other state."""
 
     step: int
     tokens: int
@@ -50,7 +50,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Options:
-    """What was given: the folder, flags by the settings' names, a file of settings; sharing: beside `mesh`."""
+    """The parsed command line. flags: by the names of settings; config: a TOML file; sharing: flags beside --mesh."""
 
     run: Path
     flags: Mapping[str, Any]
@@ -58,128 +58,136 @@ class Options:
     resume: bool = False
     mesh: str | None = None
     sharing: Mapping[str, Any] = field(default_factory=dict)
-    limit: datetime.timedelta | None = None  # of processes that wait for one that hangs
+    limit: datetime.timedelta | None = None  # how long processes wait for one that hangs
 
 
 def train_run(options: Options, defaults: Settings) -> int:
-    """Start or resume the run; returns the exit code."""
-    given, start = told(options), torchrun.start()
+    """Starts or resumes the run; returns the exit code. UserError for settings or files that cannot work."""
+    given, start = given_settings(options), torchrun.start()
     if options.resume and not torchrun.by_torchrun():
-        run_folder.refuse_absent(options.run)
+        run_folder.check_exists(options.run)
     with run_folder.locked(options.run):
-        if torchrun.started_anew() and run_folder.begun_by(options.run, start):
+        if torchrun.started_anew() and run_folder.acquired_by(options.run, start):
             options = replace(options, resume=True)
-        run_folder.refuse_to_mix(options.run, resume=options.resume)
-        run_folder.let_in(options.run, start)
+        run_folder.check_contents(options.run, resume=options.resume)
+        run_folder.acquire(options.run, start)
         saved, problems = saved_steps.newest(options.run / run_folder.STEPS) if options.resume else (None, [])
         report.damaged(problems)
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
-        recorded = recorded_in(saved) if saved else run_folder.read_json(options.run / run_folder.RUN)
-        settings = choose(options.run, given, recorded, defaults, must_agree=saved is not None)
+        recorded = recorded_identity(saved) if saved else run_folder.read_json(options.run / run_folder.RUN)
+        settings = choose_settings(options.run, given, recorded, defaults, must_agree=saved is not None)
         sharing = checked(options.mesh, settings, **options.sharing)
         summary = run_folder.read_json(options.run / run_folder.SUMMARY) if saved else None
-        if summary is not None and report.is_result(summary) and saved is not None and saved.step == settings.steps:
+        if summary is not None and report.is_complete(summary) and saved is not None and saved.step == settings.steps:
             print(f"the run is finished: {settings.steps} steps")
             report.result(summary, options.run)
             return 0
-        preflight.check_text(settings.data) if saved else preflight.check(settings, sharing)
+        preflight.check_data_paths(settings.data) if saved else preflight.check(settings, sharing)
         print("reading the text", flush=True)
         began = time.monotonic()
         several = sharing.mesh.world > 1
-        fits = partial(check_fit, sharing, settings)
-        params, job = prepare(options.run, settings, recorded if saved else None, fits, spread=several)
+        check_config = partial(check_fit, sharing, settings)
+        params, job = prepare(options.run, settings, recorded if saved else None, check_config, on_meta=several)
         report.skipped(job)
-        report.settings(settings)  # not before: a mistake that the text shows would be lost below a page of them
+        report.settings(settings)  # after reading the text, whose errors would be lost below this page
         report.prepared(job, time.monotonic() - began)
-        report.peak(job)
+        report.mfu(job)
         shared = Team(Work(sharing, settings, job.config, options.limit), fresh=saved is None) if several else None
-        return work(job, params, saved, shared)
+        return train_and_summarize(job, params, saved, shared)
 
 
-def recorded_in(saved: Checkpoint) -> Json:
-    """The identity of the run that saved the step. UserError where no run did."""
+def recorded_identity(saved: Checkpoint) -> Json:
+    """The identity of the run that saved the step. UserError where it is missing or of another version."""
     recorded, tokens = saved.progress.get("run"), saved.progress.get("tokens")
     path = saved.path / saved_steps.PROGRESS
     if not isinstance(recorded, dict) or not isinstance(recorded.get("settings"), dict) or type(tokens) is not int:
-        raise UserError(f"{path} does not say which run saved the step, so none can go on from it: name another --run")
-    wrong = sorted(from_json(recorded["settings"]).keys() ^ (recorded["settings"].keys() | KINDS.keys() - FREE))
+        raise UserError(
+            f"{path} does not say which run saved the step, so it cannot be resumed: name another --run"
+        )
+    wrong = sorted(
+        from_json(recorded["settings"]).keys() ^ (recorded["settings"].keys() | SETTING_TYPES.keys() - CHANGEABLE)
+    )
     if wrong:
         raise UserError(
-            f"{path} is of a version with other settings ({', '.join(wrong)}), so this one cannot go on from it: name "
-            "another --run"
+            f"{path} is of a version with other settings ({', '.join(wrong)}), so it cannot be resumed here: "
+            "name another --run"
         )
     return recorded
 
 
-def told(options: Options) -> dict[str, tuple[Any, str]]:
-    """{name of a setting: (what it was given as, where)}; flags win over the file."""
+def given_settings(options: Options) -> dict[str, tuple[Any, str]]:
+    """{setting: (value, the flag or file entry that gave it)} of the command line; flags override the file."""
     file = read_toml(options.config) if options.config else {}
     places = {name: (value, f"{name} = {value} in {options.config}") for name, value in file.items()}
     for name, value in options.flags.items():
-        value = absolute(name, value, Path())
+        value = absolute_paths(name, value, Path())
         places[name] = value, f"{flag(name)} {value}"
     return places
 
 
-def choose(
+def choose_settings(
     path: Path, given: Mapping[str, tuple[Any, str]], recorded: Json | None, defaults: Settings, *, must_agree: bool
 ) -> Settings:
-    """What was given, else the recorded run's, else the defaults. UserError where what was given contradicts it."""
+    """Settings from the command line, else the recorded run, else the defaults. UserError where they conflict."""
     before = (recorded or {}).get("settings")
     before = from_json(before) if isinstance(before, dict) else {}
     if recorded and (path / run_folder.SETTINGS).exists():
-        before |= {name: value for name, value in read_toml(path / run_folder.SETTINGS).items() if name in FREE}
+        before |= {name: value for name, value in read_toml(path / run_folder.SETTINGS).items() if name in CHANGEABLE}
     for name, (value, place) in given.items():
-        if must_agree and name not in FREE and value != before[name]:
+        if must_agree and name not in CHANGEABLE and value != before[name]:
             was = "it was not given" if before[name] is None else f"it was {before[name]}"
-            longer = f"train on in another --run with --init {path}"
+            longer = f"continue training in another --run with --init {path}"
             other = longer if name == "steps" else "name another --run"
             raise UserError(f"{place} differs from the run in {path}: {was}; leave it out, or {other}")
     values = {name: value for name, value in before.items() if value is not None}
     settings = replace(defaults, **values | {name: value for name, (value, _) in given.items()})
     if settings.lora is not None and settings.init is None:
-        raise UserError(f"--lora {settings.lora}: adapters belong to the weights of a checkpoint: name one with --init")
+        raise UserError(f"--lora {settings.lora}: adapters need the weights of a checkpoint: name one with --init")
     if settings.lora is not None and settings.optimizer == "muon":
-        raise UserError("--optimizer muon is for whole matrices: adapters (--lora) take another, such as adamw")
-    for name in SIZES:
+        raise UserError("--optimizer muon is for full matrices: adapters (--lora) need another, such as adamw")
+    for name in MODEL_SIZES:
         if settings.init and name in given:
-            raise UserError(f"{given[name][1]} is of a model that is made anew, and --init {settings.init} names one")
-    idle = strangers(settings)
-    for name in [name for name in idle if name in given]:
+            raise UserError(f"{given[name][1]} is for a new model, and --init {settings.init} names a checkpoint")
+    unused = unused_settings(settings)
+    for name in [name for name in unused if name in given]:
         raise UserError(f"{given[name][1]} is of another optimizer than --optimizer {settings.optimizer}: leave it out")
-    without: Json = dict.fromkeys(idle)
-    settings = replace(settings, **without)
+    cleared: Json = dict.fromkeys(unused)
+    settings = replace(settings, **cleared)
     if settings.accumulate > settings.batch_rows:
-        parts = f"--accumulate {settings.accumulate} takes the rows of a batch in so many parts"
-        raise UserError(f"{parts}, and --batch-rows is {settings.batch_rows}")
+        raise UserError(
+            f"--accumulate {settings.accumulate} splits a batch into more microbatches than it has rows: "
+            f"--batch-rows is {settings.batch_rows}"
+        )
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if settings.compile != "none" and not any(map(shutil.which, compilers)):
         raise UserError(f"--compile {settings.compile} needs a C++ compiler, and there is no {' or '.join(compilers)}")
     return resolved(settings)
 
 
-def work(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) -> int:
-    """Train from the saved step to the end, then evaluate; or save and stop where a signal asks for it.
+def train_and_summarize(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) -> int:
+    """Trains from the saved step to the end and evaluates, or saves and stops on a signal; returns the exit code.
 
-    shared: the processes that train together, where there are several.
+    shared: controls the processes of the run, where there are several.
     """
-    state, reached = shared.state if shared else init_state(params, job.optimizer), Reached(step=0, tokens=0)
+    state, position = shared.state if shared else init_state(params, job.optimizer), Position(step=0, tokens=0)
     if saved:
-        reached = Reached(step=saved.step, tokens=saved.progress["tokens"])
+        position = Position(step=saved.step, tokens=saved.progress["tokens"])
         if shared:
             state = shared.do("load", saved)
         else:
-            by_one = (saved.path / saved_steps.STATE).exists()
-            kept = (saved_steps if by_one else sharded).load(saved, like=initial_model.kept(state, job.settings))
-            state = initial_model.restored(state, kept, job.settings)
+            single_process = (saved.path / saved_steps.STATE).exists()
+            found = (saved_steps if single_process else sharded).load(
+                saved, like=initial_model.state_to_save(state, job.settings)
+            )
+            state = initial_model.restore_state(state, found, job.settings)
         saved_steps.set_aside(job.path / run_folder.STEPS, after=saved.step)
-        write_out(job, state, shared)  # a kill may have come between the step and this
-        print(f"resuming at step {reached.step} of {job.settings.steps}")
-    rows = metrics_log.cut_after(job.path / run_folder.METRICS, reached.step)
-    costs = metrics_log.cut_beside(job.path / run_folder.SPEED, reached.step)
-    metrics_log.cut_beside(job.path / run_folder.SAMPLES, reached.step)
-    state = train_steps(job, state, rows, costs, reached, shared)
+        write_checkpoints(job, state, shared)  # a kill may have come after the step was saved and before this
+        print(f"resuming at step {position.step} of {job.settings.steps}")
+    rows = metrics_log.truncate_after(job.path / run_folder.METRICS, position.step)
+    costs = metrics_log.truncate_optional_file(job.path / run_folder.SPEED, position.step)
+    metrics_log.truncate_optional_file(job.path / run_folder.SAMPLES, position.step)
+    state = train_steps(job, state, rows, costs, position, shared)
     stopped = int(state.step)
     if stopped < job.settings.steps:
         report.draw(job, rows, costs, None)
@@ -197,99 +205,102 @@ def train_steps(
     state: State,
     rows: list[metrics_log.Row],
     costs: list[metrics_log.Row],
-    reached: Reached,
+    position: Position,
     shared: Team | None,
 ) -> State:
-    """The loop. Appends to `rows` and `costs` what it writes to files; returns at the end or, saved, at a stop."""
-    total, first, tokens = job.settings.steps, reached.step, reached.tokens
+    """The training loop. Appends logged rows to `rows` and `costs`; returns at the end or, after saving, on a stop."""
+    total, first, tokens = job.settings.steps, position.step, position.tokens
     step = shared.step if shared else make_step(job.train_loss, job.optimizer, **step_options(job.settings))
     loss = shared.loss if shared else job.loss
-    sample = heldout.spread(job.heldout, job.settings.eval_rows)
+    sample = heldout.evenly_spaced_rows(job.heldout, job.settings.eval_rows)
     evaluate_every = job.settings.eval_every or max(1, total // 10)
     sample_every, speed = job.settings.sample_every, 0.0
-    bits_per_byte, balance = job.train_bits_per_byte if is_plain(job.settings) else None, balance_of(job.settings)
+    bits_per_byte, balance = (
+        job.train_bits_per_byte if is_cross_entropy(job.settings) else None,
+        moe_balance(job.settings),
+    )
     with (
-        metrics_log.log(job.path, after=first) as log,
+        metrics_log.open_log(job.path, after=first) as log,
         progress(total, first) as show,
-        traced(job.path / run_folder.TRACE, job.settings.profile, total - first) as done,
-        stop_requests() as asked,
+        profiled(job.path / run_folder.TRACE, job.settings.profile, total - first) as done,
+        stop_requests() as stop_requested,
         Saver(partial(save, job, job.settings.keep)) if not shared else nullcontext() as saver,
     ):
         for index in range(first, total):
             if saver:
                 saver.check()
             began = time.perf_counter()
-            taken = batch(job.mixture, job.settings.seed, index, job.settings.batch_rows)
-            state, measured = step(state, taken)
+            rows_of_step = batch(job.mixture, job.settings.seed, index, job.settings.batch_rows)
+            state, measured = step(state, rows_of_step)
             tokens += int(measured["count"])  # waits for the step
-            text = int((taken["segment_ids"] > 0).sum())
-            cost = what_it_cost(job, index + 1, text, time.perf_counter() - began)
+            real_tokens = int((rows_of_step["segment_ids"] > 0).sum())
+            cost = speed_row(job, index + 1, real_tokens, time.perf_counter() - began)
             done()
             row: metrics_log.Row = {"step": index + 1, "tokens": tokens, "epochs": job.epochs(index + 1)}
-            row |= metrics_log.of_step(measured, bits_per_byte, balance)
+            row |= metrics_log.step_metrics(measured, bits_per_byte, balance)
             now = cost["tokens_per_second"]
             speed = 0.9 * speed + 0.1 * now if speed else now
             if (index + 1) % evaluate_every == 0 or index + 1 == total:
-                row["heldout_loss"] = heldout.heldout_loss(loss, weights(state, job.settings), sample)
+                row["heldout_loss"] = heldout.heldout_loss(loss, evaluated_params(state, job.settings), sample)
                 row["heldout_bits_per_byte"] = job.bits_per_byte(row["heldout_loss"])
             log.write(row, cost)
             rows.append(row)
             costs.append(cost)
             show(index + 1, row["loss"], row["lr"], speed)
             if sample_every and (index + 1) % sample_every == 0:
-                said = speech(job, state, shared)
-                log.sample(index + 1, said)
-                print(f"step {index + 1} says: {report.shown(said)}", flush=True)
-            stopping = asked()
+                sample_now = sample_text(job, state, shared)
+                log.sample(index + 1, sample_now)
+                print(f"step {index + 1} says: {report.printable_sample(sample_now)}", flush=True)
+            stopping = stop_requested()
             if (index + 1) % job.settings.save_every == 0 or index + 1 == total or stopping:
                 log.sync()
-                here = Reached(index + 1, tokens)
+                current = Position(index + 1, tokens)
                 if saver:
-                    saver.save(initial_model.kept(state, job.settings), here)
+                    saver.save(initial_model.state_to_save(state, job.settings), current)
                 elif shared:
-                    save_together(job, shared, state, here)
+                    save_distributed(job, shared, state, current)
             if stopping:
                 break
     return state
 
 
-def what_it_cost(job: Job, step: int, tokens: int, seconds: float) -> metrics_log.Row:
-    """The row of speed.jsonl: without `mfu` where nobody said what the machine's peak is.
+def speed_row(job: Job, step: int, tokens: int, seconds: float) -> metrics_log.Row:
+    """The row of speed.jsonl; has `mfu` only with --peak-flops.
 
-    tokens: all that the model met, learned from or not, without padding.
+    tokens: those the model processed without padding, whether or not they are targets.
     """
-    cost: metrics_log.Row = {"step": step, "seconds": metrics_log.short(seconds), "peak_memory": peak_memory()}
-    cost["tokens_per_second"] = metrics_log.short(tokens / seconds)
+    cost: metrics_log.Row = {"step": step, "seconds": metrics_log.six_digits(seconds), "peak_memory": peak_memory()}
+    cost["tokens_per_second"] = metrics_log.six_digits(tokens / seconds)
     if job.settings.peak_flops is not None:
-        cost["mfu"] = metrics_log.short(tokens / seconds * job.flops_per_token / job.settings.peak_flops)
+        cost["mfu"] = metrics_log.six_digits(tokens / seconds * job.flops_per_token / job.settings.peak_flops)
     return cost
 
 
-def save(job: Job, keep: int, state: State, reached: Reached) -> None:
-    """The step first, in one rename; the checkpoints for others to read are made from the same step after it."""
-    saved_steps.save(job.path / run_folder.STEPS, reached.step, state, progress_of(job, reached), keep=keep)
-    write_out(job, state, None)
+def save(job: Job, keep: int, state: State, position: Position) -> None:
+    """Saves the step in one rename, then writes the Hugging Face checkpoints of the same state."""
+    saved_steps.save(job.path / run_folder.STEPS, position.step, state, progress_record(job, position), keep=keep)
+    write_checkpoints(job, state, None)
 
 
-def save_together(job: Job, shared: Team, state: State, reached: Reached) -> None:
-    """The same by several processes, each of which writes what it holds; training waits."""
-    shared.do("save", job.path / run_folder.STEPS, reached.step, progress_of(job, reached), job.settings.keep)
-    write_out(job, state, shared)
+def save_distributed(job: Job, shared: Team, state: State, position: Position) -> None:
+    """`save` by several processes, each of which writes its shards; training waits."""
+    shared.do("save", job.path / run_folder.STEPS, position.step, progress_record(job, position), job.settings.keep)
+    write_checkpoints(job, state, shared)
 
 
-def progress_of(job: Job, reached: Reached) -> Json:
-    return {"tokens": reached.tokens, "run": job.identity}
+def progress_record(job: Job, position: Position) -> Json:
+    return {"tokens": position.tokens, "run": job.identity}
 
 
-def write_out(job: Job, state: State, shared: Team | None) -> None:
-    """The folder's checkpoint; with --ema, below it, that of the average, which is as complete."""
+def write_checkpoints(job: Job, state: State, shared: Team | None) -> None:
+    """Writes the run folder's checkpoint and, with --ema, a complete one of the averaged weights below it."""
 
-    def write(path: Path, evaluated: bool) -> None:
+    def write(path: Path, averaged: bool) -> None:
         if shared:
-            params = shared.do("trained", evaluated)
+            params = shared.do("trained", averaged)
         else:
-            params = weights(state, job.settings) if evaluated else state.params
-        initial_model.write(path, job.config, params, job.settings.init)
+            params = evaluated_params(state, job.settings) if averaged else state.params
+        initial_model.write_checkpoint(path, job.config, params, job.settings.init)
 
     write(job.path, False)
     if job.settings.ema is not None:
@@ -300,8 +311,8 @@ def write_out(job: Job, state: State, shared: Team | None) -> None:
 
 
 def summarize(job: Job, state: State, shared: Team | None) -> Json:
-    """What the run reached on all held-out documents, and a sample of its speech."""
-    loss = heldout.heldout_loss(shared.loss if shared else job.loss, weights(state, job.settings), job.heldout)
+    """summary.json: the loss on all held-out documents, and a sampled continuation."""
+    loss = heldout.heldout_loss(shared.loss if shared else job.loss, evaluated_params(state, job.settings), job.heldout)
     size = job.dataset.heldout.bytes
     return {
         "steps": job.settings.steps,
@@ -310,12 +321,13 @@ def summarize(job: Job, state: State, shared: Team | None) -> Json:
         "heldout_bytes": size,
         "heldout_bits_per_byte": job.bits_per_byte(loss),
         "zlib_bits_per_byte": 8 * job.dataset.zlib_bytes / size,
-        "sample": speech(job, state, shared),
+        "sample": sample_text(job, state, shared),
     }
 
 
-def speech(job: Job, state: State, shared: Team | None) -> str:
-    """The prompt and what the model goes on with; the draws are the same each time."""
-    params = shared.do("whole") if shared else weights(state, job.settings)
-    how = {"tokens": job.settings.sample_tokens}
-    return complete(params, job.config, job.tokenizer, job.settings.prompt, job.ends, **how)
+def sample_text(job: Job, state: State, shared: Team | None) -> str:
+    """The prompt with a sampled continuation; the random draws are the same each time."""
+    params = shared.do("whole") if shared else evaluated_params(state, job.settings)
+    return complete(
+        params, job.config, job.tokenizer, job.settings.prompt, job.end_ids, tokens=job.settings.sample_tokens
+    )

@@ -1,18 +1,18 @@
-"""The run folder: who may write to it, what lies in it, and how a stopped run finds its way back.
+"""The run folder: its lock, its files, and the checks before a run starts or resumes in it.
 
     config.json, model.safetensors, tokenizer.json, ...   a Hugging Face checkpoint of the last saved step
-    ema/                                                  another one, of the average of the weights (--ema)
+    ema/                                                  a second checkpoint, of the averaged weights (--ema)
     steps/step-00000100/, ...                             everything that a resumed run needs, see
     train/checkpoint/saved_steps.py
-    run.json                                              what decides its numbers
-    settings.toml                                         all that it was told, for --config
-    metrics.jsonl, tensorboard/, loss.png, summary.json   what became of it
-    samples.jsonl, trace.json                             its speech on the way and a profile, where asked for
-    skipped.txt                                           what of the text could not be learnt from, a line each
-    speed.jsonl                                           what each step cost: the clock's part, never the same twice
+    run.json                                              the settings and hashes that determine its results
+    settings.toml                                         all of its settings, for --config
+    metrics.jsonl, tensorboard/, loss.png, summary.json   its metrics and results
+    samples.jsonl, trace.json                             --sample-every's continuations and --profile's trace
+    skipped.txt                                           files and records that could not be used, one per line
+    speed.jsonl                                           time and memory of each step, which are not reproducible
 
-A saved step holds the parameters too, although the checkpoint beside it has them already: it is one rename that saves
-it, so that no kill, whenever it comes, pairs the parameters of one step with the optimizer of another.
+A saved step contains the parameters although the checkpoint beside it does too: one rename publishes it, so that a kill
+at any time cannot pair the parameters of one step with the optimizer state of another.
 """
 
 import fcntl
@@ -39,24 +39,25 @@ SPEED = "speed.jsonl"
 SAMPLES = "samples.jsonl"
 TRACE = "trace.json"
 SKIPPED = "skipped.txt"
-BOARD = "tensorboard"
+TENSORBOARD = "tensorboard"
 PICTURE = "loss.png"
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and keep every other process out. The lock goes with the process, however it ends.
+    """Creates the folder and locks it against other processes; the lock ends with the process, even if it is killed.
 
-    What raises before anything was written leaves neither a folder nor a lock that was not there before.
+    An exception before anything else was written removes the folder and the lock again if they are new. UserError where
+    the folder cannot be written or is locked.
     """
     lock = folder / LOCK
     try:
         absent, locked_before = [path for path in (folder, *folder.parents) if not path.exists()], lock.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        handle = open(lock, "a")  # noqa: SIM115 - closed below; its closing gives the lock back
+        handle = open(lock, "a")  # noqa: SIM115 - closed below, which releases the lock
     except OSError as error:
-        raise UserError(f"--run {folder}: the folder cannot be made or written ({error.strerror})") from error
+        raise UserError(f"--run {folder}: the folder cannot be created or written ({error.strerror})") from error
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,52 +65,52 @@ def locked(folder: Path) -> Iterator[None]:
                 raise FileNotFoundError("another process has just removed it")
         except OSError as error:
             raise UserError(f"--run {folder}: the folder is in use by another process") from error
-        for leftover in folder.glob(f"{WRITING}*"):  # of a run that was killed while it wrote
+        for leftover in folder.glob(f"{WRITING}*"):  # of a run that was killed while writing
             shutil.rmtree(leftover)
         try:
             yield
         except BaseException:
             if not locked_before and {path.name for path in folder.iterdir()} <= {LOCK}:
                 lock.unlink(missing_ok=True)
-                with suppress(OSError):  # somebody else has put something there
+                with suppress(OSError):  # another process has put a file there
                     for path in absent:
                         path.rmdir()
             raise
 
 
-def begun_by(folder: Path, start: str) -> bool:
-    """Whether the last one that was let into the folder was of this `start`."""
+def acquired_by(folder: Path, start: str) -> bool:
+    """Whether the folder was last acquired by the launch `start`."""
     return (folder / LOCK).read_text(encoding="utf-8") == start
 
 
-def let_in(folder: Path, start: str) -> None:
-    """The lock says by which start of processes the folder was taken."""
+def acquire(folder: Path, start: str) -> None:
+    """Records in the lock file which launch of processes uses the folder."""
     (folder / LOCK).write_text(start, encoding="utf-8")
 
 
-def refuse_absent(folder: Path) -> None:
-    """To resume wants a folder, if an empty one: a name that was mistyped must not begin a run of hours."""
+def check_exists(folder: Path) -> None:
+    """UserError where the folder to resume in does not exist: a mistyped name must not start a new run."""
     if not folder.exists():
         beside = [str(path) for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise UserError(
-            f"--run {folder}: there is no such folder, so that --resume has no run to go on with: leave it out to "
-            f"begin one{suggestion(str(folder), beside)}"
+            f"--run {folder}: there is no such folder, so --resume has no run to continue: leave it out to "
+            f"start one{suggestion(str(folder), beside)}"
         )
 
 
-def refuse_to_mix(folder: Path, *, resume: bool) -> None:
-    """A new run wants an empty folder; a resumed one must not overwrite a checkpoint that no run of ours made."""
+def check_contents(folder: Path, *, resume: bool) -> None:
+    """UserError where a new run's folder is not empty, or a resumed one's holds a checkpoint that no run wrote."""
     names = {path.name for path in folder.iterdir()} - {LOCK}
     if not names:
         return
     if not resume:
-        raise UserError(f"--run {folder}: the folder is not empty: add --resume to go on with its run, or name another")
+        raise UserError(f"--run {folder}: the folder is not empty: add --resume to continue its run, or name another")
     if RUN not in names and not names.isdisjoint(CHECKPOINT):
         raise UserError(f"--run {folder}: the folder holds files that no run wrote (there is no {RUN}): name another")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None when there is no such file, or nothing in it that could be meant."""
+    """The JSON object in a file; None where there is no such file, or no valid object in it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

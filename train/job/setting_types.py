@@ -1,4 +1,4 @@
-"""What values the settings of a run may have: how each is read from a flag and from a file, and what it must be."""
+"""Types of settings: how a value is parsed from a flag or a TOML file, and which values are valid."""
 
 import math
 import re
@@ -6,34 +6,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .lora_flag import FORM, are_adapters
+from .lora_flag import LORA_FORM, is_lora
 
 LARGEST = 2**63
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a value may be. what: the end of "... is not"; read: a flag's text as a value; fits: whether it is one."""
+class SettingType:
+    """The type of a setting. description: completes "... is not"; read: parses a flag's text; accepts: validates."""
 
-    what: str
+    description: str
     metavar: str
     read: Callable[[str], Any]
-    fits: Callable[[Any], bool]
+    accepts: Callable[[Any], bool]
 
     def check(self, value: Any) -> Any:
-        """The value of a file, a number as float where it must be one. ValueError where it is none."""
+        """The validated value of a file, with ints converted to float where needed. ValueError with the description."""
         if type(value) is list:
             value = tuple(map(_as_float, value))
         for candidate in (value, _as_float(value)):
-            if self.fits(candidate):
+            if self.accepts(candidate):
                 return candidate
-        raise ValueError(self.what)
+        raise ValueError(self.description)
 
 
 def _as_float(value: Any) -> Any:
     try:
         return float(value) if type(value) is int else value
-    except OverflowError:  # no number that anybody means
+    except OverflowError:  # too large; rejected by `accepts`
         return value
 
 
@@ -41,23 +41,27 @@ def _is_number(value: Any, low: float, high: float) -> bool:
     return type(value) is float and low <= value <= high and math.isfinite(value)
 
 
-def whole(low: int) -> Kind:
-    return Kind(f"a whole number from {low}", "N", int, lambda value: type(value) is int and low <= value < LARGEST)
+def integer(low: int) -> SettingType:
+    return SettingType(
+        f"a whole number from {low}", "N", int, lambda value: type(value) is int and low <= value < LARGEST
+    )
 
 
-def choice(*names: str) -> Kind:
-    return Kind(f"one of {', '.join(names)}", "|".join(names), str, lambda value: value in names)
+def choice(*names: str) -> SettingType:
+    return SettingType(f"one of {', '.join(names)}", "|".join(names), str, lambda value: value in names)
 
 
 def _pair(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
-NUMBER = Kind("a number from 0", "X", float, lambda value: _is_number(value, 0.0, math.inf))
-ABOVE_0 = Kind("a number above 0", "X", float, lambda value: _is_number(value, 0.0, math.inf) and value > 0)
-SHARE = Kind("a number from 0 to 1", "X", float, lambda value: _is_number(value, 0.0, 1.0))
-BELOW_1 = Kind("a number from 0 to below 1", "X", float, lambda value: _is_number(value, 0.0, 1.0) and value < 1)
-BETAS = Kind(
+NUMBER = SettingType("a number from 0", "X", float, lambda value: _is_number(value, 0.0, math.inf))
+POSITIVE = SettingType("a number above 0", "X", float, lambda value: _is_number(value, 0.0, math.inf) and value > 0)
+FRACTION = SettingType("a number from 0 to 1", "X", float, lambda value: _is_number(value, 0.0, 1.0))
+FRACTION_BELOW_1 = SettingType(
+    "a number from 0 to below 1", "X", float, lambda value: _is_number(value, 0.0, 1.0) and value < 1
+)
+BETAS = SettingType(
     "two numbers from 0 to below 1",
     "X,X",
     _pair,
@@ -66,19 +70,19 @@ BETAS = Kind(
 
 
 def _is_text(value: Any) -> bool:
-    """Also for names of files, which hold no NUL: what is not UTF-8 comes with halves of characters, which none can."""
+    """Non-empty and valid as a file name: no NUL, and no lone surrogates, which mark bytes that are not UTF-8."""
     if type(value) is not str or value == "" or "\0" in value:
         return False
     return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
-REMAT = Kind(
+REMAT = SettingType(
     "one of none, full, selective, every:N with a whole number N from 1",
     "none|full|selective|every:N",
     str,
     lambda value: type(value) is str and re.fullmatch(r"none|full|selective|every:[1-9][0-9]{0,3}", value) is not None,
 )
-WORDS = Kind("a text", "TEXT", str, _is_text)
-DATA = Kind("a path", "PATH[:WEIGHT],...", str, WORDS.fits)
-CHECKPOINT = Kind("a path", "CHECKPOINT", str, WORDS.fits)
-LORA = Kind(FORM, "r=R,...", str, are_adapters)
+STRING = SettingType("a text", "TEXT", str, _is_text)
+DATA = SettingType("a path", "PATH[:WEIGHT],...", str, STRING.accepts)
+CHECKPOINT = SettingType("a path", "CHECKPOINT", str, STRING.accepts)
+LORA = SettingType(LORA_FORM, "r=R,...", str, is_lora)

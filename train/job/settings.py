@@ -1,7 +1,7 @@
-"""What a run can be told, as one frozen dataclass: flags, the keys of a TOML file and their checks all follow from it.
+"""All settings of a run as one frozen dataclass, from which the flags, the TOML keys and their validation are derived.
 
-A value given as a flag wins over one in the file, and that over the default. Where a run is resumed its own values are
-the defaults, and those that decide its numbers must not be given otherwise.
+A flag overrides the file, and the file overrides the default. A resumed run's own values are its defaults, and those
+that affect its results must not be changed.
 """
 
 import json
@@ -18,246 +18,265 @@ from train.data import sources
 from train.optim.schedules import SHAPES
 
 from .setting_types import (
-    ABOVE_0,
-    BELOW_1,
     BETAS,
     CHECKPOINT,
     DATA,
+    FRACTION,
+    FRACTION_BELOW_1,
     LORA,
     NUMBER,
+    POSITIVE,
     REMAT,
-    SHARE,
-    WORDS,
-    Kind,
+    STRING,
+    SettingType,
     choice,
-    whole,
+    integer,
 )
 
-TEXT, MODEL, LEARNING, WATCHING, KEEPING = (
-    "text and length",
-    "the model that is made where --init names none",
-    "how it learns",
-    "what is told on the way",
-    "what is kept",
+TEXT, MODEL, TRAINING, LOGGING, SAVING = (
+    "data and length",
+    "a new model (without --init)",
+    "training",
+    "evaluation and logging",
+    "saving",
 )
-GROUPS = (TEXT, MODEL, LEARNING, WATCHING, KEEPING)
+GROUPS = (TEXT, MODEL, TRAINING, LOGGING, SAVING)
 
 
-def setting(default: Any, kind: Kind, group: str, help: str, *, free: bool = False) -> Any:
-    """free: it decides no number of the run, so that a resumed one may have another."""
-    return field(default=default, metadata={"kind": kind, "group": group, "help": help, "free": free})
+def setting(default: Any, kind: SettingType, group: str, help: str, *, changeable: bool = False) -> Any:
+    """A field of Settings. changeable: does not affect the results, so that a resumed run may change it."""
+    return field(default=default, metadata={"type": kind, "group": group, "help": help, "changeable": changeable})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Defaults: what learns most in four minutes of two CPU cores.
+    """The defaults reach the lowest loss in four minutes on two CPU cores.
 
-    Every size divides by 2 (tensor, context and pipeline parallel), the rows of a batch by 4 (data parallel).
+    All sizes are divisible by 2 (tensor, context, pipeline parallelism), the rows of a batch by 4 (data parallelism).
     """
 
     data: str | None = setting(
         None,
         DATA,
         TEXT,
-        "a text file, a folder of them (without hidden ones), .jsonl, .parquet, a folder of .npy shards of ids; or "
-        "several, each with a weight",
+        "a text file, a folder of them (without hidden ones), .jsonl, .parquet, or a folder of .npy shards of token "
+        "ids; or several, each with a weight",
     )
-    broken: str = setting("skip", choice("skip", "stop"), TEXT, "what to do about a file or record that cannot be read")
+    broken: str = setting("skip", choice("skip", "stop"), TEXT, "skip a file or record that cannot be read, or stop")
     init: str | None = setting(None, CHECKPOINT, TEXT, "start from the weights and tokenizer of a checkpoint folder")
     lora: str | None = setting(
         None,
         LORA,
         TEXT,
-        "train adapters of rank R beside the weights of --init, which stay: r=8,alpha=16,targets=q_proj+v_proj, where "
-        "targets are last names of weights, or patterns of whole ones",
+        "train LoRA adapters of rank R on the frozen weights of --init: r=8,alpha=16,targets=q_proj+v_proj, where "
+        "targets are the last parts of weights' names, or patterns of full names",
     )
-    steps: int = setting(1000, whole(1), TEXT, "optimizer steps of the whole run, resumed parts included")
-    seed: int = setting(0, whole(0), TEXT, "of the initial weights and the order of the text")
-    row_length: int = setting(512, whole(2), TEXT, "tokens of a row, or as many as the model has positions")
-    batch_rows: int = setting(4, whole(1), TEXT, "rows of a batch")
+    steps: int = setting(1000, integer(1), TEXT, "optimizer steps of the run in total, over all resumes")
+    seed: int = setting(0, integer(0), TEXT, "seed of the initial weights and the data order")
+    row_length: int = setting(512, integer(2), TEXT, "tokens per row, at most the model's positions")
+    batch_rows: int = setting(4, integer(1), TEXT, "rows per batch, over all processes")
 
-    vocab_size: int = setting(4096, whole(257), MODEL, "tokens that the tokenizer may learn")
-    hidden_size: int = setting(192, whole(1), MODEL, "width of the residual stream")
-    intermediate_size: int = setting(512, whole(1), MODEL, "width of the MLP")
-    num_hidden_layers: int = setting(4, whole(1), MODEL, "layers")
-    num_attention_heads: int = setting(4, whole(1), MODEL, "query heads")
-    num_key_value_heads: int = setting(2, whole(1), MODEL, "heads of keys and values")
+    vocab_size: int = setting(4096, integer(257), MODEL, "maximal size of the new tokenizer's vocabulary")
+    hidden_size: int = setting(192, integer(1), MODEL, "width of the residual stream")
+    intermediate_size: int = setting(512, integer(1), MODEL, "width of the MLP")
+    num_hidden_layers: int = setting(4, integer(1), MODEL, "number of layers")
+    num_attention_heads: int = setting(4, integer(1), MODEL, "number of query heads")
+    num_key_value_heads: int = setting(2, integer(1), MODEL, "number of key and value heads")
 
     learning_rate: float | None = setting(
         None,
         NUMBER,
-        LEARNING,
-        "at its peak; without it 0.003, for adapters 0.001, for a checkpoint, whose knowledge should last, 0.0003; "
-        "with Lion a tenth of these, with Adafactor ten times and with SGD thirty times as much",
+        TRAINING,
+        "peak learning rate; by default 0.003, for adapters 0.001, for a checkpoint 0.0003; a tenth of that with Lion, "
+        "ten times with Adafactor, thirty with SGD",
     )
     optimizer: str = setting(
         "adamw",
         choice("adamw", "muon", "lion", "sgd", "adafactor"),
-        LEARNING,
-        "of all weights; muon: of the matrices in the layers, and AdamW of the rest",
+        TRAINING,
+        "the optimizer; muon: Muon for the matrices in the layers, AdamW for the rest",
     )
     muon_learning_rate: float | None = setting(
-        None, NUMBER, LEARNING, "of the matrices that Muon has, at its peak; without it 0.02"
+        None, NUMBER, TRAINING, "peak learning rate of Muon's matrices (default 0.02)"
     )
-    warmup: int = setting(60, whole(0), LEARNING, "steps up to the peak, at most a tenth of all")
-    decay_ratio: float = setting(0.6, SHARE, LEARNING, "share of the steps in which the rate falls, the last ones")
-    decay_shape: str = setting("linear", choice(*SHAPES), LEARNING, "how it falls; sqrt is 1 - sqrt(progress)")
-    decay_floor: float = setting(0.0, SHARE, LEARNING, "where it stays, as a share of the peak")
+    warmup: int = setting(60, integer(0), TRAINING, "warmup steps, at most a tenth of all steps")
+    decay_ratio: float = setting(
+        0.6, FRACTION, TRAINING, "fraction of the steps, the last ones, over which the learning rate decays"
+    )
+    decay_shape: str = setting("linear", choice(*SHAPES), TRAINING, "shape of the decay; sqrt is 1 - sqrt(progress)")
+    decay_floor: float = setting(0.0, FRACTION, TRAINING, "final learning rate as a fraction of the peak")
     betas: tuple[float, float] | None = setting(
-        None, BETAS, LEARNING, "of the means of AdamW (without it 0.9,0.95) and Lion (0.9,0.99)"
+        None, BETAS, TRAINING, "decay rates of the moments of AdamW (default 0.9,0.95) and Lion (0.9,0.99)"
     )
-    momentum: float | None = setting(None, BELOW_1, LEARNING, "of SGD (without it 0.9) and Muon (0.95)")
+    momentum: float | None = setting(None, FRACTION_BELOW_1, TRAINING, "momentum of SGD (default 0.9) and Muon (0.95)")
     weight_decay: float | None = setting(
         None,
         NUMBER,
-        LEARNING,
-        "of matrices (without it 0.1, with Lion 1, Adafactor 0.01, SGD 0.0001); norms, biases, embeddings have none",
+        TRAINING,
+        "decay of matrices (default 0.1, Lion 1, Adafactor 0.01, SGD 0.0001); none for norms, biases and embeddings",
     )
-    clip: float = setting(1.0, ABOVE_0, LEARNING, "the largest norm of the gradient")
+    clip: float = setting(1.0, POSITIVE, TRAINING, "maximal global gradient norm")
     ema: float | None = setting(
         None,
-        BELOW_1,
-        LEARNING,
-        "keep an average of the weights, its decay in each step being this (0.999, say): held-out text and samples are "
-        "the average's, and DIR/ema is its checkpoint",
+        FRACTION_BELOW_1,
+        TRAINING,
+        "keep an exponential moving average of the weights with this decay per step (for example 0.999), which is "
+        "evaluated and sampled from; DIR/ema is its checkpoint",
     )
     label_smoothing: float = setting(
-        0.0, BELOW_1, LEARNING, "share of each target that is spread over the vocabulary in training"
+        0.0,
+        FRACTION_BELOW_1,
+        TRAINING,
+        "label smoothing: fraction of each target spread over the vocabulary, in training only",
     )
     z_loss: float = setting(
-        0.0, NUMBER, LEARNING, "weight of log(sum(exp(logits)))^2, which keeps logits from drifting (1e-4, say)"
+        0.0,
+        NUMBER,
+        TRAINING,
+        "weight of the z-loss, log(sum(exp(logits)))^2, which keeps logits from drifting (for example 1e-4)",
     )
-    balance_loss: float = setting(
-        0.0, NUMBER, LEARNING, "of a model with experts: weight of the loss that uneven use of them costs in each row"
-    )
-    router_z_loss: float = setting(0.0, NUMBER, LEARNING, "of a model with experts: weight of its routers' z-loss")
+    balance_loss: float = setting(0.0, NUMBER, TRAINING, "MoE models: weight of the load-balancing loss of each row")
+    router_z_loss: float = setting(0.0, NUMBER, TRAINING, "MoE models: weight of the routers' z-loss")
     balance_rate: float | None = setting(
         None,
-        ABOVE_0,
-        LEARNING,
-        "of a model whose routers have a selection bias (DeepSeek V3, GLM-4.5): how far it moves after each step",
+        POSITIVE,
+        TRAINING,
+        "MoE models with a selection bias in their routers (DeepSeek V3, GLM-4.5): its update rate per step",
     )
     accumulate: int = setting(
-        1, whole(1), LEARNING, "parts in which the rows of a batch are taken in turn: less memory, the same step"
+        1,
+        integer(1),
+        TRAINING,
+        "gradient accumulation: the number of microbatches per step; less memory, the same step",
     )
     remat: str = setting(
         "none",
         REMAT,
-        LEARNING,
-        "what of each layer is computed again for the gradient: less memory, the same numbers",
-        free=True,
+        TRAINING,
+        "rematerialization: what backward recomputes of each layer; less memory, the same results",
+        changeable=True,
     )
     compile: str = setting(
-        "none", choice("none", "block", "whole"), LEARNING, "what torch.compile takes: each kind of layer, or the loss"
+        "none",
+        choice("none", "block", "whole"),
+        TRAINING,
+        "what torch.compile compiles: each kind of layer (block), or the loss (whole)",
     )
     dtype: str | None = setting(
         None,
         choice("bfloat16", "float32"),
-        LEARNING,
-        "of the computation, weights and gradients being float32; without it what is fast on this machine",
+        TRAINING,
+        "compute dtype; weights and gradients are float32; default: the fastest on this machine",
     )
 
     eval_every: int | None = setting(
         None,
-        whole(1),
-        WATCHING,
-        "steps between looks at a sample of the held-out text, the last step being one; without it a tenth of all",
+        integer(1),
+        LOGGING,
+        "steps between evaluations on a sample of the held-out text (default: a tenth of all); the last step is one",
     )
-    eval_rows: int = setting(16, whole(1), WATCHING, "rows of that sample")
+    eval_rows: int = setting(16, integer(1), LOGGING, "rows of that sample")
     peak_flops: float | None = setting(
         None,
-        ABOVE_0,
-        WATCHING,
-        "the machine's peak in FLOP/s; with it MFU, its use, is told (train/job/flops.py)",
-        free=True,
+        POSITIVE,
+        LOGGING,
+        "the machine's peak in FLOP/s, to report model FLOPs utilization, MFU (train/job/flops.py)",
+        changeable=True,
     )
     profile: int | None = setting(
         None,
-        whole(1),
-        WATCHING,
-        "how many steps go into a chrome trace, after two that do not",
-        free=True,
+        integer(1),
+        LOGGING,
+        "number of steps to profile into a Chrome trace, after two warmup steps",
+        changeable=True,
     )
     sample_every: int | None = setting(
-        None, whole(1), WATCHING, "steps between samples of the model's speech; one is made at the end", free=True
+        None,
+        integer(1),
+        LOGGING,
+        "steps between sampled continuations of --prompt; one is sampled at the end",
+        changeable=True,
     )
-    prompt: str = setting("def ", WORDS, WATCHING, "what the model continues there")
-    sample_tokens: int = setting(120, whole(1), WATCHING, "tokens of that continuation")
+    prompt: str = setting("def ", STRING, LOGGING, "the text that the model continues in samples")
+    sample_tokens: int = setting(120, integer(1), LOGGING, "tokens per sample")
 
-    save_every: int = setting(100, whole(1), KEEPING, "steps between saves; the last step is always saved", free=True)
+    save_every: int = setting(
+        100, integer(1), SAVING, "steps between checkpoints; the last step is always saved", changeable=True
+    )
     keep: int = setting(
         2,
-        whole(1),
-        KEEPING,
-        "saved steps that stay, the newest; a damaged one falls back to the one before",
-        free=True,
+        integer(1),
+        SAVING,
+        "number of saved steps to keep; a damaged one falls back to the one before",
+        changeable=True,
     )
 
 
 DEFAULT = Settings()
-KINDS: dict[str, Kind] = {entry.name: entry.metadata["kind"] for entry in fields(Settings)}
-FREE = frozenset(entry.name for entry in fields(Settings) if entry.metadata["free"])
-SIZES = tuple(entry.name for entry in fields(Settings) if entry.metadata["group"] == MODEL)
+SETTING_TYPES: dict[str, SettingType] = {entry.name: entry.metadata["type"] for entry in fields(Settings)}
+CHANGEABLE = frozenset(entry.name for entry in fields(Settings) if entry.metadata["changeable"])
+MODEL_SIZES = tuple(entry.name for entry in fields(Settings) if entry.metadata["group"] == MODEL)
 
 
-def deciding(settings: Settings) -> dict[str, Any]:
-    """What decides the run's numbers, as JSON."""
+def fixed_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that affect the run's results, as JSON."""
     values = json.loads(json.dumps(asdict(settings)))
-    return {name: value for name, value in values.items() if name not in FREE}
+    return {name: value for name, value in values.items() if name not in CHANGEABLE}
 
 
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is a setting of `values`, as `deciding` gave it; a value that cannot be one is as if it were not there."""
+    """The settings among `values`, as `fixed_settings` wrote them; invalid values are ignored."""
     found = {}
-    for name in values.keys() & KINDS.keys():
+    for name in values.keys() & SETTING_TYPES.keys():
         value = values[name]
         try:
-            found[name] = None if value is None and getattr(DEFAULT, name) is None else KINDS[name].check(value)
+            found[name] = None if value is None and getattr(DEFAULT, name) is None else SETTING_TYPES[name].check(value)
         except ValueError:
             continue
     return found
 
 
-def absolute(name: str, value: Any, base: Path) -> Any:
-    """The same value; where it names files, relative ones are relative to `base`."""
-    if KINDS[name] is DATA:
+def absolute_paths(name: str, value: Any, base: Path) -> Any:
+    """`value` with absolute paths, where the setting names files; relative ones are resolved against `base`."""
+    if SETTING_TYPES[name] is DATA:
         return sources.absolute_paths(value, base)
-    return os.path.realpath(base / value) if KINDS[name] is CHECKPOINT else value
+    return os.path.realpath(base / value) if SETTING_TYPES[name] is CHECKPOINT else value
 
 
 def flag(name: str) -> str:
+    """The command-line flag of a setting."""
     return f"--{name.replace('_', '-')}"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a file, paths being relative to its folder. UserError names the key that is unknown or wrong."""
+    """The settings in a TOML file, paths relative to its folder. UserError names an unknown key or invalid value."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: the file of settings cannot be read ({error.strerror})") from error
-    except ValueError as error:  # of TOML and of UTF-8
+    except ValueError as error:  # invalid TOML or UTF-8
         raise UserError(f"{path} is not TOML: {error}") from error
     for name, value in values.items():
-        if name not in KINDS:
-            table = ", for settings stand outside of tables" if isinstance(value, dict) else ""
-            raise UserError(f"{path}: there is no setting {name!r}{table}{suggestion(name, KINDS)}")
+        if name not in SETTING_TYPES:
+            table = ": settings stand outside of tables" if isinstance(value, dict) else ""
+            raise UserError(f"{path}: there is no setting {name!r}{table}{suggestion(name, SETTING_TYPES)}")
         try:
-            values[name] = KINDS[name].check(value)
+            values[name] = SETTING_TYPES[name].check(value)
         except ValueError as error:
             raise UserError(f"{path}: {name} is {value!r}, which is not {error}") from error
-        values[name] = absolute(name, values[name], path.parent)
+        values[name] = absolute_paths(name, values[name], path.parent)
     return values
 
 
 def to_toml(settings: Settings) -> str:
-    """All settings, as `read_toml` reads them; one without a value, or without a use, stands in a comment."""
+    """All settings in the form that `read_toml` reads; one without a value or effect is a comment."""
     lines = []
     for name, value in asdict(settings).items():
-        idle = value is None or (settings.init and name in SIZES)
-        lines.append(f"# {name} =\n" if idle else f"{name} = {_value(value)}\n")
+        unused = value is None or (settings.init and name in MODEL_SIZES)
+        lines.append(f"# {name} =\n" if unused else f"{name} = {_value(value)}\n")
     return "".join(lines)
 
 
 def _value(value: Any) -> str:
-    # What JSON writes of these is TOML, but for a character that only TOML escapes.
+    # JSON of these values is valid TOML, but for one character that only TOML must escape.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

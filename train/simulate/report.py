@@ -73,10 +73,10 @@ def shown(size: float) -> str:
 
 def check_picture(path: Path) -> None:
     """UserError for a name that no picture has."""
-    from train.job.pictures import PICTURES
+    from train.job.pictures import IMAGE_SUFFIXES
 
-    if path.suffix not in PICTURES:
-        raise UserError(f"--picture {path}: the name of a picture ends in {' or '.join(PICTURES)}")
+    if path.suffix not in IMAGE_SUFFIXES:
+        raise UserError(f"--picture {path}: the name of a picture ends in {' or '.join(IMAGE_SUFFIXES)}")
 
 
 def picture(path: Path, found: Sequence[RankFacts], memory: float | None, title: str) -> None:

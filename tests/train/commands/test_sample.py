@@ -8,7 +8,7 @@ import params as P
 from fnmodels import llama
 from train.commands.sample import main
 from train.data import tokenizer
-from train.eval.generate import choose, continuation
+from train.eval.generate import continuation, sample_token
 
 CONFIG = {
     "model_type": "llama",
@@ -60,10 +60,10 @@ def test_a_seed_fixes_the_draws_and_the_context_is_cut_to_what_the_model_knows(m
 def test_only_the_best_k_are_drawn_and_an_end_stops(model):
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.0, 3.0, 2.0, -1.0, 2.5])
-    assert {choose(logits, 1.0, 3, generator) for _ in range(200)} == {1, 2, 4}
-    assert {choose(logits, 0.5, 1, generator) for _ in range(20)} == {1}
-    assert {choose(logits, 5.0, None, generator) for _ in range(400)} == {0, 1, 2, 3, 4}
-    assert choose(logits, 0, 3, generator) == 1
+    assert {sample_token(logits, 1.0, 3, generator) for _ in range(200)} == {1, 2, 4}
+    assert {sample_token(logits, 0.5, 1, generator) for _ in range(20)} == {1}
+    assert {sample_token(logits, 5.0, None, generator) for _ in range(400)} == {0, 1, 2, 3, 4}
+    assert sample_token(logits, 0, 3, generator) == 1
     config, params = model
     first = next(continuation(params, config, [3], tokens=1, temperature=0))
     assert list(continuation(params, config, [3], tokens=5, temperature=0, end=[first])) == []

@@ -222,7 +222,7 @@ def test_experts_are_balanced_by_losses_and_by_their_bias(tmp_path, text, capsys
     moved = [(after[path] - leaf).abs() for path, leaf in before.items() if path.endswith("selection_bias")]
     assert moved and all(set(m.mul(8).round(decimals=4).tolist()) <= {0.0, 1.0} and m.any() for m in moved)
     assert train(tmp_path / "l", text, "--init", base, "--lora", "r=2,targets=o_proj", "--balance-rate", 0.1) == 2
-    assert "--balance-rate 0.1 moves what is not of the adapters" in one_sentence(capsys)
+    assert "--balance-rate 0.1 moves parameters outside of the adapters" in one_sentence(capsys)
 
 
 def test_a_mixture_of_experts_takes_adapters_on_its_attention(tmp_path, text):  # noqa: F811

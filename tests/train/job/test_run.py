@@ -95,7 +95,7 @@ def test_a_run_leaves_a_checkpoint_metrics_curves_and_a_summary(tmp_path, text, 
     assert rows(path)[0]["perplexity"] == pytest.approx(math.exp(rows(path)[0]["loss"]), rel=1e-5)
     assert 3 < rows(path)[0]["bits_per_byte"] < 12
     assert rows(path)[5]["epochs"]["0"] == pytest.approx(6 * rows(path)[0]["epochs"]["0"], rel=1e-4)
-    assert "MFU: unknown, for the machine's peak is: --peak-flops says it" in out
+    assert "MFU: not computed: give the machine's peak with --peak-flops" in out
     assert [row["step"] for row in rows(path) if "heldout_loss" in row] == [3, 6]
     assert rows(path)[0]["lr"] > 0
     assert len({file.stat().st_mode for file in path.glob("*.safetensors")}) == 1
@@ -236,7 +236,7 @@ def test_every_optimizer_learns_at_a_rate_of_its_own_and_resumes(tmp_path, text,
     [
         (("--optimizer", "sgd", "--betas", "0.9,0.99"), "--betas (0.9, 0.99) is of another optimizer than --opt"),
         (("--muon-learning-rate", 0.1), "--muon-learning-rate 0.1 is of another optimizer than --optimizer adamw"),
-        (("--optimizer", "muon", "--init", ".", "--lora", "r=2"), "--optimizer muon is for whole matrices"),
+        (("--optimizer", "muon", "--init", ".", "--lora", "r=2"), "--optimizer muon is for full matrices"),
     ],
 )
 def test_what_an_optimizer_does_not_have_is_refused(tmp_path, text, capsys, flags, words):
@@ -462,7 +462,7 @@ def test_resume_without_a_complete_checkpoint_says_so_and_starts_at_0(tmp_path, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--steps", 7), "it was 6; leave it out, or train on in another --run with --init {path}."),
+        (("--steps", 7), "it was 6; leave it out, or continue training in another --run with --init {path}."),
         (("--seed", 1), "--seed 1 differs from the run"),
         (("--data", "elsewhere"), "differs from the run"),
         (("--init", "elsewhere"), "it was not given"),

@@ -5,7 +5,17 @@ from dataclasses import asdict, fields, replace
 import pytest
 
 from fnmodels.errors import UserError
-from train.job.settings import DEFAULT, FREE, KINDS, SIZES, Settings, deciding, from_json, read_toml, to_toml
+from train.job.settings import (
+    CHANGEABLE,
+    DEFAULT,
+    MODEL_SIZES,
+    SETTING_TYPES,
+    Settings,
+    fixed_settings,
+    from_json,
+    read_toml,
+    to_toml,
+)
 
 ALL = Settings(
     data='/a/"b\\c\x7f\n é',
@@ -23,14 +33,15 @@ def test_what_is_written_is_read_back(tmp_path, settings):
     (tmp_path / "a.toml").write_text(to_toml(settings))
     found = read_toml(tmp_path / "a.toml")
     idle = {name for name, value in asdict(settings).items() if value is None}
-    idle |= set(SIZES) if settings.init else set()
+    idle |= set(MODEL_SIZES) if settings.init else set()
     assert found == {name: value for name, value in asdict(settings).items() if name not in idle}
-    assert {line.split(" =")[0].removeprefix("# ") for line in to_toml(settings).splitlines()} == KINDS.keys()
+    assert {line.split(" =")[0].removeprefix("# ") for line in to_toml(settings).splitlines()} == SETTING_TYPES.keys()
 
 
 def test_what_decides_comes_back_from_json():
-    assert from_json(deciding(ALL)) == {name: value for name, value in asdict(ALL).items() if name not in FREE}
-    assert {"save_every", "keep"} <= FREE
+    fixed = {name: value for name, value in asdict(ALL).items() if name not in CHANGEABLE}
+    assert from_json(fixed_settings(ALL)) == fixed
+    assert {"save_every", "keep"} <= CHANGEABLE
     wrong = {"steps": 0, "seed": None, "unknown": 1, "betas": [1, 2, 3], "data": None}
     assert from_json(wrong) == {"data": None}
 
@@ -38,7 +49,7 @@ def test_what_decides_comes_back_from_json():
 def test_every_default_is_a_value_that_may_be_given():
     for entry in fields(Settings):
         value = getattr(DEFAULT, entry.name)
-        assert value is None or KINDS[entry.name].check(value) == value, entry.name
+        assert value is None or SETTING_TYPES[entry.name].check(value) == value, entry.name
 
 
 @pytest.mark.parametrize(
@@ -47,7 +58,7 @@ def test_every_default_is_a_value_that_may_be_given():
         ("stepz = 3", "there is no setting 'stepz'; the nearest is steps"),
         ("xyzzy = 3", "there is no setting 'xyzzy'"),
         ("save-every = 3", "the nearest is save_every"),
-        ("[model]\nsteps = 3", "there is no setting 'model', for settings stand outside of tables"),
+        ("[model]\nsteps = 3", "there is no setting 'model': settings stand outside of tables"),
         ("steps = 0", "steps is 0, which is not a whole number from 1"),
         ("steps = 2.5", "steps is 2.5, which is not a whole number from 1"),
         ("steps = true", "steps is True, which is not a whole number from 1"),

@@ -44,7 +44,7 @@ from train.job import run_folder as folder
 from train.job.mesh_flags import Sharing, check_fit, checked
 from train.job.processes import controller
 from train.job.processes import launch as joining
-from train.job.recipe import with_usual
+from train.job.recipe import with_optimizer_defaults
 from train.job.settings import Settings
 from train.job.setup import resolved
 from train.optim.base import with_paths
@@ -453,10 +453,10 @@ def test_only_what_torchrun_has_begun_is_gone_on_with_unasked(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for begun, said in (
-        ("none elsewhere 1", "the folder is not empty: add --resume to go on with its run"),
+        ("none elsewhere 1", "the folder is not empty: add --resume to continue its run"),
         (torchrun.start(), "the folder holds files that no run wrote"),  # as with --resume
     ):
-        folder.let_in(path, begun)
+        folder.acquire(path, begun)
         assert main(words(path)) == 2
         assert said in capsys.readouterr().err
 
@@ -569,7 +569,7 @@ def test_flags_beside_the_mesh_are_its_strategy(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_model_that_does_not_divide_is_named(sharing: Sharing, said: str) -> None:
     config = llama.Config(64, 16, 24, 2, 4, 2, max_position_embeddings=30)
-    settings = with_usual(Settings(lora="r=2,targets=lm_head", dtype="float32"))
+    settings = with_optimizer_defaults(Settings(lora="r=2,targets=lm_head", dtype="float32"))
     check_fit(Sharing(Mesh(cp=2), Strategy(context="ulysses", order=None)), settings, config)
     with pytest.raises(UserError, match=said):
         check_fit(sharing, settings, config)

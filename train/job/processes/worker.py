@@ -21,7 +21,7 @@ from train.checkpoint.saved_steps import Checkpoint
 from train.data.rows import Batch
 from train.job import initial_model
 from train.job.mesh_flags import Sharing
-from train.job.recipe import loss_terms, optimizer_for, weights
+from train.job.recipe import evaluated_params, loss_terms, optimizer_for
 from train.job.settings import Settings
 from train.job.setup import is_routed, step_options
 from train.losses.next_token import next_token_loss
@@ -59,7 +59,7 @@ class Member:
         if self.mesh.pp > 1:
             self.plan = stage_plan(self.plan, self.config, devices, strategy)
         loss = functools.partial(next_token_loss, config=self.config, aux=is_routed(self.config))
-        self.spec = initial_model.spec_for(self.config, settings)
+        self.spec = initial_model.run_spec(self.config, settings)
         self.optimizer = optimizer_for(self.spec, settings)
         train_loss = functools.partial(loss, **loss_terms(settings))
         how = step_options(settings) | {"mesh": self.mesh, "strategy": strategy}
@@ -73,7 +73,9 @@ class Member:
     def begin(self, fresh: bool) -> State:
         """A State at step 0; if it is not `fresh`, without the values that `load` finds. Each makes what it holds."""
         if self.settings.lora is not None:
-            _, params = initial_model.load_adapted(Path(str(self.settings.init)), self.settings, plan=self.plan)
+            _, params = initial_model.load_weights_with_lora(
+                Path(str(self.settings.init)), self.settings, plan=self.plan
+            )
         elif not fresh:
             kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
 
@@ -83,14 +85,14 @@ class Member:
 
             params = with_paths(empty, self.plan)
         elif self.settings.init is not None:
-            _, params = initial_model.load_whole(Path(self.settings.init), plan=self.plan)
+            _, params = initial_model.load_weights(Path(self.settings.init), plan=self.plan)
         else:
             params = init_stage(self.config, self.settings.seed, self.plan)
         self.state = init_state(params, self.optimizer)
         return self.state
 
     def load(self, found: Checkpoint) -> State:
-        self.state = initial_model.restored(self.state, sharded.load(found, self._kept()), self.settings)
+        self.state = initial_model.restore_state(self.state, sharded.load(found, self._kept()), self.settings)
         return self.state
 
     def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
@@ -104,7 +106,7 @@ class Member:
             more = tree.map(lambda t: t[:1].expand(missing, *t.shape[1:]), batch)
             more = {**more, "labels": torch.full_like(more["labels"], -100)}
             batch = tree.map(lambda *pair: torch.cat(pair), dict(batch), more)
-        found = self._loss(weights(self.state, self.settings), batch)
+        found = self._loss(evaluated_params(self.state, self.settings), batch)
         return found["total"], found["count"]
 
     def save(self, folder: Path, step: int, progress: dict[str, Any], keep: int) -> None:
@@ -112,15 +114,15 @@ class Member:
 
     def whole(self) -> Tree:
         """The weights that are evaluated, all of them, in the first process; None in the others."""
-        return self._in_first(self.spec, weights(self.state, self.settings))
+        return self._in_first(self.spec, evaluated_params(self.state, self.settings))
 
     def trained(self, evaluated: bool) -> Tree:
         """Those that training made, or that are evaluated, likewise; of adapters they alone."""
-        held = weights(self.state, self.settings) if evaluated else self.state.params
-        return self._in_first(initial_model.trained(self.spec, self.settings), held)
+        held = evaluated_params(self.state, self.settings) if evaluated else self.state.params
+        return self._in_first(initial_model.trained_params(self.spec, self.settings), held)
 
     def _kept(self) -> State:
-        return initial_model.kept(self.state, self.settings)
+        return initial_model.state_to_save(self.state, self.settings)
 
     def _in_first(self, like: Tree, held: Tree) -> Tree:
         first, (_, fetch) = dist.get_rank() == 0, fetching(held)
