@@ -1,4 +1,4 @@
-"""What the commands of training have in common beyond `params.command_line`: checked numbers, packages they need."""
+"""Shared by the commands of train, beyond params.command_line: number flags with a minimum, optional packages."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ EXTRA_OF = {
 
 
 def main_job() -> str:
-    """Its name, as it was called."""
+    """The name of the main job's command, as it was called."""
     return program_name("fnmodels-train", "train")
 
 
 def at_least(low: T) -> Callable[[str], T]:
-    """A flag's type: a number of the type of `low`, and not below it."""
+    """The argparse `type=` of a finite number of `low`'s type that is at least `low`."""
     kind = "a whole number" if isinstance(low, int) else "a number"
 
     def convert(text: str) -> T:
@@ -63,7 +63,7 @@ def run_command(
     argv: Sequence[str] | None,
     needs: tuple[str, ...],
 ) -> int:
-    """As of params.command_line, after a look whether the packages that it needs are installed."""
+    """params.command_line.run_command, after a check that the packages in `needs` are installed."""
 
     def checked(arguments: argparse.Namespace) -> int:
         check_installed(needs)
@@ -73,6 +73,7 @@ def run_command(
 
 
 def check_installed(packages: tuple[str, ...]) -> None:
+    """UserError that names the missing packages and the extra of fnmodels that installs them."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         extras = ",".join(sorted({EXTRA_OF[package] for package in missing}))

@@ -65,8 +65,8 @@ def errors(path):
             f"there is no such folder, so --resume has no run to continue: leave it out to start one; "
             f"the nearest is {path / 'nothing'}",
         ),
-        "run is a file": (["--run", str(path / "file")], "cannot be made"),
-        "run below a file": (["--run", str(path / "file" / "run")], "cannot be made"),
+        "run is a file": (["--run", str(path / "file")], "cannot be created"),
+        "run below a file": (["--run", str(path / "file" / "run")], "cannot be created"),
         "no data": ([*run, "--data", str(path / "absent")], "no such file or folder"),
         "empty data": ([*run, "--data", str(path / "nothing")], "no text"),
         "binary data": ([*run, "--data", str(path / "binary")], "binary"),

@@ -1,7 +1,7 @@
-"""python -m train.compare RUN_A RUN_B: whether two runs learnt the same, step by step, and where they part.
+"""python -m train.compare RUN_A RUN_B: compares the losses of two runs step by step, and finds where they diverge.
 
-With --ref the second run is made here: the settings of RUN_A, trained again by another revision of this repository in a
-worktree of its own. So a refactoring shows that it changed nothing, or what it changed.
+With --ref the second run is trained here, with the settings of RUN_A, by another revision of this repository in a git
+worktree. It shows whether a refactoring changed results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHOWN = 20  # rows of the table
 
 @dataclass(frozen=True)
 class Difference:
-    """The losses of one step in both runs; NaN where one was not finite."""
+    """The losses of one step in both runs; NaN for a loss that was not finite."""
 
     step: int
     first: float
@@ -36,13 +36,13 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """Infinite where one run alone has a finite loss; 0 where neither has."""
-        lost = math.isnan(self.first), math.isnan(self.second)
-        return abs(self.first - self.second) if not any(lost) else 0.0 if all(lost) else math.inf
+        """The absolute difference; infinite where only one loss is finite, 0 where neither is."""
+        is_nan = math.isnan(self.first), math.isnan(self.second)
+        return abs(self.first - self.second) if not any(is_nan) else 0.0 if all(is_nan) else math.inf
 
 
 def differences(first: Path, second: Path) -> list[Difference]:
-    """One for each step that both runs made. UserError where there is none."""
+    """The differences of all steps that both runs made. UserError where there is none."""
     one, two = all_losses(first), all_losses(second)
     both = sorted(one.keys() & two.keys())
     if not both:
@@ -50,15 +50,15 @@ def differences(first: Path, second: Path) -> list[Difference]:
     return [Difference(step, one[step], two[step]) for step in both]
 
 
-def made_alone(first: Path, second: Path, *, called: str) -> list[str]:
-    """A line for each run that made steps which the other, `called` so, did not."""
+def unshared_steps(first: Path, second: Path, *, called: str) -> list[str]:
+    """A line for each run with steps that the other did not make. called: the name of the second run."""
     one, two = all_losses(first).keys(), all_losses(second).keys()
     pairs = ((first, sorted(one - two)), (called, sorted(two - one)))
     return [f"{run} alone made {len(steps)} steps, {steps[0]} to {steps[-1]}" for run, steps in pairs if steps]
 
 
 def all_losses(run: Path) -> dict[int, float]:
-    """{step: train loss} of a run folder, a loss that was not finite as NaN. UserError where it has none."""
+    """{step: train loss} of a run folder, NaN for a loss that was not finite. UserError where it has no loss."""
     from train.job.pictures import read_run
 
     rows = [row for row in read_run(run).rows if "loss" in row]
@@ -66,45 +66,47 @@ def all_losses(run: Path) -> dict[int, float]:
 
 
 def table(found: list[Difference]) -> str:
-    """Some steps, evenly spread, the first and last among them; then what there is to know of all."""
+    """A table of evenly spaced steps, with the first and the last one, and a summary of all steps."""
     last = len(found) - 1
     picked = sorted({round(i * last / max(SHOWN - 1, 1)) for i in range(SHOWN)}) if last else [0]
     lines = ["   step       first      second  difference"]
     lines += [f"{d.step:>7} {d.first:>11.6f} {d.second:>11.6f}  {d.size:.3e}" for d in (found[i] for i in picked)]
     worst = max(found, key=lambda d: d.size)
-    parted = next((d.step for d in found if d.size), None)
-    summary = f"the first difference is at step {parted}, the largest {worst.size:.3e} at {worst.step}"
-    lines.append(f"{len(found)} steps; {'all losses equal to the last digit' if parted is None else summary}")
+    first_difference = next((d.step for d in found if d.size), None)
+    summary = f"the first difference is at step {first_difference}, the largest {worst.size:.3e} at {worst.step}"
+    lines.append(f"{len(found)} steps; {'all losses equal to the last digit' if first_difference is None else summary}")
     return "\n".join(lines)
 
 
 def run_at(revision: str, like: Path, into: Path) -> Path:
-    """The run `like`, made anew at a revision of the repository in the working folder; returns its folder.
+    """Trains the run `like` again at a revision of the repository in the working folder; returns the new run's folder.
 
-    What is at its default here is left to the default there, so that a setting which the revision does not have is no
-    obstacle; `settings_apart` tells where the two took different ones.
+    Settings at their default are not passed, so that the revision need not have them; `setting_differences` reports
+    where the defaults differ. UserError where git or the run fails.
     """
     check_installed(NEEDS)
     from train.job.setup import resolved
 
     settings = replace(DEFAULT, **settings_of(like))
-    plain = resolved(replace(DEFAULT, init=settings.init))
-    given = {name: value for name, value in asdict(settings).items() if value != getattr(plain, name)}
-    flags = [(flag(name), as_flag(value)) for name, value in given.items() if value is not None]
+    defaults = resolved(replace(DEFAULT, init=settings.init))
+    changed = {name: value for name, value in asdict(settings).items() if value != getattr(defaults, name)}
+    flags = [(flag(name), as_flag(value)) for name, value in changed.items() if value is not None]
     tree, run = into / "tree", into / "run"
     git("worktree", "add", "--detach", str(tree), revision)
     try:
         command = [sys.executable, "-m", "train", "--run", str(run), *(text for flag in flags for text in flag)]
-        paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])  # also where Python is safe
+        paths = os.pathsep.join(
+            [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )  # also with PYTHONSAFEPATH, which leaves out the working folder
         if subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": paths}).returncode:
-            raise UserError(f"the run at {revision} failed; what it said stands above")
+            raise UserError(f"the run at {revision} failed; see its output above")
     finally:
         git("worktree", "remove", "--force", str(tree))
     return run
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """What decided the run's numbers. UserError where it does not say."""
+    """The recorded settings that affect the run's results. UserError where run.json has none."""
     recorded = (run_folder.read_json(run / run_folder.RUN) or {}).get("settings")
     found = from_json(recorded) if isinstance(recorded, dict) else {}
     if not found:
@@ -112,18 +114,18 @@ def settings_of(run: Path) -> dict[str, Any]:
     return found
 
 
-def settings_apart(first: Path, second: Path) -> list[str]:
-    """A line for each setting, and each field of the models, in which the runs differ, as far as both say."""
+def setting_differences(first: Path, second: Path) -> list[str]:
+    """A line for each setting and config field in which the runs differ, of those that both recorded."""
     try:
-        one, two = used(first), used(second)
+        one, two = effective_settings(first), effective_settings(second)
     except UserError:
         return []
     shared = sorted(one.keys() & two.keys())
     return [f"{name}: {one[name]} and {two[name]}" for name in shared if one[name] != two[name]]
 
 
-def used(run: Path) -> dict[str, Any]:
-    """What decided the run's numbers, as it came to be: sizes are those of its model, and not what was asked for."""
+def effective_settings(run: Path) -> dict[str, Any]:
+    """The settings in effect: sizes are those of the model's config, rows are limited by its positions."""
     settings, model = settings_of(run), (run_folder.read_json(run / run_folder.RUN) or {}).get("config")
     if not isinstance(model, dict):
         return settings
@@ -143,14 +145,14 @@ def git(*arguments: str) -> None:
 def parser() -> Parser:
     made = Parser(prog="python -m train.compare", description="Per-step differences of the losses of two runs.")
     made.add_argument("first", type=Path, metavar="RUN_A", help="a run folder")
-    made.add_argument("second", type=Path, nargs="?", metavar="RUN_B", help="another one")
-    made.add_argument("--ref", metavar="GIT_REV", help="in place of RUN_B: make RUN_A again at this revision")
-    made.add_argument("--out", type=Path, metavar="PNG", help="draw both curves here")
+    made.add_argument("second", type=Path, nargs="?", metavar="RUN_B", help="another run folder")
+    made.add_argument("--ref", metavar="GIT_REV", help="instead of RUN_B: train RUN_A again at this revision")
+    made.add_argument("--out", type=Path, metavar="PNG", help="plot both loss curves to this file")
     made.add_argument(
         "--within",
         type=at_least(0.0),
         metavar="X",
-        help="exit with 1 where a difference is larger than this, or one run made other steps than the other",
+        help="exit with 1 where a difference is larger than X, or the runs made different steps",
     )
     return made
 
@@ -161,14 +163,14 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         from train.job.pictures import check_suffix
 
-        check_suffix(arguments.out)  # a run that is made anew may take hours
+        check_suffix(arguments.out)  # before training again, which may take hours
     with TemporaryDirectory() as temporary:
         second = arguments.second or run_at(arguments.ref, arguments.first, Path(temporary))
         name = arguments.ref or str(second)
-        found, alone = differences(arguments.first, second), made_alone(arguments.first, second, called=name)
+        found, alone = differences(arguments.first, second), unshared_steps(arguments.first, second, called=name)
         print(table(found))
         print("".join(f"{line}\n" for line in alone), end="")
-        for line in settings_apart(arguments.first, second):
+        for line in setting_differences(arguments.first, second):
             print(f"the settings differ in {line}")
         if arguments.out is not None:
             from train.job.pictures import draw_losses

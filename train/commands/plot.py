@@ -1,7 +1,6 @@
-"""loss.png: train and held-out loss over the steps, and what zlib reaches on the same held-out text; below, what else
-there is to watch: learning rate, gradient norm, tokens per second, the share of the peak, how even experts are used.
+"""python -m train.plot RUN [RUN ...]: plots the loss curves of several runs into one figure.
 
-python -m train.plot RUN [RUN ...] draws the curves of several runs on one picture.
+Panels below the losses show learning rate, gradient norm, tokens per second, MFU and expert load.
 """
 
 import argparse
@@ -13,7 +12,7 @@ from train.job.pictures import draw_losses
 
 
 def parser() -> Parser:
-    made = Parser(prog="python -m train.plot", description="The loss curves of several runs on one picture.")
+    made = Parser(prog="python -m train.plot", description="Plot the loss curves of several runs into one figure.")
     made.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     made.add_argument("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="default %(default)s")
     return made

@@ -1,6 +1,6 @@
 """Continue a prompt with a checkpoint folder that has a tokenizer.json: `python -m train.sample FOLDER --prompt TEXT`.
 
-Every token recomputes the whole context: simple, and enough for a look at what a model has learned.
+Every token recomputes the full context, without a KV cache: enough for a look at what a model has learned.
 """
 
 import argparse
@@ -25,19 +25,29 @@ def parser() -> Parser:
     )
     made.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     made.add_argument(
-        "--tokens", type=at_least(1), default=100, metavar="N", help="how many tokens at most (default %(default)s)"
+        "--tokens",
+        type=at_least(1),
+        default=100,
+        metavar="N",
+        help="maximal number of new tokens (default %(default)s)",
     )
     made.add_argument(
         "--temperature",
         type=at_least(0.0),
         default=0.8,
         metavar="T",
-        help="0 takes the best token each time (default %(default)s)",
+        help="0 takes the likeliest token each time (default %(default)s)",
     )
     made.add_argument(
-        "--top-k", type=at_least(1), default=50, metavar="K", help="draw from the K best tokens (default %(default)s)"
+        "--top-k",
+        type=at_least(1),
+        default=50,
+        metavar="K",
+        help="sample from the K likeliest tokens (default %(default)s)",
     )
-    made.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the draws (default %(default)s)")
+    made.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="seed of the sampling (default %(default)s)"
+    )
     return made
 
 
@@ -48,8 +58,8 @@ def sample(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(folder)
     config, params = load_model(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    how = {name: getattr(arguments, name) for name in ("tokens", "temperature", "top_k", "seed")}
-    print(complete(params, config, tokenizer, arguments.prompt, end_ids(folder), **how))
+    options = {name: getattr(arguments, name) for name in ("tokens", "temperature", "top_k", "seed")}
+    print(complete(params, config, tokenizer, arguments.prompt, end_ids(folder), **options))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint folder on tasks of EleutherAI's harness: `python -m train.tasks FOLDER --tasks NAME`."""
+"""python -m train.tasks FOLDER --tasks NAME: evaluates a checkpoint on tasks of EleutherAI's lm-evaluation-harness."""
 
 import argparse
 import json
@@ -16,16 +16,16 @@ def parser() -> Parser:
         "data are on this machine needs no network.",
     )
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face")
-    made.add_argument("--tasks", required=True, metavar="NAME,...", help="names of tasks, with commas between them")
+    made.add_argument("--tasks", required=True, metavar="NAME,...", help="names of tasks, comma-separated")
     made.add_argument("--include", type=Path, metavar="DIR", help="a folder with tasks of your own, as YAML files")
-    made.add_argument("--limit", type=at_least(1), metavar="N", help="the first N documents of each task")
-    made.add_argument("--shots", type=at_least(0), metavar="N", help="solved examples before each question")
+    made.add_argument("--limit", type=at_least(1), metavar="N", help="evaluate only the first N documents of each task")
+    made.add_argument("--shots", type=at_least(0), metavar="N", help="number of few-shot examples before each question")
     made.add_argument(
         "--no-special-tokens",
         action="store_true",
-        help="begin texts without what the tokenizer puts there, such as <bos>",
+        help="do not add the tokenizer's special tokens, such as <bos>, in front of texts",
     )
-    made.add_argument("--chat", action="store_true", help="ask by the checkpoint's chat template")
+    made.add_argument("--chat", action="store_true", help="render requests with the checkpoint's chat template")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     return made
 
@@ -45,9 +45,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
         if name not in manager.all_tasks:
             raise UserError(f"there is no task {name}{suggestion(name, manager.all_tasks)}")
     model = Checkpoint(arguments.checkpoint, add_special_tokens=not arguments.no_special_tokens)
-    how = {"num_fewshot": arguments.shots, "limit": arguments.limit, "task_manager": manager}
-    how["apply_chat_template"] = arguments.chat
-    found = lm_eval.simple_evaluate(model=model, tasks=names, bootstrap_iters=1000, log_samples=False, **how)
+    options = {"num_fewshot": arguments.shots, "limit": arguments.limit, "task_manager": manager}
+    options["apply_chat_template"] = arguments.chat
+    found = lm_eval.simple_evaluate(model=model, tasks=names, bootstrap_iters=1000, log_samples=False, **options)
     print(make_table(found))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found["results"], indent=1, default=str) + "\n")

@@ -1,4 +1,4 @@
-"""Sampling a continuation of a prompt, token by token, without a cache."""
+"""Autoregressive sampling of a continuation, token by token, without a KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One token from logits [V]: the best at temperature 0, else drawn from the `top_k` best (None: from all)."""
+    """One token from logits [V]: the argmax at temperature 0, else drawn from the `top_k` likeliest (None: all)."""
     if temperature == 0:
         return int(logits.argmax())
     scaled = logits.float() / temperature
@@ -38,9 +38,9 @@ def continuation(
     seed: int = 0,
     end: Sequence[int] = (),
 ) -> Iterator[int]:
-    """Yields at most `tokens` token ids that follow `ids`, and stops at one of `end`.
+    """Yields at most `tokens` token ids that continue `ids`, and stops at one of `end`.
 
-    The context is cut to the latest `max_position_embeddings` tokens. Raises ValueError on an empty `ids`.
+    The context is truncated to the last `max_position_embeddings` tokens. ValueError where `ids` is empty.
     """
     if not ids:
         raise ValueError("ids is empty: there must be at least one token to continue.")
@@ -60,11 +60,13 @@ def continuation(
         context.append(token)
 
 
-def complete(params: Tree, config: Any, tokenizer: Tokenizer, prompt: str, end: Sequence[int], **how: Any) -> str:
-    """The prompt and its continuation as text. `how` as in `continuation`."""
+def complete(params: Tree, config: Any, tokenizer: Tokenizer, prompt: str, end: Sequence[int], **options: Any) -> str:
+    """The prompt and its continuation as text; `options` are keywords of `continuation`. UserError without tokens."""
     ids = tokenizer.encode(prompt).ids
     if not ids:
-        raise UserError("--prompt is empty, and this tokenizer puts nothing before a text: give at least one character")
-    new = list(continuation(params, config, ids, end=end, **how))
-    # Decoded together: a character's bytes may be spread over the last token of the prompt and the first new one.
+        raise UserError(
+            "--prompt is empty, and this tokenizer adds no token in front of a text: give at least one character"
+        )
+    new = list(continuation(params, config, ids, end=end, **options))
+    # Decoded together: the last token of the prompt and the first new one may share a character's bytes.
     return tokenizer.decode(ids + new, skip_special_tokens=True)

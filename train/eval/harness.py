@@ -1,10 +1,10 @@
-"""A checkpoint folder as a model of EleutherAI's evaluation harness (the `eval` extra), with our forward pass.
+"""Adapter of checkpoint folders to EleutherAI's lm-evaluation-harness (the `eval` extra), with fnmodels' forward pass.
 
     results = lm_eval.simple_evaluate(model=Checkpoint(folder), tasks=["my_task"], task_manager=...)
 
-`python -m train.tasks` is this as a command. The harness makes texts of a task's documents and looks only at what the
-three methods return, so nothing of a model is in it. What is not said by a task is as in the harness's own model of
-transformers (`hf`), so that numbers can be compared: beginnings of texts, lengths, when to draw and when to stop.
+`python -m train.tasks` is the command. The harness turns a task's documents into texts and calls the three methods
+below. Defaults follow its `hf` model of transformers, so that results are comparable: special tokens at the start,
+lengths, sampling and stop conditions.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .generate import continuation
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .scoring import ROW_TOKENS, score_continuations
 
-# how long an answer may be, under the names that tasks use; the first one that is set counts
+# the names that tasks use for the maximal length of an answer; the first one that is set counts
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SETTINGS = {"until", "do_sample", "temperature", "top_k", *LENGTHS}
-OF_DRAWS = {"top_p", "min_p", "typical_p"}  # without a meaning where the likeliest token is taken
+SAMPLING_ONLY = {"top_p", "min_p", "typical_p"}  # without effect in greedy decoding
 
 
 class Checkpoint(LM):
-    """folder: config.json, *.safetensors and tokenizer.json, or adapters. dtype: of the weights; None: as stored.
+    """A checkpoint folder (config.json, *.safetensors and tokenizer.json, or adapters) as a model of the harness.
 
-    add_special_tokens: whether texts begin as the tokenizer begins them, with <bos> for instance; so `hf` does now,
-    and in lm-eval 0.4.9 for Gemma only. batch_tokens: see `score_continuations`.
+    dtype: of the weights; None: as stored. add_special_tokens: whether the tokenizer adds its special tokens in front,
+    such as <bos>, as `hf` does now (lm-eval 0.4.9: for Gemma only). batch_tokens: see `score_continuations`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Checkpoint(LM):
         self.config, self.params = load_model(self.folder, merge=True, dtype=dtype, device=device)
         check_vocabulary(self._tokenizer, self.config.vocab_size, self.folder)
         ends = end_ids(self.folder)
-        # What begins texts, else what ends them: by tokenizer_config.json, and where it names neither by config.json.
+        # The begin-of-text token, else the end-of-text token, of tokenizer_config.json, else of config.json.
         named = special_tokens(self.folder)
         begin, end = (self._tokenizer.token_to_id(named.get(name, "")) for name in ("bos_token", "eos_token"))
         other = read_json(weights_folder(self.folder) / "config.json").get("bos_token_id")
@@ -64,7 +64,7 @@ class Checkpoint(LM):
 
     @property
     def first(self) -> int:
-        """What stands before a text with nothing before it."""
+        """The token that an empty context is replaced by. UserError where the checkpoint names none."""
         if self._first is None:
             raise UserError(
                 f"{self.folder}: config.json has neither bos_token_id nor eos_token_id to begin a text with"
@@ -72,26 +72,26 @@ class Checkpoint(LM):
         return self._first
 
     def ids(self, text: str) -> list[int]:
-        """Of a text as the tokenizer begins it, and not twice: a rendered conversation may have its beginning in it."""
-        begins = None if self._first is None else self._tokenizer.id_to_token(self._first)
-        begun = begins is not None and text.startswith(begins)
-        return list(self._tokenizer.encode(text, add_special_tokens=self.add_special_tokens and not begun).ids)
+        """The ids of a text, without a second <bos> where a rendered conversation starts with one."""
+        first_text = None if self._first is None else self._tokenizer.id_to_token(self._first)
+        has_first = first_text is not None and text.startswith(first_text)
+        return list(self._tokenizer.encode(text, add_special_tokens=self.add_special_tokens and not has_first).ids)
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of both as those of one text; spaces between them belong to the continuation, as in the harness."""
+        """(context ids, continuation ids) of the joined text; spaces between belong to the continuation, as in `hf`."""
         if not context:
-            whole = list(self._tokenizer.encode(continuation, add_special_tokens=False).ids)
-            return [self.first], whole[1:] if whole[:1] == [self.first] else whole
-        before, whole = self.ids(context.rstrip()), self.ids(context + continuation)
-        # with nothing but spaces before it the text still needs something to be predicted from
-        return (before, whole[len(before) :]) if before else ([self.first], whole)
+            ids = list(self._tokenizer.encode(continuation, add_special_tokens=False).ids)
+            return [self.first], ids[1:] if ids[:1] == [self.first] else ids
+        before, ids = self.ids(context.rstrip()), self.ids(context + continuation)
+        # a context of spaces only has no ids, and the first token still needs a context
+        return (before, ids[len(before) :]) if before else ([self.first], ids)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         pairs = [self.pair(*request.args) for request in requests]
         return score_continuations(self.params, self.config, pairs, batch_tokens=self.batch_tokens)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, each token predicted once, in windows of the model's length."""
+        """Log-probabilities of full texts, each token predicted once, in windows of the model's length."""
         pairs, owners = [], []
         for index, request in enumerate(requests):
             ids = self.ids(*request.args)
@@ -105,16 +105,17 @@ class Checkpoint(LM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        # a request may be there several times, so that its answers can be drawn: each has draws of its own
-        told = tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests")
-        return [self.answer(*request.args, seed=seed) for seed, request in enumerate(told)]
+        # a repeated request asks for several samples: each gets a seed of its own
+        progress = tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests")
+        return [self.answer(*request.args, seed=seed) for seed, request in enumerate(progress)]
 
     def answer(self, context: str, settings: dict[str, Any], *, seed: int = 0) -> str:
-        """What follows the context, up to the first stop text. settings: the harness's, see SETTINGS.
+        """The generated continuation of `context`, up to the first stop text. settings: the harness's, see SETTINGS.
 
-        Of a context that leaves no room for the longest answer the first tokens are cut.
+        A context that leaves no room for the longest answer is truncated from the left. UserError where the
+        answer alone is too long.
         """
-        how = drawing(settings)
+        options = sampling_options(settings)
         length = next((settings[name] for name in LENGTHS if settings.get(name) is not None), 256)
         room = self.config.max_position_embeddings - length
         if room < 1:
@@ -128,35 +129,35 @@ class Checkpoint(LM):
         new: list[int] = []
         text = ""
         for token in continuation(
-            self.params, self.config, context_ids, tokens=length, end=self.ends, seed=seed, **how
+            self.params, self.config, context_ids, tokens=length, end=self.ends, seed=seed, **options
         ):
             new.append(token)
             text = self._tokenizer.decode(new)
-            # a stop text may be a special token, which an answer does not have
-            whole = self._tokenizer.decode(new, skip_special_tokens=False)
-            if any(stop in text or stop in whole for stop in stops):
+            # a stop text may be a special token, which the decoded answer leaves out
+            with_special = self._tokenizer.decode(new, skip_special_tokens=False)
+            if any(stop in text or stop in with_special for stop in stops):
                 break
         return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as a text, up to where the assistant begins or else to where its last message ends."""
+        """The rendered conversation, ending with the assistant's cue, or else with the content of the last message."""
         try:
             text = render(self._template, chat_history, prompt=add_generation_prompt)
-        except UserError:  # some templates take no message of the system
-            spoken = [message for message in chat_history if message["role"] != "system"]
-            text = render(self._template, spoken, prompt=add_generation_prompt)
+        except UserError:  # some templates accept no system message
+            without_system = [message for message in chat_history if message["role"] != "system"]
+            text = render(self._template, without_system, prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()
         return text[: text.rindex(last) + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The source, for the report of an evaluation."""
+        """The template's source, for the report of an evaluation."""
         return self._template.source
 
     @property
     def tokenizer_name(self) -> str:
-        """Under which the harness keeps the requests that it has rendered, where it is told to keep them."""
+        """The key under which the harness caches rendered requests, where that is enabled."""
         return str(self.folder.resolve()).replace("/", "__")
 
     @cached_property
@@ -164,15 +165,15 @@ class Checkpoint(LM):
         return read_template(self.folder)
 
 
-def drawing(settings: dict[str, Any]) -> dict[str, Any]:
-    """{temperature, top_k} by a task's settings: the likeliest token, unless do_sample or a temperature says so."""
+def sampling_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """{temperature, top_k} of a task's settings: greedy, unless do_sample or a temperature asks for sampling."""
     temperature = settings.get("temperature")
-    draws = settings.get("do_sample")
-    if draws is None:
-        draws = bool(temperature)
-    unknown = sorted(settings.keys() - SETTINGS - (set() if draws else OF_DRAWS))
+    sample = settings.get("do_sample")
+    if sample is None:
+        sample = bool(temperature)
+    unknown = sorted(settings.keys() - SETTINGS - (set() if sample else SAMPLING_ONLY))
     if unknown:
         raise UserError(f"generation takes {', '.join(sorted(SETTINGS))}; the task also sets {unknown[0]}")
-    if not draws:
+    if not sample:
         return {"temperature": 0.0, "top_k": None}
     return {"temperature": 1.0 if temperature is None else temperature, "top_k": settings.get("top_k")}

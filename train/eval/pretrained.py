@@ -1,4 +1,4 @@
-"""What the commands need of a Hugging Face checkpoint folder beside its weights: the tokenizer, the end of a text."""
+"""Loading of a Hugging Face checkpoint folder for commands: model (adapters too), tokenizer and end-of-text ids."""
 
 import json
 import shutil
@@ -15,6 +15,7 @@ from train.data.encoder import disable_truncation
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
+    """tokenizer.json of a checkpoint folder, without truncation and padding. UserError where it cannot be read."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such checkpoint folder")
     path = folder / "tokenizer.json"
@@ -29,7 +30,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def weights_folder(folder: Path) -> Path:
-    """Where config.json and the weights are: the folder itself, or of adapters the one that they say they belong to."""
+    """The folder of config.json and the weights: `folder`, or the base model of its adapters. UserError without it."""
     if not (folder / P.lora.CONFIG).is_file() or (folder / "config.json").is_file():
         return folder
     values = read_json(folder / P.lora.CONFIG)
@@ -39,19 +40,20 @@ def weights_folder(folder: Path) -> Path:
     return Path(base)
 
 
-def load_model(folder: Path, *, merge: bool = False, **how: Any) -> tuple[Any, Tree]:
-    """(config, params) of a checkpoint folder, or of a folder of adapters and what they belong to. `how` as in
-    `params.load_pretrained`. merge: adapters are added into the weights.
+def load_model(folder: Path, *, merge: bool = False, **options: Any) -> tuple[Any, Tree]:
+    """(config, params) of a checkpoint folder, or of a folder of adapters with their base model.
+
+    options: keywords of `params.load_pretrained`. merge: adds adapters into the weights.
     """
     base = weights_folder(folder)
-    config, params = P.load_pretrained(base, **how)
+    config, params = P.load_pretrained(base, **options)
     if base != folder:
         params = P.lora.load_adapters(folder, config, params)
     return config, P.lora.merge(params) if merge else params
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text: by generation_config.json (chat models add theirs there), else by config.json."""
+    """The end-of-text ids, from generation_config.json (which lists those of chat models too), else config.json."""
     folder = weights_folder(folder)
     for name in ("generation_config.json", "config.json"):
         path = folder / name
@@ -65,7 +67,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
-    """A tokenizer may leave rows of the embedding unused, but must not name more than there are."""
+    """UserError where the tokenizer has ids beyond the embedding; unused rows of the embedding are fine."""
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if highest >= vocab_size:
         raise UserError(
@@ -75,7 +77,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> Non
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """What transformers reads beside tokenizer.json and config.json: the new folder is used as the old one was."""
+    """Copies the further files that transformers reads (generation config, chat template, ...) to a new checkpoint."""
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

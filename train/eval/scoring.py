@@ -1,4 +1,4 @@
-"""What an evaluation asks of a model: how probable a continuation is, and how it would go on, from token ids."""
+"""Log-probabilities of continuations given their contexts, in batches, for evaluation."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from train.losses.token_chunks import per_token
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, at least one id; continuation
 
-ROW_TOKENS = 4096  # of a batch, padding included
+ROW_TOKENS = 4096  # tokens of a batch, padding included
 
 
 @torch.no_grad()
 def score_continuations(
     params: Tree, config: Any, pairs: Sequence[Pair], *, batch_tokens: int = ROW_TOKENS
 ) -> list[tuple[float, bool]]:
-    """(sum of the log-probabilities of the continuation, whether each of its tokens is the likeliest) of each pair.
+    """(log-probability of the continuation in nats, whether greedy decoding yields it) of each (context, continuation).
 
-    In nats, fp32 at least. Where a pair has more than `max_position_embeddings` + 1 tokens the context loses its first
-    ones; a continuation that is longer by itself raises. batch_tokens: rows of similar length go through together, up
-    to about so many tokens; what a pair is given does not depend on the others.
+    Computed in at least fp32. A context is truncated from the left to fit `max_position_embeddings` + 1 tokens with its
+    continuation. batch_tokens: the size of batches, of rows of similar length; results do not depend on it. ValueError
+    where a context is empty, or a continuation alone is too long.
     """
     longest = config.max_position_embeddings
     rows = [_row(context, continuation, longest) for context, continuation in pairs]
     found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-    for chosen in _batches([len(tokens) for tokens, _ in rows], batch_tokens):
-        logp, likeliest = _scored(params, config, [rows[i] for i in chosen])
-        for index, value, greedy in zip(chosen, logp.tolist(), likeliest.tolist(), strict=True):
+    for indices in _batches([len(tokens) for tokens, _ in rows], batch_tokens):
+        logp, likeliest = _score_batch(params, config, [rows[i] for i in indices])
+        for index, value, greedy in zip(indices, logp.tolist(), likeliest.tolist(), strict=True):
             found[index] = (value, greedy)
     return found
 
 
 def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> tuple[list[int], int]:
-    """(the ids that fit, how many of them are the continuation)."""
+    """(the ids that fit, the number of continuation tokens)."""
     if not context:
         raise ValueError("A context is empty: it needs at least one token, such as the one that begins a text.")
     if len(continuation) > longest:
@@ -51,7 +51,7 @@ def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> t
 
 
 def _batches(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of rows that go through together, the longest first: what does not fit is known at the start."""
+    """Indices of rows per batch, the longest first, so that running out of memory happens at the start."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while order:
         rows = max(1, batch_tokens // lengths[order[0]])
@@ -59,7 +59,7 @@ def _batches(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
         order = order[rows:]
 
 
-def _scored(params: Tree, config: Any, rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
+def _score_batch(params: Tree, config: Any, rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
     width = max(len(tokens) for tokens, _ in rows) - 1
     shape = (len(rows), width)
     batch = {"tokens": torch.zeros(shape, dtype=torch.int64), "positions": torch.arange(width).expand(shape)}
@@ -72,7 +72,7 @@ def _scored(params: Tree, config: Any, rows: list[tuple[list[int], int]]) -> tup
     device = next(iter(fnmodels.tree.leaves(params))).device
     layout = fnmodels.document_layout(batch["positions"], batch["segment_ids"])
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
-    # Tables that depend on a length are those of each row alone.
+    # Rope tables that depend on the length use each row's own, not that of the padded batch.
     length = batch["segment_ids"].sum(1)
     x = hidden_states(params, batch, config=config, kernel="auto", layout=layout, layer_fn=None, length=length)
     family, valid = fnmodels.family_of(config), batch["labels"] != IGNORE

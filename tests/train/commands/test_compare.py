@@ -1,4 +1,4 @@
-"""Two runs side by side: where their losses part, in a table and on a picture."""
+"""Tests of train.compare: where the losses of two runs diverge, in a table and a plot."""
 
 import json
 import subprocess
@@ -88,7 +88,7 @@ def test_no_run_is_made_for_a_picture_that_cannot_be(runs, monkeypatch: pytest.M
 
 
 def test_settings_that_differ_are_told(runs, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of --init are what its model has, whatever stands beside it: the sizes of no model, and longer rows."""
+    """With --init the sizes are those of its model, whatever the settings hold: unused sizes, and longer rows."""
     settings = {"learning_rate": 1e-3, "seed": 0, "hidden_size": 64, "row_length": 512, "init": None}
     other = settings | {"learning_rate": 2e-3, "hidden_size": 256, "row_length": 1024, "init": "base"}
     for run, chosen, layers in zip(runs, (settings, other), (2, 4), strict=True):
@@ -104,7 +104,7 @@ def test_settings_that_differ_are_told(runs, capsys: pytest.CaptureFixture[str])
 
 
 def test_another_revision_makes_the_run_again(runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repository whose `train` writes what its revision says."""
+    """A repository whose `train` writes losses that depend on its revision."""
     repository = tmp_path / "repository"
     (repository / "train").mkdir(parents=True)
     (repository / "train" / "__init__.py").touch()

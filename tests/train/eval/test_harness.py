@@ -1,5 +1,4 @@
-"""EleutherAI's harness on a checkpoint folder, offline, with tasks that the test writes, against direct log-probs and
-against the harness's own model of transformers."""
+"""Tests of the lm-evaluation-harness adapter, offline, against direct log-probs and the harness's `hf` model."""
 
 import json
 import math
@@ -97,7 +96,7 @@ def _logp(context: list[int], continuation: list[int]) -> float:
 def test_the_harness_gets_our_numbers(
     folder: Path, model: Any, own_tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: Any
 ) -> None:
-    """The command, on all three kinds of request, without a network."""
+    """The command on all three kinds of request, without a network."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -166,7 +165,7 @@ def test_answers_are_the_likeliest_tokens_up_to_a_stop(model: Any) -> None:
 
 
 def test_a_request_that_is_there_several_times_is_drawn_several_times(model: Any) -> None:
-    """As tasks have it that take the best or the most frequent of many answers."""
+    """As tasks do that take the best or the most frequent of many answers."""
     drawn = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 6}
     found = model.generate_until([_Request("Ice is", drawn)] * 8)
     assert len(set(found)) > 4
@@ -176,7 +175,7 @@ def test_a_request_that_is_there_several_times_is_drawn_several_times(model: Any
 
 
 def test_a_special_token_stops_an_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it is not in the texts of answers."""
+    """Although decoded answers do not contain it."""
     told = iter([*_ids("so"), 258, *_ids("far")])
     monkeypatch.setattr("train.eval.harness.continuation", lambda *args, **how: told)
     assert model.answer("Ice is", {"until": ["<end>"], "max_gen_toks": 6}) == "so"
@@ -202,7 +201,7 @@ def _text(start: int, words: int) -> str:
 def test_as_the_harness_reads_the_same_folder_by_transformers(
     tmp_path: Path, begun: bool, named: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beginnings of texts, cuts of what is too long, windows, conversations, stops."""
+    """Special tokens at the start, truncation, windows, conversations, stop texts."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from lm_eval.models.huggingface import HFLM

@@ -1,4 +1,4 @@
-"""Scores of continuations equal those of each pair alone, from all its logits, whatever goes through together."""
+"""Tests of scoring: batched scores of continuations equal those of each pair alone, from all its logits."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def _pairs(config, longest: int = 12) -> list[tuple[list[int], list[int]]]:
 
 
 def direct(params, config, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Of one pair alone: all logits, in one row without padding."""
+    """The score of one pair alone, from all logits of one row without padding."""
     ids = torch.tensor([[*context, *continuation]])
     logits = fnmodels.forward(params, *fnmodels.prepare(config, ids[:, :-1]), config=config, kernel="math")[0]
     new = len(continuation)

@@ -195,7 +195,7 @@ def test_lora_needs_the_weights_of_a_checkpoint(tmp_path, text, base, capsys):  
     assert "name one with --init" in one_sentence(capsys)
     assert train(tmp_path / "first", text, "--init", base, "--lora", "r=2", "--steps", 1) == 0
     assert train(tmp_path / "run", text, "--init", tmp_path / "first", "--lora", "r=2") == 2
-    assert "holds adapters; --lora needs the checkpoint of whole weights" in one_sentence(capsys)
+    assert "holds adapters: --lora needs the checkpoint of their base model" in one_sentence(capsys)
 
 
 def test_adapters_that_peft_cannot_have_are_refused_before_the_run(tmp_path, text, capsys):  # noqa: F811
