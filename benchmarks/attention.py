@@ -36,6 +36,7 @@ import fnmodels
 import params as P
 from fnmodels import Causal, Window, llama
 from fnmodels.ops.attention.select import attention, materialize
+from fnmodels.options import ForwardOptions
 
 LENGTHS = (1024, 512, 768, 896, 256, 640)  # 4,096 tokens in 6 documents
 CONFIG: dict[str, Any] = {
@@ -185,7 +186,7 @@ def long(length: int, size: int) -> None:
     before = memory("VmRSS")
     with torch.no_grad(), Largest() as largest:
         begin = time.perf_counter()
-        llama.block(layer, x, plan, table, config=config, kind="sliding", layout=layout)
+        llama.block(layer, x, plan, table, config=config, kind="sliding", options=ForwardOptions(layout=layout))
         taken = time.perf_counter() - begin
     peak = memory("VmHWM") - before
     print(f"\nlong: one row of {length} tokens, a window of {size}, fp32")

@@ -1,4 +1,4 @@
-"""The front: from a batch to logits, for every family.
+"""From a batch to logits, for every family.
 
     inputs, masks, freqs_cis = prepare(config, tokens, positions=positions, segment_ids=segment_ids)
     logits = forward(params, inputs, masks, freqs_cis, config=config)
@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from fnmodels.inputs.block_mask import is_block_mask
 from fnmodels.inputs.convert import shape_of
-from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.segments import integers
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.context import ATTENTION_TAPS
+from fnmodels.models.common.registry import Family, family_of, field_of, may_have
 from fnmodels.ops.attention.select import materialize
-from fnmodels.ops.moe.experts import Experts
 from fnmodels.ops.moe.layer import MOE_TAPS
 
-from .options import Block, Kernel, LayerFn
+from .options import Block, ForwardKwargs, ForwardOptions
 from .tree import Tree, leaves
 
 
@@ -65,7 +65,7 @@ def prepare(
 
 
 def _per_token(name: str, given: Tensor, shape: torch.Size) -> Tensor:
-    """Of this shape, [B, S] or with axes behind, from that or from one row for all."""
+    """Broadcasts a per-token tensor of shape [B, S, ...] or [1, S, ...] to `shape`."""
     if given.shape not in (shape, (1, *shape[1:])):
         raise ValueError(f"{name} must be [B, S] = {list(shape[:2])} like the tokens, not {list(given.shape)}.")
     return integers(name, given).expand(shape)
@@ -94,26 +94,22 @@ def forward(
     /,
     *,
     config: Any,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    layer_fn: LayerFn | None = None,
-    experts: str | Experts = "auto",
     taps: tuple[str, ...] = (),
+    **options: Unpack[ForwardKwargs],
 ) -> Any:
     """Logits [B, S, V]; with taps (logits, {name: tensor}).
 
     params: the tree of `family.spec(config)`. inputs: `prepare`'s, or token ids [B, S], or vectors [B, S, D]; a model
     with experts needs `prepare`'s, whose "valid" says what padding is, and reads an optional "routing" there, int64
-    [B, S, number of sparse layers, k]: the experts to take in place of its own choice.
-    masks, freqs_cis: {kind: ...} for each kind of layer. kernel: see `ops.attention.select`.
-    layout: `fnmodels.layout(masks)`, lets kernels skip what a mask rules out. layer_fn: called once per kind with the
-    block, a callable (layer, x, mask, freqs) -> (x, aux); returns the one to use (checkpointed, compiled, gathered).
-    Blocks with experts are called with the keywords `valid` and `routing` besides, which it must pass on.
-    experts: how the chosen experts are computed, see `ops.moe.experts`.
-    taps: activations to return: "embed", "hidden", "layers.3.input", "layers.3.output" and the family's own TAPS, as
-    "layers.3.attention"; "layers.*.attention" for all layers that have it.
+    [B, S, number of sparse layers, k]: the experts to take instead of its own choice.
+    masks, freqs_cis: {kind: ...} for each kind of layer. options: kernel, layout, layer_fn, experts and context, see
+    `fnmodels.options.ForwardOptions`. Blocks with experts are called with the keywords `valid` and `routing` besides,
+    which a layer_fn must pass on.
+    taps: activations to return: "embed", "hidden", "layers.3.input", "layers.3.output", the inputs q, k, v and the
+    output z of attention, and the family's own TAPS, as "layers.3.attention"; "layers.*.attention" for all layers that
+    have it.
     """
-    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, kernel, layout, layer_fn, experts, taps)
+    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
     logits = family_of(config).unembed(params, x, config=config)
     return (logits, tapped) if taps else logits
 
@@ -126,14 +122,11 @@ def hidden(
     /,
     *,
     config: Any,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    layer_fn: LayerFn | None = None,
-    experts: str | Experts = "auto",
     taps: tuple[str, ...] = (),
+    **options: Unpack[ForwardKwargs],
 ) -> Any:
     """The final hidden states [B, S, D], before `family.unembed` (whose first act is the final norm). As `forward`."""
-    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, kernel, layout, layer_fn, experts, taps)
+    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
     return (x, tapped) if taps else x
 
 
@@ -143,25 +136,22 @@ def _hidden(
     masks: Mapping[str, MaskLike],
     freqs_cis: Mapping[str, Tensor],
     config: Any,
-    kernel: Kernel,
-    layout: Layout | None,
-    layer_fn: LayerFn | None,
-    experts: str | Experts,
     taps: tuple[str, ...],
+    options: ForwardOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     family = family_of(config)
     valid, routing = (inputs.get(n) if isinstance(inputs, Mapping) else None for n in ("valid", "routing"))
-    if valid is None and any(_sparse(family, kind) for kind in family.kinds(config)):
+    kinds = family.kinds(config)
+    if valid is None and any(_sparse(family, kind) for kind in kinds):
         raise ValueError(
             "The model has layers with experts, which must know what is padding: pass the inputs that "
-            'fnmodels.prepare returns, which hold "valid" [B, S], in place of bare tokens or vectors.'
+            'fnmodels.prepare returns, which hold "valid" [B, S], instead of bare tokens or vectors.'
         )
     x = _cleared(family.embed(params, inputs, config=config), valid)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
-    layers = len(family.kinds(config))
-    feed = (valid, routing, experts)
-    x, tapped = _run(params, x, masks, freqs_cis, 0, layers, config, kernel, layout, layer_fn, feed, in_layers)
+    batch = _Batch(masks, freqs_cis, valid, routing)
+    x, tapped = _run(params, x, batch, range(len(kinds)), config, in_layers, options)
     ends["hidden"] = x
     for tap in taps:
         if tap in ends:
@@ -181,87 +171,104 @@ def run_layers(
     /,
     *,
     config: Any,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    layer_fn: LayerFn | None = None,
     valid: Tensor | None = None,
     routing: Tensor | None = None,
-    experts: str | Experts = "auto",
     taps: tuple[str, ...] = (),
+    **options: Unpack[ForwardKwargs],
 ) -> Any:
     """Layers lo <= i < hi on x [B, S, D]: any slice of the stack, as a pipeline stage runs it. Taps as in `forward`.
 
     params needs nothing but "layers" here: all of them in a list, or in a stage a dict of its own under their numbers.
     valid [B, S] says what is no padding (None: what the masks say, where they are `Mask`s): before layer 0 the rest of
-    x is cleared, as in `forward`, and layers with experts leave it out. routing is the whole model's, as in `forward`.
+    x is cleared, as in `forward`, and layers with experts leave it out. routing is the full model's, as in `forward`.
     """
-    if lo == 0:  # not later: what an earlier stage made is finite, and stages have the bits of the whole
+    if lo == 0:  # not later: what an earlier stage made is finite, and stages have the bits of the full model
         x = _cleared(x, _said_by(masks, x) if valid is None else valid)
-    feed = (valid, routing, experts)
-    x, tapped = _run(params, x, masks, freqs_cis, lo, hi, config, kernel, layout, layer_fn, feed, taps)
+    batch = _Batch(masks, freqs_cis, valid, routing)
+    x, tapped = _run(params, x, batch, range(lo, hi), config, taps, ForwardOptions(**options))
     return (x, tapped) if taps else x
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What layers read beside x: masks and tables by kind, valid [B, S], routing [B, S, sparse layers, k]."""
+
+    masks: Mapping[str, MaskLike]
+    freqs_cis: Mapping[str, Tensor]
+    valid: Tensor | None
+    routing: Tensor | None
 
 
 def _run(
     params: Tree,
     x: Tensor,
-    masks: Mapping[str, MaskLike],
-    freqs_cis: Mapping[str, Tensor],
-    lo: int,
-    hi: int,
+    batch: _Batch,
+    layers: range,
     config: Any,
-    kernel: Kernel,
-    layout: Layout | None,
-    layer_fn: LayerFn | None,
-    feed: tuple[Tensor | None, Tensor | None, str | Experts],
     taps: tuple[str, ...],
+    options: ForwardOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     family = family_of(config)
     kinds = family.kinds(config)
+    lo, hi = layers.start, layers.stop
     if not 0 <= lo <= hi <= len(kinds):
         raise ValueError(f"Layers {lo} to {hi} are asked for; the model has {len(kinds)}.")
     wanted = _wanted_taps(family, taps, kinds)
-    local = tuple(sorted({name for _, name in wanted} - {"input", "output"}))
     used = sorted(set(kinds[lo:hi]))
+    masks, freqs_cis = batch.masks, batch.freqs_cis
     _check_fit(params["layers"], x, masks, freqs_cis, kinds, used)
-    # named so in families that have one
-    softcap, sinks = getattr(config, "attention_softcap", None), getattr(family, "SINKS", False)
-    form = functools.partial(materialize, device=x.device, dtype=x.dtype, softcap=softcap, sinks=sinks)
-    ready: dict[str, MaskLike] = {}
-    for kind in used:
-        twin = next((other for other in ready if masks[other] is masks[kind]), None)
-        ready[kind] = ready[twin] if twin is not None else form(masks[kind], kernel, layout)
+    ready = _ready_masks(family, config, {kind: masks[kind] for kind in used}, x, options)
     sparse = [index for index, kind in enumerate(kinds) if _sparse(family, kind)]
-    valid, routing, experts = feed
+    valid, routing = batch.valid, batch.routing
     if any(lo <= index < hi for index in sparse):
         valid = _valid(valid, {kind: masks[kind] for kind in used}, x)
     if routing is not None:
         _check_routing(routing, x, len(sparse), config)
-    blocks: dict[str, Block] = {}
-    for kind in used:
-        bound = functools.partial(family.block, config=config, kind=kind, kernel=kernel, layout=layout)
-        if _sparse(family, kind):
-            bound = functools.partial(bound, experts=experts, taps=local)
-        else:
-            bound = functools.partial(bound, taps=tuple(name for name in local if name not in MOE_TAPS))
-        blocks[kind] = bound if layer_fn is None else layer_fn(bound)
+    blocks = _bound_blocks(family, config, used, tuple(sorted({name for _, name in wanted})), options)
     tapped: dict[str, Tensor] = {}
     for index in range(lo, hi):
         kind, before = kinds[index], x
         # Tensors of the batch are arguments of the call: bound to the block they would make it another one each time.
-        more: dict[str, Tensor | None] = {}
+        tensors: dict[str, Tensor | None] = {}
         if index in sparse:
-            more = {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
-        x, aux = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind], **more)
+            tensors = {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
+        x, aux = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors)
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
     return x, tapped
 
 
-def _sparse(family: Any, kind: str) -> bool:
+def _ready_masks(
+    family: Family, config: Any, masks: Mapping[str, MaskLike], x: Tensor, options: ForwardOptions
+) -> dict[str, MaskLike]:
+    """Each kind's mask in the form that the kernel reads, made once for all layers and once for kinds that share it."""
+    softcap, sinks = field_of(config, "attention_softcap"), may_have(family, "SINKS")
+    form = functools.partial(materialize, device=x.device, dtype=x.dtype, softcap=softcap, sinks=sinks)
+    ready: dict[str, MaskLike] = {}
+    for kind, mask in masks.items():
+        twin = next((other for other in ready if masks[other] is mask), None)
+        ready[kind] = ready[twin] if twin is not None else form(mask, options.kernel, options.layout)
+    return ready
+
+
+def _bound_blocks(
+    family: Family, config: Any, kinds: list[str], taps: tuple[str, ...], options: ForwardOptions
+) -> dict[str, Block]:
+    """{kind: a callable (layer, x, mask, freqs, **tensors) -> (x, aux)}; what is bound is hashable."""
+    inner = ForwardOptions(options.kernel, options.layout, None, options.experts, options.context)
+    blocks: dict[str, Block] = {}
+    for kind in kinds:
+        names = ("input", "output") if _sparse(family, kind) else ("input", "output", *MOE_TAPS)
+        own = tuple(name for name in taps if name not in names)
+        bound = functools.partial(family.block, config=config, kind=kind, options=inner, taps=own)
+        blocks[kind] = bound if options.layer_fn is None else options.layer_fn(bound)
+    return blocks
+
+
+def _sparse(family: Family, kind: str) -> bool:
     """Whether layers of this kind have experts. In families that have any, such kinds end in "_moe"."""
-    return getattr(family, "ROUTED", False) and kind.endswith("_moe")
+    return may_have(family, "ROUTED") and kind.endswith("_moe")
 
 
 def _cleared(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -339,16 +346,20 @@ def _check_fit(
                 )
 
 
-def _layer_taps(family: Any) -> str:
-    return "layers.N.NAME (N a layer or *) with NAME one of " + ", ".join(("input", "output", *family.TAPS))
+def _tap_names(family: Family) -> tuple[str, ...]:
+    return ("input", "output", *may_have(family, "TAPS"), *ATTENTION_TAPS)
 
 
-def _wanted_taps(family: Any, taps: tuple[str, ...], kinds: tuple[str, ...]) -> frozenset[tuple[int, str]]:
+def _layer_taps(family: Family) -> str:
+    return "layers.N.NAME (N a layer or *) with NAME one of " + ", ".join(_tap_names(family))
+
+
+def _wanted_taps(family: Family, taps: tuple[str, ...], kinds: tuple[str, ...]) -> frozenset[tuple[int, str]]:
     wanted, layers = set(), len(kinds)
     for tap in taps:
         head, _, rest = tap.partition(".")
         number, _, name = rest.partition(".")
-        known = head == "layers" and name in ("input", "output", *family.TAPS)
+        known = head == "layers" and name in _tap_names(family)
         if not known or not (number == "*" or (number.isdigit() and int(number) < layers)):
             raise ValueError(f"The tap {tap!r} is unknown; there are {_layer_taps(family)} and {layers} layers.")
         having = {i for i, kind in enumerate(kinds) if name not in MOE_TAPS or _sparse(family, kind)}

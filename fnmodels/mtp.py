@@ -11,21 +11,19 @@ The heads are parameters under "mtp" of a config with `num_nextn_predict_layers`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.linear import linear
-from fnmodels.ops.moe.experts import Experts
 from fnmodels.ops.norm import rms_norm
 
 from .apply import run_layers
-from .options import Kernel, LayerFn
+from .options import ForwardKwargs
 from .tree import Tree
 
 
@@ -54,12 +52,9 @@ def hidden(
     /,
     *,
     config: Any,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    layer_fn: LayerFn | None = None,
-    experts: str | Experts = "auto",
     taps: tuple[str, ...] = (),
     apart: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
+    **options: Unpack[ForwardKwargs],
 ) -> Any:
     """The states [B, S, D] of each head, a tuple; with taps (states, {"mtp.K.NAME": tensor}).
 
@@ -97,12 +92,9 @@ def hidden(
             last,
             last + 1,
             config=config,
-            kernel=kernel,
-            layout=layout,
-            layer_fn=layer_fn,
             valid=known,
-            experts=experts,
             taps=tuple(f"layers.{last}.{name}" for name in taps),
+            **options,
         )
         state, found = out if taps else (out, {})
         states.append(state)

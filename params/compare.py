@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fnmodels import family_of, forward, prepare, tree
 from fnmodels.errors import MismatchError, UnsupportedError, UserError
+from fnmodels.models.common.registry import may_have
 from fnmodels.models.common.storage import extract_parameter
 from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
@@ -123,7 +124,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
     if length < SHORTEST:
         raise UserError(f"--length is {length}, but must be at least {SHORTEST}")
     config = load_config(folder)
-    optional = getattr(family_of(config), "OPTIONAL", {})  # transformers does not load these
+    optional = may_have(family_of(config), "OPTIONAL")  # transformers does not load these
     config = dataclasses.replace(config, **dict.fromkeys(optional.values(), 0))
     params, mismatch = _params(folder, optional)
     transformers = _transformers()
@@ -290,7 +291,7 @@ def _value_faults(config: Any, params: Tree, theirs: Mapping[str, Tensor]) -> di
 
 def _ours(config: Any, params: Tree, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     """{tap: activation} of our model."""
-    names = ("output", *(name for name in ("attention", "mlp") if name in family_of(config).TAPS))
+    names = ("output", *(name for name in ("attention", "mlp") if name in may_have(family_of(config), "TAPS")))
     taps = ("embed", *(f"layers.*.{name}" for name in names))
     prepared = prepare(config, tokens, positions=batch.positions, segment_ids=batch.segment_ids)
     logits, tapped = forward(params, *prepared, config=config, kernel="math", taps=taps)

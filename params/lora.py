@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.registry import family_of, hf_names
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.common.storage import Stored
 from fnmodels.tree import Tree, pytree, static
@@ -323,7 +323,7 @@ def _adapters(params: Tree) -> dict[str, Lora]:
 
 def _modules(config: Any, paths: Iterable[str], *, strict: bool = True) -> dict[str, str]:
     """{path: the module in transformers whose weight it is}, from the names on disk."""
-    names: dict[str, Stored] = family_of(config).hf_names(config)
+    names: dict[str, Stored] = hf_names(config)
     found = {}
     for path in paths:
         stored = names[path]

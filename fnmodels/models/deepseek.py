@@ -14,27 +14,20 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import UnsupportedError
-from fnmodels.inputs.layout import Layout
-from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common import mtp
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.decoder import check_decoder, decoder_sizes, decoder_to_hf
-from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.attention.select import attention
-from fnmodels.ops.embedding import embed_tokens
-from fnmodels.ops.linear import linear
 from fnmodels.ops.mla import latent_qkv, latent_scale
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, glu
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.ops.moe.layer import KEPT, MOE_TAPS, moe
+from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
+from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out
-from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table
-from fnmodels.options import Kernel
+from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
@@ -94,7 +87,7 @@ class Config:
         return self.qk_rope_head_dim
 
     def __post_init__(self) -> None:
-        check_decoder(self, KINDS)
+        decoder.check_decoder(self, KINDS)
         mixture.check_groups(self)
 
     @staticmethod
@@ -105,7 +98,7 @@ class Config:
         v2 = model_type == "deepseek_v2"
         nope, rotating = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
         positions, kv_heads = (2048, 0) if v2 else (4096, 128)
-        sizes = decoder_sizes(fields, max_positions=positions, tied=False, kv_heads=kv_heads, head_dim=rotating)
+        sizes = decoder.decoder_sizes(fields, max_positions=positions, tied=False, kv_heads=kv_heads, head_dim=rotating)
         # Names that other families read; here they follow from others, and transformers ignores what they say.
         for name, value in (("head_dim", rotating), ("num_key_value_heads", sizes["num_attention_heads"])):
             if sizes.pop(name) != value:
@@ -130,20 +123,19 @@ class Config:
             model_type=model_type,
         )
         # how training spread the experts and kept them in balance
-        object.__setattr__(config, "extra", fields.finish(ignored=("ep_size", "aux_loss_alpha", "seq_aux")))
-        return config
+        return decoder.finished(config, fields, ignored=("ep_size", "aux_loss_alpha", "seq_aux"))
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         names += ["rms_norm_eps", "attention_bias", "hidden_act"]
-        own = mixture.grouped_to_hf(self) | {name: getattr(self, name) for name in names}
-        own["rope_parameters"] = rope_to_hf(self.rope)
+        own = mixture.grouped_to_hf(self) | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         if self.model_type == "deepseek_v2":
             method = "greedy" if self.n_group == 1 else "group_limited_greedy"
-            return decoder_to_hf(self, "DeepseekV2ForCausalLM", scoring_func="softmax", topk_method=method, **own)
-        own |= {"rope_interleave": self.rope_interleave, "num_nextn_predict_layers": self.num_nextn_predict_layers}
-        return decoder_to_hf(self, "DeepseekV3ForCausalLM", scoring_func="sigmoid", topk_method="noaux_tc", **own)
+            own |= {"scoring_func": "softmax", "topk_method": method}
+            return decoder.decoder_to_hf(self, "DeepseekV2ForCausalLM", *names, **own)
+        names += ["rope_interleave", "num_nextn_predict_layers"]
+        return decoder.decoder_to_hf(self, "DeepseekV3ForCausalLM", *names, **own)
 
 
 def _v2_experts(fields: Fields, layers: int) -> dict[str, Any]:
@@ -169,7 +161,7 @@ def spec(config: Config) -> Tree:
         return layer_leaves(D, attention, mixture.grouped_leaves(config, kind, selection_bias=biased))
 
     layers = [layer(kind) for kind in config.layer_kinds]
-    return decoder_leaves(config, layers) | mtp.heads(config, layer(config.layer_kinds[-1]))
+    return decoder_leaves(config, layers) | mtp.heads(config, layers[-1])
 
 
 def _widths(config: Config) -> dict[str, int]:
@@ -183,72 +175,28 @@ def hf_names(config: Config) -> dict[str, Stored]:
     return {p: n.replace("kv_a_proj", "kv_a_proj_with_mqa") if isinstance(n, str) else n for p, n in names.items()}
 
 
-def hf_copies(config: Config) -> dict[str, str]:
-    """{name on disk: path of the parameter it repeats}: what the heads have there beside their own."""
-    return mtp.copies(config)
+hf_copies = mtp.copies
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+unembed = decoder.unembed
 
 
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer, the keys of masks and freqs_cis."""
-    return config.layer_kinds
-
-
-def attention_masks(
-    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
-) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
-    return causal_masks(config.layer_kinds, None, positions, segment_ids, create=create)
-
-
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]} of the rotating part of a head."""
-    return dict.fromkeys(sorted(set(config.layer_kinds)), rotary_table(config.rope, config.head_dim, positions, length))
-
-
-def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]."""
-    return embed_tokens(params["embed_tokens"], inputs)
-
-
-def block(
-    layer: Tree,
-    x: Tensor,
-    mask: MaskLike,
-    freqs: Tensor,
-    /,
-    *,
-    config: Config,
-    kind: str,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    taps: tuple[str, ...] = (),
-    valid: Tensor | None = None,
-    routing: Tensor | None = None,
-    experts: str | Experts = "auto",
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {tap: tensor}); a sparse one always returns counts and router_logits."""
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     q, k, v = latent_qkv(weights, normed, freqs, **_widths(config), rotate=rotate)
-    scale = latent_scale(config.rope, q.shape[-1])
-    attended = project_out(weights, attention(q, k, v, mask, kernel=kernel, scale=scale, layout=layout))
-    middle = x + attended
-    normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
-    named = {"attention": attended, "middle": middle}
+    mixed = ctx.attend(q, k, v, mask, scale=latent_scale(config.rope, q.shape[-1]))
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":
-        named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
-        return middle + named["mlp"], {name: named[name] for name in taps}
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
     how = mixture.grouped_choice(config, ROUTER.output_dtype(x.dtype))
     how |= {} if config.softmax_scores else {"bias": layer["mlp"]["selection_bias"]}
     route = functools.partial(softmax_top_k if config.softmax_scores else sigmoid_top_k, **how)
-    act = functools.partial(glu, activation=config.hidden_act)
-    given: Any = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel}
-    fed, routed = moe(layer["mlp"], normed, route, act=act, wide_router=ROUTER.wide_projection, **given)
-    return middle + fed, {name: (named | routed | {"mlp": fed})[name] for name in (*KEPT, *taps)}
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
+    fed = ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, wide_router=ROUTER.wide_projection)
+    return x + ctx.tap("mlp", fed)

@@ -7,39 +7,29 @@ place of capping them, has five sliding layers to one full, and a rotary table f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.layout import Layout
-from fnmodels.inputs.mask import Create, MaskLike, build_mask, causal_masks
+from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import BidirectionalWindow, Everything
+from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.decoder import (
-    check_decoder,
-    decoder_name,
-    decoder_sizes,
-    decoder_to_hf,
-    layer_types,
-    patterned_layers,
-    sliding_layers,
-    sliding_pattern,
-)
+from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
-from fnmodels.models.common.spec import attention_leaves, decoder_leaves, gated_mlp_leaves, norm
-from fnmodels.ops.attention.select import attention
+from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-from fnmodels.options import Kernel
-from fnmodels.tree import Tree, flatten
+from fnmodels.ops.rotary import Rope, apply_rotary
+from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
+KINDS = ("full", "sliding")
 TAPS = ("attention", "middle", "mlp")
 
 _GELU = "gelu_pytorch_tanh"
@@ -47,17 +37,9 @@ _ARCHITECTURES = dict(zip(MODEL_TYPES, ("Gemma", "Gemma2", "Gemma3"), strict=Tru
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes and switches. `layer_kinds` names "full" or "sliding" per layer; left empty, every layer is "full"."""
+class Config(decoder.BaseConfig):
+    """Sizes and switches."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int = 0  # 0: hidden_size / num_attention_heads
-    rope: Rope = Rope()  # noqa: RUF009 - frozen
     local_rope: Rope = Rope()  # noqa: RUF009 - of sliding layers
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
@@ -70,15 +52,10 @@ class Config:
     hidden_act: str = "gelu_pytorch_tanh"
     sliding_window: int | None = None
     bidirectional: bool = False
-    layer_kinds: tuple[str, ...] = ()
     max_position_embeddings: int = 8192
-    initializer_range: float = 0.02
-    # kept for saving only
-    model_type: str = field(default="gemma", compare=False)
-    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_decoder(self, ("full", "sliding"))
+        super().__post_init__()
         if not self.query_scalar:
             object.__setattr__(self, "query_scalar", float(self.head_dim))
 
@@ -89,16 +66,18 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         first, third = model_type == "gemma", model_type == "gemma3_text"
         positions = 131072 if third else 8192
-        sizes = decoder_sizes(fields, max_positions=positions, tied=True, kv_heads=16 if first else 4, head_dim=256)
+        sizes = decoder.decoder_sizes(
+            fields, max_positions=positions, tied=True, kv_heads=16 if first else 4, head_dim=256
+        )
         layers, head_dim = sizes["num_hidden_layers"], sizes["head_dim"]
         how = {"head_dim": head_dim, "max_positions": sizes["max_position_embeddings"]}
         if third:
-            slides = patterned_layers(fields, sliding_pattern(fields, 6), layers)
+            slides = decoder.patterned_layers(fields, decoder.sliding_pattern(fields, 6), layers)
             thetas = {"full_attention": 1e6, "sliding_attention": fields.number("rope_local_base_freq", 1e4)}
             ropes = ropes_by_layer_type(fields, thetas, scaled="full_attention", **how)
             rope, local = ropes["full_attention"], ropes["sliding_attention"]
         else:
-            slides = [False] * layers if first else sliding_layers(fields, [i % 2 == 0 for i in range(layers)])
+            slides = [False] * layers if first else decoder.sliding_layers(fields, [i % 2 == 0 for i in range(layers)])
             rope = local = rope_from_hf(fields, theta=1e4, **how)
         activation = fields.choice("hidden_act" if first else "hidden_activation", tuple(ACTIVATIONS), _GELU)
         if first:
@@ -128,8 +107,7 @@ class Config:
             layer_kinds=tuple("sliding" if s else "full" for s in slides),
             model_type=model_type,
         )
-        object.__setattr__(config, "extra", fields.finish())
-        return config
+        return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
@@ -140,11 +118,11 @@ class Config:
         if self.model_type != "gemma":
             whole = int(self.query_scalar) if self.query_scalar.is_integer() else self.query_scalar  # HF wants an int
             own |= {"query_pre_attn_scalar": whole, "sliding_window": self.sliding_window}
-            own["layer_types"] = layer_types([kind == "sliding" for kind in self.layer_kinds])
+            own["layer_types"] = decoder.layer_types([kind == "sliding" for kind in self.layer_kinds])
             own |= {"final_logit_softcapping": self.final_softcap, "attn_logit_softcapping": self.attention_softcap}
         if self.model_type == "gemma3_text":
             own["use_bidirectional_attention"] = self.bidirectional
-        return decoder_to_hf(self, f"{_ARCHITECTURES[self.model_type]}ForCausalLM", **own)
+        return decoder.decoder_to_hf(self, f"{_ARCHITECTURES[self.model_type]}ForCausalLM", **own)
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
@@ -156,49 +134,28 @@ def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]; norms begin at 0, which multiplies by 1."""
-    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
-    biases = {"qkv_bias": config.attention_bias, "o_bias": config.attention_bias}
-
-    def layer() -> Tree:
-        attention = attention_leaves(D, config.num_attention_heads, config.num_key_value_heads, H, std=std, **biases)
-        if config.qk_norm:
-            attention |= {"q_norm": norm(H, "head_dim", 0.0), "k_norm": norm(H, "head_dim", 0.0)}
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if config.sandwich:
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        mlp = gated_mlp_leaves(D, config.intermediate_size, std=std)
-        return {name: norm(D, "embed", 0.0) for name in norms} | {"attention": attention, "mlp": mlp}
-
-    layers = [layer() for _ in range(config.num_hidden_layers)]
-    return decoder_leaves(config, layers) | {"norm": norm(D, "embed", 0.0)}
+    D, biased = config.hidden_size, config.attention_bias
+    attention = usual_attention(config, qkv_bias=biased, o_bias=biased)
+    attention |= head_norms(config, 0.0) if config.qk_norm else {}
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if config.sandwich else []
+    layer = {name: norm(D, "embed", 0.0) for name in norms} | {"attention": attention, "mlp": usual_mlp(config)}
+    return decoder_leaves(config, [layer for _ in config.layer_kinds]) | {"norm": norm(D, "embed", 0.0)}
 
 
-def hf_names(config: Config) -> dict[str, str]:
-    """{path of a parameter: its name on disk}."""
-    return {path: decoder_name(path) for path in flatten(spec(config))}
-
-
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer, the keys of masks and freqs_cis."""
-    return config.layer_kinds
+hf_names = decoder.hf_names
+kinds = decoder.kinds
+freqs_cis = decoder.freqs_cis_by_window
 
 
 def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
+    """{kind: mask}: as usual, or looking both ways; positions and segment_ids [B, S]."""
     if not config.bidirectional:
-        return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
+        return decoder.attention_masks(config, positions, segment_ids, create=create)
     rules = {"full": Everything(), "sliding": BidirectionalWindow((config.sliding_window or 0) // 2)}
-    used = sorted(set(config.layer_kinds))
-    return {kind: build_mask(rules[kind], positions, segment_ids, create=create) for kind in used}
-
-
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]}."""
-    ropes = {"full": config.rope, "sliding": config.local_rope}
-    used, H = sorted(set(config.layer_kinds)), config.head_dim
-    return {kind: rotary_table(ropes[kind], H, positions, length) for kind in used}
+    return masks_of({kind: rules[kind] for kind in config.layer_kinds}, positions, segment_ids, create=create)
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
@@ -208,20 +165,9 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     return x if tokens.is_floating_point() else x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
 
 
-def block(
-    layer: Tree,
-    x: Tensor,
-    mask: MaskLike,
-    freqs: Tensor,
-    /,
-    *,
-    config: Config,
-    kind: str,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    taps: tuple[str, ...] = (),
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {tap: tensor})."""
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
     weights, eps = layer["attention"], config.rms_norm_eps
     normed = rms_norm_zero_centered(x, layer["input_layernorm"], eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
@@ -229,25 +175,21 @@ def block(
         q = rms_norm_zero_centered(q, weights["q_norm"], eps=eps)
         k = rms_norm_zero_centered(k, weights["k_norm"], eps=eps)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    scale, softcap = config.query_scalar**-0.5, config.attention_softcap
-    mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, softcap=softcap, layout=layout)
-    attended = project_out(weights, mixed)
-    before_mlp = "post_attention_layernorm"
+    mixed = ctx.attend(q, k, v, mask, scale=config.query_scalar**-0.5, softcap=config.attention_softcap)
+    attended, before_mlp = project_out(weights, mixed), "post_attention_layernorm"
     if config.sandwich:
         attended = rms_norm_zero_centered(attended, layer["post_attention_layernorm"], eps=eps)
         before_mlp = "pre_feedforward_layernorm"
-    middle = x + attended
-    normed = rms_norm_zero_centered(middle, layer[before_mlp], eps=eps)
+    x = ctx.tap("middle", x + ctx.tap("attention", attended))
+    normed = rms_norm_zero_centered(x, layer[before_mlp], eps=eps)
     fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
     if config.sandwich:
         fed = rms_norm_zero_centered(fed, layer["post_feedforward_layernorm"], eps=eps)
-    named = {"attention": attended, "middle": middle, "mlp": fed}
-    return middle + fed, {name: named[name] for name in taps}
+    return x + ctx.tap("mlp", fed)
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head, capped where the config says so: logits [B, S, V]."""
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    logits = linear(rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps), head)
-    cap = config.final_softcap
+    normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
+    logits, cap = linear(normed, decoder.head(params, config)), config.final_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)

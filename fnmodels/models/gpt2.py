@@ -15,19 +15,17 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
+from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, TensorSlice
-from fnmodels.ops.attention.select import attention
 from fnmodels.ops.embedding import embed_tokens, look_up
-from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import no_rotation
-from fnmodels.options import Kernel
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt2",)
@@ -217,36 +215,20 @@ def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     return embed_tokens(params["embed_tokens"], tokens) + placed
 
 
+@with_context
 def block(
-    layer: Tree,
-    x: Tensor,
-    mask: MaskLike,
-    freqs: dict[str, Tensor],
-    /,
-    *,
-    config: Config,
-    kind: str,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    taps: tuple[str, ...] = (),
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {tap: tensor})."""
+    layer: Tree, x: Tensor, mask: Any, freqs: dict[str, Tensor], /, *, config: Config, kind: str, ctx: Context
+) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
     eps, weights = config.layer_norm_eps, layer["attention"]
-    scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
     normed = layer_norm(x, layer["input_layernorm"], layer["input_layernorm_bias"], eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
     if "scale" in freqs:
         q = q * freqs["scale"][..., None, None].to(q.dtype)
-    mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, layout=layout)
-    attended = project_out(weights, mixed)
-    middle = x + attended
-    normed = layer_norm(middle, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
-    fed = plain_mlp(layer["mlp"], normed, activation=config.hidden_act)
-    named = {"attention": attended, "middle": middle, "mlp": fed}
-    return middle + fed, {name: named[name] for name in taps}
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5 if config.scale_attn_weights else 1.0)
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = layer_norm(x, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
+    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))
 
 
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return linear(layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps), head)
+unembed = decoder.unembed_layer_norm

@@ -6,27 +6,22 @@ with a norm each, or one after the other. On disk q, k and v of each head lie to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.layout import Layout
-from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields, shown
-from fnmodels.models.common.decoder import check_decoder, decoder_sizes, decoder_to_hf
+from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
-from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
+from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice
-from fnmodels.ops.attention.select import attention
-from fnmodels.ops.embedding import embed_tokens
-from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-from fnmodels.options import Kernel
+from fnmodels.ops.rotary import Rope, apply_rotary
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_neox",)
@@ -44,31 +39,18 @@ _ON_DISK = {
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes and switches. `layer_kinds` is "full" for every layer."""
+class Config(decoder.BaseConfig):
+    """Sizes and switches."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int = 0  # 0: hidden_size / num_attention_heads
     rope: Rope = Rope(partial=0.25)  # noqa: RUF009 - frozen
     layer_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
     attention_bias: bool = True
     use_parallel_residual: bool = True
     hidden_act: str = "gelu"
-    layer_kinds: tuple[str, ...] = ()
     max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    # kept for saving only
-    model_type: str = field(default="gpt_neox", compare=False)
-    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_decoder(self, ("full",))
+        super().__post_init__()
         heads = self.num_attention_heads
         if self.num_key_value_heads != heads or self.head_dim * heads != self.hidden_size:
             raise ConfigError(
@@ -81,7 +63,7 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        sizes = decoder_sizes(fields, max_positions=2048, tied=False)
+        sizes = decoder.decoder_sizes(fields, max_positions=2048, tied=False)
         config = Config(
             **sizes,
             rope=_rope(fields, sizes["head_dim"], sizes["max_position_embeddings"]),
@@ -91,16 +73,14 @@ class Config:
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu"),
             model_type=model_type,
         )
-        object.__setattr__(config, "extra", fields.finish())
-        return config
+        return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        own = ("layer_norm_eps", "attention_bias", "use_parallel_residual", "hidden_act")
-        # Both are always said: transformers falls back to names of its own for this family.
+        names = ("layer_norm_eps", "attention_bias", "use_parallel_residual", "hidden_act")
+        # Both are always written: transformers falls back to names of its own for this family.
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
-        rest = {name: getattr(self, name) for name in own}
-        return decoder_to_hf(self, "GPTNeoXForCausalLM", rope_parameters=rope, **rest)
+        return decoder.decoder_to_hf(self, "GPTNeoXForCausalLM", *names, rope_parameters=rope)
 
 
 def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
@@ -122,25 +102,10 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
-    heads, bias = config.num_attention_heads, config.attention_bias
-
-    def layer() -> Tree:
-        return {
-            **layer_norm_leaves("input_layernorm", D, "embed"),
-            "attention": attention_leaves(D, heads, heads, H, std=std, qkv_bias=bias, o_bias=bias),
-            **layer_norm_leaves("post_attention_layernorm", D, "embed"),
-            "mlp": plain_mlp_leaves(D, config.intermediate_size, std=std),
-        }
-
-    tree: Tree = {
-        "embed_tokens": embedding(config.vocab_size, D, std),
-        "layers": [layer() for _ in range(config.num_hidden_layers)],
-        **layer_norm_leaves("norm", D, "embed"),
-    }
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
-    return tree
+    D, biased = config.hidden_size, config.attention_bias
+    mlp = plain_mlp_leaves(D, config.intermediate_size, std=config.initializer_range)
+    layer = layer_leaves(D, usual_attention(config, qkv_bias=biased, o_bias=biased), mlp, norm_bias=True)
+    return decoder_leaves(config, [layer for _ in config.layer_kinds], norm_bias=True)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -165,56 +130,22 @@ def _stored(path: str, config: Config) -> Stored:
     return ".".join(("gpt_neox", *filter(None, (where, _ON_DISK.get(stem, stem))), ending))
 
 
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer, the keys of masks and freqs_cis."""
-    return config.layer_kinds
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+unembed = decoder.unembed_layer_norm
 
 
-def attention_masks(
-    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
-) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
-    return causal_masks(config.layer_kinds, None, positions, segment_ids, create=create)
-
-
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]}."""
-    return dict.fromkeys(config.layer_kinds, rotary_table(config.rope, config.head_dim, positions, length))
-
-
-def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]."""
-    return embed_tokens(params["embed_tokens"], inputs)
-
-
-def block(
-    layer: Tree,
-    x: Tensor,
-    mask: MaskLike,
-    freqs: Tensor,
-    /,
-    *,
-    config: Config,
-    kind: str,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    taps: tuple[str, ...] = (),
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {tap: tensor})."""
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
     eps, weights = config.layer_norm_eps, layer["attention"]
     normed = layer_norm(x, layer["input_layernorm"], layer["input_layernorm_bias"], eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
-    attended = project_out(weights, mixed)
-    read = x if config.use_parallel_residual else x + attended
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    after = x + ctx.tap("attention", project_out(weights, mixed))
+    read = x if config.use_parallel_residual else after
     normed = layer_norm(read, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
-    fed = plain_mlp(layer["mlp"], normed, activation=config.hidden_act)
-    named = {"attention": attended, "mlp": fed}
-    return x + attended + fed, {name: named[name] for name in taps}
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return linear(layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps), head)
+    return after + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))

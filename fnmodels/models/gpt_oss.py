@@ -13,32 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.inputs.layout import Layout
-from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.decoder import (
-    check_decoder,
-    decoder_name,
-    decoder_sizes,
-    decoder_to_hf,
-    layer_types,
-    sliding_layers,
-)
+from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.moe import check_experts, experts_from_hf, transposed_experts
-from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
-from fnmodels.models.common.spec import Leaf, Normal, attention_leaves, decoder_leaves, layer_leaves, moe_leaves
+from fnmodels.models.common.rope_config import parse_rope, rope_values
+from fnmodels.models.common.spec import Leaf, Normal, decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.attention.select import attention
-from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.ops.moe.layer import KEPT, MOE_TAPS, moe
+from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.ops.norm import rms_norm_fp32_weight
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-from fnmodels.options import Kernel
-from fnmodels.tree import Tree, flatten
+from fnmodels.ops.rotary import Rope, apply_rotary
+from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt_oss",)
 KINDS = ("full_moe", "sliding_moe")
@@ -79,7 +67,7 @@ class Config:
     extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_decoder(self, KINDS)
+        decoder.check_decoder(self, KINDS)
         check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
@@ -87,9 +75,9 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        sizes = decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=64)
+        sizes = decoder.decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=64)
         experts, chosen = experts_from_hf(fields, 128, 4, sizes["num_hidden_layers"])
-        slides = sliding_layers(fields, [i % 2 == 0 for i in range(sizes["num_hidden_layers"])])
+        slides = decoder.sliding_layers(fields, [i % 2 == 0 for i in range(sizes["num_hidden_layers"])])
         fields.expect("hidden_act", "silu")  # its experts have their own activation, whatever stands here
         # written twice, under the names of OpenAI's own code
         fields.expect("experts_per_token", chosen)
@@ -108,15 +96,14 @@ class Config:
             layer_kinds=tuple("sliding_moe" if slide else "full_moe" for slide in slides),
             model_type=model_type,
         )
-        object.__setattr__(config, "extra", fields.finish())
-        return config
+        return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
         names = ("rms_norm_eps", "attention_bias", "swiglu_alpha", "swiglu_limit", "sliding_window")
-        own = {name: getattr(self, name) for name in (*names, "num_local_experts", "num_experts_per_tok")}
-        own |= {"layer_types": layer_types([kind.startswith("sliding") for kind in self.layer_kinds])}
-        return decoder_to_hf(self, "GptOssForCausalLM", rope_parameters=rope_to_hf(self.rope), **own)
+        types = decoder.layer_types([kind.startswith("sliding") for kind in self.layer_kinds])
+        experts = ("num_local_experts", "num_experts_per_tok")
+        return decoder.decoder_to_hf(self, "GptOssForCausalLM", *names, *experts, layer_types=types)
 
 
 def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
@@ -127,23 +114,20 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]; of attention and experts with biases, one sink for each head."""
-    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
-    heads, kv_heads, on = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+    D, std, on = config.hidden_size, config.initializer_range, config.attention_bias
+    attention = usual_attention(config, qkv_bias=on, o_bias=on)
+    heads, dtype = config.num_attention_heads, attention["q_proj"].dtype
+    attention["sinks"] = Leaf((heads,), dtype, ("heads",), Normal(std), decay=False)
     experts, inner = config.num_local_experts, config.intermediate_size
-
-    def layer() -> Tree:
-        attention = attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=on, o_bias=on)
-        sinks = Leaf((heads,), attention["q_proj"].dtype, ("heads",), Normal(std), decay=False)
-        mlp = moe_leaves(D, experts, inner, std=std, biases=True, router_bias=True)
-        return layer_leaves(D, {**attention, "sinks": sinks}, mlp)
-
-    return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
+    mlp = moe_leaves(D, experts, inner, std=std, biases=True, router_bias=True)
+    layer = layer_leaves(D, attention, mlp)
+    return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk, or its part of a tensor of all experts}."""
     D, inner = config.hidden_size, config.intermediate_size
-    names: dict[str, Stored] = {path: decoder_name(path) for path in flatten(spec(config))}
+    names: dict[str, Stored] = decoder.hf_names(config)
     for i in range(config.num_hidden_layers):
         ours, theirs = f"layers.{i}.mlp", f"model.layers.{i}.mlp"
         names[f"layers.{i}.attention.sinks"] = f"model.layers.{i}.self_attn.sinks"
@@ -156,26 +140,10 @@ def hf_names(config: Config) -> dict[str, Stored]:
     return names
 
 
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer, the keys of masks and freqs_cis."""
-    return config.layer_kinds
-
-
-def attention_masks(
-    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
-) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
-    return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
-
-
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]}."""
-    return dict.fromkeys(sorted(set(config.layer_kinds)), rotary_table(config.rope, config.head_dim, positions, length))
-
-
-def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]."""
-    return embed_tokens(params["embed_tokens"], inputs)
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
@@ -184,44 +152,22 @@ def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> T
     return gate * (alpha * gate).sigmoid() * (up + 1)
 
 
-def block(
-    layer: Tree,
-    x: Tensor,
-    mask: MaskLike,
-    freqs: Tensor,
-    /,
-    *,
-    config: Config,
-    kind: str,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    taps: tuple[str, ...] = (),
-    valid: Tensor | None = None,
-    routing: Tensor | None = None,
-    experts: str | Experts = "auto",
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see
-    `ops.moe.layer`.
-    """
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm_fp32_weight(x, layer["input_layernorm"], eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    scale, sinks = config.head_dim**-0.5, weights["sinks"]
-    mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, sinks=sinks, layout=layout)
-    attended = project_out(weights, mixed)
-    middle = x + attended
-    normed = rms_norm_fp32_weight(middle, layer["post_attention_layernorm"], eps=eps)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5, sinks=weights["sinks"])
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = rms_norm_fp32_weight(x, layer["post_attention_layernorm"], eps=eps)
     route = functools.partial(top_k_softmax, k=config.num_experts_per_tok, dtype=ROUTER.output_dtype(x.dtype))
     act = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
-    fed, routed = moe(
-        layer["mlp"], normed, route, valid=valid, routing=routing, experts=experts, act=act, kernel=kernel
-    )
-    named = {"attention": attended, "middle": middle, "mlp": fed, **routed}
-    return middle + fed, {name: named[name] for name in (*KEPT, *taps)}
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=act))
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and head: logits [B, S, V]."""
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return linear(rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), head)
+    normed = rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps)
+    return linear(normed, decoder.head(params, config))

@@ -15,27 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import Causal, Chunk
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
-from fnmodels.models.common.spec import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.spec import decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.attention.select import attention
-from fnmodels.ops.embedding import embed_tokens
-from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, glu
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.ops.moe.layer import KEPT, MOE_TAPS, moe
+from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_sigmoid
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
-from fnmodels.options import Kernel
-from fnmodels.tree import Tree, flatten
+from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama4", "llama4_text")
 KINDS = tuple(see + nope + moe for see in ("chunked", "full") for nope in ("", "_nope") for moe in ("_moe", ""))
@@ -47,26 +41,18 @@ TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 _VISION = ("vision_config", "image_token_index", "boi_token_index", "eoi_token_index")
 
 
-@dataclass(frozen=True)
-class Config:
-    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "chunked_moe".
+@dataclass(frozen=True, kw_only=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches; intermediate_size is that of one expert, and of the shared one.
 
     "chunked" layers see their chunk, "full" ones everything; "_nope": nothing rotates; "_moe": with experts.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int  # of one expert, and of the shared one
     intermediate_size_mlp: int  # of layers without experts
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
     num_local_experts: int
     num_experts_per_tok: int
-    head_dim: int = 0  # 0: hidden_size / num_attention_heads
     rope: Rope = Rope(500000.0)  # noqa: RUF009 - frozen
     rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
     attention_bias: bool = False
     use_qk_norm: bool = True
     # queries without rotation are multiplied by 1 + attn_scale ln(1 + floor((position + 1) / floor_scale))
@@ -74,16 +60,10 @@ class Config:
     attn_scale: float = 0.1
     floor_scale: int = 8192
     attention_chunk_size: int = 8192
-    hidden_act: str = "silu"
-    layer_kinds: tuple[str, ...] = ()
-    max_position_embeddings: int = 131072
-    initializer_range: float = 0.02
-    # kept for saving only
     model_type: str = field(default="llama4_text", compare=False)
-    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        decoder.check_decoder(self, KINDS)
+        super().__post_init__()
         mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
@@ -96,18 +76,16 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         if model_type == "llama4":
             fields = decoder.text_part(fields, "llama4_text", ignored=_VISION)
-        sizes = decoder.decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=128)
-        where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
-        experts, chosen = mixture.experts_from_hf(fields, 16, 1, sizes["num_hidden_layers"])
+        usual = decoder.base_fields(fields, ("llama4_text",), theta=5e5, max_positions=131072, kv_heads=8, head_dim=128)
+        experts, chosen = mixture.experts_from_hf(fields, 16, 1, usual["num_hidden_layers"])
         fields.expect("router_jitter_noise", 0.0, 0)
         fields.expect("for_llm_compressor", False)
         fields.expect("attn_temperature_tuning", True, False, 4)  # the first files have 4, as a yes
         config = Config(
-            **sizes,
+            **usual | {"model_type": model_type},
             intermediate_size_mlp=fields.integer("intermediate_size_mlp", 16384),
             num_local_experts=experts,
             num_experts_per_tok=chosen,
-            rope=rope_from_hf(fields, theta=500000.0, **where),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
             attention_bias=fields.boolean("attention_bias", False),
             use_qk_norm=fields.boolean("use_qk_norm", True),
@@ -115,24 +93,21 @@ class Config:
             attn_scale=fields.number("attn_scale", 0.1),
             floor_scale=fields.integer("floor_scale", 8192),
             attention_chunk_size=fields.integer("attention_chunk_size", 8192),
-            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-            layer_kinds=_layer_kinds(fields, sizes["num_hidden_layers"]),
-            model_type=model_type,
+            layer_kinds=_layer_kinds(fields, usual["num_hidden_layers"]),
         )
-        object.__setattr__(config, "extra", fields.finish())
-        return config
+        return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect, of model type llama4 with nothing but `text_config`."""
         names = ["intermediate_size_mlp", "rms_norm_eps", "attention_bias", "use_qk_norm", "attn_temperature_tuning"]
         names += ["attn_scale", "floor_scale", "attention_chunk_size", "hidden_act", "num_local_experts"]
-        own = {name: getattr(self, name) for name in (*names, "num_experts_per_tok")}
+        names += ["num_experts_per_tok"]
         chunked = [kind.startswith("chunked") for kind in self.layer_kinds]
-        own["layer_types"] = decoder.layer_types(chunked, near="chunked_attention")
+        own: dict[str, Any] = {"layer_types": decoder.layer_types(chunked, near="chunked_attention")}
         own["no_rope_layers"] = [int("nope" not in kind) for kind in self.layer_kinds]  # 1: it has one
         own["moe_layers"] = [i for i, kind in enumerate(self.layer_kinds) if kind.endswith("_moe")]
         text = replace(self, model_type="llama4_text")
-        inner = decoder.decoder_to_hf(text, "Llama4ForCausalLM", rope_parameters=rope_to_hf(self.rope), **own)
+        inner = decoder.decoder_to_hf(text, "Llama4ForCausalLM", *names, **own)
         if self.model_type == "llama4_text":
             return inner
         outer = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
@@ -154,17 +129,13 @@ def _layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
-    heads, kv_heads, on = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
-    experts, inner = config.num_local_experts, config.intermediate_size
-
-    def layer(kind: str) -> Tree:
-        mlp: Tree = gated_mlp_leaves(D, config.intermediate_size_mlp, std=std)
-        if kind.endswith("_moe"):
-            mlp = moe_leaves(D, experts, inner, std=std, shared=inner)
-        return layer_leaves(D, attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=on, o_bias=on), mlp)
-
-    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
+    D, std, on = config.hidden_size, config.initializer_range, config.attention_bias
+    attention = usual_attention(config, qkv_bias=on, o_bias=on)
+    inner = config.intermediate_size
+    sparse = moe_leaves(D, config.num_local_experts, inner, std=std, shared=inner)
+    dense: Tree = gated_mlp_leaves(D, config.intermediate_size_mlp, std=std)
+    mlps = [sparse if kind.endswith("_moe") else dense for kind in config.layer_kinds]
+    return decoder_leaves(config, [layer_leaves(D, attention, mlp) for mlp in mlps])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -172,7 +143,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
     D, inner = config.hidden_size, config.intermediate_size
     prefix = "language_model." if config.model_type == "llama4" else ""
     names: dict[str, Stored] = {
-        path: prefix + decoder.decoder_name(path).replace(".mlp.", ".feed_forward.") for path in flatten(spec(config))
+        path: prefix + name.replace(".mlp.", ".feed_forward.") for path, name in decoder.hf_names(config).items()
     }
     for i, kind in enumerate(config.layer_kinds):
         if kind.endswith("_moe"):
@@ -181,9 +152,9 @@ def hf_names(config: Config) -> dict[str, Stored]:
     return names
 
 
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer, the keys of masks and freqs_cis."""
-    return config.layer_kinds
+kinds = decoder.kinds
+embed = decoder.embed
+unembed = decoder.unembed
 
 
 def attention_masks(
@@ -205,30 +176,11 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     return {kind: still if "nope" in kind else rotates for kind in sorted(set(config.layer_kinds))}
 
 
-def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]."""
-    return embed_tokens(params["embed_tokens"], inputs)
-
-
+@with_context
 def block(
-    layer: Tree,
-    x: Tensor,
-    mask: MaskLike,
-    freqs: dict[str, Tensor],
-    /,
-    *,
-    config: Config,
-    kind: str,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    taps: tuple[str, ...] = (),
-    valid: Tensor | None = None,
-    routing: Tensor | None = None,
-    experts: str | Experts = "auto",
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see
-    `ops.moe.layer`.
-    """
+    layer: Tree, x: Tensor, mask: Any, freqs: dict[str, Tensor], /, *, config: Config, kind: str, ctx: Context
+) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
     weights, eps = layer["attention"], config.rms_norm_eps
     q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
     q, k = (apply_rotary_interleaved(t, freqs["table"]) for t in (q, k))
@@ -236,21 +188,10 @@ def block(
         q, k = rms_norm(q, None, eps=eps), rms_norm(k, None, eps=eps)
     if "temperature" in freqs:
         q = (q * freqs["temperature"][..., None, None]).to(q.dtype)
-    mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
-    attended = project_out(weights, mixed)
-    middle = x + attended
-    normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
-    named = {"attention": attended, "middle": middle}
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
-        named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
-        return middle + named["mlp"], {name: named[name] for name in taps}
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
     route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok, dtype=ROUTER.output_dtype(x.dtype))
-    given: Any = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel, "input_weighted": True}
-    fed, routed = moe(layer["mlp"], normed, route, act=functools.partial(glu, activation=config.hidden_act), **given)
-    return middle + fed, {name: (named | routed | {"mlp": fed})[name] for name in (*KEPT, *taps)}
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head: logits [B, S, V]."""
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, input_weighted=True))

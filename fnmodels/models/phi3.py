@@ -7,65 +7,42 @@ of follows from `length` alone, never from an earlier call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.inputs.layout import Layout
-from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.decoder import check_decoder, decoder_name, decoder_sizes, decoder_to_hf, fused
-from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
-from fnmodels.models.common.spec import attention_leaves, decoder_leaves, gated_mlp_leaves, layer_leaves
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.attention.select import attention
-from fnmodels.ops.embedding import embed_tokens
-from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-from fnmodels.options import Kernel
+from fnmodels.ops.rotary import Rope, apply_rotary
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("phi3",)
+KINDS = ("full", "sliding")
 TAPS = ("attention", "middle", "mlp")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes and switches. `layer_kinds` is all "full", or all "sliding" where there is a window; left empty, "full"."""
+class Config(decoder.BaseConfig):
+    """Sizes and switches. `layer_kinds` is all "full", or all "sliding" where there is a window."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int = 0  # 0: hidden_size / num_attention_heads
-    rope: Rope = Rope()  # noqa: RUF009 - frozen
     rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
     sliding_window: int | None = None
-    layer_kinds: tuple[str, ...] = ()
     max_position_embeddings: int = 4096
-    initializer_range: float = 0.02
-    # kept for saving only
-    model_type: str = field(default="phi3", compare=False)
-    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        check_decoder(self, ("full", "sliding"))
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        sizes = decoder_sizes(fields, max_positions=4096, tied=False)
+        sizes = decoder.decoder_sizes(fields, max_positions=4096, tied=False)
         for name in ("attention_bias", "mlp_bias", "lm_head_bias"):  # published files say that there are none
             fields.expect(name, False)
         for name in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini's first code; no other value means a thing
@@ -80,17 +57,14 @@ class Config:
             layer_kinds=("sliding" if window else "full",) * sizes["num_hidden_layers"],
             model_type=model_type,
         )
-        object.__setattr__(config, "extra", fields.finish())
-        return config
+        return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where the model type has no word for this model."""
-        own = {name: getattr(self, name) for name in ("rms_norm_eps", "hidden_act", "sliding_window")}
         # transformers reads the original context here, and where nothing is scaled it has no other
-        own["original_max_position_embeddings"] = (
-            self.rope.original_max_position_embeddings or self.max_position_embeddings
-        )
-        return decoder_to_hf(self, "Phi3ForCausalLM", rope_parameters=rope_to_hf(self.rope), **own)
+        original = self.rope.original_max_position_embeddings or self.max_position_embeddings
+        names = ("rms_norm_eps", "hidden_act", "sliding_window")
+        return decoder.decoder_to_hf(self, "Phi3ForCausalLM", *names, original_max_position_embeddings=original)
 
 
 def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
@@ -112,82 +86,33 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
     return rope
 
 
-def spec(config: Config) -> Tree:
-    """The parameters: weights [out, in]."""
-    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-
-    def layer() -> Tree:
-        mlp = gated_mlp_leaves(D, config.intermediate_size, std=std)
-        return layer_leaves(D, attention_leaves(D, heads, kv_heads, H, std=std), mlp)
-
-    return decoder_leaves(config, [layer() for _ in range(config.num_hidden_layers)])
+spec = decoder.spec
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk, or its rows of a fused tensor}."""
     flat = flatten(spec(config))
-    names: dict[str, Stored] = {path: decoder_name(path) for path in flat}
+    names: dict[str, Stored] = decoder.hf_names(config)
     for i in range(config.num_hidden_layers):
-        names |= fused(flat, f"layers.{i}.attention", "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        names |= fused(flat, f"layers.{i}.mlp", "gate_up_proj", ("gate_proj", "up_proj"))
+        names |= decoder.fused(flat, f"layers.{i}.attention", "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        names |= decoder.fused(flat, f"layers.{i}.mlp", "gate_up_proj", ("gate_proj", "up_proj"))
     return names
 
 
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer, the keys of masks and freqs_cis."""
-    return config.layer_kinds
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+unembed = decoder.unembed
 
 
-def attention_masks(
-    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
-) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
-    return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
-
-
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]}.
-
-    length: an int or [B], which chooses the factors of longrope; None means the longest position of this call + 1, for
-    all rows, so pass it where a sequence comes in pieces or a row must not depend on its neighbors.
-    """
-    table = rotary_table(config.rope, config.head_dim, positions, length)
-    return dict.fromkeys(config.layer_kinds, table)
-
-
-def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]."""
-    return embed_tokens(params["embed_tokens"], inputs)
-
-
-def block(
-    layer: Tree,
-    x: Tensor,
-    mask: MaskLike,
-    freqs: Tensor,
-    /,
-    *,
-    config: Config,
-    kind: str,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    taps: tuple[str, ...] = (),
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {tap: tensor})."""
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
-    attended = project_out(weights, mixed)
-    middle = x + attended
-    normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
-    fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
-    named = {"attention": attended, "middle": middle, "mlp": fed}
-    return middle + fed, {name: named[name] for name in taps}
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))

@@ -13,32 +13,27 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.layout import Layout
-from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
+from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.spec import (
-    attention_leaves,
     decoder_leaves,
-    gated_mlp_leaves,
+    head_norms,
+    joint_head_norms,
     layer_leaves,
     moe_leaves,
-    norm,
+    usual_attention,
+    usual_mlp,
 )
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.attention.select import attention
-from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, glu
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.ops.moe.layer import KEPT, MOE_TAPS, moe
+from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, split_heads
-from fnmodels.ops.rotary import Rope, apply_rotary, rotary_table
-from fnmodels.options import Kernel
+from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "olmoe")
@@ -50,41 +45,27 @@ TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 _DEFAULTS = {"qwen2_moe": (16, 60, 4, 1408), "qwen3_moe": (4, 128, 8, 768), "olmoe": (0, 64, 8, 0)}
 
 
-@dataclass(frozen=True)
-class Config:
-    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "full_moe"."""
+@dataclass(frozen=True, kw_only=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches; intermediate_size is that of dense layers."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int  # of the dense layers
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int  # of one expert
     shared_expert_intermediate_size: int = 0  # 0: there is none
     norm_topk_prob: bool = False
-    head_dim: int = 0  # 0: hidden_size / num_attention_heads
-    rope: Rope = Rope()  # noqa: RUF009 - frozen
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
     qk_norm_full: bool = False  # over all heads together, not each alone
     clip_qkv: float | None = None
-    hidden_act: str = "silu"
     sliding_window: int | None = None
-    layer_kinds: tuple[str, ...] = ()
     max_position_embeddings: int = 32768
-    initializer_range: float = 0.02
-    # kept for saving only
     model_type: str = field(default="qwen3_moe", compare=False)
-    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        decoder.check_decoder(self, KINDS)
+        super().__post_init__()
         mixture.check_experts(self.num_experts, self.num_experts_per_tok)
         if self.qk_norm_full and not self.qk_norm:
             raise ConfigError("qk_norm_full is True, but qk_norm, which it says more about, is False.")
@@ -96,53 +77,46 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         kv_heads, experts, chosen, inner = _DEFAULTS[model_type]
         olmoe, second = model_type == "olmoe", model_type == "qwen2_moe"
-        sizes = decoder.decoder_sizes(fields, max_positions=4096 if olmoe else 32768, tied=False, kv_heads=kv_heads)
-        where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
-        experts, chosen = mixture.experts_from_hf(fields, experts, chosen, sizes["num_hidden_layers"])
+        usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=4096 if olmoe else 32768, kv_heads=kv_heads)
+        experts, chosen = mixture.experts_from_hf(fields, experts, chosen, usual["num_hidden_layers"])
         bias = fields.boolean("qkv_bias", True) if second else fields.boolean("attention_bias", False)
-        inner = fields.integer("moe_intermediate_size", inner) if inner else sizes["intermediate_size"]
-        window, kinds = _layer_kinds(fields, model_type, sizes["num_hidden_layers"])
+        inner = fields.integer("moe_intermediate_size", inner) if inner else usual["intermediate_size"]
+        window, kinds = _layer_kinds(fields, model_type, usual["num_hidden_layers"])
         if model_type == "qwen3_moe":  # what Qwen3-Coder's files say besides, which is what every model of the type is
             fields.expect("qkv_bias", bias)
             fields.expect("use_qk_norm", True)
             fields.expect("shared_expert_intermediate_size", 0, None)
         config = Config(
-            **sizes,
+            **usual,
             num_experts=experts,
             num_experts_per_tok=chosen,
             moe_intermediate_size=inner,
             shared_expert_intermediate_size=fields.integer("shared_expert_intermediate_size", 5632) if second else 0,
             norm_topk_prob=fields.boolean("norm_topk_prob", False),
-            rope=rope_from_hf(fields, theta=1e4, **where),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if olmoe else 1e-6),
             qkv_bias=bias,
             o_bias=bias and not second,
             qk_norm=not second,
             qk_norm_full=olmoe,
             clip_qkv=fields.number("clip_qkv") if olmoe and fields.take("clip_qkv", None) is not None else None,
-            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             sliding_window=window,
             layer_kinds=kinds,
-            model_type=model_type,
         )
-        object.__setattr__(config, "extra", fields.finish())
-        return config
+        return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names = ["rms_norm_eps", "hidden_act", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
-        bias = "qkv_bias" if self.model_type == "qwen2_moe" else "attention_bias"
-        own: dict[str, Any] = {"rope_parameters": rope_to_hf(self.rope), bias: self.qkv_bias}
-        slides = [kind.startswith("sliding") for kind in self.layer_kinds]
+        second, slides = self.model_type == "qwen2_moe", [kind.startswith("sliding") for kind in self.layer_kinds]
+        own: dict[str, Any] = {"qkv_bias" if second else "attention_bias": self.qkv_bias}
         names += ["clip_qkv"] if self.model_type == "olmoe" else ["moe_intermediate_size", "sliding_window"]
         if self.model_type != "olmoe":
             dense = [i for i, kind in enumerate(self.layer_kinds) if not kind.endswith("_moe")]
             own |= {"decoder_sparse_step": 1, "mlp_only_layers": dense, "use_sliding_window": any(slides)}
-        if self.model_type == "qwen2_moe":
-            shared = self.shared_expert_intermediate_size
-            own |= {"shared_expert_intermediate_size": shared, "layer_types": decoder.layer_types(slides)}
-        own |= {name: getattr(self, name) for name in names}
-        return decoder.decoder_to_hf(self, f"{self.model_type.title().replace('_', '')}ForCausalLM", **own)
+        if second:
+            names.append("shared_expert_intermediate_size")
+            own["layer_types"] = decoder.layer_types(slides)
+        return decoder.decoder_to_hf(self, f"{self.model_type.title().replace('_', '')}ForCausalLM", *names, **own)
 
 
 def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
@@ -163,21 +137,14 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    D, H, std = config.hidden_size, config.head_dim, config.initializer_range
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    shared, each = config.shared_expert_intermediate_size, norm(H, "head_dim")
-    norms = {"q_norm": each, "k_norm": each} if config.qk_norm else {}
-    if config.qk_norm_full:
-        norms = {"q_norm": norm(heads * H, "heads", unit=H), "k_norm": norm(kv_heads * H, "kv_heads", unit=H)}
-
-    def layer(kind: str) -> Tree:
-        qkv, o, inner = config.qkv_bias, config.o_bias, config.moe_intermediate_size
-        mlp: Tree = gated_mlp_leaves(D, config.intermediate_size, std=std)
-        if kind.endswith("_moe"):
-            mlp = moe_leaves(D, config.num_experts, inner, std=std, shared=shared, shared_gate=shared > 0)
-        return layer_leaves(D, attention_leaves(D, heads, kv_heads, H, std=std, qkv_bias=qkv, o_bias=o) | norms, mlp)
-
-    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
+    D, std, shared = config.hidden_size, config.initializer_range, config.shared_expert_intermediate_size
+    attention = usual_attention(config, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
+    if config.qk_norm:
+        attention |= joint_head_norms(config) if config.qk_norm_full else head_norms(config)
+    experts = (config.num_experts, config.moe_intermediate_size)
+    sparse = moe_leaves(D, *experts, std=std, shared=shared, shared_gate=shared > 0)
+    mlps = [sparse if kind.endswith("_moe") else usual_mlp(config) for kind in config.layer_kinds]
+    return decoder_leaves(config, [layer_leaves(D, attention, mlp) for mlp in mlps])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -185,47 +152,16 @@ def hf_names(config: Config) -> dict[str, Stored]:
     return {path: mixture.moe_name(path, config.num_experts) for path in flatten(spec(config))}
 
 
-def kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer, the keys of masks and freqs_cis."""
-    return config.layer_kinds
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+unembed = decoder.unembed
 
 
-def attention_masks(
-    config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
-) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
-    return causal_masks(config.layer_kinds, config.sliding_window, positions, segment_ids, create=create)
-
-
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]}."""
-    return dict.fromkeys(sorted(set(config.layer_kinds)), rotary_table(config.rope, config.head_dim, positions, length))
-
-
-def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]."""
-    return embed_tokens(params["embed_tokens"], inputs)
-
-
-def block(
-    layer: Tree,
-    x: Tensor,
-    mask: MaskLike,
-    freqs: Tensor,
-    /,
-    *,
-    config: Config,
-    kind: str,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    taps: tuple[str, ...] = (),
-    valid: Tensor | None = None,
-    routing: Tensor | None = None,
-    experts: str | Experts = "auto",
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One layer: x [B, S, D] -> (x, {counts, router_logits, tap: tensor}). valid, routing, experts: see
-    `ops.moe.layer`.
-    """
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     q, k, v = (linear(normed, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
@@ -237,22 +173,11 @@ def block(
     if config.qk_norm and not config.qk_norm_full:
         q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    mixed = attention(q, k, v, mask, kernel=kernel, scale=config.head_dim**-0.5, layout=layout)
-    attended = project_out(weights, mixed)
-    middle = x + attended
-    normed = rms_norm(middle, layer["post_attention_layernorm"], eps=eps)
-    named = {"attention": attended, "middle": middle}
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
-        named["mlp"] = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
-        return middle + named["mlp"], {name: named[name] for name in taps}
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
     chosen, renormalize = config.num_experts_per_tok, config.norm_topk_prob
     route = functools.partial(softmax_top_k, k=chosen, renormalize=renormalize, dtype=ROUTER.output_dtype(x.dtype))
-    given: Any = {"valid": valid, "routing": routing, "experts": experts, "kernel": kernel}
-    fed, routed = moe(layer["mlp"], normed, route, act=functools.partial(glu, activation=config.hidden_act), **given)
-    return middle + fed, {name: (named | routed | {"mlp": fed})[name] for name in (*KEPT, *taps)}
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head: logits [B, S, V]. A tied head reads the embedding's one leaf."""
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head)
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act))

@@ -14,7 +14,7 @@ from typing import Any
 
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import shown
-from fnmodels.models.common.registry import families, family_for
+from fnmodels.models.common.registry import families, family_for, to_hf
 from params.io.files import plain_file, read_json
 
 CONFIG = "config.json"
@@ -56,7 +56,7 @@ def read_config(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         config = family_for(values["model_type"]).Config.from_hf(values)
         _check_dtype(values)
         _check_tokens(values)
-        _check_architectures(values, config.to_hf().get("architectures"))
+        _check_architectures(values, to_hf(config).get("architectures"))
     except CheckpointError as error:
         raise type(error)(f"{file}: {error}") from None
     return config, values

@@ -19,7 +19,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.config_json import quantization_of
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.registry import family_of, may_have
 from fnmodels.models.common.storage import (
     Single,
     Stack,
@@ -145,7 +145,7 @@ def _placed(plan: Tree | None, checked: CheckedFolder) -> tuple[Tree, dict[str, 
         return None, None
     leaves = {parameter.path: parameter.leaf for parameter in checked.parameters}
     tops = {path.partition(".")[0] for path in leaves}
-    left_out = getattr(family_of(checked.config), "OPTIONAL", {}).keys() - tops
+    left_out = may_have(family_of(checked.config), "OPTIONAL").keys() - tops
     plan = {name: how for name, how in plan.items() if name not in left_out}
     if isinstance(plan.get("layers"), Mapping):  # a plan of pipeline stages
         named = tree.flatten(plan).keys()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import FormatError, MismatchError
+from fnmodels.models.common.registry import to_hf
 from fnmodels.tree import Tree
 from params.io.files import sync
 from params.io.safetensors_file import LazyTensor, write_tensors
@@ -75,7 +76,7 @@ def save_pretrained(
 
 def config_text(config: Any, dtype: torch.dtype) -> str:
     """The text of config.json; dtype: that of most elements of the model."""
-    return _json(config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")})
+    return _json(to_hf(config) | {"dtype": str(dtype).removeprefix("torch.")})
 
 
 def recover(path: str | os.PathLike[str]) -> bool:

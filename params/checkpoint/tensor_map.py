@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.registry import family_of, hf_names, may_have
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Single, Stack, Stored, disk_name, disk_names, disk_shape
 
@@ -46,8 +46,7 @@ class Piece:
 
 def stored_leaves(config: Any, prefix: str = "") -> tuple[StoredLeaf, ...]:
     """All parameters, in the order of the spec. prefix: is removed from the names on disk (see `missing_prefix`)."""
-    family = family_of(config)
-    names, leaves = family.hf_names(config), tree.flatten(family.spec(config))
+    names, leaves = hf_names(config), tree.flatten(family_of(config).spec(config))
     return tuple(StoredLeaf(path, leaf, _strip_prefix(names[path], prefix)) for path, leaf in leaves.items())
 
 
@@ -86,7 +85,7 @@ def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> s
 
 def is_leftover(config: Any, name: str) -> bool:
     """Whether `name` is a buffer in old files of the family that is not a parameter (its LEFTOVERS, if any)."""
-    return any(re.fullmatch(pattern, name) for pattern in getattr(family_of(config), "LEFTOVERS", ()))
+    return any(re.fullmatch(pattern, name) for pattern in may_have(family_of(config), "LEFTOVERS"))
 
 
 def tied_names(config: Any, prefix: str = "") -> dict[str, str]:
@@ -97,7 +96,7 @@ def tied_names(config: Any, prefix: str = "") -> dict[str, str]:
     tied = duplicate_names(config, prefix)
     if not getattr(config, "tie_word_embeddings", False):
         return tied
-    names = family_of(config).hf_names(replace(config, tie_word_embeddings=False))
+    names = hf_names(replace(config, tie_word_embeddings=False))
     if not names.keys() >= {"lm_head", "embed_tokens"}:  # a family outside this package, with other names
         return tied
     (head,), (embedding,) = disk_names(names["lm_head"]), disk_names(names["embed_tokens"])
@@ -109,9 +108,8 @@ def duplicate_names(config: Any, prefix: str = "") -> dict[str, str]:
 
     Files may omit them. A save writes them, because other programs read them.
     """
-    family = family_of(config)
-    named = family.hf_copies(config) if hasattr(family, "hf_copies") else {}
-    names = family.hf_names(config) if named else {}
+    named: dict[str, str] = may_have(family_of(config), "hf_copies")(config)
+    names = hf_names(config) if named else {}
     return {copy.removeprefix(prefix): disk_names(names[path])[0].removeprefix(prefix) for copy, path in named.items()}
 
 
@@ -123,7 +121,7 @@ def drop_optional(
     A family lists the optional parts of its model in OPTIONAL, {key of the tree: config field that counts them}. Parts
     in `drop` are left out, and so are those of which the files hold no tensor. ValueError for other names in `drop`.
     """
-    optional = getattr(family_of(config), "OPTIONAL", {})
+    optional = may_have(family_of(config), "OPTIONAL")
     if unknown := sorted(set(drop) - set(optional)):
         raise ValueError(
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "

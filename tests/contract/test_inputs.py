@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.options import ForwardOptions
 from tests.support.cases import (
     Batch,
     Case,
@@ -208,7 +209,7 @@ def test_a_row_of_tables_serves_all_rows_of_a_block(case: Case, kernel: str) -> 
     assert all(t.shape[0] == 3 for t in tree.leaves((inputs, masks, freqs_cis)))
     x = family.embed(weights, inputs, config=case.config)
     for layer, kind in zip(weights["layers"], family.kinds(case.config), strict=True):
-        options: dict[str, Any] = {"config": case.config, "kind": kind, "kernel": kernel}
+        options: dict[str, Any] = {"config": case.config, "kind": kind, "options": ForwardOptions(kernel)}
         options |= {"valid": inputs["valid"]} if kind.endswith("_moe") else {}
         wanted, _ = family.block(layer, x, masks[kind], freqs_cis[kind], **options)
         got, _ = family.block(layer, x, one_mask[kind], one_table[kind], **options)

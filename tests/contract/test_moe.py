@@ -14,6 +14,7 @@ from torch import Tensor
 import fnmodels
 import train
 from fnmodels import tree
+from fnmodels.models.common import context
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.experts import loop_experts
 from fnmodels.ops.moe.router import RouterDtypes
@@ -92,14 +93,13 @@ def test_padding_reaches_no_expert(case: Case, experts: str, monkeypatch: pytest
     want = results(case, batch, params, experts=experts)
     assert len(want[3]) == len(sparse_layers(case.config))
     assert all(sum(counts) == int(batch.valid.sum()) * chosen(case) for counts in want[3])
-    family = fnmodels.family_of(case.config)
-    moe = family.moe
+    moe = context.moe
 
     def poisoned(layer: Any, x: Tensor, route: Any, *, valid: Tensor, **options: Any) -> Any:
         y, aux = moe(layer, torch.where(valid[..., None], x, torch.nan), route, valid=valid, **options)
         return torch.where(valid[..., None], y, 0), aux
 
-    monkeypatch.setattr(family, "moe", poisoned)
+    monkeypatch.setattr(context, "moe", poisoned)
     got = results(case, batch, params, experts=experts)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and got[3] == want[3]
     assert off(got[2], want[2]) == 0
@@ -190,16 +190,16 @@ def test_dispatch_in_ranks_that_do_not_divide_the_tokens(case: Case, ranks: int)
 @every_structure
 def test_nothing_is_cast_before_the_choice(case: Case) -> None:
     """M4: logits that bf16 cannot tell apart are chosen from as in fp64, and weights are of the tokens' own kind."""
-    family, flat = fnmodels.family_of(case.config), tree.flatten(generic_params(case.config))
+    flat = tree.flatten(generic_params(case.config))
     params = tree.unflatten({p: t * (not p.endswith("selection_bias")) for p, t in flat.items()})
-    moe, routes = family.moe, []
+    moe, routes = context.moe, []
 
     def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:
         routes.append((route, len(layer["router"])))
         return moe(layer, x, route, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family, "moe", watched)
+        patch.setattr(context, "moe", watched)
         batch_of(case.config, segments((4,))).forward(tree.map(lambda p: p.to(torch.bfloat16), params))
     assert len(routes) == len(sparse_layers(case.config))
     generator = torch.Generator().manual_seed(0)
@@ -245,7 +245,7 @@ def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
     """M4: in a bf16 model, the router's weight, logits and the experts' weights, bit for bit."""
     family, seen = fnmodels.family_of(case.config), []
     assert PUBLISHED.get(case.family, family.ROUTER) == family.ROUTER
-    moe = family.moe
+    moe = context.moe
 
     def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:
         y, aux = moe(layer, x, route, **options)
@@ -254,7 +254,7 @@ def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
         return y, aux
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family, "moe", watched)
+        patch.setattr(context, "moe", watched)
         batch_of(case.config, segments((4,), (4,))).forward(generic_params(case.config, torch.bfloat16))
     assert len(seen) == len(sparse_layers(case.config))
     for got, want in seen:

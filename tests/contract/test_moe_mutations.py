@@ -22,6 +22,7 @@ import train.gradients
 import train.losses.moe_balance
 import train.losses.next_token
 import train.step
+from fnmodels.models.common import context
 from fnmodels.ops.moe import dispatch as dispatch_module
 from tests.contract import test_moe
 from tests.fnmodels.ops import test_moe as test_ops
@@ -220,14 +221,14 @@ def scores_rounded_before_the_choice(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="deepseek_v3")
 def a_narrow_router(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.models.deepseek.moe
-    patch.setattr(fnmodels.models.deepseek, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
+    right = context.moe
+    patch.setattr(context, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
 
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="glm4_moe")
 def another_narrow_router(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.models.glm4_moe.moe
-    patch.setattr(fnmodels.models.glm4_moe, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
+    right = context.moe
+    patch.setattr(context, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
 
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="mixtral")
@@ -249,8 +250,8 @@ def another_declaration(patch: pytest.MonkeyPatch) -> None:
 
 @bug("R4", replay)
 def a_replay_that_chooses_again(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.models.qwen_moe.moe
-    patch.setattr(fnmodels.models.qwen_moe, "moe", lambda *args, routing=None, **how: right(*args, **how))
+    right = context.moe
+    patch.setattr(context, "moe", lambda *args, routing=None, **how: right(*args, **how))
 
 
 @bug("R4", replay)

@@ -80,7 +80,8 @@ PROPERTIES = {
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 Test = Callable[[Case], object]
-LLAMA = "fnmodels.models.llama"
+LLAMA, DECODER = "fnmodels.models.llama", "fnmodels.models.common.decoder"
+ATTENTION = "fnmodels.models.common.context.attention"
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def an_activation_kept(patch: pytest.MonkeyPatch) -> None:
 
 @bug("B2", "llama", check(testing.check_rotary_tables))
 def tables_rounded_to_bf16(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{LLAMA}.rotary_table", lambda *args: rotary_table(*args).bfloat16().float())
+    patch.setattr(f"{DECODER}.rotary_table", lambda *args: rotary_table(*args).bfloat16().float())
 
 
 @bug("B2", "llama", check(testing.check_rotary_tables))
@@ -212,12 +213,12 @@ def angles_in_fp32(patch: pytest.MonkeyPatch) -> None:
         angles = positions[..., None].float() * frequencies(rope, head_dim).float()
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
-    patch.setattr(f"{LLAMA}.rotary_table", single)
+    patch.setattr(f"{DECODER}.rotary_table", single)
 
 
 @bug("B2", "llama", check(testing.check_rotary_tables), test_inputs.test_tables_are_fp32_whatever_the_default_dtype)
 def tables_in_the_default_dtype(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{LLAMA}.rotary_table", lambda *args: rotary_table(*args).to(torch.get_default_dtype()))
+    patch.setattr(f"{DECODER}.rotary_table", lambda *args: rotary_table(*args).to(torch.get_default_dtype()))
 
 
 @bug("B2", "llama", test_inputs.test_low_precision_parameters_leave_the_tables_alone)
@@ -246,7 +247,7 @@ def rows_that_see_each_other(patch: pytest.MonkeyPatch) -> None:
 
 @bug("B3", "llama", test_inputs.test_split_arguments_are_those_of_the_rows)
 def one_row_of_tables_for_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{LLAMA}.rotary_table", lambda *args: rotary_table(*args)[:1].expand(len(args[2]), -1, -1, -1))
+    patch.setattr(f"{DECODER}.rotary_table", lambda *args: rotary_table(*args)[:1].expand(len(args[2]), -1, -1, -1))
 
 
 @bug("B3", "llama", check(testing.check_microbatches))
@@ -268,7 +269,7 @@ def a_table_cached_on_a_global(patch: pytest.MonkeyPatch) -> None:
         longest[0] = max(longest[0], int(positions.max()) + 1)
         return rotary_table(rope, head_dim, positions, longest[0])
 
-    patch.setattr(f"{LLAMA}.rotary_table", cached)
+    patch.setattr(f"{DECODER}.rotary_table", cached)
 
 
 @bug("B4", "llama", test_inputs.test_tables_depend_on_their_positions_only)
@@ -282,7 +283,7 @@ def positions_counted_by_index(patch: pytest.MonkeyPatch) -> None:
         # Left pads come out right all the same: rotary scores see distances only. So from a square.
         return rotary_table(rope, head_dim, torch.arange(positions.shape[1]).square().expand(positions.shape), length)
 
-    patch.setattr(f"{LLAMA}.rotary_table", by_index)
+    patch.setattr(f"{DECODER}.rotary_table", by_index)
 
 
 @bug("B5", "llama", check(testing.check_permutation))
@@ -425,12 +426,12 @@ def a_look_at_the_next_token(patch: pytest.MonkeyPatch) -> None:
     check(testing.check_causality),
 )
 def keys_of_long_ago_forgotten(patch: pytest.MonkeyPatch) -> None:
-    attention = fnmodels.models.llama.attention
+    attention = fnmodels.models.common.context.attention
 
     def forgetful(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Tensor:
         return attention(q, k, v, mask.tril().triu(-3), **options)
 
-    patch.setattr(f"{LLAMA}.attention", forgetful)
+    patch.setattr(ATTENTION, forgetful)
 
 
 # ---------------------------------------------------------------------------------------------- packing and loss
@@ -528,7 +529,7 @@ def a_softmax_over_nothing(patch: pytest.MonkeyPatch) -> None:
         weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
         return torch.einsum("bnqk,bknh->bqnh", weights, v)
 
-    patch.setattr(f"{LLAMA}.attention", plain)
+    patch.setattr(ATTENTION, plain)
 
 
 @bug("P5", "llama", test_loss.test_any_split_is_the_step_of_one_batch)
@@ -788,7 +789,8 @@ def a_norm_that_stays_behind(patch: pytest.MonkeyPatch) -> None:
 @bug("L9", "llama", test_config.test_every_field_changes_the_logits)
 def an_epsilon_written_in_the_code(patch: pytest.MonkeyPatch) -> None:
     norm = fnmodels.models.llama.rms_norm
-    patch.setattr(f"{LLAMA}.rms_norm", lambda x, weight, *, eps: norm(x, weight, eps=1e-6))
+    for module in (LLAMA, DECODER):
+        patch.setattr(f"{module}.rms_norm", lambda x, weight, *, eps: norm(x, weight, eps=1e-6))
 
 
 @bug("R3", "llama", test_kernels.test_a_row_alone_has_the_bits_that_it_has_in_a_batch)

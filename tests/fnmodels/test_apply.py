@@ -204,7 +204,7 @@ def test_a_family_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_no_family_is_told() -> None:
-    with pytest.raises(TypeError, match="no function `block`"):
+    with pytest.raises(TypeError, match="has no 'block'"):
         fnmodels.family_of(object())
     with pytest.raises(fnmodels.UnsupportedError, match="'eliza' is not supported; supported are"):
         fnmodels.family_for("eliza")

@@ -12,6 +12,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import mtp, tree
+from fnmodels.options import ForwardOptions
 from tests.support.cases import Batch, Case, batch_of, cases, generic_params, gradients, off, segments, trainable
 
 HEADS = 2
@@ -64,8 +65,8 @@ def reference(weights: Any, tokens: Tensor, config: Any) -> list[Tensor]:
         kind = family.kinds(config)[-1]
         more = {"valid": inputs["valid"]} if kind.endswith("_moe") else {}
         out, _ = family.block(
-            head["block"], torch.stack(pairs)[None], masks[kind], tables[kind], config=config, kind=kind, kernel="math",
-            **more,
+            head["block"], torch.stack(pairs)[None], masks[kind], tables[kind], config=config, kind=kind,
+            options=ForwardOptions("math"), **more,
         )  # fmt: skip
         h = norm(out[0], head["norm"])
         found.append(h @ weights.get("lm_head", weights["embed_tokens"]).T)

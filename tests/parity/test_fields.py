@@ -13,6 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 import fnmodels
+from fnmodels.models.common import context
 from tests.support.cases import Case, cases, richest, tokens_of
 from tests.support.oracle import assert_close, model_of, params_of
 
@@ -134,8 +135,8 @@ def test_a_field_that_is_read_and_not_used_is_seen(
     name: str, field: str, ours: str, fixed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = next(case for case in cases() if case.name == name)
-    family = fnmodels.family_of(case.config)
-    plain = getattr(family, ours)
-    monkeypatch.setattr(family, ours, lambda *args, **options: plain(*args, **{**options, **fixed}))
+    owner = context if ours == "attention" else fnmodels.family_of(case.config)
+    plain = getattr(owner, ours)
+    monkeypatch.setattr(owner, ours, lambda *args, **options: plain(*args, **{**options, **fixed}))
     with pytest.raises(AssertionError, match=f"^{field}: off by"):
         test_a_changed_field_is_followed_or_refused(case)

@@ -28,6 +28,8 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import testing, tree
+from fnmodels.models.common import context
+from fnmodels.models.common.registry import may_have
 from fnmodels.ops.rotary import frequencies
 
 
@@ -317,7 +319,7 @@ def is_routed(config: Any) -> bool:
 def sparse_layers(config: Any) -> list[int]:
     """The layers that have experts."""
     family = fnmodels.family_of(config)
-    routed = getattr(family, "ROUTED", False)
+    routed = may_have(family, "ROUTED")
     return [i for i, kind in enumerate(family.kinds(config)) if routed and kind.endswith("_moe")]
 
 
@@ -336,8 +338,7 @@ def seed_of(case: Case) -> int:
 
 def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None:
     """Every expert has tokens in every layer, and no choice changes where router logits move by up to `margin`."""
-    family, seen = fnmodels.family_of(case.config), []
-    moe = family.moe
+    moe, seen = context.moe, []
 
     def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:
         y, aux = moe(layer, x, route, **options)
@@ -345,7 +346,7 @@ def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None
         return y, aux
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family, "moe", watched)
+        patch.setattr(context, "moe", watched)
         fnmodels.forward(params, *prepared, config=case.config, kernel="math")
     assert len(seen) == len(sparse_layers(case.config))
     generator = torch.Generator().manual_seed(0)

@@ -18,6 +18,7 @@ import params as P
 from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.models import llama
+from fnmodels.models.common.registry import may_have
 from fnmodels.tree import Tree
 from params.checkpoint.load import check_folder
 from params.checkpoint.manifest import MANIFEST, digest
@@ -211,7 +212,7 @@ def run_spec(config: Any, settings: Settings) -> Tree:
 def unused_parts(source: Path) -> tuple[str, ...]:
     """Parts of the checkpoint that the loss does not use: MTP heads."""
     config = P.load_config(pretrained.weights_folder(source))
-    found: dict[str, str] = getattr(fnmodels.family_of(config), "OPTIONAL", {})
+    found: dict[str, str] = may_have(fnmodels.family_of(config), "OPTIONAL")
     return tuple(part for part, count in found.items() if getattr(config, count))
 
 

@@ -18,6 +18,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.inputs.layout import Layout
+from fnmodels.models.common.registry import may_have
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
 from params.io.files import write_text
@@ -218,7 +219,7 @@ def check_heldout_length(dataset: tokenized.Dataset, length: int, source: str | 
 
 
 def is_routed(config: Any) -> bool:
-    return bool(getattr(fnmodels.family_of(config), "ROUTED", False))
+    return bool(may_have(fnmodels.family_of(config), "ROUTED"))
 
 
 def step_options(settings: Settings) -> Json:

@@ -11,8 +11,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.layout import Layout
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.options import Kernel
+from fnmodels.options import Experts, Kernel
 from fnmodels.tree import Tree
 from train.dist.dtensor import is_spread
 

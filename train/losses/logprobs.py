@@ -17,8 +17,7 @@ from torch.overrides import BaseTorchFunctionMode
 import fnmodels
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.options import Kernel
+from fnmodels.options import Experts, Kernel
 from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels

@@ -13,8 +13,7 @@ from fnmodels import mtp
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.options import Kernel
+from fnmodels.options import Experts, Kernel
 from fnmodels.tree import Tree
 
 from .cross_entropy import counted

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.layout import Layout
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.options import Kernel
+from fnmodels.models.common.registry import may_have
+from fnmodels.options import Experts, Kernel
 from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels, counted
@@ -70,7 +70,7 @@ def states_and_routers(
     """
     if not aux and balance is None:
         return hidden_states(params, batch, config=config, **how), None, {}
-    if not getattr(fnmodels.family_of(config), "ROUTED", False):
+    if not may_have(fnmodels.family_of(config), "ROUTED"):
         raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
     taps = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts")
     x, tapped = hidden_states(params, batch, config=config, **how, taps=taps)

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.moe.dispatch import combine
-from fnmodels.ops.moe.experts import Experts, choose_experts, sorted_rows
+from fnmodels.ops.moe.experts import choose_experts, sorted_rows
+from fnmodels.options import Experts
 from train.dist import collectives
 
 if TYPE_CHECKING:

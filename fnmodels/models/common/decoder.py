@@ -1,20 +1,165 @@
-"""What the configurations of decoders share: their sizes on disk, the usual names, the kinds of their layers.
+"""What decoders share: the fields of their configurations, and the functions of a family where it is usual.
 
-Functions that a family calls where it is usual; a family that differs writes its own.
+A family takes a function by assignment (`kinds = decoder.kinds`), or writes its own where it differs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from fnmodels.errors import ConfigError
+from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.ops.embedding import embed_tokens
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import ACTIVATIONS
+from fnmodels.ops.norm import layer_norm, rms_norm
+from fnmodels.ops.rotary import Rope, no_rotation, rotary_table
+from fnmodels.tree import Tree, flatten
 
 from .config_json import LAYERS_LIMIT, Fields, quantization, shown
-from .spec import Leaf
+from .registry import FAMILY_DEFAULTS, family_of, field_of
+from .rope_config import rope_from_hf, rope_to_hf
+from .spec import Leaf, decoder_leaves, layer_leaves, usual_attention, usual_mlp
 from .storage import TensorSlice, fuse
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    """The fields that the Config of every usual decoder has; a family adds its own: `class Config(BaseConfig)`.
+
+    layer_kinds names one of the family's KINDS per layer; left empty, every layer is the first of them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    rope: Rope = Rope()  # noqa: RUF009 - frozen
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    layer_kinds: tuple[str, ...] = ()
+    max_position_embeddings: int = 131072
+    initializer_range: float = 0.02
+    # kept for saving only
+    model_type: str = field(default="", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        family = sys.modules[type(self).__module__]
+        check_decoder(self, getattr(family, "KINDS", FAMILY_DEFAULTS["KINDS"]))
+        if not self.model_type:
+            object.__setattr__(self, "model_type", getattr(family, "MODEL_TYPES", ("",))[0])
+        if self.hidden_act not in ACTIVATIONS:
+            raise ConfigError(f"hidden_act {self.hidden_act!r} is unknown; known are {', '.join(ACTIVATIONS)}.")
+
+
+def base_fields(
+    fields: Fields,
+    model_types: Sequence[str],
+    *,
+    theta: float = 1e4,
+    partial: float | None = None,
+    max_positions: int,
+    tied: bool = False,
+    kv_heads: int = 0,
+    head_dim: int = 0,
+) -> dict[str, Any]:
+    """The fields of BaseConfig but layer_kinds and extra, from a config.json; the keywords are the family's defaults.
+
+    theta, partial: as for `rope_from_hf`; the rest as for `decoder_sizes`.
+    """
+    model_type = fields.choice("model_type", model_types)
+    sizes = decoder_sizes(fields, max_positions=max_positions, tied=tied, kv_heads=kv_heads, head_dim=head_dim)
+    where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
+    return {
+        **sizes,
+        "rope": rope_from_hf(fields, theta=theta, partial=partial, **where),
+        "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+        "model_type": model_type,
+    }
+
+
+def finished(config: C, fields: Fields, ignored: Sequence[str] = ()) -> C:
+    """The config with what is kept for saving; ConfigError for fields that the family did not read, see `Fields`."""
+    object.__setattr__(config, "extra", fields.finish(ignored))
+    return config
+
+
+def kinds(config: Any) -> tuple[str, ...]:
+    """The kind of each layer, the keys of masks and freqs_cis."""
+    found: tuple[str, ...] = config.layer_kinds
+    return found
+
+
+def attention_masks(
+    config: Any, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+) -> dict[str, MaskLike]:
+    """{kind: mask}: causal, and within `sliding_window` for kinds that begin with "sliding".
+
+    positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`.
+    """
+    window = field_of(config, "sliding_window")
+    return causal_masks(config.layer_kinds, window, positions, segment_ids, create=create)
+
+
+def freqs_cis(config: Any, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 table [B, S, R/2, 2]} of `config.rope`; R is 0 for kinds that end in "_nope".
+
+    length: an int or [B], which scalings for long sequences need; see `fnmodels.ops.rotary`.
+    """
+    table, none = rotary_table(config.rope, config.head_dim, positions, length), no_rotation(positions)
+    return {kind: none if kind.endswith("_nope") else table for kind in sorted(set(config.layer_kinds))}
+
+
+def freqs_cis_by_window(config: Any, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """As `freqs_cis`, where "sliding" layers rotate by `config.local_rope` and "full" ones by `config.rope`."""
+    ropes = {"full": config.rope, "sliding": config.local_rope}
+    return {k: rotary_table(ropes[k], config.head_dim, positions, length) for k in sorted(set(config.layer_kinds))}
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Any) -> Tensor:
+    """x [B, S, D]; vectors instead of tokens pass through."""
+    return embed_tokens(params["embed_tokens"], inputs)
+
+
+def head(params: Tree, config: Any) -> Tensor:
+    """The head's weight [V, D]; a tied head reads the embedding's one leaf."""
+    weight: Tensor = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return weight
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:
+    """Final RMSNorm and head: logits [B, S, V]."""
+    return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head(params, config))
+
+
+def unembed_layer_norm(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:
+    """Final LayerNorm and head: logits [B, S, V]."""
+    normed = layer_norm(x, params["norm"], params.get("norm_bias"), eps=config.layer_norm_eps)
+    return linear(normed, head(params, config))
+
+
+def spec(config: Any) -> Tree:
+    """The parameters of a decoder with a norm before each sublayer, grouped queries, a gated MLP and no biases."""
+    layer = layer_leaves(config.hidden_size, usual_attention(config), usual_mlp(config))
+    return decoder_leaves(config, [layer for _ in config.layer_kinds])
+
+
+def hf_names(config: Any) -> dict[str, Any]:
+    """{path of a parameter: its name on disk}."""
+    return {path: decoder_name(path) for path in flatten(family_of(config).spec(config))}
 
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
@@ -107,14 +252,16 @@ def text_part(outer: Fields, text_type: str, ignored: Sequence[str] = ()) -> Fie
     return inner
 
 
-def decoder_to_hf(config: Any, architecture: str, **rest: Any) -> dict[str, Any]:
+def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> dict[str, Any]:
     """A config.json in the current dialect: what `decoder_sizes` reads, what `finish` kept, and the family's own.
 
+    names: fields that are written as they are. rest: what has another name or form there; the rope's is the usual one.
     Raises ConfigError where `config.model_type` has no word for something: it would not be read back as it is.
     """
     kept = {name: json.loads(value) for name, value in config.extra}
     sizes = {name: getattr(config, name) for name in _DECODER_FIELDS}
-    out = kept | {"architectures": [architecture], "model_type": config.model_type} | sizes | rest
+    own = {"rope_parameters": rope_to_hf(config.rope)} | {name: getattr(config, name) for name in names} | rest
+    out = kept | {"architectures": [architecture], "model_type": config.model_type} | sizes | own
     again = type(config).from_hf(out)
     if again != config:
         fields = [f.name for f in dataclasses.fields(config) if f.compare]

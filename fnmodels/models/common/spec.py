@@ -78,24 +78,49 @@ def layer_norm_leaves(name: str, size: int, axis: str) -> dict[str, Leaf]:
     return {name: norm(size, axis), f"{name}_bias": bias(size, axis)}
 
 
-def decoder_leaves(config: Any, layers: list[Tree]) -> Tree:
+def decoder_leaves(config: Any, layers: list[Tree], *, norm_bias: bool = False) -> Tree:
     """A decoder's parameters, weights [out, in]: embedding, `layers`, final norm, and a head that is not the embedding.
 
-    config has vocab_size, hidden_size, initializer_range and tie_word_embeddings.
+    config has vocab_size, hidden_size, initializer_range and tie_word_embeddings. norm_bias: the norm has one.
     """
     V, D, std = config.vocab_size, config.hidden_size, config.initializer_range
-    tree = {"embed_tokens": embedding(V, D, std), "layers": layers, "norm": norm(D, "embed")}
+    last = layer_norm_leaves("norm", D, "embed") if norm_bias else {"norm": norm(D, "embed")}
+    tree: Tree = {"embed_tokens": embedding(V, D, std), "layers": layers, **last}
     return tree if config.tie_word_embeddings else tree | {"lm_head": weight((V, D), ("vocab", "embed"), std)}
 
 
-def layer_leaves(width: int, attention: Tree, mlp: Tree) -> Tree:
-    """A layer with a norm before each sublayer, as most have it."""
-    return {
-        "input_layernorm": norm(width, "embed"),
-        "attention": attention,
-        "post_attention_layernorm": norm(width, "embed"),
-        "mlp": mlp,
-    }
+def layer_leaves(width: int, attention: Tree, mlp: Tree, *, norm_bias: bool = False) -> Tree:
+    """A layer with a norm before each sublayer, as most have it. norm_bias: the norms have biases (LayerNorm)."""
+    names = ("input_layernorm", "post_attention_layernorm")
+    first, second = (
+        layer_norm_leaves(name, width, "embed") if norm_bias else {name: norm(width, "embed")} for name in names
+    )
+    return {**first, "attention": attention, **second, "mlp": mlp}
+
+
+def usual_attention(config: Any, *, qkv_bias: bool = False, o_bias: bool = False) -> dict[str, Leaf]:
+    """`attention_leaves` of the config's sizes."""
+    heads, kv_heads, std = config.num_attention_heads, config.num_key_value_heads, config.initializer_range
+    return attention_leaves(
+        config.hidden_size, heads, kv_heads, config.head_dim, std=std, qkv_bias=qkv_bias, o_bias=o_bias
+    )
+
+
+def usual_mlp(config: Any, *, biases: bool = False) -> dict[str, Leaf]:
+    """`gated_mlp_leaves` of the config's sizes."""
+    return gated_mlp_leaves(config.hidden_size, config.intermediate_size, std=config.initializer_range, biases=biases)
+
+
+def head_norms(config: Any, value: float = 1.0) -> dict[str, Leaf]:
+    """Norms of queries and keys, one weight [H] for all heads each."""
+    return {name: norm(config.head_dim, "head_dim", value) for name in ("q_norm", "k_norm")}
+
+
+def joint_head_norms(config: Any) -> dict[str, Leaf]:
+    """Norms of queries and keys over all heads together, weights [N H] and [G H]."""
+    H = config.head_dim
+    heads, kv_heads = config.num_attention_heads * H, config.num_key_value_heads * H
+    return {"q_norm": norm(heads, "heads", unit=H), "k_norm": norm(kv_heads, "kv_heads", unit=H)}
 
 
 def attention_leaves(

@@ -22,13 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.ops.autograd_guard import first_order
-from fnmodels.options import Kernel
+from fnmodels.options import Experts, Kernel
 
 from .dispatch import Dispatched, combine, dispatch
 from .dispatch_cpu import Packed, pack, unpack
 from .experts_loop import Act, loop_mlps
-
-Experts = Callable[..., Tensor]
 
 _ROWS = 16
 

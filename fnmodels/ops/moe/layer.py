@@ -16,10 +16,10 @@ from torch import Tensor
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
-from fnmodels.options import Kernel
+from fnmodels.options import Experts, Kernel
 from fnmodels.tree import Tree
 
-from .experts import Experts, choose_experts, readable
+from .experts import choose_experts, readable
 from .experts_loop import Act
 
 # What a sparse block returns always, and what it can be asked for besides.

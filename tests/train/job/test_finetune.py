@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import fnmodels
 import params as P
 from fnmodels import tree
+from fnmodels.models.common.registry import may_have
 from params.io.safetensors_file import open_tensors
 from tests.support.cases import cases, generic_params, richest
 from tests.train.job.test_run import one_sentence, own_cache, rows, saved, stop_after, text, train  # noqa: F401
@@ -40,7 +41,7 @@ def test_all_weights_of_every_family_train_from_its_checkpoint(tmp_path, text, c
     base = checkpoint_of(tmp_path / "base", case.config)
     assert train(tmp_path / "run", text, "--init", base, "--steps", 2, "--batch-rows", 1) == 0
     config, after = P.load_pretrained(tmp_path / "run")
-    _, before = P.load_pretrained(base, drop=tuple(getattr(fnmodels.family_of(config), "OPTIONAL", {})))
+    _, before = P.load_pretrained(base, drop=tuple(may_have(fnmodels.family_of(config), "OPTIONAL")))
     leaves = tree.flatten(fnmodels.family_of(config).spec(config))
     before, after = tree.flatten(before), tree.flatten(after)
     assert leaves.keys() == before.keys() == after.keys()
@@ -48,7 +49,7 @@ def test_all_weights_of_every_family_train_from_its_checkpoint(tmp_path, text, c
     assert still == {path for path, leaf in leaves.items() if not leaf.trainable}
     assert all(row["finite"] for row in rows(tmp_path / "run"))
     assert rows(tmp_path / "run")[0]["lr"] <= 3e-4
-    routed = getattr(fnmodels.family_of(config), "ROUTED", False)
+    routed = may_have(fnmodels.family_of(config), "ROUTED")
     assert all(("expert_load" in row) == routed and row.get("expert_load", 1) >= 1 for row in rows(tmp_path / "run"))
 
 

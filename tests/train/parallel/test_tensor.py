@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.models.common.registry import may_have
 from fnmodels.models.common.spec import weight
 from fnmodels.ops.attention.select import attention
 from params import Rules, plan
@@ -63,7 +64,7 @@ def distributed(config: Any, *, sequence: bool, axes: dict[str, str] | None = No
 def loss_of(config: Any, params: Any, **options: Any) -> Tensor:
     """With all that a loss can have beside the cross entropy."""
     terms: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "kernel": "math", "length": 24}
-    if getattr(fnmodels.family_of(config), "ROUTED", False):
+    if may_have(fnmodels.family_of(config), "ROUTED"):
         terms["balance"] = Balance(sequence=0.1, batch=0.2, z=0.05)
     total: Tensor = next_token_loss(params, batch_of(config), config=config, **terms | options)[0]
     return total
@@ -148,7 +149,7 @@ def logits_and_taps(name: str, sequence: bool) -> list[float]:
     rows = {key: batch[key] for key in ("positions", "segment_ids")}
     given = fnmodels.prepare(config, batch["tokens"], **rows, length=24)
     taps = ("layers.*.attention", "layers.*.middle", "layers.*.mlp")
-    if getattr(fnmodels.family_of(config), "ROUTED", False):
+    if may_have(fnmodels.family_of(config), "ROUTED"):
         taps += ("layers.*.counts", "layers.*.router_logits", "layers.*.expert_indices")
     run = functools.partial(fnmodels.forward, config=config, kernel="math", taps=taps)
     logits, tapped = run(tensor.outside(params), *given, layer_fn=tensor.layer_fn)

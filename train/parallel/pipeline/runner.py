@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.models.common.registry import may_have
 from fnmodels.options import LayerFn
 from fnmodels.tree import Tree
 from train.loss_call import Batch
@@ -72,7 +73,7 @@ def runner(
     """run(params, parts, train) -> (losses of the last stage, `Found`); gradients are left in the leaves."""
     if dist.get_world_size(group) != pipe.size:
         raise ValueError(f"The pipeline has {pipe.size} ranks, but its process group {dist.get_world_size(group)}.")
-    if (counts or loss.balance is not None) and not getattr(fnmodels.family_of(loss.config), "ROUTED", False):
+    if (counts or loss.balance is not None) and not may_have(fnmodels.family_of(loss.config), "ROUTED"):
         raise ValueError(f"balance and counts are for models with experts, and {loss.config.model_type} has none.")
     stages, width = pipe.stages(dist.get_rank(group)), width_of(loss.config)
     how: dict[str, Any] = {"loss": loss, "layer_fn": layer_fn, "outside": outside, "counts": counts}

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.ops.moe.experts import Experts
-from fnmodels.options import Kernel
+from fnmodels.options import Experts, Kernel
 from fnmodels.tree import Tree
 from train.loss_call import Batch
 from train.losses.moe_balance import Balance

@@ -22,6 +22,7 @@ gradients.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import family_of, tree
-from fnmodels.options import Block, LayerFn
+from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
 from train.dist import collectives
@@ -102,8 +103,9 @@ class TensorParallel:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         here, how = self._layer(layer), dict(bound)
         if "valid" in more and "expert_mlp" in self.divided:
-            inner = {name: how.get(name, "auto") for name in ("experts", "kernel")}
-            how["experts"] = functools.partial(columns_of_experts, self.region, **inner)
+            options: ForwardOptions = how["options"]
+            inner = functools.partial(columns_of_experts, self.region, experts=options.experts, kernel=options.kernel)
+            how["options"] = dataclasses.replace(options, experts=inner)
         x, aux = block(here, x, mask, freqs, **how, **more)
         return x, {name: self._tap(value) for name, value in aux.items()}
 

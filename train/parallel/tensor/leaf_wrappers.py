@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.moe.experts import Experts, choose_experts
+from fnmodels.ops.moe.experts import choose_experts
+from fnmodels.options import Experts
 from train.dist import collectives
 from train.dist.region import Region
 

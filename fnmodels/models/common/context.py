@@ -1,0 +1,124 @@
+"""The one extension point of a block: what it can ask for beside its own parameters.
+
+    @with_context
+    def block(layer, x, mask, freqs, /, *, config, kind, ctx):
+        ...
+        attended = ctx.tap("attention", project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)))
+
+A family calls `ctx` and names neither kernels nor layouts, experts, padding or taps. A new capability (an edit, a key
+cache) is a method here or in a subclass that the options name; families stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.inputs.mask import MaskLike
+from fnmodels.ops.attention.select import attention
+from fnmodels.ops.mlp import glu
+from fnmodels.ops.moe.experts_loop import Act
+from fnmodels.ops.moe.layer import KEPT, Route, moe
+from fnmodels.options import Block, ForwardOptions
+from fnmodels.tree import Tree
+
+ATTENTION_TAPS = ("q", "k", "v", "z")  # what `attend` reads [B, S, heads, H], and what it returns
+
+
+class Context:
+    """What one call of one layer's block may use; made anew in each call, inside of what is recomputed or compiled.
+
+    options, taps: statics, bound to the block. tensors: the keywords of this call, such as valid and routing; they are
+    arguments and not bound, so that no layer is compiled anew. aux: what leaves the block beside x.
+    """
+
+    def __init__(self, options: ForwardOptions, taps: tuple[str, ...], tensors: Mapping[str, Any]) -> None:
+        self.options, self.taps, self.tensors = options, taps, tensors
+        self.aux: dict[str, Tensor] = {}
+
+    def tap(self, name: str, value: Tensor) -> Tensor:
+        """`value`, recorded if the tap is wanted. A block goes on with what is returned: a subclass may replace it."""
+        if name in self.taps:
+            self.aux[name] = value
+        return value
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskLike,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """[B, Q, N, Hv] of q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv]; see `fnmodels.ops.attention.select`."""
+        q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
+        kernel, layout = self.options.kernel, self.options.layout
+        mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
+        return self.tap("z", mixed)
+
+    def moe(
+        self,
+        layer: Tree,
+        x: Tensor,
+        route: Route,
+        *,
+        act: str | Act,
+        input_weighted: bool = False,
+        wide_router: bool = False,
+    ) -> Tensor:
+        """[B, S, D]: a mixture of experts on x [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
+
+        act: a function (gate, up) -> inner, or the name of an activation for `glu`. Counts and router logits are always
+        in aux, the chosen experts and their weights if they are wanted.
+        """
+        y, routed = moe(
+            layer,
+            x,
+            route,
+            valid=self.tensors.get("valid"),
+            routing=self.tensors.get("routing"),
+            experts=self.options.experts,
+            kernel=self.options.kernel,
+            act=functools.partial(glu, activation=act) if isinstance(act, str) else act,
+            input_weighted=input_weighted,
+            wide_router=wide_router,
+        )
+        self.aux |= {name: value for name, value in routed.items() if name in KEPT or name in self.taps}
+        return y
+
+
+_USUAL = ForwardOptions()
+
+
+def with_context(block: Callable[..., Tensor]) -> Block:
+    """A family's block(layer, x, mask, freqs, /, *, config, kind, ctx) -> x as a pure function that returns (x, aux).
+
+    Called as block(layer, x, mask, freqs, config=, kind=, options=ForwardOptions(), taps=(), **tensors). Statics
+    (config, kind, options, taps) are hashable; `fnmodels.apply` binds them, once per kind.
+    """
+
+    @functools.wraps(block)
+    def run(
+        layer: Tree,
+        x: Tensor,
+        mask: Any,
+        freqs: Any,
+        /,
+        *,
+        config: Any,
+        kind: str,
+        options: ForwardOptions = _USUAL,
+        taps: tuple[str, ...] = (),
+        **tensors: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        ctx = (options.context or Context)(options, taps, tensors)
+        x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)
+        return x, ctx.aux
+
+    return run
