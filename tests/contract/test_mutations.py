@@ -463,7 +463,7 @@ def documents_merged_where_positions_run_on(patch: pytest.MonkeyPatch) -> None:
         goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & (segment_ids[:, 1:] > 0) & (segment_ids[:, :-1] > 0)
         return right(positions, F.pad((~goes_on).long().cumsum(1), (1, 0)).add(1).where(segment_ids > 0, 0))
 
-    patch.setattr(fnmodels.inputs.mask, "document_layout", merged)
+    patch.setattr("fnmodels.inputs.layout.document_layout", merged)
 
 
 def _around_prepare(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Patch:
