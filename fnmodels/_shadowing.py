@@ -1,8 +1,8 @@
-"""The three packages check that they see each other, and not a file of the user's.
+"""Detection of user files that shadow the packages `fnmodels`, `params` and `train` on the import path.
 
-`params` and `train` are ordinary words: a `train.py` in the working folder comes before the installed package. Siblings
-are installed side by side (wheel, checkout and editable install alike), so the right one is the folder beside the
-package that asks. Nothing is imported to find out: running a stranger's file is what this is here to prevent.
+`params` and `train` are ordinary words: a `train.py` in the working folder takes precedence over the installed package.
+The packages are installed side by side (wheel, checkout and editable install alike), so the right one is the folder
+beside the package that checks. Nothing is imported for the check, since that would run the shadowing file.
 
     fnmodels/__init__.py, after its imports:
         _shadowing.warn_shadowed(__file__, "params", "train")
@@ -11,10 +11,10 @@ package that asks. Nothing is imported to find out: running a stranger's file is
         from runpy import run_path
         run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels")
 
-(`train` requires "fnmodels" and "params".) A package that needs its sibling raises; `fnmodels` needs neither and warns,
-for whoever names a script of his own train.py and uses the models alone is doing nothing wrong. `params` imports
-`fnmodels`, so that it need not warn of `train` a second time. `params` and `train` run this file by its path, before
-any other import, because `fnmodels` itself may be the one that is hidden.
+(`train` requires "fnmodels" and "params".) A package that needs its sibling raises; `fnmodels` needs neither and only
+warns, because a user's own train.py beside the models alone is fine. `params` imports `fnmodels`, so it need not warn
+about `train` a second time. `params` and `train` run this file by its path, before any other import, because `fnmodels`
+itself may be the package that is shadowed.
 """
 
 import importlib.util
@@ -24,9 +24,9 @@ import warnings
 
 
 def _location(name: str) -> str | None:
-    """The file, or for a package without one the folder, that `import name` gives; None where there is nothing."""
+    """The file (or folder, for a namespace package) that `import name` would load; None if there is none."""
     module = sys.modules.get(name)
-    if module is not None:  # imported already, perhaps half-way, and find_spec refuses a module without a spec
+    if module is not None:  # imported already, perhaps partially; find_spec fails for a module without a spec
         file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
     elif spec := importlib.util.find_spec(name):
         file, folders = spec.origin if spec.has_location else None, spec.submodule_search_locations
@@ -36,12 +36,12 @@ def _location(name: str) -> str | None:
 
 
 def shadow(package_file: str, name: str) -> str | None:
-    """One sentence about the file that `import name` finds in place of the package beside `package_file`, or None."""
+    """A sentence naming the file that shadows the package `name` beside `package_file`; None if nothing does."""
     own = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(package_file))), name)
     found = _location(name)
     if found is None or os.path.realpath(os.path.dirname(found)) == os.path.realpath(own):
         return None
-    if not os.path.isdir(own):  # somebody copied one package out of the three: nothing is hidden
+    if not os.path.isdir(own):  # only one of the three packages was copied here: nothing is shadowed
         return None
     return (
         f"{found} hides the package `{name}` that was installed with fnmodels ({own}): `import {name}` gives the "
@@ -51,14 +51,14 @@ def shadow(package_file: str, name: str) -> str | None:
 
 
 def require(package_file: str, *names: str) -> None:
-    """Raises ImportError, which names the file, where something else would be imported as one of `names`."""
+    """Raise ImportError, which names the file, if another module shadows one of the packages `names`."""
     for name in names:
         if sentence := shadow(package_file, name):
             raise ImportError(sentence, name=name)
 
 
 def warn_shadowed(package_file: str, *names: str) -> None:
-    """Warns, with the same sentence, where something else would be imported as one of `names`."""
+    """Warn, with the same sentence, if another module shadows one of the packages `names`."""
     for name in names:
         if sentence := shadow(package_file, name):
             warnings.warn(sentence, RuntimeWarning, stacklevel=3)

@@ -1,12 +1,12 @@
-"""What can be wrong with a checkpoint folder, as kinds that a caller may tell apart. Each message is a sentence."""
+"""Exception classes: the kinds of errors in checkpoints, and errors that the user can fix."""
 
 
 class CheckpointError(ValueError):
-    """Anything wrong with the content of a checkpoint."""
+    """Base class of all errors in the content of a checkpoint."""
 
 
 class FormatError(CheckpointError):
-    """A file is not what its format demands: truncated, overlapping, not JSON."""
+    """A file violates its format: truncated, overlapping tensors, not JSON."""
 
 
 class IndexFileError(CheckpointError):
@@ -14,20 +14,20 @@ class IndexFileError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """The tensors are not the ones that the configuration calls for."""
+    """Names, shapes or dtypes of tensors differ from those that the config requires."""
 
 
 class UnsafePathError(CheckpointError):
-    """A name in the checkpoint points outside its folder or at something that is not a plain file."""
+    """A name in the checkpoint leads outside its folder or to something other than a regular file."""
 
 
 class UnsupportedError(CheckpointError):
-    """A kind that is not implemented: model type, rope, activation, quantization, dtype."""
+    """A feature that is not implemented: a model type, rope, activation, quantization or dtype."""
 
 
 class ConfigError(CheckpointError):
-    """A configuration value is missing, of the wrong type, impossible or contradictory."""
+    """A config value is missing, of the wrong type, impossible or contradictory."""
 
 
 class UserError(ValueError):
-    """Something the caller can put right: the message is one sentence that names the value and what would be right."""
+    """An error that the user can fix: the message is one sentence that names the value and what would be right."""

@@ -1,9 +1,9 @@
-"""Per-sample gradients at the price of a batch's: what `vmap(grad(loss))` computes, without torch.func.
+"""Per-sample gradients at the cost of one batched backward pass: the result of `vmap(grad(loss))` without torch.func.
 
-The gradient of a linear layer's weight for one row is one term of a sum that the batch's gradient takes anyway. So one
-ordinary backward pass over the whole batch, with that sum left out, gives them all: of each operation on a parameter
-its input and the gradient of its output are enough (arXiv 1510.01799). What then costs most is fresh memory for B
-numbers per parameter, which is what `out` is for.
+The gradient of a linear layer's weight for one row is one term of the sum that is the batch's gradient. So one ordinary
+backward pass over the full batch, without that sum, gives all of them: each operation on a parameter needs only its
+input and the gradient of its output (arXiv 1510.01799). The largest remaining cost is allocating B elements per
+parameter, which `out` avoids.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from . import tree
 from .tree import Tree
 
-# (the rows' gradients [B, *shape] of one parameter, the gradient of the operation's output, 0 to overwrite or 1 to add)
+# (per-row gradients [B, *shape] of a parameter, gradient of the operation's output, 0 to overwrite or 1 to accumulate)
 Write = Callable[[Tensor, Tensor, int], None]
 Rule = list[tuple[Tensor, Write]]
 
@@ -30,18 +30,17 @@ Rule = list[tuple[Tensor, Write]]
 def per_sample_gradients(
     loss_fn: Callable[[Tree, Tree], Tensor], params: Tree, batch: Tree, *, out: Tree | None = None
 ) -> tuple[Tree, Tensor]:
-    """(gradients, loss): for every parameter [B, *shape], whose row b is the gradient of row b's part of the loss.
+    """(gradients, loss): gradients [B, *shape] for every parameter, where entry b is the gradient of row b's loss.
 
-    loss_fn(params, batch) -> 0-d tensor, the SUM of the rows' losses, each of which depends on its own row alone. The
-    batch stays whole, so every kernel works and a `layout` is that of the batch. batch: a tree of tensors [B, ...].
-    out: an earlier result to write over; without it the operating system has to clear B numbers per parameter anew.
+    loss_fn(params, batch) -> 0-d tensor, the SUM of the rows' losses, each of which depends on its own row alone. It
+    sees the full batch, so every kernel works and a `layout` is that of the batch. batch: a tree of tensors [B, ...].
+    out: an earlier result to overwrite; without it new memory of B elements per parameter is allocated and cleared.
 
     Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products and sums with activations;
-    any other operation raises NotImplementedError, and `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`
-    does it. Activations there must have the rows in dimension 0. Of that only the size can be seen: one that is not B
-    raises too, but another dimension that happens to be B (time-major activations of B tokens, a table of B entries
-    that belongs to no row) is taken for the rows and gives wrong numbers without a word. The result is data and not
-    part of a graph.
+    any other operation raises NotImplementedError (use `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`).
+    Activations there must have the rows in dimension 0. Only its size can be checked: a size other than B raises too,
+    but another dimension that happens to be B (time-major activations of B tokens, a table of B entries that belongs to
+    no row) is taken for the rows and silently gives wrong gradients. The result is detached.
     """
     sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tree.leaves(batch)}
     if len(sizes) != 1 or None in sizes:
@@ -61,35 +60,37 @@ def per_sample_gradients(
         raise ValueError(f"The loss must be one number, the sum over the rows; its shape is {tuple(loss.shape)}.")
     if not loss.requires_grad:
         raise ValueError("The loss does not depend on the parameters in a way that has a gradient.")
-    ends = recorder.ends(loss)
-    if ends and rows:
-        torch.autograd.grad(loss, ends)  # for the hooks on the way
+    edges = recorder.deepest_edges(loss)
+    if edges and rows:
+        torch.autograd.grad(loss, edges)  # runs the hooks
     for path, buffer in recorder.buffers.items():
         if path not in recorder.written:
             buffer.zero_()
     return out, loss.detach()
 
 
-_INSTEAD = "torch.func.vmap(torch.func.grad(loss)) over fnmodels.rows(batch) differentiates everything"
+_ALTERNATIVE = "torch.func.vmap(torch.func.grad(loss)) over fnmodels.rows(batch) differentiates everything"
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees every operation of the forward pass, and hangs on those that read a parameter what makes its gradients."""
+    """Intercepts the operations of the forward pass and adds gradient-writing hooks to those that read a parameter."""
 
     def __init__(self, flat: dict[str, Tensor], buffers: dict[str, Tensor], rows: int) -> None:
         super().__init__()
         self.paths = {id(leaf): path for path, leaf in flat.items()}
-        self.guarded = {get_gradient_edge(leaf).node: path for path, leaf in flat.items()}  # where their gradients end
-        self.known: set[Node] = set()  # and what may lead there
-        self.same: list[Tensor] = []  # parameters after a cast or `1 + weight`: kept, for an id is one only while alive
+        self.guarded = {
+            get_gradient_edge(leaf).node: path for path, leaf in flat.items()
+        }  # their gradient accumulators
+        self.known: set[Node] = set()  # nodes of intercepted operations, which may lead there
+        self.derived: list[Tensor] = []  # parameters after a cast or `1 + weight`; kept alive so that ids stay unique
         self.buffers, self.rows = buffers, rows
         self.hooked: dict[Node, GradientEdge] = {}
         self.written: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        params = {id(x): self.paths[id(x)] for x in given if id(x) in self.paths}
+        inputs = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        params = {id(x): self.paths[id(x)] for x in inputs if id(x) in self.paths}
         if not params or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func in (Tensor.to, Tensor.float) or (func is Tensor.add and not isinstance(args[-1], Tensor)):
@@ -97,44 +98,46 @@ class _Recorder(TorchFunctionMode):
         rule = RULES[func](*args, **kwargs) if func in RULES else []
         if {id(param) for param, _ in rule} != params.keys():
             result = func(*args, **kwargs)
-            made = result if isinstance(result, (list, tuple)) else [result]
-            if id(result) in self.paths or not any(isinstance(x, Tensor) for x in made):
+            outputs = result if isinstance(result, (list, tuple)) else [result]
+            if id(result) in self.paths or not any(isinstance(x, Tensor) for x in outputs):
                 return result
-            raise NotImplementedError(f"{resolve_name(func)} reads the parameters {list(params.values())}; {_INSTEAD}.")
+            raise NotImplementedError(
+                f"{resolve_name(func)} reads the parameters {list(params.values())}; {_ALTERNATIVE}."
+            )
         result = func(*map(self._mark, args), **{name: self._mark(x) for name, x in kwargs.items()})
         if result.shape[0] != self.rows:
             raise NotImplementedError(
                 f"{resolve_name(func)} with {list(params.values())} gives {list(result.shape)}, which does not have "
-                f"the {self.rows} rows in dimension 0; {_INSTEAD}."
+                f"the {self.rows} rows in dimension 0; {_ALTERNATIVE}."
             )
-        edge = get_gradient_edge(result)  # and not the tensor, which may be written over and need not be kept
+        edge = get_gradient_edge(result)  # not the tensor, which may be overwritten and need not be kept alive
         self.hooked[edge.node] = edge
         for param, write in rule:
-            self._hang(result, params[id(param)], write)
+            self._add_hook(result, params[id(param)], write)
         return result
 
     def _derived(self, result: Tensor, path: str) -> Tensor:
-        """A parameter in another form, which counts as it from here on."""
+        """Register `result` as a form of the parameter `path`: later reads of it count as reads of the parameter."""
         if id(result) not in self.paths and result.grad_fn is not None:
             self.paths[id(result)] = self.guarded[result.grad_fn] = path
-            self.same.append(result)
+            self.derived.append(result)
             self.known.add(result.grad_fn)
         return result
 
-    def _mark(self, given: Any) -> Any:
-        """A parameter behind an identity, by which `check` knows an operation that was seen; all else as it is."""
-        if id(given) not in self.paths:
-            return given
-        marked = given.view_as(given)
+    def _mark(self, value: Any) -> Any:
+        """A view of a parameter, whose node marks the read as intercepted; other values unchanged."""
+        if id(value) not in self.paths:
+            return value
+        marked = value.view_as(value)
         self.known.add(marked.grad_fn)
         return marked
 
-    def ends(self, loss: Tensor) -> list[GradientEdge]:
-        """The hooked operations below which there is no other.
+    def deepest_edges(self, loss: Tensor) -> list[GradientEdge]:
+        """The edges of the hooked operations that have no other hooked operation below them in the graph.
 
-        Asked for their gradients, autograd passes every hook, and takes the gradient of no parameter and of nothing
-        that the caller's own graph holds below. NotImplementedError if the graph reads a parameter in an operation that
-        no mode sees, as an autograd.Function or compiled code does with its arguments: its share would miss.
+        Differentiating with respect to them runs every hook, without the gradient of any parameter or of the caller's
+        graph below. NotImplementedError if an operation that the mode cannot intercept (inside an autograd.Function or
+        compiled code) reads a parameter, because its gradient would be missing.
         """
         below: dict[Node, list[Node]] = {}
         waiting: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
@@ -147,11 +150,11 @@ class _Recorder(TorchFunctionMode):
                 if reached in self.guarded and node not in self.known:
                     raise NotImplementedError(
                         f"{self.guarded[reached]!r} is read by an operation that cannot be seen ({node.name()}); "
-                        f"{_INSTEAD}."
+                        f"{_ALTERNATIVE}."
                     )
             waiting += below[node]
         found: list[GradientEdge] = []
-        leading: set[Node] = set()  # to a hooked operation
+        leading: set[Node] = set()  # nodes from which a hooked operation can be reached
         for node in TopologicalSorter(below).static_order():
             if leading.intersection(below[node]):
                 leading.add(node)
@@ -160,9 +163,9 @@ class _Recorder(TorchFunctionMode):
                 found.append(self.hooked[node])
         return found
 
-    def _hang(self, result: Tensor, path: str, write: Write) -> None:
-        def hook(slope: Tensor) -> None:
-            write(self.buffers[path], slope, int(path in self.written))
+    def _add_hook(self, result: Tensor, path: str, write: Write) -> None:
+        def hook(grad_output: Tensor) -> None:
+            write(self.buffers[path], grad_output, int(path in self.written))
             self.written.add(path)
 
         result.register_hook(hook)
@@ -173,59 +176,59 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def _store(rows: Tensor, value: Tensor, keep: int) -> None:
-    if keep:
+def _store(rows: Tensor, value: Tensor, accumulate: int) -> None:
+    if accumulate:
         rows.add_(value)
     else:
         rows.copy_(value)
 
 
-# The rules take their arguments by torch's names, since callers may.
+# The parameter names of the rules are torch's, because callers may pass them as keywords.
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
     x = input.detach()
 
-    def of_weight(rows: Tensor, slope: Tensor, keep: int) -> None:
-        factors = _flat(slope).mT, _flat(x)
-        if rows.dtype == slope.dtype:
-            rows.baddbmm_(*factors, beta=keep)  # straight into place: a product first would go through memory twice
+    def write_weight(rows: Tensor, grad_output: Tensor, accumulate: int) -> None:
+        factors = _flat(grad_output).mT, _flat(x)
+        if rows.dtype == grad_output.dtype:
+            rows.baddbmm_(*factors, beta=accumulate)  # in place: writing a product first would go through memory twice
         else:
-            _store(rows, torch.bmm(*factors), keep)
+            _store(rows, torch.bmm(*factors), accumulate)
 
-    def of_bias(rows: Tensor, slope: Tensor, keep: int) -> None:
-        _store(rows, _flat(slope).sum(1), keep)
+    def write_bias(rows: Tensor, grad_output: Tensor, accumulate: int) -> None:
+        _store(rows, _flat(grad_output).sum(1), accumulate)
 
-    return [(weight, of_weight)] if bias is None else [(weight, of_weight), (bias, of_bias)]
+    return [(weight, write_weight)] if bias is None else [(weight, write_weight), (bias, write_bias)]
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Rule:
     if padding_idx is not None or any(args) or any(v for k, v in kwargs.items() if k != "norm_type"):
         return []
 
-    def write(rows: Tensor, slope: Tensor, keep: int) -> None:
-        if not keep:
+    def write(rows: Tensor, grad_output: Tensor, accumulate: int) -> None:
+        if not accumulate:
             rows.zero_()
         first = torch.arange(rows.shape[0], device=input.device) * rows.shape[1]
         index = (input.flatten(1) + first[:, None]).flatten()
-        rows.flatten(0, 1).index_add_(0, index, slope.reshape(-1, slope.shape[-1]).to(rows.dtype))
+        rows.flatten(0, 1).index_add_(0, index, grad_output.reshape(-1, grad_output.shape[-1]).to(rows.dtype))
 
     return [(weight, write)]
 
 
 def _scaled(make: Callable[[], Tensor], weight: Tensor) -> Rule:
-    """Of make() * weight, with weight in the last dimensions."""
+    """The rule of make() * weight, where weight has the last dimensions of the product."""
 
-    def write(rows: Tensor, slope: Tensor, keep: int) -> None:
-        product = slope * make()
+    def write(rows: Tensor, grad_output: Tensor, accumulate: int) -> None:
+        product = grad_output * make()
         between = range(1, product.ndim - weight.ndim)
-        _store(rows, product.flatten(1, between[-1]).sum(1) if between else product, keep)
+        _store(rows, product.flatten(1, between[-1]).sum(1) if between else product, accumulate)
 
     return [(weight, write)]
 
 
 def _operands(x: Any, y: Any) -> tuple[Tensor, Tensor] | None:
-    """(activation, parameter), if the one has the other's shape in its last dimensions, and more."""
+    """(activation, parameter) if the parameter has the shape of the activation's last dimensions; else None."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return None
     x, y = (x, y) if x.ndim >= y.ndim else (y, x)

@@ -1,7 +1,7 @@
-"""Trees of tensors: nested dicts, lists, tuples, None and frozen dataclasses, compared and named by path.
+"""Pytrees of tensors: nested dicts, lists, tuples, None and frozen dataclasses, with dotted paths as leaf names.
 
-`torch.utils._pytree` would do, at eight times the cost over 300 leaves, and it keeps dict insertion order, so that two
-equal trees built in another order zip wrongly. Here `map` matches the entries of dicts by key.
+`torch.utils._pytree` takes eight times as long over 300 leaves, and it keeps dict insertion order, so that two equal
+trees built in another order are zipped wrongly. Here `map` matches the entries of dicts by key.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LOADED_MODULES = {saved: module for module, saved in _SAVED_MODULES.items()}
 
 
 def static(**kwargs: Any) -> Any:
-    """A dataclass field that is hashable context (a rule, a size), not a child of the tree."""
+    """A dataclass field that is static, hashable context (a rule, a size), not a child of the tree."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 def pytree(cls: type[_T]) -> type[_T]:
-    """Class decorator: a frozen dataclass becomes a node here and in torch's own pytrees (vmap, export, pipelining)."""
+    """Class decorator: register a frozen dataclass as a node here and in torch's pytrees (vmap, export, pipelining)."""
     children, context = _fields(cls)
 
     # An absent child (None) goes to the context: vmap with in_dims=0 would refuse it as a leaf that is no tensor.
@@ -45,7 +45,7 @@ def pytree(cls: type[_T]) -> type[_T]:
         present, statics = extra
         return cls(**(dict.fromkeys(children) | dict(zip(present, values, strict=True)) | dict(statics)))
 
-    # The public torch.export.register_dataclass has no place for static fields.
+    # The public torch.export.register_dataclass does not support static fields.
     _pytree.register_pytree_node(
         cls,
         flatten,
@@ -64,7 +64,7 @@ def _saved_module(cls: type) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """Context as torch.export.save writes it: numbers, strings, None, tuples and frozen dataclasses of these."""
+    """Static context as JSON for torch.export.save: numbers, strings, None, tuples and frozen dataclasses of these."""
     if isinstance(value, tuple):
         return [_to_json(item) for item in value]
     if dataclasses.is_dataclass(value):
@@ -77,7 +77,7 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_from_json(item) for item in value)
     if isinstance(value, dict):
-        # Only among what is imported already: a file must not decide what gets imported.
+        # Only classes that are imported already: a file must not decide what gets imported.
         module = _LOADED_MODULES.get(str(value["module"]), str(value["module"]))
         cls = getattr(sys.modules.get(module), value["class"], None)
         if not dataclasses.is_dataclass(cls) or not isinstance(cls, type):
@@ -101,12 +101,12 @@ def _is_node(tree: Tree) -> bool:
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """The tree of `function(leaf, *leaves of rest)`; None is an empty subtree. ValueError where structures differ."""
+    """The tree of function(leaf, *leaves of rest); None is an empty subtree. ValueError if the structures differ."""
     return _map(function, tree, rest, "")
 
 
 def _map(function: Callable[..., Any], tree: Tree, rest: tuple[Tree, ...], path: str) -> Tree:
-    # The checks stand in the branches, not in a helper: this runs over every parameter in every step.
+    # The checks are inlined in the branches for speed: this runs over every parameter in every step.
     if isinstance(tree, dict):
         for other in rest:
             if not isinstance(other, dict) or other.keys() != tree.keys():
@@ -166,12 +166,12 @@ def _walk(tree: Tree, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
-    """`{dotted path: leaf}` in the tree's own order; None and empty containers hold no leaf and leave no trace."""
+    """{dotted path: leaf} in the tree's own order; None and empty containers have no leaves and are lost."""
     return dict(_walk(tree, ""))
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves in the order of `flatten`."""
+    """The leaves, in the order of `flatten`."""
     return [leaf for _, leaf in _walk(tree, "")]
 
 

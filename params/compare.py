@@ -38,7 +38,7 @@ from .command_line import Parser, run_command
 
 BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5-10x the difference of two correct kernels
 LENGTH, SHORTEST, SHIFT = 24, 4, 3
-# Where transformers itself is wrong: {model type: (forms of batches)}.
+# {model type: arrangements of batches on which transformers itself is wrong}.
 _THEIR_MISTAKES = {
     "gpt_oss": ("packed",),  # its masks do not separate documents
     "llama4": ("packed", "shifted"),  # its temperature depends on the index in the row, not on the position

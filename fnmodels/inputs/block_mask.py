@@ -1,4 +1,4 @@
-"""FlexAttention's BlockMask, built from a Mask on the host in O(S) memory."""
+"""Conversion of a `Mask` to FlexAttention's BlockMask without a dense mask."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fnmodels.tree import leaves
 
 
 def is_block_mask(mask: MaskLike) -> bool:
-    """Told by its parts: the module that defines it takes long to import."""
+    """Whether `mask` is a BlockMask, recognized by its attributes: the module that defines it is slow to import."""
     return hasattr(mask, "mask_mod") and hasattr(mask, "kv_num_blocks")
 
 
 def _block_mask_to_dense(mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import create_mask
 
-    # Not `mask.to_dense()`, which knows blocks of 128 x 128 only.
+    # Not `mask.to_dense()`, which supports blocks of 128 x 128 only.
     (batch, heads), (queries, keys) = mask.kv_num_blocks.shape[:2], mask.seq_lengths
     try:
         return create_mask(mask.mask_mod, batch, heads, queries, keys, mask.kv_num_blocks.device)
@@ -31,22 +31,21 @@ def _block_mask_to_dense(mask: Any) -> Tensor:
         if "sliced" not in str(error):
             raise
         raise ValueError(
-            "This BlockMask was sliced, and a slice has no predicate any more: pass the whole one, or a fnmodels.Mask."
+            "This BlockMask was sliced, and a slice has no predicate any more: pass the full one, or a fnmodels.Mask."
         ) from error
 
 
-TILE = 128  # queries and keys that FlexAttention treats as one
-
-
-ELEMENTS = 1 << 22  # of the predicate, evaluated at a time on the CPU; a GPU, which waits for launches, takes more
+TILE = 128  # queries and keys per block of FlexAttention
+ELEMENTS = 1 << 22  # of the predicate, evaluated at a time on the CPU; more on a GPU, which is bound by launches
 
 
 def to_block_mask(mask: MaskLike) -> Any:
     """FlexAttention's BlockMask of a `Mask` (a BlockMask is returned as it is).
 
     Equal to `create_block_mask(mask.mask_mod(), ...)`, which needs memory Q x K. On the CPU in eager mode the predicate
-    is evaluated only on tiles that the rule does not know to be empty or full (`Rule.visible`, `Rule.covers`);
-    elsewhere ranges cannot be read without waiting, and it is evaluated on all, a few rows of tiles at a time.
+    is evaluated only on tiles that the rule's bounds (`Rule.visible`, `Rule.covers`) leave undecided; elsewhere the
+    values cannot be read without a sync, and it is evaluated on all tiles, a few rows of tiles at a time.
+    ValueError for other kinds of masks and for a mask without queries or keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -62,11 +61,11 @@ def to_block_mask(mask: MaskLike) -> Any:
         raise ValueError(f"A BlockMask has a query and a key at least, this mask has {queries} and {keys}.")
     if _on_host(mask):
         with torch._C._DisableFuncTorch(), _disable_current_modes():
-            touched, whole = _tiles_by_range(mask)
+            touched, full = _tiles_by_bounds(mask)
     else:
-        touched, whole = _tiles_by_looking(mask)
-    listed = (*_listed(touched & ~whole), *_listed(whole))
-    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=TILE, mask_mod=mask.mask_mod(), seq_lengths=(queries, keys))
+        touched, full = _tiles_by_evaluation(mask)
+    blocks = (*_counts_and_indices(touched & ~full), *_counts_and_indices(full))
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=mask.mask_mod(), seq_lengths=(queries, keys))
 
 
 def _on_host(mask: Mask) -> bool:
@@ -76,14 +75,14 @@ def _on_host(mask: Mask) -> bool:
     )
 
 
-def _tiles_by_looking(mask: Mask) -> tuple[Tensor, Tensor]:
-    """bool [B, 1, q, k] each: tiles in which some query sees a key, and those in which all see all."""
+def _tiles_by_evaluation(mask: Mask) -> tuple[Tensor, Tensor]:
+    """(touched, full), bool [B, 1, q, k]: tiles in which some query sees a key, tiles in which all see all."""
     queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]
     at_once = 16 * ELEMENTS if mask.q_positions.is_cuda else ELEMENTS
     step = TILE * max(1, at_once // (TILE * keys * mask.q_positions.shape[0]))
     touched, full = [], []
     for begin in range(0, queries, step):
-        seen = mask.part(slice(begin, begin + step), slice(None)).dense()  # [B, 1, q, K]
+        seen = mask.select(slice(begin, begin + step), slice(None)).dense()  # [B, 1, q, K]
         seen = F.pad(seen, (0, -keys % TILE, 0, -seen.shape[2] % TILE))
         tiles = seen.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
         touched.append(tiles.any(dim=5).any(dim=3))
@@ -91,23 +90,23 @@ def _tiles_by_looking(mask: Mask) -> tuple[Tensor, Tensor]:
     return torch.cat(touched, dim=2), torch.cat(full, dim=2)
 
 
-def _tiles_by_range(mask: Mask) -> tuple[Tensor, Tensor]:
-    """As `_tiles_by_looking`, host-side."""
+def _tiles_by_bounds(mask: Mask) -> tuple[Tensor, Tensor]:
+    """`_tiles_by_evaluation` on the host, evaluating only the tiles that bounds leave undecided."""
     tensors = leaves(mask)
     rows = max(t.shape[0] for t in tensors)
-    # Rows that were made of one by `expand` are one.
-    different = 1 if all(t.shape[0] == 1 or t.stride(0) == 0 for t in tensors) else rows
-    found = [_tiles_of_row(mask.part(slice(None), slice(None), slice(row, row + 1))) for row in range(different)]
-    touched, whole = (torch.stack(each)[:, None].expand(rows, -1, -1, -1) for each in zip(*found, strict=True))
-    return touched, whole
+    # Rows expanded from one row are computed once.
+    distinct = 1 if all(t.shape[0] == 1 or t.stride(0) == 0 for t in tensors) else rows
+    found = [_tiles_of_row(mask.select(slice(None), slice(None), slice(row, row + 1))) for row in range(distinct)]
+    touched, full = (torch.stack(each)[:, None].expand(rows, -1, -1, -1) for each in zip(*found, strict=True))
+    return touched, full
 
 
 def _tiles_of_row(mask: Mask) -> tuple[Tensor, Tensor]:
-    """[q, k] each. The plane of tiles is quartered until a part is empty, full or one tile, which is looked at."""
+    """(touched, full) [q, k] of one row: a quadtree of tiles, whose undecided leaves are evaluated."""
     q = _tiled(mask.q_positions, mask.q_segments, mask.q_spans)
     kv = _tiled(mask.kv_positions, mask.kv_segments, mask.kv_spans)
-    q_levels, kv_levels = _ranges(q), _ranges(kv)
-    whole = torch.zeros(len(q.positions), len(kv.positions), dtype=torch.bool)
+    q_levels, kv_levels = _bounds(q), _bounds(kv)
+    full = torch.zeros(len(q.positions), len(kv.positions), dtype=torch.bool)
     unknown: list[tuple[int, int]] = []
     waiting = [(len(q_levels) - 1, 0, len(kv_levels) - 1, 0)]
     while waiting:
@@ -115,69 +114,72 @@ def _tiles_of_row(mask: Mask) -> tuple[Tensor, Tensor]:
         queries, keys = q_levels[a][i], kv_levels[b][j]
         if queries is None or keys is None:
             continue
-        (q_at, q_documents, q_one), (kv_at, kv_documents, kv_one) = queries, keys
-        low, high = mask.rule.visible(q_at)
-        if kv_at[1] < low or kv_at[0] > high or kv_documents[1] < q_documents[0] or kv_documents[0] > q_documents[1]:
+        (q_positions, q_segments, q_one), (kv_positions, kv_segments, kv_one) = queries, keys
+        low, high = mask.rule.visible(q_positions)
+        if kv_positions[1] < low or kv_positions[0] > high:
             continue
-        if q_one and kv_one and q_documents == kv_documents and mask.rule.covers(q_at, kv_at):
-            whole[i << a : (i + 1) << a, j << b : (j + 1) << b] = True
+        if kv_segments[1] < q_segments[0] or kv_segments[0] > q_segments[1]:
+            continue
+        if q_one and kv_one and q_segments == kv_segments and mask.rule.covers(q_positions, kv_positions):
+            full[i << a : (i + 1) << a, j << b : (j + 1) << b] = True
         elif a == b == 0:
             unknown.append((i, j))
         else:
-            above = [(a - 1, 2 * i), (a - 1, 2 * i + 1)] if a >= b else [(a, i)]
-            beside = [(b - 1, 2 * j), (b - 1, 2 * j + 1)] if b >= a else [(b, j)]
-            waiting += [(*one, *other) for one, other in itertools.product(above, beside)]
-    touched = whole.clone()
-    for some in torch.tensor(unknown, dtype=torch.long).view(-1, 2).split(max(1, ELEMENTS // TILE**2)):
-        i_s, j_s = some.unbind(1)
-        seen = mask.allowed(_taken(q, i_s, -1), _taken(kv, j_s, -2))
+            q_halves = [(a - 1, 2 * i), (a - 1, 2 * i + 1)] if a >= b else [(a, i)]
+            kv_halves = [(b - 1, 2 * j), (b - 1, 2 * j + 1)] if b >= a else [(b, j)]
+            waiting += [(*q_half, *kv_half) for q_half, kv_half in itertools.product(q_halves, kv_halves)]
+    touched = full.clone()
+    for tiles in torch.tensor(unknown, dtype=torch.long).view(-1, 2).split(max(1, ELEMENTS // TILE**2)):
+        i_s, j_s = tiles.unbind(1)
+        seen = mask.allowed(_select(q, i_s, -1), _select(kv, j_s, -2))
         touched[i_s, j_s] = seen.flatten(1).any(dim=1)
-        whole[i_s, j_s] = seen.flatten(1).all(dim=1)
-    return touched, whole
+        full[i_s, j_s] = seen.flatten(1).all(dim=1)
+    return touched, full
 
 
 def _tiled(positions: Tensor, segments: Tensor, spans: Tensor | None) -> Tokens:
-    """[1, S] -> [tiles, TILE], with padding behind."""
-    more = (0, -positions.shape[1] % TILE)
-    cut = [None if t is None else F.pad(t[0], more).unflatten(0, (-1, TILE)) for t in (segments, spans)]
-    assert cut[0] is not None
-    return Tokens(F.pad(positions[0], more).unflatten(0, (-1, TILE)), cut[0], cut[1])
+    """[1, S] -> [tiles, TILE], padded at the end."""
+
+    def tiled(tensor: Tensor) -> Tensor:
+        return F.pad(tensor[0], (0, -positions.shape[1] % TILE)).unflatten(0, (-1, TILE))
+
+    return Tokens(tiled(positions), tiled(segments), None if spans is None else tiled(spans))
 
 
-def _taken(tokens: Tokens, which: Tensor, dim: int) -> Tokens:
+def _select(tokens: Tokens, which: Tensor, dim: int) -> Tokens:
     spans = None if tokens.spans is None else tokens.spans[which].unsqueeze(dim)
     return Tokens(tokens.positions[which].unsqueeze(dim), tokens.segments[which].unsqueeze(dim), spans)
 
 
-# Of tokens that are no padding: their positions, their documents, and whether they are all there is, of one document.
-_Of = tuple[Range, Range, bool]
+# Range of positions, range of segments (both without padding), and whether all tokens are of one segment.
+_TileBounds = tuple[Range, Range, bool]
 
 
-def _ranges(tokens: Tokens) -> list[list[_Of | None]]:
-    """For each tile; then for two tiles together, for four, ... None where there is only padding."""
+def _bounds(tokens: Tokens) -> list[list[_TileBounds | None]]:
+    """Bounds per tile, then per 2, 4, ... adjacent tiles; None where there is only padding."""
     real = tokens.segments > 0
     most = torch.iinfo(torch.int64).max
     lows = [t.long().where(real, most).amin(dim=1).tolist() for t in (tokens.positions, tokens.segments)]
     highs = [t.long().where(real, -most).amax(dim=1).tolist() for t in (tokens.positions, tokens.segments)]
-    levels: list[list[_Of | None]] = [[]]
+    levels: list[list[_TileBounds | None]] = [[]]
     all_real = real.all(dim=1).tolist()
     for low, high, first, last, full in zip(lows[0], highs[0], lows[1], highs[1], all_real, strict=True):
         levels[0].append(((low, high), (first, last), full and first == last) if first <= last else None)
     while len(levels[-1]) > 1:
         below = levels[-1] + [None] * (len(levels[-1]) % 2)
-        levels.append([_both(*pair) for pair in zip(below[::2], below[1::2], strict=True)])
+        levels.append([_merge(*pair) for pair in zip(below[::2], below[1::2], strict=True)])
         levels[-2] = below
     return levels
 
 
-def _both(left: _Of | None, right: _Of | None) -> _Of | None:
+def _merge(left: _TileBounds | None, right: _TileBounds | None) -> _TileBounds | None:
     if left is None or right is None:
-        some = left or right
-        return None if some is None else (*some[:2], False)
+        present = left or right
+        return None if present is None else (*present[:2], False)
     ranges = [(min(one[0], other[0]), max(one[1], other[1])) for one, other in zip(left[:2], right[:2], strict=True)]
     return ranges[0], ranges[1], left[2] and right[2] and left[1] == right[1]
 
 
-def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [B, 1, q, k] as the count per row of tiles, and their indices before all others."""
+def _counts_and_indices(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """BlockMask's (count of True tiles per row, tile indices with the True ones first) of bool [B, 1, q, k]."""
     return tiles.sum(dim=-1, dtype=torch.int32), tiles.int().argsort(dim=-1, descending=True, stable=True).int()

@@ -1,4 +1,4 @@
-"""A mask in the forms that kernels read: dense, FlexAttention's BlockMask, per-document offsets."""
+"""Conversion of masks and layouts to the forms that kernels read: dense masks and cumulative sequence lengths."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .mask import Mask, MaskLike
 
 
 def to_dense(mask: MaskLike) -> Tensor:
-    """bool [B or 1, N or 1, Q, K], True where the query may look. Memory Q x K.
+    """bool [B or 1, N or 1, Q, K], True where the query may attend to the key. Memory is Q x K.
 
-    mask: a `Mask`, such a tensor, or a BlockMask as it was created: a sliced one has lost its predicate (ValueError).
+    mask: a `Mask`, such a tensor, or a BlockMask; a sliced BlockMask has lost its predicate (ValueError).
     """
     if isinstance(mask, Mask):
         return mask.dense()
@@ -35,7 +35,7 @@ def to_dense(mask: MaskLike) -> Tensor:
 
 
 def shape_of(mask: MaskLike) -> tuple[int, int, int, int]:
-    """B or 1, N or 1, Q, K. Raises as `to_dense` for what is no mask."""
+    """(B or 1, N or 1, Q, K) of a mask. Errors as in `to_dense`."""
     if isinstance(mask, Mask):
         return max(t.shape[0] for t in leaves(mask)), 1, mask.q_positions.shape[1], mask.kv_positions.shape[1]
     rows, heads, queries, keys = mask.shape if is_block_mask(mask) else to_dense(mask).shape
@@ -44,10 +44,10 @@ def shape_of(mask: MaskLike) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True)
 class Ragged:
-    """The documents of a batch one after another, without padding: what variable-length kernels read.
+    """The documents of a batch concatenated without padding, the input of variable-length attention kernels.
 
-    offsets: int32 [n + 1], where each of n documents begins and the last ends. tokens: int64 [T], the places of these
-    tokens in the flattened [B * S] batch; None where all are. longest: length of the longest document.
+    offsets: int32 [n + 1], cumulative sequence lengths (cu_seqlens) of n documents. tokens: int64 [T], the indices of
+    these tokens in the flattened [B * S] batch; None if there is no padding. longest: length of the longest document.
     """
 
     offsets: Tensor
@@ -56,7 +56,7 @@ class Ragged:
 
 
 def to_cu_seqlens(layout: Layout, *, device: torch.device | str | None = None) -> Ragged:
-    """The documents of all rows, row by row; padding is left out. Raises TypeError for what is no Layout."""
+    """The documents of all rows, row by row, without padding. TypeError if `layout` is no Layout."""
     if not isinstance(layout, Layout):
         raise TypeError(
             f"Offsets are made of a Layout, not of a {type(layout).__name__}: fnmodels.layout(masks) makes one, or "
@@ -71,6 +71,6 @@ def to_cu_seqlens(layout: Layout, *, device: torch.device | str | None = None) -
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     tokens = None
     if sum(lengths) < len(layout.rows) * layout.length:
-        places = [torch.arange(start, stop, device=device) for start, stop in documents]
-        tokens = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device=device)
+        indices = [torch.arange(start, stop, device=device) for start, stop in documents]
+        tokens = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.int64, device=device)
     return Ragged(offsets, tokens, max(lengths, default=0))

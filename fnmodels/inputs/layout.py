@@ -1,4 +1,4 @@
-"""Host-side facts of one batch: which rows are plainly causal, where documents begin."""
+"""`Layout`: host-side facts about one batch, the document ranges of each row, which kernels use to skip work."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .mask import Mask, MaskLike
 
 @dataclass(frozen=True)
 class Layout:
-    """Facts about one batch, read from its values on the host: for each row the [start, stop) of its documents.
+    """The document ranges [start, stop) of each row of one batch, read from its values on the host.
 
-    A document here is a run of one segment whose positions count up by one. Only kernels use this, and only as a way to
-    do less: it never changes what is computed. A layout of other documents than the mask's raises ValueError where that
-    can be seen: in eager mode with masks on the CPU. In a graph that is traced, for masks that vmap runs over, and on
-    CUDA (reading would wait for the device) it is taken at its word, and a wrong one gives wrong numbers.
+    A document here is a run of one segment whose positions increase by one. Kernels use a layout only to skip work; it
+    never changes the result. A layout that does not match the mask raises ValueError in eager mode with masks on the
+    CPU. In a traced graph, under vmap over the masks, and on CUDA (reading would wait for the device) it is not
+    checked, and a wrong one gives wrong results.
     """
 
     rows: tuple[tuple[tuple[int, int], ...], ...]
     length: int
-    firsts: tuple[tuple[int, ...], ...]  # the position of each document's first token: a row may begin mid-document
+    firsts: tuple[tuple[int, ...], ...]  # position of each document's first token: a row may begin mid-document
 
     @property
     def plain(self) -> bool:
-        """Every row is one whole document in order, so that causal by position is causal by index."""
+        """Whether every row is one full document in order, so that causal by position is causal by index."""
         return bool(self.rows) and all(row == ((0, self.length),) for row in self.rows)
 
 
 def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
-    """The layout of [B, S] positions and segment ids; None where a document is not one run in order (permuted)."""
+    """The layout of [B, S] positions and segment ids; None if a document is not one run in order (permuted)."""
     positions, segment_ids = integers("positions", positions).cpu(), integers("segment_ids", segment_ids).cpu()
     positions, segment_ids = torch.broadcast_tensors(positions, segment_ids)
     length = segment_ids.shape[1]
@@ -48,7 +48,7 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
         runs[row].append((start, segment, first))
     rows, firsts = [], []
     for run in runs:
-        stops = [*(start for start, _, _ in run[1:]), length][: len(run)]  # a row of no tokens has no run
+        stops = [*(start for start, _, _ in run[1:]), length][: len(run)]  # a row without tokens has no run
         ends = zip(run, stops, strict=True)
         documents = [(start, stop, segment, first) for (start, segment, first), stop in ends if segment > 0]
         if len({segment for _, _, segment, _ in documents}) < len(documents):
@@ -59,21 +59,21 @@ def document_layout(positions: Tensor, segment_ids: Tensor) -> Layout | None:
 
 
 def layout(masks: Mapping[str, MaskLike]) -> Layout | None:
-    """The layout of one batch's masks, made once on the host; None where they do not describe rows of whole documents.
+    """The layout of one batch's masks, computed on the host; None if their documents are not contiguous and in order.
 
-    Pass the result to `forward` as `layout=`. It belongs to this batch in this order: make it anew after `permute` or
+    Pass it to `forward` as `layout=`. It holds for this batch in this order: compute it again after `permute` or
     `split`.
     """
     data = list({id(mask): mask for mask in masks.values() if isinstance(mask, Mask)}.values())
     if not data:
         return None
     positions, segments = data[0].q_positions, data[0].q_segments
-    for m in data:
+    for mask in data:
         for one, other in (
-            (positions, m.q_positions),
-            (positions, m.kv_positions),
-            (segments, m.q_segments),
-            (segments, m.kv_segments),
+            (positions, mask.q_positions),
+            (positions, mask.kv_positions),
+            (segments, mask.q_segments),
+            (segments, mask.kv_segments),
         ):
             if one is not other and not torch.equal(one, other):
                 return None

@@ -1,11 +1,11 @@
-"""The order of a sequence for context parallelism: which tokens each of `ranks` equal shares should hold.
+"""Load balancing for context parallelism: permutations of the sequence that give every rank equal attention work.
 
-A causal query sees as many keys as it is old, so contiguous shares leave the first rank idle. Everything here is one
-permutation of the sequence, made once at the data boundary and applied by `fnmodels.permute` to the whole batch; since
-masks, rotary tables and labels follow from tensors that were permuted with it, nothing downstream need know.
+The number of keys that a causal query sees grows with its position, so contiguous shards leave the first rank idle. The
+remedy is one permutation of the sequence, made once at the data boundary and applied by `fnmodels.permute` to the full
+batch; masks, rotary tables and labels are computed from the permuted tensors, so nothing downstream needs to know.
 
-    batch, back = balance(batch, mask, ranks=4)  # rank r computes columns r S/4 .. (r+1) S/4
-    logits = fnmodels.permute(logits, back)      # in the order of the text again
+    batch, back = balance(batch, mask, ranks=4)  # rank r computes indices r S/4 .. (r+1) S/4 of the sequence dimension
+    logits = fnmodels.permute(logits, back)      # back in the order of the text
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from .transforms import permute
 def balance(
     batch: Tree, mask: Mask, ranks: int, *, method: Literal["mask", "head_tail"] = "mask", block: int = 128
 ) -> tuple[Tree, Tensor]:
-    """(the batch in an order that loads `ranks` equal shares evenly, the order that undoes it).
+    """(the batch permuted so that `ranks` equal contiguous shards have equal work, the order that undoes it).
 
     batch: any tree of [B, S, ...] tensors (tokens, positions, segment ids, labels, rotary tables, masks as data).
-    method: "mask" deals out blocks by what `mask` really lets each see, "head_tail" pairs the two ends of each row.
+    method: "mask" distributes blocks by the number of keys that `mask` lets them see, "head_tail" pairs the two ends of
+    each row. ValueError where the length is not divisible as the method needs.
     """
     _check_sizes(mask, ranks, block)
     length = mask.q_positions.shape[1]
@@ -43,12 +44,12 @@ def balance(
 
 
 def head_tail_order(length: int, ranks: int) -> Tensor:
-    """[S]: the sequence in 2 ranks equal pieces, rank r getting the r-th and the r-th from the end.
+    """Order [S]: of 2 * ranks equal pieces of the sequence, rank r gets the r-th and the r-th from the end.
 
-    Exact for one causal document per row; it knows nothing of documents or windows (see `balanced_order`).
+    Exact for one causal document per row; documents and windows are ignored (see `balanced_order`).
     """
     if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: there is one at least.")
+        raise ValueError(f"ranks is {ranks}; it must be at least 1.")
     if length % (2 * ranks):
         raise ValueError(f"head-tail order on {ranks} ranks needs a length divisible by {2 * ranks}, not {length}.")
     pieces = torch.arange(length).view(2 * ranks, -1)
@@ -56,10 +57,10 @@ def head_tail_order(length: int, ranks: int) -> Tensor:
 
 
 def balanced_order(mask: Mask, ranks: int, *, block: int = 128) -> Tensor:
-    """[B, S]: per row, blocks of `block` queries dealt out so that the ranks see about the same number of keys.
+    """Order [B, S]: blocks of `block` queries are assigned per row so that all ranks see about the same number of keys.
 
-    Largest block first to the least loaded rank with room (Graham's LPT rule, within 4/3 of the best without the room
-    limit). Host-side; counts visible keys exactly (`visible_keys`).
+    The block with most keys goes first, to the least loaded rank with room (Graham's LPT rule, within 4/3 of optimal
+    without the room limit). Host-side; counts visible keys exactly (`visible_keys`).
     """
     _check_sizes(mask, ranks, block)
     area = visible_keys(mask).cpu()
@@ -84,50 +85,50 @@ def balanced_order(mask: Mask, ranks: int, *, block: int = 128) -> Tensor:
 
 def _check_sizes(mask: Mask, ranks: int, block: int = 1) -> None:
     if not isinstance(mask, Mask):
-        raise TypeError(f"What a rank computes is counted on a fnmodels.Mask, not on a {type(mask).__name__}.")
+        raise TypeError(f"Load balancing is computed on a fnmodels.Mask, not on a {type(mask).__name__}.")
     if ranks < 1 or block < 1:
-        raise ValueError(f"ranks is {ranks} and block is {block}: both are 1 at least.")
+        raise ValueError(f"ranks is {ranks} and block is {block}; both must be at least 1.")
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """The order that undoes `order`, [S] or [B, S]."""
+    """The inverse permutation of `order`, [S] or [B, S]."""
     return order.argsort(dim=-1)
 
 
 def visible_keys(mask: Mask) -> Tensor:
-    """int64 [B, Q]: how many keys each query sees. Host-side, in memory linear in the sequence.
+    """int64 [B, Q]: the number of keys that each query sees. Host-side; memory is linear in the sequence.
 
-    Time is linear too, but for a logarithm, where the rule says of ranges of positions what is empty and what is full
-    (`Rule.visible`, `Rule.covers`); for one that does not it is the square of the longest document.
+    Time is S log S for rules that bound what ranges of positions see (`Rule.visible`, `Rule.covers`), else quadratic in
+    the longest document.
     """
     rows = max(tensor.shape[0] for tensor in tree.leaves(mask))
     counts = torch.zeros(rows, mask.q_positions.shape[1], dtype=torch.int64)
     for row in range(rows):
-        one = tree.map(torch.Tensor.cpu, mask.part(slice(None), slice(None), slice(row, row + 1)))
+        one = tree.map(torch.Tensor.cpu, mask.select(slice(None), slice(None), slice(row, row + 1)))
         q, kv = _by_document(one.q_positions, one.q_segments), _by_document(one.kv_positions, one.kv_segments)
         counts[row, q] = _visible_in_row(_in_order(one, q, kv))
     return counts.to(mask.q_positions.device)
 
 
-_PIECE = (256, 1024)  # queries and keys at most where the predicate is evaluated
+_PIECE = (256, 1024)  # the most queries and keys for which the predicate is evaluated at once
 
 
 def _visible_in_row(mask: Mask) -> Tensor:
-    """[Q] of one row in order: the plane of queries and keys is halved until a part is empty, full or small."""
-    q_at, kv_at = mask.q_positions[0].tolist(), mask.kv_positions[0].tolist()
+    """[Q] of one sorted row: the (query, key) plane is bisected until a rectangle is empty, full or small."""
+    q_positions, kv_positions = mask.q_positions[0].tolist(), mask.kv_positions[0].tolist()
     q_documents, kv_documents = _documents(mask.q_segments), _documents(mask.kv_segments)
-    counts = torch.zeros(len(q_at), dtype=torch.int64)
+    counts = torch.zeros(len(q_positions), dtype=torch.int64)
     waiting = [(*q_documents[d], *kv_documents[d]) for d in q_documents.keys() & kv_documents.keys() if d > 0]
     while waiting:
         q0, q1, k0, k1 = waiting.pop()
-        queries, keys = (q_at[q0], q_at[q1 - 1]), (kv_at[k0], kv_at[k1 - 1])
+        queries, keys = (q_positions[q0], q_positions[q1 - 1]), (kv_positions[k0], kv_positions[k1 - 1])
         low, high = mask.rule.visible(queries)
         if keys[1] < low or keys[0] > high:
             continue
         if mask.rule.covers(queries, keys):
             counts[q0:q1] += k1 - k0
         elif q1 - q0 <= _PIECE[0] and k1 - k0 <= _PIECE[1]:
-            counts[q0:q1] += mask.part(slice(q0, q1), slice(k0, k1)).dense()[0, 0].sum(-1)
+            counts[q0:q1] += mask.select(slice(q0, q1), slice(k0, k1)).dense()[0, 0].sum(-1)
         elif (k1 - k0) * _PIECE[0] >= (q1 - q0) * _PIECE[1]:
             middle = (k0 + k1) // 2
             waiting += [(q0, q1, k0, middle), (q0, q1, middle, k1)]
@@ -148,7 +149,7 @@ def _in_order(mask: Mask, q: Tensor, kv: Tensor) -> Mask:
 
 
 def _by_document(positions: Tensor, segments: Tensor) -> Tensor:
-    """The order [S] in which documents lie one after another, each by position; from [1, S]."""
+    """The order [S] that sorts tokens by document, then by position; from [1, S]."""
     order = positions[0].argsort(stable=True)
     return order[segments[0, order].argsort(stable=True)]
 
@@ -161,9 +162,9 @@ def _documents(segments: Tensor) -> dict[int, tuple[int, int]]:
 
 
 def imbalance(mask: Mask, ranks: int, order: Tensor | None = None) -> float:
-    """The largest share of visible keys over the mean one, all rows together; 1 is perfect, `ranks` the worst.
+    """max / mean over ranks of visible keys, summed over rows: 1 is perfect balance, `ranks` the worst.
 
-    order: [S] or [B, S], for a mask of as many rows or of one. Raises ValueError for shares that are not equal.
+    order: [S] or [B, S], for a mask of as many rows or of one. ValueError if the ranks' shards are not of equal length.
     """
     _check_sizes(mask, ranks)
     area = visible_keys(mask)

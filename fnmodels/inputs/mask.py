@@ -1,8 +1,8 @@
-"""Attention masks as data.
+"""Attention masks as data: `Mask`, a pytree of positions and segment ids with a static rule.
 
-A `Mask` holds positions and segment ids of queries and keys (tensors) and a rule (static). The rule is a predicate on
-what a token is, never on where it stands in the row, so permuting, sharding or slicing a sequence is the same slicing
-of these tensors. Memory is linear in the sequence until a kernel asks for more (`Mask.dense`).
+The rule is a predicate on the positions and segments of a query and a key, never on their indices in the row, so that
+permuting, sharding or slicing the sequence is the same operation on these tensors. Memory is linear in the sequence
+until a kernel needs a dense mask (`Mask.dense`).
 
 Two tokens of different segments, and padding (segments of 0 or less), never see each other under any rule.
 """
@@ -35,66 +35,64 @@ class Mask:
     rule: Rule = tree.static()
 
     def allowed(self, q: Tokens, kv: Tokens) -> Tensor:
-        """The whole predicate: the rule, one segment, no padding."""
+        """The full predicate: same segment, no padding, and the rule allows it."""
         return (q.segments == kv.segments) & (kv.segments > 0) & self.rule(q, kv)
 
     def dense(self) -> Tensor:
-        """bool [B, 1, Q, K], True where the query may look."""
-        q = Tokens(self.q_positions[..., None], self.q_segments[..., None], _last(self.q_spans, -1))
-        kv = Tokens(self.kv_positions[..., None, :], self.kv_segments[..., None, :], _last(self.kv_spans, -2))
+        """bool [B, 1, Q, K], True where the query may attend to the key."""
+        q = Tokens(self.q_positions[..., None], self.q_segments[..., None], _unsqueeze(self.q_spans, -1))
+        kv = Tokens(self.kv_positions[..., None, :], self.kv_segments[..., None, :], _unsqueeze(self.kv_spans, -2))
         return self.allowed(q, kv)[..., None, :, :]
 
-    def part(self, q: slice, kv: slice, rows: slice = slice(None)) -> Mask:
-        """The mask of some queries and keys, and of some rows where they differ."""
+    def select(self, q: slice, kv: slice, rows: slice = slice(None)) -> Mask:
+        """The mask of the queries `q`, the keys `kv` and the batch rows `rows` (tensors [1, S] serve every row)."""
 
-        def cut(tensor: Tensor, which: slice) -> Tensor:
-            return tensor[rows if tensor.shape[0] > 1 else slice(None), which]
+        def sliced(tensor: Tensor, indices: slice) -> Tensor:
+            return tensor[rows if tensor.shape[0] > 1 else slice(None), indices]
 
         return Mask(
-            cut(self.q_positions, q),
-            cut(self.q_segments, q),
-            cut(self.kv_positions, kv),
-            cut(self.kv_segments, kv),
-            None if self.q_spans is None else cut(self.q_spans, q),
-            None if self.kv_spans is None else cut(self.kv_spans, kv),
+            sliced(self.q_positions, q),
+            sliced(self.q_segments, q),
+            sliced(self.kv_positions, kv),
+            sliced(self.kv_segments, kv),
+            None if self.q_spans is None else sliced(self.q_spans, q),
+            None if self.kv_spans is None else sliced(self.kv_spans, kv),
             self.rule,
         )
 
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """FlexAttention's form of the predicate, over (batch, head, query index, key index)."""
+        """The predicate as FlexAttention's mask_mod(batch, head, query index, key index)."""
 
         def mod(b: Tensor, h: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
-            def take(tensor: Tensor, index: Tensor) -> Tensor:
+            def at(tensor: Tensor, index: Tensor) -> Tensor:
                 return tensor[b if tensor.shape[0] > 1 else 0, index]
 
             def spans(tensor: Tensor | None, index: Tensor) -> Tensor | None:
-                return None if tensor is None else take(tensor, index)
+                return None if tensor is None else at(tensor, index)
 
-            q = Tokens(take(self.q_positions, q_index), take(self.q_segments, q_index), spans(self.q_spans, q_index))
-            kv = Tokens(
-                take(self.kv_positions, kv_index), take(self.kv_segments, kv_index), spans(self.kv_spans, kv_index)
-            )
+            q = Tokens(at(self.q_positions, q_index), at(self.q_segments, q_index), spans(self.q_spans, q_index))
+            kv = Tokens(at(self.kv_positions, kv_index), at(self.kv_segments, kv_index), spans(self.kv_spans, kv_index))
             return self.allowed(q, kv)
 
         return mod
 
 
-def _last(tensor: Tensor | None, dim: int) -> Tensor | None:
+def _unsqueeze(tensor: Tensor | None, dim: int) -> Tensor | None:
     return None if tensor is None else tensor.unsqueeze(dim)
 
 
-MaskLike = Mask | Tensor | Any  # Any: FlexAttention's BlockMask, which this file need not import
+MaskLike = Mask | Tensor | Any  # Any: FlexAttention's BlockMask, whose module is slow to import
 Create = Callable[..., Any]
 
 
 def build_mask(
     rule: Rule, positions: Tensor, segment_ids: Tensor, *, spans: Tensor | None = None, create: Create | None = None
 ) -> MaskLike:
-    """The self-attention mask of a row under `rule`.
+    """The self-attention mask of a batch under `rule`.
 
-    positions, segment_ids, spans: [B, S] integers of any type; the mask has them as int64. create: a caller's
-    constructor with the signature of FlexAttention's `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`;
-    then its result is returned. Raises ValueError for positions of several axes, and for what is no integer.
+    positions, segment_ids, spans: [B, S] of any integer dtype, converted to int64. create: a constructor with the
+    signature of FlexAttention's `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`; its result is returned
+    instead of a `Mask`. ValueError for positions of several axes and for tensors that are not integers.
     """
     if positions.ndim != 2:
         raise ValueError(
@@ -113,7 +111,7 @@ def build_mask(
 def causal_masks(
     kinds: Iterable[str], window: int | None, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask} of a decoder: kinds that begin with "sliding" see `window` keys, the others all before them."""
+    """{kind: mask} of a decoder: causal, with a window of `window` keys for kinds "sliding*"."""
     rules = {kind: Causal() & Window(window or 0) if kind.startswith("sliding") else Causal() for kind in kinds}
     return masks_of(rules, positions, segment_ids, create=create)
 
@@ -121,6 +119,6 @@ def causal_masks(
 def masks_of(
     rules: Mapping[str, Rule], positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}; kinds with one rule share one mask."""
+    """{kind: mask}; kinds with equal rules share one mask."""
     masks = {rule: build_mask(rule, positions, segment_ids, create=create) for rule in dict.fromkeys(rules.values())}
-    return {kind: masks[rules[kind]] for kind in sorted(rules)}  # of names alone: dynamo cannot sort pairs
+    return {kind: masks[rules[kind]] for kind in sorted(rules)}  # by name: dynamo cannot sort pairs

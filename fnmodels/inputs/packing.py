@@ -1,9 +1,9 @@
-"""Packing documents into rows of one length: host-side, exact, and nothing is lost without being counted.
+"""Sequence packing: documents into rows of equal length and back, on the host, with every dropped token counted.
 
-R rows, S tokens per row, N documents, T tokens in all of them, P pieces (what one row holds of one document).
+R rows, S tokens per row, N documents, T tokens in all of them, P pieces (a piece is one document's tokens in one row).
 
     packed = pack(documents, 1024)                      # one stream cut every 1024 tokens, as in pre-training
-    packed = pack(documents, 1024, method="first_fit")  # whole documents, as few rows as can be found quickly
+    packed = pack(documents, 1024, method="first_fit")  # unsplit documents, in close to the fewest rows
     unpack(packed)                                      # the documents again
     unpack(packed, logp)                                # any [R,S] tensor in the packed order, by document
 """
@@ -15,38 +15,38 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-IGNORE = -100  # a label that no loss counts
+IGNORE = -100  # the label that losses ignore
 
 Document = Tensor | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the documents: tokens == tokens_kept + tokens_dropped, rows * length == tokens_kept + pads."""
+    """Packing statistics: tokens == tokens_kept + tokens_dropped, rows * length == tokens_kept + pads."""
 
     rows: int
     length: int
     documents: int
     documents_empty: int
-    documents_split: int  # lie in more than one piece
+    documents_split: int  # in more than one piece
     documents_dropped: int  # longer than a row, with split=False and overlong="drop"
     tokens: int
     tokens_kept: int
     tokens_dropped: int
     pads: int
-    labels: int  # targets the loss will see: one less than the tokens of every document
-    overall_fill: float  # kept tokens / row tokens; 0.0 when there is no row
-    fill: tuple[float, ...] = field(repr=False)  # the same of each row
+    labels: int  # targets of the loss: one less than the tokens of every document
+    overall_fill: float  # tokens_kept / (rows * length); 0.0 without rows
+    fill: tuple[float, ...] = field(repr=False)  # the same for each row
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Rows of packed documents, every tensor [R,S] in the same order.
+    """Rows of packed documents: tensors [R,S], all in the same order.
 
     `labels[b,t]` is the token that follows `tokens[b,t]` in its document, -100 at a document's end and on padding.
-    Where the end of a row cuts a document, the last token of the row keeps its label: the next token is known, it only
-    lies in another row. `positions` count from the start of the document, so that the second piece of a cut document
-    begins above 0; it is a segment of its own, because what it would attend to is in another row.
+    Where the end of a row splits a document, the last token of the row keeps its label, the first token of the next
+    piece. `positions` count from the start of the document, so the second piece of a split document begins above 0; it
+    is a segment of its own, because the keys before it are in another row.
     `weights` are aligned to `labels`, not to `tokens`.
     """
 
@@ -55,7 +55,7 @@ class Packed:
     segment_ids: Tensor  # int64, 0 on padding, from 1 in the order of the row
     labels: Tensor  # int64
     weights: Tensor | None  # fp32, 0 wherever labels is -100
-    pieces: Tensor  # int64 [P,5]: document, offset in the document, row, column, length; by row, then by column
+    pieces: Tensor  # int64 [P,5]: document, offset in it, row, index in the row, length; sorted by row and index
     report: Report = field(compare=False)
 
 
@@ -69,18 +69,18 @@ def pack(
     weights: Iterable[Tensor | Sequence[float]] | None = None,
     pad_id: int = 0,
 ) -> Packed:
-    """Packs 1-D token documents into rows of `length` tokens; the last columns of a row that is not full are padding.
+    """Pack 1-D token documents into rows of `length` tokens; rows that are not full are padded at the end.
 
     method="concat" keeps the order of the documents. With `split` they form one stream, cut every `length` tokens
-    (only the last row has padding); without, a document that does not fit in the rest of a row opens the next one.
+    (only the last row has padding); without, a document that does not fit in the rest of a row starts the next row.
     method="first_fit" is first-fit decreasing: the longest pieces first, each in the first row with room; at most 11/9
-    of the fewest possible rows + 6/9 (Dosa 2007). With `split` only documents longer than a row are cut. The rows come
-    out sorted by their longest piece (shuffle them); inside a row documents keep their order.
+    of the fewest possible rows + 6/9 (Dosa 2007). With `split` only documents longer than a row are split. The rows are
+    sorted by their longest piece (shuffle them); inside a row documents keep their order.
 
-    Without `split` a document longer than `length` raises ValueError, or with overlong="drop" is left out and counted.
-    `weights` has one number for each token of each document: how much PREDICTING that token counts (0 on a prompt).
-    They are therefore shifted as labels are; the weight of a document's first token, which nothing predicts, is unused.
-    No end-of-document token is added: a document that should end with one already does.
+    Without `split` a document longer than `length` raises ValueError, or with overlong="drop" is dropped and counted.
+    `weights` has one value per token of each document: the loss weight of PREDICTING that token (0 on a prompt). They
+    are therefore shifted like labels; the weight of a document's first token, which nothing predicts, is unused.
+    No end-of-document token is added: documents that should end with one must contain it.
     """
     if length < 1:
         raise ValueError(f"length is {length}: a row holds at least 1 token.")
@@ -98,11 +98,11 @@ def pack(
             f"document {first} has {int(lengths[first])} tokens and a row has {length} ({count} documents are longer): "
             'pass split=True to cut them, or overlong="drop" to leave them out and have them counted.'
         )
-    kept = lengths.masked_fill(too_long, 0)
+    kept_lengths = lengths.masked_fill(too_long, 0)
     stream = method == "concat" and split
-    document, offset, size = _cut(kept, length, stream=stream)
+    document, offset, size = _split(kept_lengths, length, stream=stream)
     if stream:
-        row = (_exclusive_cumsum(kept)[document] + offset) // length
+        row = (_exclusive_cumsum(kept_lengths)[document] + offset) // length
     elif method == "concat":
         row = torch.tensor(_next_fit(size.tolist(), length), dtype=torch.int64)
     else:
@@ -112,10 +112,10 @@ def pack(
     order = row.argsort(stable=True)
     document, offset, size, row = document[order], offset[order], size[order], row[order]
     row_tokens = torch.zeros(rows, dtype=torch.int64).index_add_(0, row, size)
-    column = _exclusive_cumsum(size) - _exclusive_cumsum(row_tokens)[row]
+    start = _exclusive_cumsum(size) - _exclusive_cumsum(row_tokens)[row]
     segment = torch.arange(1, len(row) + 1) - _exclusive_cumsum(torch.bincount(row, minlength=rows))[row]
 
-    source, target = _spread(_exclusive_cumsum(lengths)[document] + offset, size), _spread(row * length + column, size)
+    source, target = _ranges(_exclusive_cumsum(lengths)[document] + offset, size), _ranges(row * length + start, size)
     is_last = torch.zeros(len(flat), dtype=torch.bool)
     is_last[(lengths.cumsum(0) - 1)[lengths > 0]] = True
     labels = flat.roll(-1).masked_fill(is_last, IGNORE)
@@ -125,11 +125,11 @@ def pack(
 
     return Packed(
         tokens=scatter(flat[source], pad_id),
-        positions=scatter(_spread(offset, size), 0),
+        positions=scatter(_ranges(offset, size), 0),
         segment_ids=scatter(segment.repeat_interleave(size), 0),
         labels=scatter(labels[source], IGNORE),
         weights=None if flat_weights is None else scatter(flat_weights.roll(-1).masked_fill(is_last, 0)[source], 0),
-        pieces=torch.stack([document, offset, row, column, size], dim=1),
+        pieces=torch.stack([document, offset, row, start, size], dim=1),
         report=Report(
             rows=rows,
             length=length,
@@ -138,34 +138,34 @@ def pack(
             documents_split=int((torch.bincount(document, minlength=len(lengths)) > 1).sum()),
             documents_dropped=int(too_long.sum()),
             tokens=int(lengths.sum()),
-            tokens_kept=int(kept.sum()),
-            tokens_dropped=int(lengths.sum() - kept.sum()),
-            pads=rows * length - int(kept.sum()),
-            labels=int((kept - 1).clamp(min=0).sum()),
-            overall_fill=int(kept.sum()) / (rows * length) if rows else 0.0,
+            tokens_kept=int(kept_lengths.sum()),
+            tokens_dropped=int(lengths.sum() - kept_lengths.sum()),
+            pads=rows * length - int(kept_lengths.sum()),
+            labels=int((kept_lengths - 1).clamp(min=0).sum()),
+            overall_fill=int(kept_lengths.sum()) / (rows * length) if rows else 0.0,
             fill=tuple((row_tokens / length).tolist()),
         ),
     )
 
 
 def unpack(packed: Packed, values: Tensor | None = None) -> list[Tensor]:
-    """The documents in the order in which `pack` got them; one that was empty or dropped is empty here.
+    """The documents, or their `values`, in the order passed to `pack`; empty and dropped documents are empty tensors.
 
-    `values` [R,S,...] is anything in the packed order (labels, their log-probabilities, ...); None means the tokens.
+    values: [R,S,...] in the packed order (labels, log-probabilities, ...); None means the tokens.
     """
     values = packed.tokens if values is None else values
     if values.shape[:2] != packed.tokens.shape:
         raise ValueError(f"values are {tuple(values.shape)}: they begin with the packed {tuple(packed.tokens.shape)}.")
-    document, offset, row, column, size = packed.pieces.unbind(1)
+    document, offset, row, start, size = packed.pieces.unbind(1)
     lengths = torch.zeros(packed.report.documents, dtype=torch.int64).index_add_(0, document, size)
-    source = _spread(row * packed.report.length + column, size)
-    target = _spread(_exclusive_cumsum(lengths)[document] + offset, size)
+    source = _ranges(row * packed.report.length + start, size)
+    target = _ranges(_exclusive_cumsum(lengths)[document] + offset, size)
     order = torch.empty_like(source).index_copy_(0, target, source)
     return list(values.flatten(0, 1)[order.to(values.device)].split(lengths.tolist()))
 
 
 def _tokens(documents: Iterable[Document]) -> tuple[Tensor, Tensor]:
-    """All tokens in one line [T], and the length of each document [N]; both int64 on the CPU."""
+    """(all tokens concatenated [T], the length of each document [N]), int64 on the CPU."""
     tensors = [torch.as_tensor(document) for document in documents]
     for index, tensor in enumerate(tensors):
         if tensor.dim() != 1:
@@ -175,14 +175,14 @@ def _tokens(documents: Iterable[Document]) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)
     flat = torch.cat([tensor.to("cpu", torch.int64) for tensor in tensors]) if tensors else lengths
     if len(flat) and int(flat.min()) < 0:
-        place = int(flat.argmin())
-        index = int(torch.searchsorted(lengths.cumsum(0), place, right=True))
-        raise ValueError(f"document {index} holds the token id {int(flat[place])}: token ids are 0 or more.")
+        index_of_min = int(flat.argmin())
+        index = int(torch.searchsorted(lengths.cumsum(0), index_of_min, right=True))
+        raise ValueError(f"document {index} holds the token id {int(flat[index_of_min])}: token ids are 0 or more.")
     return flat, lengths
 
 
 def _weights(weights: Iterable[Tensor | Sequence[float]], lengths: Tensor) -> Tensor:
-    """All weights in one line [T], fp32, checked against the documents they belong to."""
+    """All weights concatenated [T], fp32, after a check that they match the documents."""
     tensors = [torch.as_tensor(weight, dtype=torch.float32, device="cpu") for weight in weights]
     if len(tensors) != len(lengths):
         raise ValueError(f"weights are for {len(tensors)} documents and there are {len(lengths)}: each has its own.")
@@ -192,15 +192,16 @@ def _weights(weights: Iterable[Tensor | Sequence[float]], lengths: Tensor) -> Te
     return torch.cat(tensors) if tensors else torch.zeros(0)
 
 
-def _cut(lengths: Tensor, length: int, *, stream: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Pieces (document, offset, size), each [P]: cut every `length` tokens of all documents together, or of each."""
-    # tokens of earlier documents in the row where a document begins
+def _split(lengths: Tensor, length: int, *, stream: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Pieces (document, offset, size), each [P]: split every `length` tokens of the stream, or of each document."""
+    # tokens of earlier documents in the row where each document begins
     before = _exclusive_cumsum(lengths) % length if stream else torch.zeros_like(lengths)
     counts = torch.where(lengths > 0, (before + lengths - 1) // length + 1, 0)
     document = torch.arange(len(lengths)).repeat_interleave(counts)
-    cut = _spread(torch.zeros_like(counts), counts) * length - before[document]  # the first may lie before its document
-    offset = cut.clamp(min=0)
-    return document, offset, torch.minimum(cut + length, lengths[document]) - offset
+    # a piece's row begins here in its document: below 0 where earlier documents fill the beginning of the row
+    row_start = _ranges(torch.zeros_like(counts), counts) * length - before[document]
+    offset = row_start.clamp(min=0)
+    return document, offset, torch.minimum(row_start + length, lengths[document]) - offset
 
 
 def _next_fit(sizes: list[int], length: int) -> list[int]:
@@ -214,7 +215,7 @@ def _next_fit(sizes: list[int], length: int) -> list[int]:
 
 
 def _first_fit_decreasing(sizes: list[int], length: int) -> list[int]:
-    """The row of each piece in O(P log P), from a binary tree of the largest free space; an unopened row is free."""
+    """The row of each piece, in O(P log P): a max-tree over the free space of rows, all of which begin empty."""
     leaves = 1 << max(len(sizes) - 1, 0).bit_length()
     free = [length] * (2 * leaves)  # node n has children 2n and 2n + 1; row r is node leaves + r
     rows = [0] * len(sizes)
@@ -239,6 +240,6 @@ def _exclusive_cumsum(values: Tensor) -> Tensor:
     return values.cumsum(0) - values
 
 
-def _spread(starts: Tensor, sizes: Tensor) -> Tensor:
-    """The ranges [start, start + size) one after the other."""
+def _ranges(starts: Tensor, sizes: Tensor) -> Tensor:
+    """The ranges [start, start + size) concatenated."""
     return (starts - _exclusive_cumsum(sizes)).repeat_interleave(sizes) + torch.arange(int(sizes.sum()))

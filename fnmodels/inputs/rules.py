@@ -1,6 +1,6 @@
-"""Rules: static predicates on what a query and a key are, and what can be known of them without looking.
+"""Mask rules: static predicates on (query, key), with the bounds from which kernels skip empty and full blocks.
 
-rule = Causal() & Window(128)         # sliding window: 128 keys, the query's own among them
+rule = Causal() & Window(128)         # sliding window: 128 keys, including the query's own
 rule = Causal() | SameSpan()          # text with bidirectional images; a prefix LM is one span at the start
 """
 
@@ -14,37 +14,37 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """What a rule may look at, shaped to broadcast: queries [..., Q, 1], keys [..., 1, K]."""
+    """The arguments of a rule, shaped to broadcast: queries [..., Q, 1], keys [..., 1, K]."""
 
     positions: Tensor
     segments: Tensor
     spans: Tensor | None
 
 
-Range = tuple[int, int]  # positions, the first and the last of them
+Range = tuple[int, int]  # first and last position, both included
 
 
 @dataclass(frozen=True)
 class Rule:
     """A static predicate on (query, key). Compose with `&` and `|`.
 
-    Three facts beside the predicate tell kernels what they need not compute. What they say by default is true of every
-    rule, so a rule of your own may leave them out.
+    `visible`, `covers` and `period` let kernels skip work. Their defaults are correct for every rule, so a rule of your
+    own may leave them out.
     """
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must say which keys a query may see.")
 
     def visible(self, q: Range) -> tuple[float, float]:
-        """Queries at the positions `q` see no key before the first nor after the second position returned."""
+        """(low, high): queries at the positions `q` see no key at a position below low or above high."""
         return -math.inf, math.inf
 
     def covers(self, q: Range, kv: Range) -> bool:
-        """True only if every query at `q` sees every key at `kv`, whatever else they are."""
+        """True only if every query at the positions `q` sees every key at `kv` (in the same segment)."""
         return False
 
     def period(self) -> int:
-        """Adding this to all positions changes nothing; 0: none is known, or more than positions counts."""
+        """A shift of all positions that never changes the result; 0: none is known, or other inputs matter."""
         return 0
 
     def __and__(self, other: Rule) -> Rule:
@@ -56,7 +56,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class And(Rule):
-    """Both rules allow it."""
+    """Pairs that both rules allow."""
 
     left: Rule
     right: Rule
@@ -77,7 +77,7 @@ class And(Rule):
 
 @dataclass(frozen=True)
 class Or(Rule):
-    """One of the rules allows it."""
+    """Pairs that at least one rule allows."""
 
     left: Rule
     right: Rule
@@ -98,7 +98,7 @@ class Or(Rule):
 
 @dataclass(frozen=True)
 class Everything(Rule):
-    """Every key of the segment: an encoder."""
+    """Every key of the same segment: an encoder's attention."""
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
         return q.segments == kv.segments
@@ -210,7 +210,7 @@ class SameSpan(Rule):
 
 
 def simplify(rule: Rule, q: Range, kv: Range) -> Rule:
-    """An equal rule for queries at `q` and keys at `kv`: without the parts that rule nothing out there."""
+    """An equivalent rule for queries at `q` and keys at `kv`, without the terms that are always true there."""
     if rule.covers(q, kv):
         return Everything()
     if isinstance(rule, And):

@@ -1,13 +1,12 @@
-"""Segment ids and positions: explicit converters, none of which a model calls by itself.
+"""Conversion of document lengths, end tokens and positions to segment ids, and of segment ids to positions.
 
-`segment_ids [B,S]` say which document a token belongs to (documents count from 1 along the row; what is not above 0 is
-padding: the converters write 0, and -1 from elsewhere is read alike) and feed masks; `positions [B,S]` feed rotary
-tables. Neither follows from the other: positions may run on over documents, and a row may begin in the middle of one.
-What a caller knows of a batch (lengths, end tokens, restarting positions) is converted here, once, by the one who knows
-which of them is true.
+`segment_ids [B,S]` are the document of each token (from 1 along the row; 0 and below is padding: the converters write
+0, and -1 from elsewhere means the same) and feed masks; `positions [B,S]` feed rotary tables. Neither follows from the
+other: positions may continue across documents, and a row may begin inside one. Models never call these converters: the
+caller, who knows which source (lengths, end tokens, restarting positions) is correct, converts once.
 
-A function takes any leading dimensions ([B,S], or [S] under vmap) and reads no values, so that it runs under vmap and
-compile and never waits for a device; what does read values says "host-side". Results are int64 on the input's device.
+Functions take any leading dimensions ([B,S], or [S] under vmap) and read no values, so that they run under vmap and
+compile without a device sync; those that do read values say "host-side". Results are int64 on the input's device.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from torch import Tensor
 def segments_from_lengths(
     lengths: Tensor | Sequence[int] | Sequence[Sequence[int]], length: int | None = None
 ) -> Tensor:
-    """Document lengths [N] or [B,N] (as lists: of unequal numbers) -> segment ids [S] or [B,S]; the rest of a row is 0.
+    """Document lengths [N] or [B,N] (or ragged lists) -> segment ids [S] or [B,S]; the rest of a row is 0.
 
-    `length` is S; None takes the longest row (host-side). The id of a document is its place in `lengths` + 1, so that
+    `length` is S; None takes the longest row (host-side). The id of a document is its index in `lengths` + 1, so that
     a document of length 0 leaves a gap in the ids. Lists, and any call without `length`, are checked host-side: a
-    negative length, or a row longer than `length`, is a ValueError. A tensor with `length` is not read, and tokens
-    beyond `length` are not part of the row.
+    negative length, or a row longer than `length`, raises ValueError. The values of a tensor are not read if `length`
+    is given, and tokens beyond `length` are cut off.
     """
     read = length is None or not isinstance(lengths, Tensor)
     lengths = (lengths if isinstance(lengths, Tensor) else _ragged(lengths)).long()
@@ -47,12 +46,12 @@ def segments_from_lengths(
 
 
 def segments_from_eos(tokens: Tensor, eos_ids: int | Sequence[int], *, valid: Tensor | None = None) -> Tensor:
-    """Tokens [B,S] -> segment ids. Each of `eos_ids` ends a document and belongs to it; what follows is the next one.
+    """Tokens [B,S] -> segment ids. Each of `eos_ids` is the last token of a document; the next token begins another.
 
-    `valid` [B,S] is False (or 0) on padding, wherever that is; None says that every token is real. For a pad id that is
-    no end id it is `tokens != pad_id`. A tokenizer that pads WITH an end id leaves no trace of padding in the tokens:
-    then the mask has to come from the lengths. Nothing but an end id ends a document: two in a row make a document of
-    one token, and padding inside a document does not split it.
+    `valid` [B,S] is False (or 0) on padding, wherever that is; None means that there is no padding. With a pad id that
+    is no end id it is `tokens != pad_id`. A tokenizer that pads WITH an end id leaves no trace of padding in the
+    tokens: then use the lengths. Only an end id ends a document: two in a row make a document of one token, and padding
+    inside a document does not split it.
     """
     ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
     if not ids:
@@ -63,45 +62,45 @@ def segments_from_eos(tokens: Tensor, eos_ids: int | Sequence[int], *, valid: Te
 
 
 def segments_from_positions(positions: Tensor, *, valid: Tensor | None = None, strict: bool = False) -> Tensor:
-    """Positions [B,S] -> segment ids: a document goes on for as long as each position is the one before it + 1.
+    """Positions [B,S] -> segment ids: a document continues while each position is the previous one + 1.
 
-    [4,5,6,0,1,2,3,7,8,9,10] -> [1,1,1,2,2,2,2,3,3,3,3]: three documents, of which two begin in the middle.
+    [4,5,6,0,1,2,3,7,8,9,10] -> [1,1,1,2,2,2,2,3,3,3,3]: three documents, two of which begin in the middle.
 
-    Positions cannot say everything. [4,5,6] and [7,8] side by side read as ONE document, for nothing tells them from
-    [4,5,6,7,8]: requests whose positions happen to be consecutive are merged and see each other. Where that can happen
-    (chunked requests), keep the lengths and use `segments_from_lengths`.
+    Positions are ambiguous: adjacent documents [4,5,6] and [7,8] look like ONE document [4,5,6,7,8], so that requests
+    whose positions happen to be consecutive are merged and see each other. Where that can happen (chunked requests),
+    keep the lengths and use `segments_from_lengths`.
 
-    Padding is 0, never n documents. `valid` [B,S] is False (or 0) there; what positions it has is not looked at, and a
-    document goes on over padding in its middle. With valid=None padding is guessed, wherever it stands in the row:
-    negative positions, and tokens alone (which neither go on from the token before nor lead to the one behind) whose
-    neighbor has the same position. [0,0,0,1,2] begins with two pads, [0,1,2,0,0,0] and [0,1,2,2,2,2] end in three. The
-    guess fails for documents of one token side by side, for one beside a document that begins at the same position, and
-    for a single pad: [0,1,0] reads as two documents. Pass `valid` where those occur.
+    Padding gets segment 0. `valid` [B,S] is False (or 0) there; its positions are ignored, and a document continues
+    across padding in its middle. With valid=None padding is guessed, anywhere in the row: negative positions, and
+    isolated tokens (which continue neither the previous token nor into the next) with a neighbor at the same position.
+    [0,0,0,1,2] begins with two pads, [0,1,2,0,0,0] and [0,1,2,2,2,2] end in three. The guess fails for adjacent
+    documents of one token, for one beside a document that begins at the same position, and for a single pad: [0,1,0]
+    is read as two documents. Pass `valid` where those occur.
 
-    strict=True (host-side) accepts only rows that can be read in one way if every document starts at 0 and padding has
-    position 0 or less, and raises a ValueError that names row and index for all others. These are, without `valid`, a
-    token alone, which is padding or a document of one token: [0,0,0,1,2], and the last of [0,1,0]. And a document that
-    begins elsewhere, the row's first included: a row that shows one such beginning may hide another at any + 1, as
-    [4,5,6,7,8] does.
+    strict=True (host-side) accepts only rows that are unambiguous if every document starts at 0 and padding has
+    position 0 or less; for others it raises a ValueError that names row and index. Ambiguous are, without `valid`,
+    isolated tokens, which are padding or a document of one token ([0,0,0,1,2], and the last of [0,1,0]), and documents
+    that begin at another position, the row's first included: any + 1 after it may be another such beginning, as in
+    [4,5,6,7,8].
     """
     positions = integers("positions", positions)
     if valid is None:
-        alone, repeated = _alone(positions)
-        valid = (positions >= 0) & ~(alone & repeated)
+        isolated, repeated = _isolated(positions)
+        valid = (positions >= 0) & ~(isolated & repeated)
     else:
-        alone, valid = torch.zeros_like(positions, dtype=torch.bool), _valid(valid, positions)
+        isolated, valid = torch.zeros_like(positions, dtype=torch.bool), _valid(valid, positions)
     begins = (positions != _previous(positions, valid, first=positions) + 1) & valid
     if strict:
-        place = _first(alone)
-        if place is not None:
+        found = _first(isolated)
+        if found is not None:
             raise ValueError(
-                f"row {place[0]}, index {place[1]}: the position {int(torch.atleast_2d(positions)[place])} stands "
+                f"row {found[0]}, index {found[1]}: the position {int(torch.atleast_2d(positions)[found])} stands "
                 "alone, which is padding or a document of one token: say which with valid=."
             )
-        place = _first(begins & (positions != 0))
-        if place is not None:
+        found = _first(begins & (positions != 0))
+        if found is not None:
             raise ValueError(
-                f"row {place[0]}, index {place[1]}: a document begins at a position other than 0, so positions do not "
+                f"row {found[0]}, index {found[1]}: a document begins at a position other than 0, so positions do not "
                 "show where documents of this row end. Use segments_from_lengths, or strict=False to take every "
                 "+ 1 as the same document."
             )
@@ -117,20 +116,20 @@ def segments(
     valid: Tensor | None = None,
     strict: bool = False,
 ) -> Tensor:
-    """Segment ids [B,S] from end tokens (`tokens` with `eos_ids`) or from `positions`; with both, `rule` says which.
+    """Segment ids [B,S] from end tokens (`tokens` with `eos_ids`) or from `positions`; with both, `rule` chooses.
 
-    There is no default between the two: they disagree on rows that begin in the middle, on text that was cut, and on
+    There is no default between the two: they disagree on rows that begin inside a document, on truncated text, and on
     padding. rule="agree" (host-side) computes both and raises a ValueError that names the first row and index where
     they differ. `valid` and `strict` are those of `segments_from_eos` and `segments_from_positions`.
     """
-    given = [name for name, value in (("eos", eos_ids), ("positions", positions)) if value is not None]
-    needs = {"eos": ["eos"], "positions": ["positions"], "agree": ["eos", "positions"], None: given}
+    sources = [name for name, value in (("eos", eos_ids), ("positions", positions)) if value is not None]
+    needs = {"eos": ["eos"], "positions": ["positions"], "agree": ["eos", "positions"], None: sources}
     if rule not in needs:
         raise ValueError(f'rule is {rule!r}: it is "eos", "positions" or "agree".')
-    if not given or not set(needs[rule]) <= set(given):
+    if not sources or not set(needs[rule]) <= set(sources):
         wanted = " and ".join(needs[rule]) or "eos or positions"
-        raise ValueError(f"rule is {rule!r} and needs {wanted}, given is {' and '.join(given) or 'neither'}.")
-    if rule is None and len(given) == 2:
+        raise ValueError(f"rule is {rule!r} and needs {wanted}, given is {' and '.join(sources) or 'neither'}.")
+    if rule is None and len(sources) == 2:
         raise ValueError(
             'both eos_ids and positions are given: say with rule="eos", "positions" or "agree" which decides.'
         )
@@ -143,11 +142,11 @@ def segments(
         else:
             raise ValueError("eos_ids are given without tokens: pass the tokens [B,S] to find them in.")
     if len(ids) == 2:
-        place = _first(ids[0] != ids[1])
-        if place is not None:
-            eos, pos = (int(torch.atleast_2d(each)[place]) for each in ids)
+        found = _first(ids[0] != ids[1])
+        if found is not None:
+            eos, pos = (int(torch.atleast_2d(each)[found]) for each in ids)
             raise ValueError(
-                f"row {place[0]}, index {place[1]}: end tokens give segment {eos} and positions segment {pos} (0 is "
+                f"row {found[0]}, index {found[1]}: end tokens give segment {eos} and positions segment {pos} (0 is "
                 "padding). Say which is right with rule=, and where padding is with valid=."
             )
     return ids[0]
@@ -156,9 +155,9 @@ def segments(
 def positions_from_segments(segment_ids: Tensor, *, start: int | Tensor = 0) -> Tensor:
     """Segment ids [B,S] -> positions that restart at 0 with every document; padding gets 0.
 
-    `start` (an int, or [B]) is the position of the row's first real token, for rows that begin in the middle of a
-    document; it moves the row's first document only. A document is a run of one id: padding inside it is skipped (the
-    count goes on behind it), an id that comes back after another document starts again.
+    `start` (an int, or [B]) is the position of the row's first real token, for rows that begin inside a document; it
+    shifts the row's first document only. A document is a run of one id: padding inside it is skipped without being
+    counted, and an id that reappears after another document restarts at 0.
     """
     valid = segment_ids > 0
     begins = valid & (segment_ids != _previous(segment_ids, valid, first=0))
@@ -170,12 +169,12 @@ def positions_from_segments(segment_ids: Tensor, *, start: int | Tensor = 0) -> 
 
 
 def text_order(positions: Tensor, segment_ids: Tensor) -> Tensor:
-    """Positions [B,S,A] of several axes -> [B,S]: which token of its document each one is, from 0; padding gets 0.
+    """Multi-axis positions [B,S,A] -> [B,S]: the rank of each token within its document, from 0; padding gets 0.
 
-    What causality and windows count where rotary positions have axes for time, height and width: an image's tokens
-    share a time, but were written one after another. The order is that of the first axis, then of the second, ..., as
-    pixels are read: of values and not of columns, so that it is the same before and after a permutation. Only tokens of
-    one document that stand at the same place on every axis stay in the order of the columns.
+    Causal masks and windows count these where rotary positions have axes for time, height and width: the tokens of an
+    image share a time, but are generated one after another. Tokens are sorted by the first axis, then the second, ...
+    (raster order): by values and not by index in the row, so that a permutation does not change the result. Only
+    tokens of one document with equal positions on every axis keep their order in the row.
     """
     order = torch.arange(segment_ids.shape[-1], device=segment_ids.device).expand(segment_ids.shape)
     for key in (*reversed(positions.unbind(-1)), segment_ids):
@@ -190,14 +189,14 @@ def _ragged(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows] if rows else lengths, dtype=torch.int64)
 
 
-def integers(name: str, given: Tensor) -> Tensor:
-    """int64: differences of positions, which windows are made of, wrap around in unsigned and narrow types.
+def integers(name: str, values: Tensor) -> Tensor:
+    """`values` as int64, because differences of positions wrap around in unsigned and narrow types.
 
-    Raises ValueError for what is no integer.
+    ValueError, which calls them `name`, for a dtype that is not an integer type.
     """
-    if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
-        raise ValueError(f"{name} must be integers, not {given.dtype}.")
-    return given.long()
+    if values.is_floating_point() or values.is_complex() or values.dtype is torch.bool:
+        raise ValueError(f"{name} must be integers, not {values.dtype}.")
+    return values.long()
 
 
 def _valid(valid: Tensor | None, like: Tensor) -> Tensor:
@@ -215,8 +214,8 @@ def _previous(values: Tensor, valid: Tensor, *, first: Tensor | int) -> Tensor:
     return torch.where(last >= 0, values.gather(-1, last.clamp(min=0)), first)
 
 
-def _alone(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a token neither goes on from the one before nor leads to the next; where one of these has its position."""
+def _isolated(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """bool (isolated, repeated): neither continues the previous token nor into the next; has a neighbor's position."""
     index = torch.arange(positions.shape[-1], device=positions.device)
     before, inside = positions.roll(1, -1), index > 0
     follows = (positions == before + 1) & (before >= 0) & inside

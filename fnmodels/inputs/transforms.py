@@ -1,4 +1,4 @@
-"""One rule for everything order-sensitive: dimension 0 is the batch and dimension 1 the sequence of every tensor."""
+"""Batch transforms (`rows`, `permute`, `split`) on trees of tensors [B, S, ...], masks and rotary tables included."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from .layout import Layout
 
 
 def rows(batch: Tree) -> Tree:
-    """[B, ...] -> [B, 1, ...] on every tensor, so that vmap over dimension 0 hands each call a batch of one."""
+    """[B, ...] -> [B, 1, ...] on every tensor, so that vmap over dimension 0 passes each call a batch of one."""
     _tensors("give a batch dimension to", batch)
     return tree.map(lambda tensor: tensor.unsqueeze(1), batch)
 
 
 def permute(batch: Tree, order: Tensor) -> Tree:
-    """One permutation of the sequence on every tensor. order: [S] or [B, S]; out[:, i] = in[:, order[:, i]].
+    """Permute the sequence dimension of every tensor: out[:, i] = in[:, order[:, i]].
 
-    An order [1, S], as of a mask that is one for all rows, is for all rows. Raises ValueError for an order that leaves
-    tokens out or repeats some (seen on the CPU in eager mode only), for a tensor without that sequence dimension and
-    for dense masks, which hold the sequence twice: permute the mask as data (`fnmodels.Mask`) and make the dense one
-    after.
+    order: [S] or [B, S]; [1, S] applies to all rows. ValueError for an order that is no permutation (checked on the CPU
+    in eager mode only), for a tensor without that sequence dimension, and for dense masks, which hold the sequence
+    twice: permute the mask as data (`fnmodels.Mask`) and make the dense one afterwards.
     """
     order = order[0] if order.ndim == 2 and order.shape[0] == 1 else order
     length = order.shape[-1] if order.ndim else 0
@@ -34,7 +33,7 @@ def permute(batch: Tree, order: Tensor) -> Tree:
     order = order.long()
     for path, tensor in _tensors("permute", batch).items():
         wrong = tensor.ndim < 2 or tensor.shape[1] != length
-        # Of bool before all else: a mask per head has a dimension 1 too, which may be as long as the sequence.
+        # bool is decisive: in a mask per head, dimension 1 (heads) may happen to be as long as the sequence.
         dense = tensor.ndim == 4 and tensor.shape[-2:] == (length, length) and (wrong or tensor.dtype == torch.bool)
         if wrong or dense:
             why = "it is a dense mask; permute a Mask instead" if dense else f"dimension 1 is no sequence of {length}"
@@ -56,13 +55,13 @@ def _check_order(order: Tensor) -> None:
         raise ValueError(f"An order is [S] or [B, S] of int64, not {list(order.shape)} of {order.dtype}.")
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(order)
     if torch.compiler.is_compiling() or type(order) is not Tensor or wrapped or not order.is_cpu:
-        return  # its values cannot be read, or not without waiting
+        return  # its values cannot be read, or not without a device sync
     if not order.sort(dim=-1).values.equal(torch.arange(order.shape[-1], dtype=order.dtype).expand_as(order)):
         raise ValueError(f"An order of {order.shape[-1]} tokens has each number below that once; this one does not.")
 
 
 def split(batch: Tree, n: int) -> list[Tree]:
-    """`n` trees, each with an equal share of the rows. Raises ValueError where a batch does not divide."""
+    """`n` trees with equal numbers of batch rows. ValueError if a tensor's batch dimension is not divisible by `n`."""
     if n < 1:
         raise ValueError(f"A batch is split in one part or more, not in {n}.")
     for path, tensor in _tensors("split", batch).items():
@@ -72,8 +71,8 @@ def split(batch: Tree, n: int) -> list[Tree]:
     return [tree.map(lambda tensor, i=i: tensor.chunk(n)[i], batch) for i in range(n)]
 
 
-def _tensors(act: str, batch: Tree) -> dict[str, Tensor]:
-    """{path: tensor}; ValueError for a leaf that is none."""
+def _tensors(action: str, batch: Tree) -> dict[str, Tensor]:
+    """{path: tensor} of the batch; ValueError for a leaf that is no tensor. action: the verb in its message."""
     found: dict[str, Any] = tree.flatten(batch)
     for path, leaf in found.items():
         if isinstance(leaf, Tensor):
@@ -84,5 +83,5 @@ def _tensors(act: str, batch: Tree) -> dict[str, Tensor]:
             why = "it is a Layout, which belongs to one batch in one order: leave it out, and make it anew after"
         else:
             why = f"it is a {type(leaf).__name__} and no tensor"
-        raise ValueError(f"Cannot {act} {path!r}: {why}.")
+        raise ValueError(f"Cannot {action} {path!r}: {why}.")
     return found

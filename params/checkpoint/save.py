@@ -111,7 +111,7 @@ def _finish(folder: Path) -> bool:
 
 
 def _fault(folder: Path, temporary: Path) -> str | None:
-    """What is wrong with the first file of a leftover that is missing or damaged, both there and in the folder."""
+    """The first fault of a leftover: a file that is missing or damaged, there and in the folder; None if complete."""
     for name, record in read_manifest(temporary).items():
         place = temporary / name if (temporary / name).exists() else folder / name
         fault = file_fault(place, record) if place.is_file() else f"{name} is in neither of the folders"

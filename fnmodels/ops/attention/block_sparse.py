@@ -180,7 +180,7 @@ class _Builder:
         if not period:  # more than positions counts: this place's own mask
             here, there = (slice(start + begin, start + begin + count) for begin, count in (q, kv))
             rows = slice(None) if row is None else slice(row, row + 1)
-            self.masks.append(self.mask.part(here, there, rows).dense())
+            self.masks.append(self.mask.select(here, there, rows).dense())
             return False, len(self.masks) - 1
         key = (rule, (first + kv[0]) % period, q[0] - kv[0], q[1], kv[1])
         if key not in self.known:

@@ -48,10 +48,10 @@ def test_a_block_mask_is_what_torch_makes(name, monkeypatch):
     order = torch.randperm(S, generator=torch.Generator().manual_seed(0))
     row = fnmodels.build_mask(RULES[name], positions[:1], segments[:1], spans=spans[:1])
     expanded = fnmodels.build_mask(RULES[name], *(t[:1].expand(3, S) for t in (positions, segments)), spans=spans[:1])
-    for one in (mask, fnmodels.permute(mask, order), mask.part(slice(300, 500), slice(None)), expanded):
+    for one in (mask, fnmodels.permute(mask, order), mask.select(slice(300, 500), slice(None)), expanded):
         same(one, 3)
-        looked_at = block_mask._tiles_by_looking(one)
-        assert all(a.equal(b) for a, b in zip(block_mask._tiles_by_range(one), looked_at, strict=True))
+        looked_at = block_mask._tiles_by_evaluation(one)
+        assert all(a.equal(b) for a, b in zip(block_mask._tiles_by_bounds(one), looked_at, strict=True))
     same(row, 1)
 
 
@@ -73,6 +73,9 @@ def test_the_predicate_is_looked_at_on_the_edges_only(name, monkeypatch):
 def test_a_mask_of_nothing_is_refused():
     positions = torch.arange(5)[None]
     mask = fnmodels.build_mask(fnmodels.Causal(), positions, torch.ones_like(positions))
-    for part, words in ((mask.part(slice(None), slice(0)), "5 and 0"), (mask.part(slice(0), slice(None)), "0 and 5")):
+    for part, words in (
+        (mask.select(slice(None), slice(0)), "5 and 0"),
+        (mask.select(slice(0), slice(None)), "0 and 5"),
+    ):
         with pytest.raises(ValueError, match=f"a query and a key at least, this mask has {words}"):
             fnmodels.to_block_mask(part)

@@ -85,11 +85,11 @@ def test_visible_keys_counts_the_dense_mask(name, piece, monkeypatch):
     spans = torch.randint(0, 3, (3, 64), generator=torch.Generator().manual_seed(0))
     mask = fnmodels.build_mask(RULES[name], positions, segments, spans=spans)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    for one in (mask, fnmodels.permute(mask, order), mask.part(slice(30, 50), slice(None))):
+    for one in (mask, fnmodels.permute(mask, order), mask.select(slice(30, 50), slice(None))):
         assert visible_keys(one).equal(one.dense()[:, 0].sum(-1))
     row = fnmodels.build_mask(RULES[name], positions[:1], segments, spans=spans[1:2])  # one row of positions for all
     assert visible_keys(row).equal(row.dense()[:, 0].sum(-1))
-    assert visible_keys(mask.part(slice(0), slice(None))).shape == (3, 0)
+    assert visible_keys(mask.select(slice(0), slice(None))).shape == (3, 0)
 
 
 @pytest.mark.parametrize("rule", ["causal", "window", "chunk"])

@@ -62,7 +62,7 @@ def test_rules(name: str) -> None:
         assert torch.equal(by_index, slow(seen)[b, 0])
     order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
     assert torch.equal(fnmodels.permute(mask, order).dense(), slow(seen)[:, :, order][..., order])
-    part = mask.part(slice(2, 7), slice(1, 9), slice(1, 3))
+    part = mask.select(slice(2, 7), slice(1, 9), slice(1, 3))
     assert torch.equal(part.dense(), slow(seen)[1:3, :, 2:7, 1:9])
 
 

@@ -523,7 +523,7 @@ def test_a_layout_of_another_batch_is_refused() -> None:
     mask, layout = mask_of("causal", "documents, differing rows")
     with pytest.raises(ValueError, match=r"describes 2 rows of 150 tokens, the queries are \[1, 150\]"):
         attention(*heads(1), mask, kernel="blocks", scale=0.4, layout=layout)
-    part = mask.part(slice(1, None), slice(1, None))
+    part = mask.select(slice(1, None), slice(1, None))
     for kernel in ("sdpa", "blocks", "auto"):
         with pytest.raises(ValueError, match="rows of 150 tokens, the mask 149 queries and 149 keys"):
             attention(*heads(2), part, kernel=kernel, scale=0.4, layout=layout)

@@ -167,7 +167,7 @@ def attention_alone(method: str, inner: str) -> float:
     for rule in RULES.values():
         given = (cases.positions_of(segments), segments)
         whole = fnmodels.permute(Mask(*given, *given, spans, spans, rule), order)
-        mine = whole.part(here, here)
+        mine = whole.select(here, here)
         for heads, groups, width, value_width, softcap, with_sinks in SHAPES.values():
             if softcap is not None and inner == "sdpa":
                 continue
@@ -224,7 +224,7 @@ def in_half_precision(method: str) -> float:
 
     def gradient(here: slice, kernel: Any) -> Tensor:
         v = torch.ones(1, world, 4, 8, dtype=torch.bfloat16)[:, here].requires_grad_()
-        out = attention(q[:, here], k[:, here], v, whole.part(here, here), kernel=kernel, scale=1.0)
+        out = attention(q[:, here], k[:, here], v, whole.select(here, here), kernel=kernel, scale=1.0)
         return torch.autograd.grad(out, v, slope[:, here])[0]
 
     here = slice(rank, rank + 1)

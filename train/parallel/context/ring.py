@@ -30,7 +30,7 @@ def look(whole: Mask, share: int, group: ProcessGroup) -> Seen:
     rank, ranks = group.rank(), group.size()
     mine = slice(rank * share, (rank + 1) * share)
     starts = [(rank - turn) % ranks * share for turn in range(ranks)]
-    turns = [whole.part(mine, slice(start, start + share)).dense().split(QUERIES, 2) for start in starts]
+    turns = [whole.select(mine, slice(start, start + share)).dense().split(QUERIES, 2) for start in starts]
     return tuple(tuple(allowed if allowed.any() else None for allowed in turn) for turn in turns)
 
 
