@@ -11,6 +11,7 @@ FORMULAS = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5)),
     "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "relu": lambda x: x.clamp(min=0),
+    "relu2": lambda x: x.clamp(min=0) ** 2,
 }
 SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 
