@@ -27,7 +27,7 @@ from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.tree import Tree
 from params.checkpoint.shard_index import as_lines
-from train.dist.dtensor import is_spread, map_local
+from train.dist.dtensor import is_dtensor, map_local
 
 from . import saved_steps
 from .saved_steps import Checkpoint, Folder, Json
@@ -63,7 +63,7 @@ def save(
         opened = saved_steps.commit(folder, step, progress, keep=keep, keep_every=keep_every)
         place = _by_first(lambda: str(stack.enter_context(opened)), group)
         writer = HuggingFaceStorageWriter(place, save_distributed=True)
-        _told(lambda: write(flat, storage_writer=writer, process_group=group))
+        _unwrap_errors(lambda: write(flat, storage_writer=writer, process_group=group))
         _by_first(stack.close, group)
 
 
@@ -93,7 +93,7 @@ def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:
         _compare(found.path, kinds, like, group)
         empty = map_local(lambda leaf: torch.empty_like(leaf, device="cpu" if leaf.is_meta else None), like)
         alone = not dist.is_initialized()
-        _told(lambda: read(tree.flatten(empty), storage_reader=reader, process_group=group, no_dist=alone))
+        _unwrap_errors(lambda: read(tree.flatten(empty), storage_reader=reader, process_group=group, no_dist=alone))
     return empty
 
 
@@ -101,7 +101,7 @@ def _check_group(flat: dict[str, Any], group: Any) -> None:
     """Others would be waited for, or would write into the same step."""
     everyone = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
     for path, leaf in flat.items():
-        ranks = leaf.device_mesh.mesh.flatten().tolist() if is_spread(leaf) else everyone
+        ranks = leaf.device_mesh.mesh.flatten().tolist() if is_dtensor(leaf) else everyone
         if set(ranks) != set(everyone):
             raise ValueError(
                 f"{path} lies on the processes {sorted(ranks)}, and the group is of {sorted(everyone)}: give group=, "
@@ -162,7 +162,7 @@ def _by_first(action: Callable[[], T], group: Any) -> T:
     return outcome[0]
 
 
-def _told(action: Callable[[], object]) -> None:
+def _unwrap_errors(action: Callable[[], object]) -> None:
     """DCP's error, which is no Exception and has tracebacks for a message, becomes that of the process which failed."""
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -18,7 +18,7 @@ from fnmodels.tree import Tree
 from .collectives import all_gather
 
 
-def is_spread(leaf: Any) -> bool:
+def is_dtensor(leaf: Any) -> bool:
     """Whether it is a DTensor, without importing what they are."""
     return hasattr(leaf, "to_local")
 
@@ -26,12 +26,12 @@ def is_spread(leaf: Any) -> bool:
 def local_tree(values: Tree) -> Tree:
     """The parts that this process holds, as plain tensors that share their memory; what is no DTensor as it is."""
     with torch.no_grad():  # with gradients to_local would make a view of it
-        return tree.map(lambda leaf: leaf.to_local() if is_spread(leaf) else leaf, values)
+        return tree.map(lambda leaf: leaf.to_local() if is_dtensor(leaf) else leaf, values)
 
 
-def like(local: Tensor, leaf: Tensor) -> Tensor:
+def placed_like(local: Tensor, leaf: Tensor) -> Tensor:
     """`local` placed as `leaf` is; that itself where it holds the same tensor, `local` where it is no DTensor."""
-    if not is_spread(leaf):
+    if not is_dtensor(leaf):
         return local
     from torch.distributed.tensor import DTensor
 
@@ -46,7 +46,7 @@ def like(local: Tensor, leaf: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whole(leaf: Any) -> Tensor:
+def full_tensor(leaf: Any) -> Tensor:
     """All of a DTensor whose parts are equally large, in every process."""
     x: Tensor = leaf.to_local()
     for index in reversed(range(leaf.device_mesh.ndim)):  # the last dimension divided what the others left
@@ -58,7 +58,7 @@ def whole(leaf: Any) -> Tensor:
 
 def map_local(function: Callable[[Tensor], Tensor], values: Tree) -> Tree:
     """`tree.map` of a function that keeps shapes, run on the parts."""
-    return tree.map(lambda local, leaf: like(function(local), leaf), local_tree(values), values)
+    return tree.map(lambda local, leaf: placed_like(function(local), leaf), local_tree(values), values)
 
 
 def like_params(opt_state: Tree, params: Tree) -> Tree:
@@ -66,7 +66,7 @@ def like_params(opt_state: Tree, params: Tree) -> Tree:
 
     So is "exp_avg.layers.0.norm" as "layers.0.norm"; leaves of another shape, as counts of steps, stay what they are.
     """
-    spread = {path: leaf for path, leaf in tree.flatten(params).items() if is_spread(leaf)}
+    spread = {path: leaf for path, leaf in tree.flatten(params).items() if is_dtensor(leaf)}
     paths = iter(tree.flatten(opt_state))
 
     def one(local: Tensor) -> Tensor:
@@ -74,6 +74,6 @@ def like_params(opt_state: Tree, params: Tree) -> Tree:
         of = next((spread[".".join(words[i:])] for i in range(len(words)) if ".".join(words[i:]) in spread), None)
         if of is None or local.shape != local_tree(of).shape:
             return local
-        return like(local, of)
+        return placed_like(local, of)
 
     return tree.map(one, opt_state)

@@ -9,7 +9,7 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.inputs.load_balance import head_tail_order
 from train.dist.torchrun import world
-from train.optim.base import takes_parts
+from train.optim.base import supports_shards
 from train.parallel import Mesh, Strategy
 from train.parallel.pipeline.gradients import SCHEDULES, check_microbatches
 from train.parallel.pipeline.stages import pipeline_of
@@ -113,7 +113,7 @@ def check_fit(sharing: Sharing, settings: Settings, config: Any) -> None:
         raise UserError(f"--mesh {mesh} takes a row's tokens in {mesh.cp} parts, and a row has {length}")
     try:
         plan = P.plan(initial_model.family_spec(config), rules_of(mesh, config), mesh.sizes)
-        if not takes_parts(optimizer_for(initial_model.run_spec(config, settings), settings)):
+        if not supports_shards(optimizer_for(initial_model.run_spec(config, settings), settings)):
             check_whole(plan)
         if mesh.pp > 1:
             check_microbatches(pipeline_of(config, mesh, how), sharing.microbatches)

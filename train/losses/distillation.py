@@ -13,7 +13,7 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.options import Experts, Kernel
 from fnmodels.tree import Tree
-from train.dist.dtensor import is_spread
+from train.dist.dtensor import is_dtensor
 
 from .cross_entropy import counted
 from .lm_head import CHUNK, head_name
@@ -74,7 +74,7 @@ def check_teacher(
         )
     _check(direction, temperature)
     for path, leaf in tree.flatten(teacher).items():
-        if is_spread(leaf):
+        if is_dtensor(leaf):
             raise ValueError(
                 f"The teacher's {path} is a DTensor; each process needs all of its leaves, as plain tensors."
             )

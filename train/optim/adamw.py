@@ -20,12 +20,12 @@ from .base import (
     check_rate,
     first_step,
     from_spec,
-    like,
-    of_learning,
-    rate_at,
-    renewed,
+    rate_of,
     trainable_mask,
+    trainable_only,
+    updates_tree,
     wide_dtype,
+    with_replaced,
 )
 
 
@@ -39,10 +39,9 @@ def adamw(
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101), equal to torch.optim.AdamW.
 
-    lr: a float, or a function of the number of the update being made (a 0-d int64 tensor, from 1) to a float or 0-d
-        tensor.
+    lr: a float, or a function from the number of the update (a 0-d int64 tensor, from 1) to a float or 0-d tensor.
     spec: the family's tree of `Leaf`, or any tree of the parameters' structure whose leaves have `decay` and
-        `trainable`. None decays and trains every floating leaf, as torch does.
+        `trainable`. None: every floating leaf is trainable and decays, as in torch.
 
     The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
     """
@@ -57,8 +56,8 @@ def adamw(
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         step = opt_state["step"] + 1
-        rate = rate_at(lr, step)
-        given = tree.flatten(of_learning(grads, trainable))
+        rate = rate_of(lr, step)
+        given = tree.flatten(trainable_only(grads, trainable))
         flat = [tree.flatten(t) for t in (params, opt_state["exp_avg"], opt_state["exp_avg_sq"])]
         # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
         corrections = {
@@ -78,19 +77,19 @@ def adamw(
             updates[path] = -rate * (change + decay * p if decay else change)
             first[path], second[path] = m_new.to(m.dtype), v_new.to(v.dtype)
         moments = {
-            "exp_avg": renewed(opt_state["exp_avg"], first),
-            "exp_avg_sq": renewed(opt_state["exp_avg_sq"], second),
+            "exp_avg": with_replaced(opt_state["exp_avg"], first),
+            "exp_avg_sq": with_replaced(opt_state["exp_avg_sq"], second),
         }
-        return like(grads, updates), {"step": step, **moments}
+        return updates_tree(grads, updates), {"step": step, **moments}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         step = opt_state["step"]
-        rate = rate_at(lr, step + 1)
+        rate = rate_of(lr, step + 1)
         names = (opt_state["exp_avg"], opt_state["exp_avg_sq"])
-        given = of_learning(grads, trainable)
+        given = trainable_only(grads, trainable)
         for decay, (ps, gs, ms, vs) in _groups(given, params, names, decays, weight_decay):
-            # found_inf is the kernels' own word for "leave everything as it is".
+            # found_inf is the kernels' flag for leaving everything unchanged.
             torch._fused_adamw_(
                 ps,
                 gs,
@@ -110,7 +109,7 @@ def adamw(
         step.add_(1 if skip is None else (~skip).to(step))
 
     return Optimizer(
-        init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=True
+        init, update, apply_, lambda opt_state: rate_of(lr, opt_state["step"] + 1), trainable, elementwise=True
     )
 
 
@@ -124,7 +123,7 @@ def sgd(
 ) -> Optimizer:
     """Stochastic gradient descent with momentum, equal to torch.optim.SGD (weight decay is added to the gradient).
 
-    lr, spec: as in `adamw`. State: {step, momentum}, where `momentum` is None without one.
+    lr, spec: as in `adamw`. State: {step, momentum}, where `momentum` is None if there is none.
     """
     check_rate(lr)
     check_numbers(momentum=momentum, weight_decay=weight_decay)
@@ -137,10 +136,10 @@ def sgd(
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         step = opt_state["step"] + 1
-        rate = rate_at(lr, step)
+        rate = rate_of(lr, step)
         flat_params, flat_buffers = tree.flatten(params), tree.flatten(opt_state["momentum"])
         updates, buffers = {}, {}
-        for path, grad in tree.flatten(of_learning(grads, trainable)).items():
+        for path, grad in tree.flatten(trainable_only(grads, trainable)).items():
             param = flat_params[path]
             wide = wide_dtype(param.dtype)
             g = grad.to(wide)
@@ -151,14 +150,14 @@ def sgd(
                 buffers[path] = buffer.to(flat_buffers[path].dtype)
                 g = g + momentum * buffer if nesterov else buffer
             updates[path] = -rate * g
-        return like(grads, updates), {"step": step, "momentum": renewed(opt_state["momentum"], buffers)}
+        return updates_tree(grads, updates), {"step": step, "momentum": with_replaced(opt_state["momentum"], buffers)}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         step = opt_state["step"]
-        rate = rate_at(lr, step + 1)
+        rate = rate_of(lr, step + 1)
         names = (opt_state["momentum"],) if momentum else ()
-        groups = _groups(of_learning(grads, trainable), params, names, decays, weight_decay)
+        groups = _groups(trainable_only(grads, trainable), params, names, decays, weight_decay)
         for decay, (ps, gs, *buffers) in ((decay, lists) for decay, group in groups for lists in _for_sgd(group)):
             torch._fused_sgd_(
                 ps,
@@ -176,7 +175,7 @@ def sgd(
         step.add_(1 if skip is None else (~skip).to(step))
 
     return Optimizer(
-        init, update, apply_, lambda opt_state: rate_at(lr, opt_state["step"] + 1), trainable, elementwise=True
+        init, update, apply_, lambda opt_state: rate_of(lr, opt_state["step"] + 1), trainable, elementwise=True
     )
 
 
@@ -195,10 +194,10 @@ def _zeros(params: Tree, trainable: Tree | None) -> Tree:
 def _groups(
     grads: Tree, params: Tree, states: tuple[Tree, ...], decays: dict[str, bool] | None, weight_decay: float
 ) -> Iterator[tuple[float, tuple[list[Tensor], ...]]]:
-    """(weight decay, lists of params, gradients, states) per device, dtype and decay, as fused kernels want them.
+    """(weight decay, lists of params, gradients, states) per device, dtype and decay, as fused kernels require.
 
-    The kernels walk all tensors with one index: same dtype, same memory layout. What lies otherwise is given as a copy,
-    and written back when the last group is done.
+    The kernels use one index for all tensors: same dtype, same memory layout. Tensors with another layout are passed as
+    copies, which are written back after the last group.
     """
     flat = [tree.flatten(t) for t in (params, *states)]
     groups: dict[Any, list[list[Tensor]]] = {}
@@ -219,8 +218,8 @@ def _groups(
 
 
 def _for_sgd(lists: tuple[list[Tensor], ...]) -> Iterator[tuple[list[Tensor], ...]]:
-    """The lists as they are, or one leaf after the other in fp32 where torch's kernel would be wrong: most numbers of
-    bf16 and fp16 on the CPU it leaves as they were (pytorch/pytorch#191763)."""
+    """The lists unchanged, or leaf by leaf in fp32 where torch's kernel is wrong: in bf16 and fp16 on the CPU it leaves
+    most elements unchanged (pytorch/pytorch#191763)."""
     first = lists[0][0]
     if first.device.type != "cpu" or first.dtype not in (torch.bfloat16, torch.float16):
         yield lists

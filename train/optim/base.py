@@ -1,13 +1,14 @@
-"""What an optimizer is: a pair of functions over trees, in the shape of optax.
+"""The `Optimizer` type, a pair of functions over trees in the style of optax, and helpers of all optimizers.
 
     optimizer = train.adamw(3e-4, weight_decay=0.1, spec=family.spec(config))
     opt_state = optimizer.init(params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = apply_updates(params, updates)
 
-`update` is written in plain tensor operations: pure, and fit for vmap, grad and compile. `apply_` is the same step with
-torch's fused kernels, writing parameters and state in place, at a fraction of the time. A frozen leaf has None in the
-moments and in `updates`, whatever `grads` has for it; a leaf with None in `grads` keeps its state and gets no update.
+`update` consists of plain tensor operations: pure, and compatible with vmap, grad and compile. `apply_` is the same
+step with torch's fused kernels, writing parameters and state in place, in a fraction of the time. A frozen leaf has
+None in the moments and in `updates`, whatever `grads` has for it; a leaf with None in `grads` keeps its state and gets
+no update.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 Rate = float | Callable[[Tensor], "float | Tensor"]
-# whole(path, function, x): of function(the matrices [.., out, in] of the leaf at path) the part that x is of them
-Whole = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]
+# on_full(path, function, x): x is a shard of the matrices [.., out, in] of the leaf at `path`; returns the same shard
+# of function(full matrices)
+OnFull = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a train step needs of an optimizer.
+    """The functions of an optimizer that a train step calls.
 
-    init(params) -> opt_state, which keeps its structure through all updates
+    init(params) -> opt_state, which keeps its structure through all updates.
     update(grads, opt_state, params) -> (updates, opt_state): pure; `updates` are to be added to the parameters.
-    apply_(grads, opt_state, params, *, skip=None): the same in place; where the 0-d bool tensor `skip` is True every
-        tensor keeps its bits, without the host having to wait for it. None: the step uses `update`.
-    lr(opt_state) -> the rate of the update that comes next, for the metrics.
-    trainable: a tree of bools over the parameters, or a function that makes it from them; None: every floating leaf
-        trains.
-    rates(opt_state) -> {name: rate} of its groups, where it has several.
-    elementwise: whether a number's update depends on that number, its gradient and its state alone, so that a part of a
-        leaf is updated as it would be in the whole.
-    of_parts(whole) -> the same optimizer of parts of leaves, where it needs functions of whole matrices; what has none
-        and is not elementwise takes no divided parameters.
+    apply_(grads, opt_state, params, *, skip=None): the same in place; if the 0-d bool tensor `skip` is True, every
+        tensor keeps its bits, without a wait of the host. None: the step uses `update`.
+    lr(opt_state) -> the rate of the next update, for the metrics.
+    trainable: a tree of bools over the parameters, or a function that makes it from them; None: every floating leaf is
+        trainable.
+    rates(opt_state) -> {name: rate} of its groups, if it has several.
+    elementwise: whether the update of an element depends on that element, its gradient and its state alone, so that a
+        shard of a leaf can be updated by itself.
+    for_shards(on_full) -> the same optimizer for sharded leaves, if it needs functions of full matrices. An optimizer
+        that has none and is not elementwise is refused for sharded parameters.
     """
 
     init: Callable[[Tree], Tree]
@@ -53,42 +55,44 @@ class Optimizer:
     trainable: Tree | Callable[[Tree], Tree] | None = None
     rates: Callable[[Tree], dict[str, float | Tensor]] | None = None
     elementwise: bool = False
-    of_parts: Callable[[Whole], Optimizer] | None = None
+    for_shards: Callable[[OnFull], Optimizer] | None = None
 
 
-def on_parts(optimizer: Optimizer, whole: Whole) -> Optimizer | None:
-    """The optimizer for parts of leaves; None where it takes whole ones alone."""
+def sharded_version(optimizer: Optimizer, on_full: OnFull) -> Optimizer | None:
+    """The optimizer for sharded leaves; None if it supports full leaves only."""
     if optimizer.elementwise:
         return optimizer
-    return None if optimizer.of_parts is None else optimizer.of_parts(whole)
+    return None if optimizer.for_shards is None else optimizer.for_shards(on_full)
 
 
-def takes_parts(optimizer: Optimizer) -> bool:
-    return optimizer.elementwise or optimizer.of_parts is not None
+def supports_shards(optimizer: Optimizer) -> bool:
+    return optimizer.elementwise or optimizer.for_shards is not None
 
 
 def trainable_mask(params: Tree, trainable: Tree | Callable[[Tree], Tree] | None = None) -> Tree:
-    """The tree of bools that says which leaves of `params` train: floating ones that `trainable` does not exclude.
+    """The tree of bools of which leaves of `params` are trainable: floating ones that `trainable` does not exclude.
 
-    By path: `params` may lack leaves of `trainable`, as one group's share of them does.
+    It matches by path: `params` may lack leaves of `trainable`, as one group of a partition does.
     """
     if trainable is None:
         for path in tree.flatten(params):
             if path.endswith("selection_bias"):
                 raise ValueError(
-                    f"No gradient teaches {path}, and an optimizer without a spec would let it decay: give it "
+                    f"{path} has no gradient, and an optimizer without a spec would apply weight decay to it: give it "
                     "spec=fnmodels.family_of(config).spec(config)."
                 )
         return tree.map(lambda p: p.is_floating_point(), params)
     flat = tree.flatten(trainable(params) if callable(trainable) else trainable)
     lost = [path for path in tree.flatten(params) if path not in flat]
     if lost:
-        raise ValueError(f"The optimizer's tree of what trains (from its spec) lacks {lost[0]}, which is in params.")
+        raise ValueError(
+            f"The optimizer's tree of trainable leaves (from its spec) lacks {lost[0]}, which is in params."
+        )
     return with_paths(lambda path, p: bool(flat[path]) and p.is_floating_point(), params)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """params + updates, each in its parameter's dtype; leaves without an update are passed on as they are."""
+    """params + updates, each in its parameter's dtype; leaves without an update are returned unchanged."""
     flat = tree.flatten(updates)
     return with_paths(lambda path, p: (p + flat[path]).to(p.dtype) if path in flat else p, params)
 
@@ -102,7 +106,7 @@ def global_norm(grads: Tree) -> Tensor:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """What brings gradients of this global norm to at most `limit`; torch.nn.utils.clip_grad_norm_'s formula."""
+    """The factor that scales gradients of this norm to at most `limit`, as torch.nn.utils.clip_grad_norm_ does."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -123,7 +127,7 @@ def from_spec(spec: Tree | None) -> tuple[Tree | None, dict[str, bool] | None]:
 
 def check_rate(lr: Rate) -> None:
     if isinstance(lr, Tensor):
-        return  # a parameter of whoever differentiates or vmaps the update: its value is not for reading
+        return  # an argument of a caller that differentiates or vmaps the update: its value must not be read
     if not callable(lr) and not (isinstance(lr, Real) and lr >= 0):
         raise ValueError(f"lr is {lr!r}; it must be a number, at least 0, or a function of the update's number.")
 
@@ -147,7 +151,7 @@ def check_below_1(**numbers: float) -> None:
             raise ValueError(f"{name} is {number!r}; it must be a number, at least 0 and below 1.")
 
 
-def rate_at(lr: Rate, step: Tensor) -> float | Tensor:
+def rate_of(lr: Rate, step: Tensor) -> float | Tensor:
     return lr(step) if callable(lr) else lr
 
 
@@ -164,19 +168,19 @@ def with_paths(function: Callable[[str, Any], Any], params: Tree) -> Tree:
     return tree.map(lambda leaf: function(next(paths), leaf), params)
 
 
-def like(grads: Tree, flat: dict[str, Tensor]) -> Tree:
-    """The updates as a tree, with None where a gradient makes none."""
+def updates_tree(grads: Tree, flat: dict[str, Tensor]) -> Tree:
+    """A tree like `grads` of the updates in `flat`, None at the paths that have none."""
     return with_paths(lambda path, _: flat.get(path), grads)
 
 
-def of_learning(grads: Tree, trainable: Tree | None) -> Tree:
-    """The gradients without those of frozen leaves, which a caller may have: they teach nothing."""
+def trainable_only(grads: Tree, trainable: Tree | None) -> Tree:
+    """The gradients with None at frozen leaves, for which a caller may pass gradients that are not used."""
     if trainable is None:
         return grads
     flat = tree.flatten(trainable)
     return with_paths(lambda path, grad: grad if flat[path] else None, grads)
 
 
-def renewed(values: Tree, new: dict[str, Tensor]) -> Tree:
-    """The tree with the leaves of `new` at their paths; others stay, as the state of a leaf that got no gradient."""
+def with_replaced(values: Tree, new: dict[str, Tensor]) -> Tree:
+    """`values` with the leaves of `new` at their paths; others stay, such as the state of a leaf without a gradient."""
     return with_paths(lambda path, old: new.get(path, old), values)

@@ -13,12 +13,12 @@ from .per_leaf import State, leafwise, zeros
 def lion(
     lr: Rate, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, spec: Tree | None = None
 ) -> Optimizer:
-    """betas: the momentum's share in the step and in what is kept. lr, spec: as in `adamw`; a tenth of its rate and
-    ten times its decay are the paper's rule of thumb. One moment per parameter, in its dtype."""
-    now, kept = check_betas(betas)
+    """betas: the momentum's share in the update, and in the next momentum. lr, spec: as in `adamw`; the paper's rule of
+    thumb is a tenth of its rate and ten times its decay. One moment per parameter, in its dtype."""
+    beta_update, beta_momentum = check_betas(betas)
 
     def rule(grad: Tensor, state: State, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
         momentum = state["momentum"]
-        return -rate * momentum.lerp(grad, 1 - now).sign(), {"momentum": momentum.lerp(grad, 1 - kept)}
+        return -rate * momentum.lerp(grad, 1 - beta_update).sign(), {"momentum": momentum.lerp(grad, 1 - beta_momentum)}
 
     return leafwise(lambda p: {"momentum": zeros(p)}, rule, lr, weight_decay=weight_decay, spec=spec, elementwise=True)

@@ -12,7 +12,7 @@ from fnmodels.tree import Tree
 from .base import Optimizer, Rate, check_below_1, check_numbers
 from .per_leaf import State, leafwise, zeros
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the steepest slope at 0
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the largest derivative at 0
 
 
 def muon(
@@ -29,20 +29,22 @@ def muon(
     """Equal to torch.optim.Muon on matrices; stacks [E, out, in] (experts) are orthogonalized matrix by matrix.
 
     match_adamw: scales the rate by 0.2 sqrt(max(out, in)), so that AdamW's rates fit (arXiv 2502.16982); otherwise by
-    sqrt(max(1, out / in)). steps: of Newton and Schulz, in bf16. lr, spec: as in `adamw`.
+    sqrt(max(1, out / in)). steps: of the Newton-Schulz iteration, in bf16. lr, spec: as in
+    `adamw`.
 
-    Over a mesh that divides matrices each is put together, in bf16, by every process that has a part of it.
-    For hidden matrices only: embeddings, heads, norms and biases go to AdamW, see `partition`. A vector raises.
+    Over a mesh that shards matrices, each is gathered in bf16 by every process that has a shard of it.
+    For hidden matrices only: embeddings, heads, norms and biases need another optimizer, see `partition`. A vector is a
+    ValueError.
     """
     check_numbers(eps=eps)
-    check_below_1(momentum=momentum)  # at 1 neither would the momentum take up a gradient nor the direction have one
+    check_below_1(momentum=momentum)  # at 1 neither the momentum nor the direction would contain the gradient
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is {steps!r}; it must be a whole number, at least 1.")
 
     def init(param: Tensor) -> State:
         if param.ndim < 2:
             raise ValueError(
-                f"Muon takes matrices; one parameter has the shape {list(param.shape)}. Give it to another optimizer "
+                f"Muon updates matrices; one parameter has the shape {list(param.shape)}. Give it to another optimizer "
                 'by train.partition, e.g. partition({"layers.*_proj": muon(...), "*": adamw(...)}).'
             )
         return {"momentum": zeros(param)}
@@ -59,13 +61,13 @@ def muon(
         scale = 0.2 * math.sqrt(max(rows, columns)) if match_adamw else math.sqrt(max(1.0, rows / columns))
         return scale * orthogonalize(direction, steps=steps, eps=eps).float()
 
-    return leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, of_whole=scaled)
+    return leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=scaled)
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """The nearest (semi-)orthogonal matrices to `matrix` [..., out, in], roughly: singular values in about 0.7..1.2.
+    """Approximates the (semi-)orthogonal matrices nearest to `matrix` [..., out, in]: singular values about 0.7..1.2.
 
-    Newton-Schulz in bf16, which is enough here, with the smaller side first so that the products are small.
+    Newton-Schulz iteration in bf16, which is accurate enough, with the smaller dimension first to keep products small.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
@@ -74,6 +76,6 @@ def orthogonalize(matrix: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tenso
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
-        # sums inside the products are rounded once, which in bf16 is worth a digit
+        # baddbmm rounds the sum once, which in bf16 saves a digit
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(matrix.shape)

@@ -1,4 +1,4 @@
-"""Optimizers whose update of a leaf needs nothing but that leaf: everything around the rule, written once."""
+"""`leafwise`: an Optimizer from an update rule for one leaf, for optimizers that treat leaves independently."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .base import (
+    OnFull,
     Optimizer,
     Rate,
-    Whole,
     check_numbers,
     check_rate,
     first_step,
     from_spec,
-    like,
-    of_learning,
-    rate_at,
-    renewed,
+    rate_of,
     trainable_mask,
+    trainable_only,
+    updates_tree,
     wide_dtype,
     with_paths,
+    with_replaced,
 )
 
 State = dict[str, Tensor]
-# (gradient, state, parameter, number of the update from 1, rate) -> (what to add to the parameter, state)
+# (gradient, state, parameter, number of the update from 1, rate) -> (change to add to the parameter, state)
 Rule = Callable[[Tensor, State, Tensor, Tensor, "float | Tensor"], tuple[Tensor, State]]
 
 
 class Change(NamedTuple):
-    """What an update does to one leaf."""
+    """The update of one leaf."""
 
     path: str
     change: Tensor
@@ -51,16 +51,17 @@ def leafwise(
     weight_decay: float,
     spec: Tree | None,
     elementwise: bool = False,
-    of_whole: Callable[[Tensor], Tensor] | None = None,
-    whole: Whole = lambda path, function, x: function(x),
+    of_matrix: Callable[[Tensor], Tensor] | None = None,
+    on_full: OnFull = lambda path, function, x: function(x),
 ) -> Optimizer:
-    """An Optimizer from what happens to one leaf; the arithmetic is fp32 at least, the state keeps its dtype.
+    """An Optimizer from the update rule of one leaf; the arithmetic is fp32 at least, the state keeps its dtype.
 
-    In place it goes leaf by leaf, so that what it holds beside parameters and state is of one or two.
-    Decoupled weight decay, -rate x weight_decay x parameter, comes on top of the rule. lr, spec: as in `adamw`.
-    elementwise: see `Optimizer`. of_whole: turns what the rule returns, a direction, into the change for a rate of -1,
-    matrix by matrix; the rule itself is then elementwise. whole: how that is done to parts, as in `Optimizer.of_parts`.
-    State: {step, and per name of the rule's state a tree like the parameters', None where a leaf has none}.
+    In place it proceeds leaf by leaf, so that temporary memory is that of one or two leaves.
+    Decoupled weight decay, -rate x weight_decay x parameter, is added to the rule's change. lr, spec: as in `adamw`.
+    elementwise: see `Optimizer`. of_matrix: turns the rule's result, a direction, into the change for a rate of -1,
+    matrix by matrix; the rule itself is then elementwise. on_full: how to apply it to shards, as in
+    `Optimizer.for_shards`. State: {step, and per name of the rule's state a tree like the parameters, None where a leaf
+    has none}.
     """
     check_rate(lr)
     check_numbers(weight_decay=weight_decay)
@@ -73,16 +74,16 @@ def leafwise(
 
     def changes(grads: Tree, opt_state: Tree, params: Tree) -> Iterator[Change]:
         step = opt_state["step"] + 1
-        rate = rate_at(lr, step)
+        rate = rate_of(lr, step)
         states = {name: tree.flatten(values) for name, values in opt_state.items() if name != "step"}
         flat = tree.flatten(params)
-        for path, grad in tree.flatten(of_learning(grads, trainable)).items():
+        for path, grad in tree.flatten(trainable_only(grads, trainable)).items():
             wide = wide_dtype(flat[path].dtype)
             old = {name: values[path] for name, values in states.items() if path in values}
             param = flat[path].to(wide)
             change, new = rule(grad.to(wide), {name: s.to(wide) for name, s in old.items()}, param, step, rate)
-            if of_whole is not None:
-                change = -rate * whole(path, of_whole, change).to(wide)
+            if of_matrix is not None:
+                change = -rate * on_full(path, of_matrix, change).to(wide)
             if weight_decay and (decays is None or decays[path]):
                 change = change - rate * weight_decay * param
             yield Change(path, change, flat[path], old, new)
@@ -94,8 +95,8 @@ def leafwise(
             updates[made.path] = made.change
             for name, old in made.old.items():
                 states[name][made.path] = made.new[name].to(old.dtype)
-        new = {name: renewed(opt_state[name], leaves) for name, leaves in states.items()}
-        return like(grads, updates), {"step": opt_state["step"] + 1, **new}
+        new = {name: with_replaced(opt_state[name], leaves) for name, leaves in states.items()}
+        return updates_tree(grads, updates), {"step": opt_state["step"] + 1, **new}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
@@ -108,17 +109,17 @@ def leafwise(
                 write(state, made.new[name])
         opt_state["step"].add_(1 if skip is None else (~skip).to(opt_state["step"]))
 
-    def of_parts(whole: Whole) -> Optimizer:
-        return leafwise(init_leaf, rule, lr, weight_decay=weight_decay, spec=spec, of_whole=of_whole, whole=whole)
+    def for_shards(on_full: OnFull) -> Optimizer:
+        return leafwise(init_leaf, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=of_matrix, on_full=on_full)
 
     return Optimizer(
         init,
         update,
         apply_,
-        lambda opt_state: rate_at(lr, opt_state["step"] + 1),
+        lambda opt_state: rate_of(lr, opt_state["step"] + 1),
         trainable,
         elementwise=elementwise,
-        of_parts=None if of_whole is None else of_parts,
+        for_shards=None if of_matrix is None else for_shards,
     )
 
 

@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the step, returning a multiplier of the peak rate.
 
 They take a Python number or a 0-d tensor and return the same kind, so that one function serves a plot, a loop and a
-compiled step which must not wait for the device.
+compiled step that must not wait for the device.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def warmup_stable_decay(
     floor: float = 0.0,
     base: int = 1,
 ) -> float | torch.Tensor:
-    """Linear warmup, a stable stretch at 1, then a decay to `floor`, where it stays past the end.
+    """Linear warmup, a constant phase at 1, then a decay to `floor`, where it stays past the end.
 
     step: the update being made, counted from `base`: 1 (the first step is never 0), or 0 for parity with trainers whose
         first step has rate 0.
     total, warmup: whole numbers of steps; with warmup >= total the whole run is warmup.
-    decay_ratio: the decay's share of `total`; None decays from the end of the warmup on; 0 never decays. A decay that
+    decay_ratio: the decay's share of `total`; None: it begins at the end of the warmup; 0: no decay. A decay that
         would begin inside the warmup begins where the warmup ends.
     shape: "linear", "sqrt" (1 - sqrt(progress)) or "cosine", between 1 and floor, a share of the peak.
         So a constant rate is decay_ratio=0, and a cosine from the warmup to the end is shape="cosine".
 
-    With base=1 the multiplier of step s is that of s whole steps of warmup, and the last decay step is one short of the
-    floor (total 10, warmup 2: .5 1 1 .875 ... .125); base=0 begins 0, .5, 1. Warmup-stable-decay: arXiv 2404.06395.
+    With base=1 the multiplier of step s is that after s full steps of warmup, and the last decay step is one short of
+    the floor (total 10, warmup 2: .5 1 1 .875 ... .125); base=0 begins 0, .5, 1. Warmup-stable-decay: arXiv 2404.06395.
     """
     if shape not in SHAPES:
         raise ValueError(f"shape is {shape!r}; it must be one of {', '.join(SHAPES)}.")
@@ -59,7 +59,7 @@ def warmup_stable_decay(
     rise = _clip((done + base) / warmup) if warmup else _clip(done + 1)
     if decay == 0:
         return rise
-    # By what is left, and not 1 - progress: in fp32 the last steps of a long cosine would round to 0.
+    # From the remaining share, not 1 - progress: in fp32 the last steps of a long cosine would round to 0.
     left = _clip((total - done) / decay)
     if shape == "sqrt":
         left = left / (1 + (1 - left) ** 0.5)

@@ -1,4 +1,4 @@
-"""Stochastic rounding: bf16 parameters that learn from updates smaller than their last bit, without a second copy."""
+"""Stochastic rounding: bf16 parameters that accumulate updates smaller than their last bit, without an fp32 copy."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _FACTOR = 0x846CA68B - (1 << 32)  # lowbias32's second factor as an int32
 
 
 def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
-    """Updates bf16 parameters in fp32 and rounds the result up or down by chance, so that its mean is exact.
+    """Updates bf16 parameters in fp32 and rounds the result up or down at random, so that its mean is exact.
 
     An update of 1/100 of the distance between two neighbors in bf16 moves one parameter in a hundred by the whole
-    distance, where rounding to the nearest would move none (arXiv 2010.06192). Beside `with_master` it saves the fp32
-    copy, 4 of 14 bytes per parameter with AdamW, at the price of noise; moments are fp32 here too, since bf16 would
-    lose their small changes. Parameters of other dtypes are updated as they are: what is kept in fp32 stays exact.
+    distance, where rounding to nearest would move none (arXiv 2010.06192). Compared with `with_master` it saves the
+    fp32 copy, 4 of 14 bytes per parameter with AdamW, at the price of noise; moments are fp32 here too, since bf16
+    would lose their small changes. Parameters of other dtypes are updated without rounding.
 
-    The draw is a function of (seed, number of the update, path, index), so a resumed run repeats it, and no global
-    generator is touched. State: {inner, step}. The pure update is rounded - parameter in fp32, which added gives the
-    rounded bits unless a parameter becomes 2^16 times smaller at once. In place, fp32 parameters exist while it runs.
+    The random number is a function of (seed, number of the update, path, index), so a resumed run repeats it, and no
+    global generator is touched. State: {inner, step}. The pure update is rounded - parameter in fp32; adding it gives
+    the rounded bits unless a parameter becomes 2^16 times smaller at once. In place, fp32 parameters exist temporarily.
     """
 
     def init(params: Tree) -> Tree:
@@ -55,22 +55,22 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
         optimizer.apply_(tree.map(widened, grads), opt_state["inner"], wide, skip=skip)
         new, old = tree.flatten(wide), tree.flatten(params)
         for path in trained:
-            if old[path].dtype == torch.bfloat16:  # a skipped one is representable, so it stays; others are new itself
+            if old[path].dtype == torch.bfloat16:  # a skipped value is representable, so rounding keeps it
                 old[path].copy_(stochastic_round(new[path], draw(seed, step + 1, path, new[path])))
         step.add_(1 if skip is None else (~skip).to(step))
 
-    # the draw counts numbers within a leaf, which its parts would do anew
+    # random numbers depend on the index within the full leaf, which a shard does not know
     return replace(around(optimizer, init, update, apply_), elementwise=False)
 
 
 def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
     """fp32 `wide` as one of its two neighbors in bf16; with even `bits` in 0..2^16-1 its mean is `wide`.
 
-    A representable value stays as it is, and so do infinities and NaN.
+    Representable values, infinities and NaN do not change.
     """
     if wide.dtype != torch.float32:
         raise ValueError(f"Stochastic rounding is from float32 to bfloat16; the tensor is {wide.dtype}.")
-    # The fp32 bits below bf16's are how far the value lies between its neighbors, counted away from 0.
+    # The fp32 bits below bf16's are the distance from the neighbor towards 0.
     moved = (wide.view(torch.int32) + bits.to(torch.int32)) & ~((1 << _LOW) - 1)
     return torch.where(wide.isnan(), wide, moved.view(torch.float32)).to(torch.bfloat16)
 
@@ -78,12 +78,13 @@ def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
 def draw(seed: int, step: Tensor, path: str, like: Tensor) -> Tensor:
     """Even integers in 0..2^16-1, int32, of the shape of `like`: a hash of (seed, step, path, index).
 
-    A hash and no generator, so that it is pure, waits for no device and gives the same on all of them.
+    A hash instead of a generator: it is pure, does not wait for the device, and gives the same on every device.
     """
-    # seed and path in one: were the seed added to the step, the next seed would repeat the draws a step earlier
+    # seed and path are hashed together: if the seed were added to the step, the next seed would repeat draws a step
+    # later
     key = _mix(_mix(step.to(torch.int64)) ^ zlib.crc32(f"{seed} {path}".encode())) & 0x7FFFFFFF
     index = torch.arange(like.numel(), dtype=torch.int32, device=like.device).reshape(like.shape)
-    # Half a mix is enough here, in place and in int32, whose products wrap: 2 ns per parameter where _mix takes 35.
+    # Half a mix suffices here, in place and in int32, whose products wrap: 2 ns per parameter where _mix takes 35.
     x = (index ^ key.to(index)).mul_(0x7FEB352D)
     x ^= (x >> 15) & 0x1FFFF  # int32 shifts copy the sign
     return x.mul_(_FACTOR).bitwise_right_shift_(16).bitwise_and_(0xFFFF)

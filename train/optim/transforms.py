@@ -1,4 +1,4 @@
-"""Gradients on their way to an optimizer: transforms in a row, each one's result the next one's gradient."""
+"""Gradient transforms before an optimizer: `chain` passes the result of each to the next."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Whole, clip_by_global_norm, on_parts, takes_parts, with_paths
+from .base import OnFull, Optimizer, clip_by_global_norm, sharded_version, supports_shards, with_paths
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
-    """An Optimizer of several: `update` of the first gives the gradients of the second, and so on; the last one's are
-    added to the parameters. Its rates, what trains, and the way in place are those of the last.
+    """An Optimizer from several: the `update` of the first gives the gradients of the second, and so on; the updates of
+    the last are added to the parameters. Rates, trainable leaves and the in-place step are those of the last.
 
         optimizer = chain(clip_norm(1.0), adamw(3e-4))
 
     A transform is an Optimizer whose `update` returns gradients; see `clip_norm` and `masked`. Within `partition` it
-    belongs to a group alone. State: a list, one per transform.
+    belongs to one group. State: a list, one per transform.
     """
     if not transforms:
         raise ValueError("chain needs at least one transform; the last one is an optimizer.")
@@ -49,8 +49,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
             old.copy_(new if skip is None else torch.where(skip, old, new))
         last.apply_(grads, opt_state[-1], params, skip=skip)
 
-    def of_parts(whole: Whole) -> Optimizer:
-        return chain(*(made for transform in transforms if (made := on_parts(transform, whole))))
+    def for_shards(on_full: OnFull) -> Optimizer:
+        return chain(*(made for transform in transforms if (made := sharded_version(transform, on_full))))
 
     lr, rates = last.lr, last.rates
     return Optimizer(
@@ -61,15 +61,15 @@ def chain(*transforms: Optimizer) -> Optimizer:
         last.trainable,
         None if rates is None else lambda opt_state: rates(opt_state[-1]),
         elementwise=all(transform.elementwise for transform in transforms),
-        of_parts=of_parts if all(takes_parts(transform) for transform in transforms) else None,
+        for_shards=for_shards if all(supports_shards(transform) for transform in transforms) else None,
     )
 
 
 def clip_norm(limit: float) -> Optimizer:
-    """A transform: gradients scaled down so that their norm over all leaves is at most `limit`. Without state.
+    """A transform: gradients scaled down so that their norm over all leaves is at most `limit`. It has no state.
 
-    `make_step(..., clip=)` does the same for all parameters and costs less; this one is for a group's own. It is not
-    elementwise: over a mesh that divides parameters only the step's clip is right, and this one is refused.
+    `make_step(..., clip=)` does the same for all parameters and costs less; this one is for a single group. It is not
+    elementwise: over a mesh that shards parameters only the step's clip is right, and this one is refused.
     """
     if not limit > 0:
         raise ValueError(f"limit is {limit}; it must be above 0.")
@@ -77,17 +77,17 @@ def clip_norm(limit: float) -> Optimizer:
 
 
 def masked(transform: Optimizer, *patterns: str) -> Optimizer:
-    """A transform of the leaves whose path one of `patterns` matches, as in `partition`; others' gradients pass it by.
+    """A transform of the leaves whose path matches one of `patterns`, as in `partition`; other gradients are unchanged.
 
         optimizer = chain(masked(clip_norm(0.1), "embed_*", "lm_head"), adamw(3e-4))
 
-    A pattern without a leaf raises. State: the transform's, None where a leaf is not its own. For leaves that take
-    another optimizer, or none, there is `partition`: here their raw gradients would be added to them.
+    A pattern without a leaf is a ValueError. State: the transform's, None at other leaves. For leaves that need
+    another optimizer, or none, use `partition`: here their raw gradients would be added to them.
     """
     if not patterns:
         raise ValueError("masked needs at least one pattern.")
     if transform.lr is not None:
-        raise ValueError("masked is for transforms before an optimizer; train.partition gives leaves optimizers.")
+        raise ValueError("masked is for transforms before an optimizer; train.partition assigns optimizers to leaves.")
 
     def own(values: Tree) -> Tree:
         return with_paths(

@@ -1,4 +1,4 @@
-"""Optimizers made of optimizers: one per group of leaves, an average of the weights, fp32 copies of bf16 weights."""
+"""Wrappers around optimizers: one per group of leaves, an average of the weights, fp32 copies of bf16 weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .base import (
+    OnFull,
     Optimizer,
-    Whole,
     apply_updates,
     check_below_1,
-    like,
-    on_parts,
-    takes_parts,
+    sharded_version,
+    supports_shards,
     trainable_mask,
+    updates_tree,
     wide_dtype,
     with_paths,
 )
@@ -28,9 +28,9 @@ from .base import (
 def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     """{pattern: optimizer}: each leaf goes to the first pattern that its dotted path matches; None freezes it.
 
-    Patterns are those of the shell (`fnmatch`), over the whole path: "layers.*.attention.*", "*norm*", "*". A leaf that
-    none matches raises, and so does a pattern without a leaf: over pipeline stages each must have one on every stage.
-    Groups have rates of their own: in the metrics of a step `lr` is the first one's, and `lr_of` has one for each
+    Patterns are shell patterns (`fnmatch`) over the full path: "layers.*.attention.*", "*norm*", "*". ValueError for a
+    leaf that matches none, or a pattern without a leaf: over pipeline stages each needs one on every stage.
+    Each group has its own rate: in the metrics of a step `lr` is that of the first, and `lr_of` has one for each
     pattern. State: a list, one per optimizer in the given order.
     """
     trained = {pattern: optimizer for pattern, optimizer in groups.items() if optimizer is not None}
@@ -48,7 +48,7 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
         return found
 
     def parts(values: Tree, assigned: dict[str, str]) -> dict[str, Tree]:
-        """The same tree once per optimizer, with None where a leaf is not its own."""
+        """The same tree once per optimizer, with None at the other optimizers' leaves."""
         return {
             p: with_paths(lambda path, leaf, p=p: leaf if assigned[path] == p else None, values)  # type: ignore[misc]
             for p in trained
@@ -67,7 +67,7 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
             change, state = optimizer.update(given[pattern], state, ours[pattern])
             updates |= tree.flatten(change)
             states.append(state)
-        return like(grads, updates), states
+        return updates_tree(grads, updates), states
 
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         assigned = assign(params)
@@ -92,20 +92,20 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
 
     elementwise = all(optimizer.elementwise for optimizer in trained.values())
 
-    def of_parts(whole: Whole) -> Optimizer:
+    def for_shards(on_full: OnFull) -> Optimizer:
         return partition(
-            {p: None if optimizer is None else on_parts(optimizer, whole) for p, optimizer in groups.items()}
+            {p: None if optimizer is None else sharded_version(optimizer, on_full) for p, optimizer in groups.items()}
         )
 
-    parted = of_parts if all(takes_parts(optimizer) for optimizer in trained.values()) else None
+    parted = for_shards if all(supports_shards(optimizer) for optimizer in trained.values()) else None
     return Optimizer(init, update, apply_ if in_place else None, lr, trainable, rates, elementwise, parted)
 
 
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
-    """Keeps an exponential moving average of the weights that train: opt_state["ema"], fp32 at least.
+    """Keeps an exponential moving average (EMA) of the trainable weights: opt_state["ema"], fp32 at least.
 
-    ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. What does not train has
-    None there: `averaged` puts the two together. State: {inner, ema}.
+    ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. Frozen leaves have
+    None there: `averaged` merges the two. State: {inner, ema}.
     """
     check_below_1(decay=decay)
 
@@ -129,28 +129,28 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
         new = tree.flatten(params)
         for path, e in tree.flatten(opt_state["ema"]).items():
             after = e.lerp(new[path].to(e.dtype), 1 - decay)
-            e.copy_(after if skip is None else torch.where(skip, e, after))  # a share of 0 would make 0 of -0
+            e.copy_(after if skip is None else torch.where(skip, e, after))  # a lerp by 0 would turn -0 into 0
 
     return around(optimizer, init, update, apply_, lambda inner: with_ema(inner, decay))
 
 
 def averaged(params: Tree, ema: Tree) -> Tree:
-    """The parameters with the averages of `with_ema`, opt_state["ema"], in place of those that train."""
+    """The parameters with trainable leaves replaced by the averages of `with_ema`, opt_state["ema"]."""
     return _overlaid(params, ema)
 
 
 def _overlaid(params: Tree, some: Tree) -> Tree:
-    """The parameters with the leaves of `some` in place of theirs; None there leaves one as it is."""
+    """The parameters with leaves replaced by those of `some`, where it is not None."""
     found = tree.flatten(some)
     return with_paths(lambda path, p: found.get(path, p), params)
 
 
 def with_master(optimizer: Optimizer) -> Optimizer:
-    """Updates an fp32 copy of each bf16 parameter that trains, of which the parameter is the rounded view.
+    """Updates an fp32 copy of each trainable bf16 parameter; the parameter is that copy, rounded.
 
-    bf16 has 8 bits: an update below 1/256 of a weight is lost without this. Moments are fp32 too. What is fp32 already
-    is updated itself, and what does not train has no copy. State: {inner, master}, None in master where there is none.
-    The pure update is rounded - parameter in fp32, which added gives the rounded bits unless a parameter becomes 2^16
+    bf16 has 8 bits: without the copy an update below 1/256 of a weight is lost. Moments are fp32 too. fp32 parameters
+    are updated directly, and frozen ones have no copy. State: {inner, master}, None in master where there is none.
+    The pure update is rounded - parameter in fp32; adding it gives the rounded bits unless a parameter becomes 2^16
     times smaller at once.
     """
 
@@ -190,15 +190,15 @@ def around(
     apply_: Callable[..., None],
     again: Callable[[Optimizer], Optimizer] | None = None,
 ) -> Optimizer:
-    """An optimizer around another, whose state stands under "inner"; rates and what trains are the other's.
+    """An optimizer around another, whose state is under "inner"; rates and trainable leaves are the other's.
 
-    again: puts the same around another one, that of parts; None: it takes whole leaves.
+    again: puts the same wrapper around the version for shards; None: only full leaves are supported.
     """
     inner, inner_rates = optimizer.lr, optimizer.rates
     lr = None if inner is None else lambda opt_state: inner(opt_state["inner"])
     rates = None if inner_rates is None else lambda opt_state: inner_rates(opt_state["inner"])
-    own, other = apply_ if optimizer.apply_ is not None else None, optimizer.of_parts
-    parted = None if other is None or again is None else lambda whole: again(other(whole))
+    own, other = apply_ if optimizer.apply_ is not None else None, optimizer.for_shards
+    parted = None if other is None or again is None else lambda on_full: again(other(on_full))
     return Optimizer(init, update, own, lr, optimizer.trainable, rates, optimizer.elementwise, parted)
 
 

@@ -18,10 +18,10 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.dist.collectives import all_gather, summed
-from train.dist.dtensor import like, local_tree
+from train.dist.dtensor import local_tree, placed_like
 from train.gradients import Sums
 from train.losses.moe_balance import moved_biases
-from train.optim.base import Optimizer, Whole, on_parts, wide_dtype, with_paths
+from train.optim.base import OnFull, Optimizer, sharded_version, wide_dtype, with_paths
 from train.parallel.pipeline.stages import counted_elsewhere
 from train.state import State, consume
 from train.update import update
@@ -47,7 +47,7 @@ class Teaching:
 
 def teach(placed: Placed, optimizer: Optimizer) -> Teaching:
     """ValueError for an optimizer that needs more than the parts, or matrices put together from them."""
-    parted = on_parts(optimizer, _on_matrices(placed.shards))
+    parted = sharded_version(optimizer, _on_matrices(placed.shards))
     if parted is None:
         check_whole(placed.shards)
     staged = placed.devices["pp"].size() > 1
@@ -82,7 +82,7 @@ def update_over(
     )
     if teaching.whole_aux is not None and "aux" in metrics:
         metrics["aux"] = teaching.whole_aux(metrics["aux"])
-    result = tree.map(like, after, state)
+    result = tree.map(placed_like, after, state)
     if inplace:
         consume(state)
     return result, metrics
@@ -143,7 +143,7 @@ def check_whole(shards: Tree) -> None:
             )
 
 
-def _on_matrices(shards: Tree) -> Whole:
+def _on_matrices(shards: Tree) -> OnFull:
     """Functions of whole matrices, of which each process has a part: it puts them together, and keeps its part.
 
     Stacks of matrices that are divided between these stay so.

@@ -12,7 +12,7 @@ from torch import Tensor
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
 from train.dist.collectives import broadcast, summed
-from train.dist.dtensor import whole
+from train.dist.dtensor import full_tensor
 from train.parallel.pipeline.stages import pipeline_of
 
 from .mesh import mesh_of
@@ -36,10 +36,10 @@ def fetching(params: Tree) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
 
     def fetch(path: str) -> Tensor:
         if size == 1:
-            return whole(held[path])
+            return full_tensor(held[path])
         shape, dtype = leaves[path]
         here = stages[path] == rank
-        x = whole(held[path]) if here else torch.empty(shape, dtype=dtype, device=devices.device_type)
+        x = full_tensor(held[path]) if here else torch.empty(shape, dtype=dtype, device=devices.device_type)
         return broadcast(x, stages[path], group)
 
     return {path: torch.empty(shape, dtype=dtype, device="meta") for path, (shape, dtype) in leaves.items()}, fetch

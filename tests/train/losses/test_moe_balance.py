@@ -342,7 +342,7 @@ def test_what_moves_no_bias_is_refused() -> None:
 def test_an_optimizer_without_a_spec_is_refused(name: str) -> None:
     """It would let the bias decay in silence."""
     optimizer = OPTIMIZERS[name]()
-    with pytest.raises(ValueError, match=r"No gradient teaches layers\.0\.mlp\.selection_bias.*spec="):
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.selection_bias has no gradient.*spec="):
         train.init_state(model(), optimizer)
 
 

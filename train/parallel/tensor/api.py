@@ -36,7 +36,7 @@ from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
 from train.dist import collectives
-from train.dist.dtensor import is_spread
+from train.dist.dtensor import is_dtensor
 from train.dist.region import Region
 from train.losses.vocab_parallel import Vocab
 
@@ -195,7 +195,7 @@ def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence:
 
 def local(leaf: Any, dim: str = "tp") -> Tensor:
     """This process' part of a leaf that is a DTensor over `dim` alone, with the gradient of that part; others as is."""
-    if not is_spread(leaf):
+    if not is_dtensor(leaf):
         return leaf
     mesh = leaf.device_mesh
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
