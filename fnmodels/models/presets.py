@@ -11,22 +11,29 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from fnmodels.models.common.registry import family_for
+from fnmodels.models.common.registry import families, family_for, may_have
 
 
 def preset(name: str) -> Any:
     """The Config of a published model; ValueError says near names. `presets()` lists all."""
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=5, cutoff=0.4)
+    known = published()
+    if name not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=5, cutoff=0.4)
         hint = f"near it are {', '.join(near)}" if near else f"there are {', '.join(presets())}"
         raise ValueError(f"There is no preset {name!r}; {hint}.")
-    values = PRESETS[name]
+    values = known[name]
     return family_for(values["model_type"]).Config.from_hf(values)
 
 
 def presets() -> tuple[str, ...]:
     """The names that `preset` knows."""
-    return tuple(sorted(PRESETS))
+    return tuple(sorted(published()))
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json}: those of this file, and of each family's own PRESETS."""
+    modules = dict.fromkeys(family_for(model_type) for model_type in families())
+    return PRESETS | {name: values for family in modules for name, values in may_have(family, "PRESETS").items()}
 
 
 def _sized(

@@ -33,6 +33,7 @@ from tests.support.cases import (
     structures,
     summed_loss,
     trainable,
+    variants_of,
 )
 
 ROUTED = [case for case in cases() if is_routed(case.config)]
@@ -212,17 +213,6 @@ def test_nothing_is_cast_before_the_choice(case: Case) -> None:
         assert len({tuple(sorted(row)) for row in indices.tolist()}) > 1, "all experts look alike"
 
 
-# As transformers 5.23 has them; a family that is not here is held to its own word alone.
-PUBLISHED = {
-    "mixtral": RouterDtypes(param="model", projection="model", score="wide", output="wide"),
-    "qwen_moe": RouterDtypes(param="model", projection="model", score="wide", output="model"),
-    "gpt_oss": RouterDtypes(param="model", projection="model", score="wide", output="model"),
-    "llama4": RouterDtypes(param="model", projection="model", score="wide", output="model"),
-    "deepseek": RouterDtypes(param="model", projection="wide", score="wide", output="wide"),
-    "glm4_moe": RouterDtypes(param="model", projection="wide", score="wide", output="wide"),
-}
-
-
 def declared_routing(
     layer: Any, x: Tensor, route: Any, indices: Tensor, dtypes: RouterDtypes
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,7 +234,8 @@ def declared_routing(
 def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
     """M4: in a bf16 model, the router's weight, logits and the experts' weights, bit for bit."""
     family, seen = fnmodels.family_of(case.config), []
-    assert PUBLISHED.get(case.family, family.ROUTER) == family.ROUTER
+    published = getattr(variants_of(case.family), "ROUTER", family.ROUTER)
+    assert published == family.ROUTER, f"ROUTER in tests/variants/{case.family}.py is {published}."
     moe = context.moe
 
     def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 import fnmodels
-from fnmodels.models.presets import PRESETS, preset, presets
+from fnmodels.models.presets import preset, presets, published
 from tests.support.cases import Case, cases, family_modules, tokens_of, variants_of
 from tests.support.oracle import assert_close, logits_of, model_of, params_of, reference_values
 
@@ -97,4 +97,4 @@ def test_published_configs_are_read_alike(family: str) -> None:
 
 @pytest.mark.parametrize("name", presets())
 def test_presets_are_read_alike(name: str) -> None:
-    assert preset(name) == _config(AutoConfig.for_model(**reference_values(PRESETS[name])).to_dict())
+    assert preset(name) == _config(AutoConfig.for_model(**reference_values(published()[name])).to_dict())

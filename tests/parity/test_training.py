@@ -9,15 +9,11 @@ import fnmodels
 import train
 from fnmodels import tree
 from fnmodels.models.common import storage
-from tests.support.cases import Batch, Case, batch_of, richest, segments
+from tests.support.cases import Batch, Case, batch_of, collected, richest, segments
 from tests.support.oracle import model_of, on_disk, params_of
 
 STEPS = 20
 RATE, DECAY, CLIP = 2e-3, 0.1, 1.0
-# fp32 itself gives these no 1e-5 over 20 steps: AdamW turns the rounding of small gradients into steps. transformers
-# against itself, from weights that are one rounding off, differs by 1e-5 (gemma) and 0.5e-5 (granite); ours against it
-# by 0.8e-5 to 1.1e-5 and 0.6e-5 to 1.2e-5, depending on the CPU's instructions. The others stay within 0.6e-5.
-WIDER = {"gemma": 2e-5, "granite": 2e-5}
 WITH_REFERENCE = [case for case in richest(lambda case: case.config.model_type) if case.values is not None]
 
 
@@ -92,4 +88,6 @@ def test_twenty_steps(case: Case) -> None:
     rows = segments((16,), (11, -5), (14, -2))
     batches = [batch_of(case.config, rows, seed=seed) for seed in range(STEPS)]
     theirs, ours = (run(case, batches) for run in (_reference, _ours))
-    assert max(abs(x - y) for x, y in zip(ours, theirs, strict=True)) <= WIDER.get(str(case), 1e-5)
+    assert max(abs(x - y) for x, y in zip(ours, theirs, strict=True)) <= collected("TRAINING_TOLERANCE").get(
+        case.name, 1e-5
+    )

@@ -2,12 +2,24 @@
 
 Families are found by looking (`fnmodels.families`). Their tiny configurations stand in `tests/variants/<family>.py`, in
 a function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
-`published() -> {name: config.json}`, the largest published members, `sizes() -> {name: number of parameters}`; where
-they are needed `BIDIRECTIONAL = {variants}` for those whose tokens see later ones, `BLIND = {variant: {fields of
-Config}}` for fields that a variant has no use for, `SEEDS = {variant: seed}` of the tokens on which a model with
-experts is compared with transformers: where every expert is used and no choice is close, and `SEPARATE = {form of
-batch: why}` for batches that transformers itself reads wrongly: parity compares their documents one by one.
-`STANDS_FOR = {model type: another}` where transformers knows a model under the other name only.
+`published() -> {name: config.json}`, the largest published members, and `sizes() -> {name: number of parameters}`.
+Where they are needed:
+
+    TOTALS              {preset: parameters as published}; a text where the publisher rounds, "8.4B"
+    FILES               {preset: config.json as published, every field}, which must be that preset
+    NO_FILE             {model type: why}: it has no file of its own
+    CONTRADICTIONS      [(preset, changes of its file, the error)]: second names that say something else
+    REFUSED             {model type: {fields}} that are refused whatever they say, though transformers reads them
+    ROUTER              the dtypes of the reference's router
+    SEEDS               {variant: seed} of the tokens on which a model with experts is compared with transformers: where
+                        every expert is used and no choice is close
+    BLIND               {variant: {fields of Config}} for fields that a variant has no use for
+    BIDIRECTIONAL       {variants} whose tokens see later ones
+    SEPARATE            {form of batch: why} for batches that transformers itself reads wrongly: parity compares their
+                        documents one by one
+    STANDS_FOR          {model type: another} where transformers knows a model under the other name only
+    OLDER_NAMES         {field: its name in older files}; OLDER_ROPES where there is a table for each layer type
+    TRAINING_TOLERANCE  {variant: tolerance of 20 steps} where fp32 itself gives no 1e-5
 """
 
 import functools
@@ -47,6 +59,12 @@ def variants_of(family: str) -> ModuleType:
             "variants() -> {name: config.json or Config}."
         )
     return importlib.import_module(f"tests.variants.{family}")
+
+
+@functools.cache
+def collected(name: str) -> dict[str, Any]:
+    """All families' optional tables of this name, as one."""
+    return {key: value for family in family_modules() for key, value in getattr(variants_of(family), name, {}).items()}
 
 
 def published_of(family: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Tiny configurations of the Cohere family, one per way in which its maths can differ, and its published sizes."""
 
+import json
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -51,3 +52,35 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, as published}."""
     return {"command_a": 111_057_580_032}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "command-r7b": 8_028_033_024,
+    "command-a-111b": 111_057_580_032,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "command-r7b": {
+    "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "attention_bias": false, "attention_dropout":
+    0.0, "bos_token_id": 5, "cache_implementation": "hybrid", "eos_token_id": 255001, "head_dim": 128, "hidden_act":
+    "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "layer_norm_eps": 1e-05,
+    "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 132096, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "order_of_interleaved_layers": "local_attn_first",
+    "pad_token_id": 0, "position_embedding_type": "rope_gptj", "rope_scaling": null, "rope_theta": 50000,
+    "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4, "torch_dtype": "bfloat16",
+    "transformers_version": "4.48.0.dev0", "use_cache": true, "use_embedding_sharing": true, "use_gated_activation":
+    true, "use_parallel_block": true, "use_parallel_embedding": false, "use_qk_norm": false, "vocab_size": 256000
+  }
+}""")
+
+# (file, a change, the error): second names in FILES that say something else.
+CONTRADICTIONS = [
+    ("command-r7b", {"layer_switch": 2}, "'layer_switch' is 2; only 4"),
+    ("command-r7b", {"order_of_interleaved_layers": "global_attn_first"}, "'order_of_interleaved_layers'"),
+    ("command-r7b", {"position_embedding_type": "rope_neox"}, "'position_embedding_type'"),
+    ("command-r7b", {"rotary_pct": 0.5}, "'rotary_pct' is 0.5; only 1.0"),
+    ("command-r7b", {"use_embedding_sharing": False}, "'use_embedding_sharing' is false"),
+    ("command-r7b", {"use_gated_activation": False}, "'use_gated_activation' is false"),
+]

@@ -5,6 +5,8 @@ transformers knows no kimi_k2; it is deepseek_v3 under another name, and compare
 
 from typing import Any
 
+from fnmodels.ops.moe.router import RouterDtypes
+
 STANDS_FOR = {"kimi_k2": "deepseek_v3"}
 BLIND = {
     "deepseek_v3_dense": {  # no layer has experts
@@ -184,3 +186,22 @@ def sizes() -> dict[str, int]:
         "kimi_k2": 1_026_408_232_448,
         "deepseek_v2": 235_741_434_880,
     }
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200 + 11_610_068_224,  # the main model and the MTP module
+    "deepseek-r1": 671_026_419_200 + 11_610_068_224,
+    "kimi-k2": 1_026_408_232_448,
+    "moonlight-16b-a3b": 15_289_021_568 + 2 * 163840 * 2048,  # without embedding and head as in its paper, and these
+}
+
+# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+REFUSED = {
+    "deepseek_v2": {"head_dim", "mlp_bias", "n_group", "norm_topk_prob"},
+    "deepseek_v3": {"n_group", "num_attention_heads", "num_mtp_layers"},
+}
+
+ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")  # as in transformers 5.23

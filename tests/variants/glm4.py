@@ -1,5 +1,6 @@
 """Tiny configurations of the GLM-4 (0414) family, one per way in which its maths can differ; its published sizes."""
 
+import json
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -67,3 +68,27 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has}; published as 32.57B, counted by hand."""
     return {"glm_4_32b": 32_566_081_536}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "glm-4-9b": 9_400_279_040,
+    "glm-4-32b": "32B",
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "glm-4-9b": {
+    "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": true, "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 13696, "max_position_embeddings": 32768, "num_attention_heads":
+    32, "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.0.dev0", "use_cache": true, "vocab_size": 151552
+  }
+}""")
+
+# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+REFUSED = {
+    "glm4": {"rope_parameters..partial_rotary_factor"},
+}

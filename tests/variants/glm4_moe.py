@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from fnmodels.ops.moe.router import RouterDtypes
+
 SEEDS = {"glm4_moe": 5, "glm4_moe_qk_norm": 7}
 
 TINY: dict[str, Any] = {
@@ -104,3 +106,17 @@ def sizes() -> dict[str, int]:
     as 355B.
     """
     return {"glm_4_7": 356_785_898_816}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "glm-4.5": 358_337_791_296 - 2 * 151552 * 5120,
+    "glm-4.5-air": 110_468_824_832 - 2 * 151552 * 4096,
+}
+
+# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+REFUSED = {
+    "glm4_moe": {"num_mtp_layers", "rope_parameters..partial_rotary_factor"},
+}
+
+ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")  # as in transformers 5.23

@@ -1,5 +1,6 @@
 """Tiny configurations of GPT-2, one per way in which its maths can differ, and its published sizes."""
 
+import json
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -56,3 +57,29 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, as published}."""
     return {"gpt2_xl": 1_557_611_200}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "gpt2": {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop":
+    0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
+    "summary_type": "cls_index", "summary_use_proj": true, "task_specific_params": {"text-generation": {"do_sample":
+    true, "max_length": 50}}, "vocab_size": 50257
+  }
+}""")
+
+# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+REFUSED = {
+    "gpt2": {"add_cross_attention"},
+}

@@ -1,5 +1,6 @@
 """Tiny configurations of GPT-NeoX, one per way in which its maths can differ, and its published sizes."""
 
+import json
 from typing import Any
 
 # The older names of what stands at the top.
@@ -50,3 +51,36 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, as published}."""
     return {"gpt_neox_20b": 20_554_567_680, "pythia_12b": 11_846_072_320}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "gpt-neox-20b": 20_554_567_680,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "pythia-70m": {
+    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "bos_token_id": 0, "eos_token_id": 0,
+    "hidden_act": "gelu", "hidden_size": 512, "initializer_range": 0.02, "intermediate_size": 2048,
+    "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "num_attention_heads": 8, "num_hidden_layers": 6,
+    "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false, "torch_dtype": "float16",
+    "transformers_version": "4.24.0", "use_cache": true, "use_parallel_residual": true, "vocab_size": 50304
+  },
+  "gpt-neox-20b": {
+    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "attention_probs_dropout_prob": 0,
+    "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0, "hidden_size": 6144,
+    "initializer_range": 0.02, "intermediate_size": 24576, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+    "num_attention_heads": 64, "num_hidden_layers": 44, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+    "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.19.0.dev0", "use_cache":
+    true, "vocab_size": 50432
+  }
+}""")

@@ -4,7 +4,10 @@
 ends lie between them, so that cutting them to whole ones shows.
 """
 
+import json
 from typing import Any
+
+from fnmodels.ops.moe.router import RouterDtypes
 
 # transformers makes its masks without looking at positions, so that packed documents see each other.
 SEPARATE = {"packed": "its masks do not tell documents apart"}
@@ -123,3 +126,38 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has}; published as 117B (116.83B) and 21B (20.91B)."""
     return {"gpt_oss_120b": 116_829_156_672, "gpt_oss_20b": 20_914_757_184}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "gpt-oss-20b": {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": true, "attention_dropout":
+    0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+    "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880, "layer_types":
+    ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention",
+    "full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention",
+    "sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention",
+    "full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention",
+    "sliding_attention", "full_attention", "sliding_attention", "full_attention"], "max_position_embeddings":
+    131072, "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "output_router_logits": false, "pad_token_id": 199999, "quantization_config":
+    {"modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+    "lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow":
+    1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0", "use_cache": true, "vocab_size": 201088
+  }
+}""")
+
+# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+REFUSED = {
+    "gpt_oss": {"hidden_act"},
+}
+
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")  # as in transformers 5.23

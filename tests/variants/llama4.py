@@ -6,6 +6,7 @@
 from typing import Any
 
 from fnmodels import llama4
+from fnmodels.ops.moe.router import RouterDtypes
 
 # transformers counts the steps of the temperature from the left end of a row, whatever stands there.
 SEPARATE = {
@@ -151,3 +152,22 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters its text part has}; published as 109B and 400B with vision."""
     return {"llama4_scout": 107_769_861_120, "llama4_maverick": 400_711_848_960}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    # all parts, less the vision tower and its projection
+    "llama-4-scout": 108_641_793_536 - 871_932_416,
+    "llama-4-scout-text": 108_641_793_536 - 871_932_416,
+    "llama-4-maverick": 401_583_781_376 - 871_932_416,
+    "llama-4-maverick-text": 401_583_781_376 - 871_932_416,
+}
+
+# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+REFUSED = {
+    "llama4_text": {"rope_parameters..low_freq_factor", "router_jitter_noise"},
+}
+
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")  # as in transformers 5.23
+
+NO_FILE = {"llama4_text": "published within llama4's text_config"}

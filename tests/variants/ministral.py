@@ -53,3 +53,13 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name: how many parameters}: counted from the shapes, for the published 14B include a vision tower."""
     return {"ministral3_14b": 13_506_073_600}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "ministral-3-3b": 3_429_006_336,
+    "ministral-3-8b": "8.4B",
+    "ministral-3-14b": "13.5B",
+}
+
+NO_FILE = {"ministral3": "published within a wrapper's text_config"}

@@ -1,6 +1,9 @@
 """Tiny configurations of Mixtral, one per way in which its maths can differ, and its published sizes."""
 
+import json
 from typing import Any
+
+from fnmodels.ops.moe.router import RouterDtypes
 
 TINY: dict[str, Any] = {
     "model_type": "mixtral",
@@ -61,3 +64,30 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, as published}."""
     return {"mixtral_8x7b": 46_702_792_704, "mixtral_8x22b": 140_630_071_296}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "mixtral-8x7b": {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size":
+    14336, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
+    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache":
+    true, "vocab_size": 32000
+  }
+}""")
+
+# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+REFUSED = {
+    "mixtral": {"router_jitter_noise"},
+}
+
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")  # as in transformers 5.23

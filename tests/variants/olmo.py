@@ -1,5 +1,6 @@
 """Tiny configurations of the OLMo family, one per way in which its maths can differ, and its published sizes."""
 
+import json
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -65,3 +66,42 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, as published}."""
     return {"olmo2_32b": 32_234_279_936}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "olmo-2-7b": {
+    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": false, "attention_dropout": 0.0,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta":
+    500000, "tie_word_embeddings": false, "torch_dtype": "float32", "transformers_version": "4.47.0.dev0",
+    "use_cache": true, "vocab_size": 100352
+  },
+  "olmo-3-7b": {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "attention_bias": false, "attention_dropout": 0.0,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 11008, "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention",
+    "full_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention",
+    "sliding_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+    "sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+    "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "sliding_attention",
+    "full_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention",
+    "sliding_attention", "sliding_attention", "sliding_attention", "full_attention"], "max_position_embeddings":
+    65536, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06, "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow":
+    1.0, "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000,
+    "sliding_window": 4096, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version":
+    "4.57.0", "use_cache": false, "vocab_size": 100278
+  }
+}""")

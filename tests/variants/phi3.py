@@ -3,6 +3,7 @@
 24 tokens reach beyond an original context of 16, and not beyond one of 32.
 """
 
+import json
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -105,3 +106,40 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has}; published as 14.7B and 3.8B, counted by hand."""
     return {"phi_4": 14_659_507_200, "phi_4_mini": 3_836_021_760}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "phi-3-mini": {
+    "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"], "model_type": "phi3",
+    "attention_bias": false, "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}, "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id":
+    32000, "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+    "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": null, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": false,
+    "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": true, "vocab_size": 32064
+  },
+  "phi-4": {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": false, "attention_dropout": 0.0,
+    "bos_token_id": 100257, "embd_pdrop": 0.0, "eos_token_id": 100265, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 17920, "max_position_embeddings": 16384, "num_attention_heads":
+    40, "num_hidden_layers": 40, "num_key_value_heads": 10, "original_max_position_embeddings": 16384,
+    "pad_token_id": 100349, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 250000,
+    "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version":
+    "4.47.0", "use_cache": true, "vocab_size": 100352
+  }
+}""")
+
+# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+REFUSED = {
+    "phi3": {"hidden_size"},
+}

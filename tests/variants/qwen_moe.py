@@ -1,6 +1,9 @@
 """Tiny configurations of Qwen's and OLMo's mixtures of experts, one per way in which they differ; published sizes."""
 
+import json
 from typing import Any
+
+from fnmodels.ops.moe.router import RouterDtypes
 
 TINY: dict[str, Any] = {
     "vocab_size": 61,
@@ -138,3 +141,57 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, as published}."""
     return {"qwen2_57b_a14b": 57_408_658_944, "qwen3_235b_a22b": 235_093_634_560, "olmoe_1b_7b": 6_919_161_856}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": "57.4B",
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "qwen1.5-moe-a2.7b": {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "attention_dropout": 0.0, "bos_token_id":
+    151643, "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+    "moe_intermediate_size": 1408, "norm_topk_prob": false, "num_attention_heads": 16, "num_experts": 60,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16, "output_router_logits": false,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": false, "torch_dtype":
+    "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": true, "use_sliding_window": false, "vocab_size":
+    151936
+  },
+  "qwen3-30b-a3b": {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": false,
+    "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim":
+    128, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+    "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+    "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
+    "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
+    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+    "use_sliding_window": false, "vocab_size": 151936
+  },
+  "olmoe-1b-7b": {
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": false, "attention_dropout": 0.0,
+    "clip_qkv": null, "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 1024, "max_position_embeddings": 4096, "norm_topk_prob": false, "num_attention_heads": 16,
+    "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
+    "output_router_logits": false, "pad_token_id": 1, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta":
+    10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0", "use_cache": true, "vocab_size": 50304
+  }
+}""")
+
+# (file, a change, the error): second names in FILES that say something else.
+CONTRADICTIONS = [
+    ("qwen3-30b-a3b", {"qkv_bias": True}, "'qkv_bias' is true; only false"),
+    ("qwen3-30b-a3b", {"use_qk_norm": False}, "'use_qk_norm' is false; only true"),
+    ("qwen3-30b-a3b", {"shared_expert_intermediate_size": 64}, "'shared_expert_intermediate_size' is 64; only 0"),
+]
+
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")  # as in transformers 5.23

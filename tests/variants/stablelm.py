@@ -1,5 +1,6 @@
 """Tiny configurations of StableLM, one per way in which its maths can differ, and its published sizes."""
 
+import json
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -60,5 +61,27 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: how many parameters}, by shapes; the card says 12,143,605,760, see test_presets.py."""
+    """{name: how many parameters}, by shapes; the card says 12,143,605,760, see TOTALS."""
     return {"stablelm_2_12b": 12_143_185_920}
+
+
+# The card of StableLM 2 12B says 12,143,605,760. Its shapes add up to that less weights and biases of the 41 LayerNorms
+# over the model's width, which have been counted twice there.
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "stablelm-3b-4e1t": 2_795_443_200,
+    "stablelm-2-1.6b": 1_644_515_328,
+    "stablelm-2-12b": 12_143_605_760 - 41 * 2 * 5120,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "stablelm-2-1.6b": {
+    "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "bos_token_id": 100257, "eos_token_id":
+    100257, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5632,
+    "layer_norm_eps": 1e-05, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 24,
+    "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "rope_theta": 10000, "tie_word_embeddings": false,
+    "torch_dtype": "float16", "transformers_version": "4.38.0", "use_cache": true, "use_qkv_bias": true,
+    "vocab_size": 100352
+  }
+}""")

@@ -1,5 +1,6 @@
 """Tiny configurations of StarCoder 2, one per way in which its maths can differ, and its published sizes."""
 
+import json
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -58,3 +59,33 @@ def published() -> dict[str, dict[str, Any]]:
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, as published}."""
     return {"starcoder2_15b": 15_957_889_024}
+
+
+# What each preset has as published.
+TOTALS: dict[str, int | str] = {
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
+}
+
+# config.json files of presets as they are published, every field.
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "starcoder2-3b": {
+    "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "activation_function": "gelu",
+    "attention_dropout": 0.1, "attention_softmax_in_fp32": true, "bos_token_id": 0, "embedding_dropout": 0.1,
+    "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072, "initializer_range": 0.018042,
+    "intermediate_size": 12288, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384, "mlp_type":
+    "default", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24, "num_hidden_layers": 30,
+    "num_key_value_heads": 2, "residual_dropout": 0.1, "rope_theta": 999999.4420358813,
+    "scale_attention_softmax_in_fp32": true, "scale_attn_weights": true, "sliding_window": 4096, "torch_dtype":
+    "bfloat16", "transformers_version": "4.37.0.dev0", "use_bias": true, "use_cache": true, "vocab_size": 49152
+  }
+}""")
+
+# (file, a change, the error): second names in FILES that say something else.
+CONTRADICTIONS = [
+    ("starcoder2-3b", {"layer_norm_epsilon": 1e-3}, "'layer_norm_epsilon' is 0.001; only 1e-05"),
+    ("starcoder2-3b", {"activation_function": "relu"}, "'activation_function'"),
+    ("starcoder2-3b", {"scale_attn_weights": False}, "'scale_attn_weights' is false"),
+    ("starcoder2-3b", {"attention_softmax_in_fp32": False}, "'attention_softmax_in_fp32' is false"),
+]

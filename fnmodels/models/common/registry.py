@@ -88,6 +88,7 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     "MODEL_TYPES": (),  # of config.json, that it reads
     "KINDS": ("full",),  # the kinds that its layers may have, the usual one first
     "TAPS": (),  # the names that its block hands to `ctx.tap`
+    "PRESETS": {},  # {name: config.json} of published models, for `fnmodels.preset`
     "ROUTED": False,  # whether kinds that end in "_moe" have experts
     "ROUTER": None,  # the dtypes of its router
     "SINKS": False,  # whether its attention has sinks
