@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.transforms import permute, rows
+from fnmodels.ops.torch_internals import version
 
 from . import tree
 from .tree import Tree
@@ -123,15 +124,17 @@ def check_inputs_unchanged(subject: Subject) -> None:
         positions, segment_ids = _documents(*MIXED)
         batch = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
         params = tree.map(lambda p, grad=backward: _leaf(p, grad), subject.params)
-        before = {path: (leaf, leaf._version, leaf.detach().clone()) for path, leaf in _tensors(params, batch)}
+        before = {
+            path: (leaf, version(leaf), leaf.detach().clone()) for path, leaf in _tensors(params, batch)
+        }
         logits = subject.forward(params, batch)
         if backward:
             logits.square().sum().backward()
         after = dict(_tensors(params, batch))
         if after.keys() != before.keys():
             raise AssertionError(f"The forward pass changes the entries of its input: {before.keys() ^ after.keys()}.")
-        for path, (leaf, version, value) in before.items():
-            if after[path] is not leaf or leaf._version != version or not torch.equal(leaf, value):
+        for path, (leaf, writes, value) in before.items():
+            if after[path] is not leaf or version(leaf) != writes or not torch.equal(leaf, value):
                 which = "backward" if backward else "forward"
                 raise AssertionError(f"The {which} pass writes into its input {path!r}.")
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fnmodels.ops.torch_internals import costly_operators
 from fnmodels.options import Block, LayerFn
 
 
@@ -59,13 +60,7 @@ def _selective(block: Block, *, graph: bool = False) -> Block:
 
     graph: the block is to be compiled, where large products are an operator of ours (`fnmodels.ops.linear`).
     """
-    aten = torch.ops.aten
-    names = (
-        "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-        "_scaled_dot_product_cudnn_attention"
-    )
-    saved = [getattr(aten, name).default for name in names.split() if hasattr(aten, name)]
+    saved = costly_operators()
     if graph:
         import fnmodels.ops.linear_op  # noqa: F401 - the operator; it imports dynamo
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.rules import Range, Tokens
+from fnmodels.inputs.values import aside, has_values
 from fnmodels.tree import leaves
 
 
@@ -60,8 +60,7 @@ def to_block_mask(mask: MaskLike) -> Any:
     if not queries or not keys:
         raise ValueError(f"A BlockMask has a query and a key at least, this mask has {queries} and {keys}.")
     if _on_host(mask):
-        with torch._C._DisableFuncTorch(), _disable_current_modes():
-            touched, full = _tiles_by_bounds(mask)
+        touched, full = aside(_tiles_by_bounds, mask)
     else:
         touched, full = _tiles_by_evaluation(mask)
     blocks = (*_counts_and_indices(touched & ~full), *_counts_and_indices(full))
@@ -69,10 +68,7 @@ def to_block_mask(mask: MaskLike) -> Any:
 
 
 def _on_host(mask: Mask) -> bool:
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return not torch.compiler.is_compiling() and all(
-        type(t) is Tensor and t.is_cpu and not wrapped(t) for t in leaves(mask)
-    )
+    return not torch.compiler.is_compiling() and all(has_values(t) and t.is_cpu for t in leaves(mask))
 
 
 def _tiles_by_evaluation(mask: Mask) -> tuple[Tensor, Tensor]:

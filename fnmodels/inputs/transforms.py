@@ -12,6 +12,7 @@ from fnmodels.tree import Tree
 
 from .block_mask import is_block_mask
 from .layout import Layout
+from .values import has_values
 
 
 def rows(batch: Tree) -> Tree:
@@ -53,8 +54,7 @@ def permute(batch: Tree, order: Tensor) -> Tree:
 def _check_order(order: Tensor) -> None:
     if order.ndim not in (1, 2) or order.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"An order is [S] or [B, S] of int64, not {list(order.shape)} of {order.dtype}.")
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(order)
-    if torch.compiler.is_compiling() or type(order) is not Tensor or wrapped or not order.is_cpu:
+    if torch.compiler.is_compiling() or not has_values(order) or not order.is_cpu:
         return  # its values cannot be read, or not without a device sync
     if not order.sort(dim=-1).values.equal(torch.arange(order.shape[-1], dtype=order.dtype).expand_as(order)):
         raise ValueError(f"An order of {order.shape[-1]} tokens has each number below that once; this one does not.")

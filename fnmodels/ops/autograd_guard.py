@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fnmodels.inputs.values import batched_gradient
+
 
 def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tensor, ...]:
     """The tensors, in front of `kernel`: jvp, a second backward, and vmap=False also vmap, raise NotImplementedError.
@@ -21,9 +23,9 @@ def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tenso
     active by then is asked for; a second derivative that is taken inside of compiled code meets torch's own error.
     """
     if torch.compiler.is_compiling():
-        from .tracing import transforms  # here, for it imports dynamo
+        from .torch_internals import transforms  # here, for making it imports dynamo
 
-        active = transforms()
+        active = transforms() or ()
         if "Jvp" in active or ("Vmap" in active and not vmap):
             refuse(kernel)
         return tensors
@@ -74,7 +76,7 @@ class _Guard(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():  # no second backward is being prepared
             return (None, *grads)
-        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+        if any(g is not None and batched_gradient(g) for g in grads):
             refuse(ctx.kernel)  # of slopes side by side (is_grads_batched) a second backward would miss `_Stop`
         return (None, *(None if g is None else _Stop.apply(ctx.kernel, g) for g in grads))
 

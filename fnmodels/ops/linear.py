@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .torch_internals import alone, in_graph
+from .torch_internals import alone, in_graph, onednn_linear
 
 _ONEDNN = torch.backends.mkldnn.is_available()
 _LEAST = 1 << 24  # multiplications: of a smaller product, what a Function costs in Python is more than a tenth
@@ -38,15 +38,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     given = (x, weight) if bias is None else (x, weight, bias)
+    compiled = torch.compiler.is_compiling()
     return (
         _ONEDNN
         and x.dtype is torch.float32
-        and (in_graph(*given) if torch.compiler.is_compiling() else alone(*given) and torch._C._get_mkldnn_enabled())
-        and all(t.dtype is torch.float32 for t in given)
+        and (in_graph(*given) if compiled else bool(torch.backends.mkldnn.enabled))
+        and all(isinstance(t, Tensor) and t.dtype is torch.float32 for t in given)
         and x.ndim > 1
         and weight.ndim == 2
         and x.shape[-1] == weight.shape[1]
         and x.numel() * weight.shape[0] >= _LEAST
+        and (compiled or alone(*given))  # last, for it takes longer
     )
 
 
@@ -55,8 +57,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
+        return onednn_linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .torch_internals import onednn_linear
+
 
 @torch.library.custom_op("fnmodels::linear", mutates_args=())
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
+    return onednn_linear(x, weight, bias)
 
 
 @compiled_linear.register_fake

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .torch_internals import alone
 
@@ -31,7 +32,7 @@ def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is not None and _pays(x, weight):
         normed: Tensor = _RMSNorm.apply(x, weight, eps)[0]
         return normed
-    if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+    if torch.compiler.is_compiling() or get_proxy_mode() is None:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     normed = x * _scale(x, eps)
     return normed if weight is None else normed * weight

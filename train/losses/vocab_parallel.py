@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.ops.moe.experts import readable
+from fnmodels.inputs.values import readable
 from fnmodels.tree import Tree, pytree, static
 from train.dist import collectives
 from train.dist.region import Region

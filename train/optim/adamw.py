@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as fused_adamw
+from torch.optim.sgd import sgd as fused_sgd
 
 from fnmodels import tree
 from fnmodels.tree import Tree
@@ -90,13 +92,14 @@ def adamw(
         given = trainable_only(grads, trainable)
         for decay, (ps, gs, ms, vs) in _groups(given, params, names, decays, weight_decay):
             # found_inf is the kernels' flag for leaving everything unchanged.
-            torch._fused_adamw_(
+            fused_adamw(
                 ps,
                 gs,
                 ms,
                 vs,
                 [],
-                [(step + 1).to(ps[0].device, torch.float32)] * len(ps),
+                list(step.to(ps[0].device, torch.float32).repeat(len(ps)).unbind()),  # each is counted up
+                fused=True,
                 lr=rate,
                 beta1=beta1,
                 beta2=beta2,
@@ -159,17 +162,17 @@ def sgd(
         names = (opt_state["momentum"],) if momentum else ()
         groups = _groups(trainable_only(grads, trainable), params, names, decays, weight_decay)
         for decay, (ps, gs, *buffers) in ((decay, lists) for decay, group in groups for lists in _for_sgd(group)):
-            torch._fused_sgd_(
+            fused_sgd(
                 ps,
                 gs,
-                buffers[0] if momentum else [],
-                lr=rate,
+                list(buffers[0]) if momentum else [None] * len(ps),
+                fused=True,
+                lr=rate,  # type: ignore[arg-type]  # a tensor will do
                 momentum=momentum,
                 nesterov=nesterov,
                 weight_decay=decay,
                 dampening=0.0,
                 maximize=False,
-                is_first_step=False,
                 found_inf=None if skip is None else skip.to(ps[0].device, torch.float32),
             )
         step.add_(1 if skip is None else (~skip).to(step))

@@ -66,9 +66,9 @@ def _kept(run: Callable[[], Any], given: Sequence[Tensor]) -> tuple[int, list[bo
         out = run()
     # Those that are left: what a loss makes of each chunk on the way is gone.
     storages = [holder.tensor.untyped_storage() for holder in holders]
-    kept = {storage._cdata: storage.nbytes() for storage in storages}
+    kept = {id(storage): storage.nbytes() for storage in storages}
     del out
-    known = [tensor.untyped_storage()._cdata for tensor in given]
+    known = [id(tensor.untyped_storage()) for tensor in given]
     return sum(size for key, size in kept.items() if key not in known), [key in kept for key in known]
 
 

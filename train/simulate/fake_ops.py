@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fnmodels.ops.moe.dispatch import combine
 from fnmodels.ops.moe.experts import grouped_experts, sorted_rows
+from fnmodels.ops.torch_internals import is_grouped_product
 from train.parallel.mesh import Mesh
 
 
@@ -43,7 +43,7 @@ class Products(TorchFunctionMode):
     """Stands in for F.grouped_mm, which meta has in one dtype only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.grouped_mm, torch._grouped_mm):  # the first calls the second
+        if is_grouped_product(func):
             return _Product.apply(*args[:2], kwargs["offs"])
         return func(*args, **(kwargs or {}))
 

@@ -76,9 +76,10 @@ def flex_attention(
 
 def _differentiated(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling():
-        from fnmodels.ops.tracing import transforms  # here, for it imports dynamo
+        from fnmodels.ops.torch_internals import transforms  # here, for making it imports dynamo
 
-        if "Grad" in transforms():  # what a transform differentiates does not say so while it is traced
+        active = transforms()
+        if active is None or "Grad" in active:  # what a transform differentiates does not say so while it is traced
             return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 

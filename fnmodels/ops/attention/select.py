@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fnmodels import tree
 from fnmodels.inputs.block_mask import is_block_mask, to_block_mask
@@ -28,7 +27,9 @@ from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.layout import layout as layout_of
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
+from fnmodels.inputs.values import has_values, unwrapped
 from fnmodels.ops.autograd_guard import first_order
+from fnmodels.ops.torch_internals import undisturbed
 from fnmodels.options import Kernel
 
 from .block_sparse import Plan, blocks_attention, plan_blocks
@@ -166,25 +167,15 @@ def _check_documents(mask: Mask, layout: Layout) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    mask = tree.map(_unwrapped, mask)
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    if any(type(t) is not Tensor or not t.is_cpu or wrapped(t) for t in tree.leaves(mask)):
+    mask = tree.map(unwrapped, mask)
+    if not all(has_values(t) and t.is_cpu for t in tree.leaves(mask)):
         return
-    # Under a transform results are wrapped too, even of plain tensors; under tracers (make_fx) they are recorded.
-    with torch._C._DisableFuncTorch(), _disable_current_modes():
-        found = layout_of({"": mask})
+    found = undisturbed(layout_of, {"": mask})
     if found != layout:
         raise ValueError(
             "The layout describes other documents than the mask: make it of this batch in this order, "
             "fnmodels.layout(masks), or leave it out."
         )
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    """What `torch.func.grad` has put in its wrappers: all arguments of the function, also those without a gradient."""
-    while torch._C._functorch.is_gradtrackingtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def explain_kernel(

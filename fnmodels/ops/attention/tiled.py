@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fnmodels.inputs.values import batched_gradient
 from fnmodels.ops.autograd_guard import refuse
 
 from .tiled_kernel import keep_inputs, tiles_backward, tiles_forward
@@ -41,9 +42,9 @@ def pays(q: Tensor) -> bool:
     low, high = _LENGTHS.get(q.element_size(), (1, 0))
     fits = q.device.type == "cpu" and low <= q.shape[1] <= high
     if fits and torch.compiler.is_compiling():
-        from fnmodels.ops.tracing import transforms  # here, for it imports dynamo
+        from fnmodels.ops.torch_internals import transforms  # here, for making it imports dynamo
 
-        return not transforms()
+        return transforms() == ()
     return fits
 
 
@@ -56,7 +57,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        if torch._C._functorch.is_legacy_batchedtensor(slope):
+        if batched_gradient(slope):
             # autograd.grad(is_grads_batched=True) is another vmap than torch.func's: it asks no Function for its rule,
             # and calls an operator once for each slope.
             from .tiled_op import backward_tiles

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.ops.torch_internals import softmax_backward
+
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """[B, S, N, H] -> [B, G, N/G, S, H], a view."""
@@ -64,7 +66,7 @@ def tiles_backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float)
         p = _probabilities(tile, keys[:, :hi].mT, lo, future[: hi - lo, : hi - lo])
         _add_product(dv[:, :hi], p.mT, above)
         dp = torch.bmm(above, values[:, :hi].mT)
-        ds = torch._softmax_backward_data(dp, p, -1, q.dtype)
+        ds = softmax_backward(dp, p, q.dtype)
         _add_product(dk[:, :hi], ds.mT, tile)
         of_tile = torch.bmm(ds, keys[:, :hi]).view(batch, groups, -1, hi - lo, width)
         torch.mul(of_tile, scale, out=dq5[:, :, :, lo:hi])

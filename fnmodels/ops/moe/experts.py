@@ -15,12 +15,12 @@ of what comes out (Llama 4). Padding reaches no expert and gets 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.inputs.values import readable
 from fnmodels.ops.autograd_guard import first_order
 from fnmodels.options import Experts, Kernel
 
@@ -211,12 +211,3 @@ def _ragged(weight: Tensor) -> bool:
         return False
     inner, outer = sorted(weight.stride()[-2:])
     return inner != 1 or any(n * weight.element_size() % 16 for n in (weight.shape[-1], outer))
-
-
-def readable(tensor: Any) -> bool:
-    """Whether Python may ask for values: not of vmap's tensors, of fake and traced ones, nor on meta."""
-    functorch = torch._C._functorch
-    while functorch.is_gradtrackingtensor(tensor):  # torch.func.grad wraps all arguments, values and all
-        tensor = functorch.get_unwrapped(tensor)
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not functorch.is_functorch_wrapped_tensor(tensor)
-    return plain and tensor.device.type != "meta"

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.inputs.values import readable
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
 from fnmodels.options import Experts, Kernel
 from fnmodels.tree import Tree
 
-from .experts import choose_experts, readable
+from .experts import choose_experts
 from .experts_loop import Act
 
 # What a sparse block returns always, and what it can be asked for besides.

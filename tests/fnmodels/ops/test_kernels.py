@@ -290,7 +290,7 @@ def test_offsets_of_documents(
 
 
 def test_a_block_mask_takes_memory_linear_in_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fnmodels.inputs.convert, "ELEMENTS", 1 << 18)
+    monkeypatch.setattr(fnmodels.inputs.block_mask, "ELEMENTS", 1 << 18)
     positions = torch.arange(2048)[None]
     mask = build_mask(Causal() & Window(300), positions, torch.ones_like(positions))
     with Largest() as largest:

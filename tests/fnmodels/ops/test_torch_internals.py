@@ -1,0 +1,256 @@
+"""Private names of torch: which of them this torch has, and that without any one of them results stay right."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.inputs.values import aside, batched_gradient, has_values, readable, unwrapped
+from fnmodels.ops import torch_internals
+from fnmodels.ops.attention.tiled import causal_tiles
+from fnmodels.ops.linear import linear
+from fnmodels.ops.torch_internals import COSTLY, PRIVATE, alone, quiet, softmax_backward, undisturbed
+from tests.project.test_readme import ROOT
+
+NAMES = {
+    "_C._functorch.get_interpreter_stack",
+    "_C._functorch.peek_interpreter_stack",
+    "_C._len_torch_dispatch_stack",
+    "_C._len_torch_function_stack",
+    "_grouped_mm",
+    "_softmax_backward_data",
+    "ops.mkldnn._linear_pointwise",
+}
+torch.manual_seed(0)
+X, W = torch.randn(2, 256, 256), torch.randn(256, 256)  # large enough for oneDNN
+Q, K = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
+
+
+def test_the_installed_torch_has_all_of_them() -> None:
+    """Where this fails after an upgrade, look for the new name: until then all is right, and something is slower."""
+    assert PRIVATE.keys() == NAMES
+    assert not [name for name, found in PRIVATE.items() if found is None]
+    assert not [name for name in COSTLY if not hasattr(torch.ops.aten, name)]
+    assert torch.zeros(1)._version == 0
+
+
+class Modes(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return linear(x, w).square().sum()
+
+
+def plain_product(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).square().sum()
+
+
+def tiled(q: Tensor, k: Tensor) -> Tensor:
+    return causal_tiles(q, k, k, scale=0.25).square().sum()
+
+
+def fused(q: Tensor, k: Tensor) -> Tensor:
+    heads = (t.transpose(1, 2) for t in (q, k, k))
+    return F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.25, enable_gqa=True).square().sum()
+
+
+def rows_apart(*lengths: int) -> Any:
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    segments = torch.cat([torch.full((n,), i + 1) for i, n in enumerate(lengths)])[None]
+    return fnmodels.build_mask(fnmodels.Causal(), positions, segments)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_without_one_of_them_results_stay_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRIVATE, name, None)
+    for ours, torchs, args in ((product, plain_product, (X, W)), (tiled, fused, (Q, K))):
+        for transform in (lambda f: f, lambda f: grad(f, (0, 1)), lambda f: torch.compile(f, backend="aot_eager")):
+            torch._dynamo.reset()
+            found, want = (tree.leaves(transform(f)(*args)) for f in (ours, torchs))
+            for one, other in zip(found, want, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    each = vmap(grad(product), in_dims=(0, None))(X, W)
+    torch.testing.assert_close(each, grad(plain_product)(X, W), rtol=1e-4, atol=1e-2)
+    mask, other = rows_apart(24, 40), fnmodels.layout({"": rows_apart(40, 24)})
+    attention = fnmodels.ops.attention.select.attention
+
+    def attend(q: Tensor) -> Tensor:
+        return attention(q, K, K, mask, scale=0.25, kernel="blocks", layout=other).sum()
+
+    for call in (attend, grad(attend)):  # a layout of other documents is noticed, inside of a transform too
+        with pytest.raises(ValueError, match="describes other documents than the mask"):
+            call(Q)
+
+
+def test_a_graph_with_unknown_transforms_uses_operations_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(function: Callable[..., Tensor]) -> tuple[bool, Tensor]:
+        graphs: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+            graphs.append(str(graph.graph))
+            return graph
+
+        torch._dynamo.reset()
+        out = torch.compile(function, backend=backend, fullgraph=True)(X, W)
+        return any("fnmodels.linear" in graph for graph in graphs), out
+
+    used, want = traced(product)
+    assert used
+    monkeypatch.setitem(PRIVATE, "_C._functorch.get_interpreter_stack", None)
+    used, got = traced(product)
+    assert not used
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_softmax_gradient_written_out(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, slope = torch.randn(3, 5, 7).softmax(-1), torch.randn(3, 5, 7)
+    want = softmax_backward(slope, p, torch.float32)
+    monkeypatch.setitem(PRIVATE, "_softmax_backward_data", None)
+    found = softmax_backward(slope, p, dtype)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.float(), want, rtol=0, atol=1e-6 if dtype is torch.float32 else 4e-3)
+
+
+def test_who_is_looking_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(quiet() or alone(x))
+        return x.sum()
+
+    assert quiet() and alone(X)
+    vmap(look)(X)
+    grad(look)(X)
+    with Modes():
+        look(X)
+    with torch.device("cpu"):
+        look(X)
+    assert seen == [False] * 4
+    for name in (
+        "_C._functorch.peek_interpreter_stack",
+        "_C._len_torch_dispatch_stack",
+        "_C._len_torch_function_stack",
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(PRIVATE, name, None)
+            assert not quiet() and not alone(X)
+
+
+def test_an_undisturbed_call_is_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = torch.arange(3)
+    with Modes() as modes:
+        assert undisturbed(lambda t: (t + 1).tolist(), inner) == [1, 2, 3]
+        assert modes.calls == 0
+    found: list[Any] = []
+
+    def inside(x: Tensor) -> Tensor:
+        found.append(aside(lambda: inner + 1))
+        return x.sum()
+
+    grad(inside)(torch.randn(2))
+    assert has_values(found[0]) and found[0].tolist() == [1, 2, 3]
+    with pytest.raises(ZeroDivisionError):
+        aside(lambda: 1 // 0)
+
+
+def test_which_tensors_have_values_to_read() -> None:
+    seen: dict[str, tuple[bool, bool]] = {}
+
+    def look(name: str) -> Callable[[Tensor], Tensor]:
+        def function(x: Tensor) -> Tensor:
+            seen[name] = has_values(x), readable(x)
+            return x.sum()
+
+        return function
+
+    look("plain")(X)
+    look("parameter")(torch.nn.Parameter(X))
+    look("meta")(X.to("meta"))
+    grad(look("grad"))(X)
+    vmap(look("vmap"))(X)
+    grad(lambda x: vmap(look("vmap in grad"))(x).sum())(X)
+    torch.func.jvp(look("jvp"), (X,), (X,))
+    with torch._subclasses.FakeTensorMode() as mode:
+        look("fake")(mode.from_tensor(X))
+    assert seen == {
+        "plain": (True, True),
+        "parameter": (True, True),
+        "meta": (False, False),
+        "grad": (False, True),
+        "vmap": (False, False),
+        "vmap in grad": (False, False),
+        "jvp": (False, True),
+        "fake": (False, False),
+    }
+    assert unwrapped(X) is X and not readable("text")
+
+
+def test_gradients_side_by_side_are_recognized() -> None:
+    seen: list[bool] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, slope: Tensor) -> Tensor:
+            seen.append(batched_gradient(slope))
+            return slope * 2
+
+    x = torch.ones(3, requires_grad=True)
+    torch.autograd.grad(Look.apply(x), x, torch.eye(3), is_grads_batched=True)
+    torch.autograd.grad(Look.apply(x), x, torch.ones(3))
+    assert seen == [True, False]
+    assert not batched_gradient(torch.nn.Parameter(X))
+
+
+def test_no_other_file_uses_private_names() -> None:
+    """Ruff (SLF001, TID251) sees attributes and some imports; this sees every import from torch."""
+    allowed = {Path(torch_internals.__file__), Path(tree.__file__)}  # tree registers nodes, which has no public way
+    found = [
+        f"{path}:{node.lineno}: {name}"
+        for package in ("fnmodels", "params", "train")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path not in allowed
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _of_torch(node)
+        if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    ]
+    assert not found
+    assert any(_of_torch(node) for node in ast.walk(ast.parse("import torch.utils._pytree")))
+
+
+def _of_torch(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    elif isinstance(node, ast.Attribute):
+        names = [ast.unparse(node)]
+    else:
+        names = []
+    return [name for name in names if name.split(".")[0] in ("torch", "dist", "F")]
