@@ -1,4 +1,4 @@
-"""The command line of the main job."""
+"""Command line of the main job, `python -m train`: flags derived from `Settings`, and the mesh's own."""
 
 import argparse
 import datetime
@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from train.dist.torchrun import world
+from train.dist.torchrun import rank_and_world_size
 from train.job.flags import as_flag, value_of
 from train.job.setting_types import STRING, SettingType, choice, integer
 from train.job.settings import DEFAULT, GROUPS, Settings, flag
@@ -21,40 +21,40 @@ MINUTES = SettingType(
     "a number of minutes above 0, a day's 1440 at most", "MINUTES", float, lambda value: 0 < value <= 1440
 )
 
-# How the processes of a mesh share the work; like the mesh, it decides no number of the run.
-SHARING = {
+# Flags of parallelism beside --mesh; like the mesh, they do not affect the results of a run.
+MESH_FLAGS = {
     "context": (
         choice("gather", "ulysses", "ring"),
-        "over cp: how attention fetches the keys of other columns (default gather)",
+        "cp: how attention gets the keys and values of other ranks' positions (default gather)",
     ),
     "order": (
         choice("mask", "head_tail"),
-        "over cp: which columns a process has (default mask, by what masks let them see; with ulysses, as they are)",
+        "cp: how positions are distributed over ranks (default mask, balanced by the masks; ulysses: contiguous)",
     ),
     "schedule": (
         SettingType("a name", "NAME", str, STRING.accepts),
-        "of a pipeline (pp): 1F1B, GPipe, ... (default 1F1B)",
+        "pp: pipeline schedule, 1F1B, GPipe, ... (default 1F1B)",
     ),
-    "virtual": (integer(1), "of a pipeline whose schedule is looped: how many stages each process has (default 2)"),
+    "virtual": (integer(1), "pp: stages per process of an interleaved schedule (default 2)"),
     "microbatches": (
         integer(1),
-        "of a pipeline: in how many of them a stage takes its rows of a batch (default: one row each)",
+        "pp: number of microbatches per step (default: one row each)",
     ),
 }
 
 DESCRIPTION = """\
-Train a small Llama from scratch, on the Python standard library's own source files where no text is given.
-The run folder becomes a Hugging Face checkpoint with its metrics, curves and everything needed to resume.
+Train a small Llama from scratch, by default on the source files of the Python standard library.
+The run folder becomes a Hugging Face checkpoint with metrics, loss curves and everything needed to resume.
 """
 EXAMPLES = """\
 examples:
-  python -m train --run runs/first                    the default model and text: some minutes on two CPU cores
-  python -m train --run runs/first --resume           go on where it was stopped, by Ctrl-C or otherwise
-  python -m train --run runs/own --data ~/notes       learn from the text files of a folder
+  python -m train --run runs/first                    the default model and text: a few minutes on two CPU cores
+  python -m train --run runs/first --resume           resume after Ctrl-C or a crash
+  python -m train --run runs/own --data ~/notes       train on the text files of a folder
   python -m train --run runs/more --init runs/first --data ~/notes --steps 200
   python -m train --run runs/again --config runs/more/settings.toml --seed 1
   torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh pp=2,fsdp=2
-  python -m train.sample runs/first --prompt "def "   let it speak
+  python -m train.sample runs/first --prompt "def "   sample from it
 """
 
 
@@ -66,18 +66,22 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument(
-        "--run", type=Path, required=True, metavar="DIR", help="the run folder: new, empty, or with --resume"
+        "--run",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the run folder: new or empty, or with --resume an existing run",
     )
     made.add_argument(
         "--config",
         type=Path,
         metavar="TOML",
-        help="a file of settings, named as the flags below with _ for -; flags win over it; each run writes one",
+        help="a TOML file of settings, named as the flags below with _ for -; flags override it; each run writes one",
     )
     made.add_argument(
         "--resume",
         action="store_true",
-        help="go on at the last saved step of the run in DIR; flags left out are the run's, others must agree with it",
+        help="continue from the last saved step of the run in DIR; its settings are the defaults, and flags must agree",
     )
     made.add_argument(
         "--mesh",
@@ -85,25 +89,29 @@ def parser() -> Parser:
         help="how processes share the work, as fsdp=2,tp=2 of pp, dp, fsdp, ep, cp, tp; under torchrun, which starts "
         "them",
     )
-    for name, (kind, words) in SHARING.items():
-        made.add_argument(flag(name), type=value_of(kind), metavar=kind.metavar, help=words)
-    made.add_argument("--sequence", action="store_true", help="over tp divide columns too, between its sublayers")
+    for name, (setting_type, text) in MESH_FLAGS.items():
+        made.add_argument(flag(name), type=value_of(setting_type), metavar=setting_type.metavar, help=text)
+    made.add_argument(
+        "--sequence",
+        action="store_true",
+        help="tp: shard the sequence dimension between its sublayers too (sequence parallelism)",
+    )
     made.add_argument(
         "--timeout",
         type=value_of(MINUTES),
         default=30.0,
         metavar="MINUTES",
-        help="of several processes: how long they wait for one that hangs (default 30)",
+        help="several processes: how long they wait for one that hangs (default 30)",
     )
     groups = {name: made.add_argument_group(name) for name in GROUPS}
     for entry in fields(Settings):
-        kind, default = entry.metadata["type"], getattr(DEFAULT, entry.name)
+        setting_type, default = entry.metadata["type"], getattr(DEFAULT, entry.name)
         shown = "" if default is None else f" (default {as_flag(default)})"
         groups[entry.metadata["group"]].add_argument(
             flag(entry.name),
-            type=value_of(kind),
+            type=value_of(setting_type),
             default=argparse.SUPPRESS,
-            metavar=kind.metavar,
+            metavar=setting_type.metavar,
             help=entry.metadata["help"] + shown,
         )
     return made
@@ -112,23 +120,23 @@ def parser() -> Parser:
 def run(arguments: argparse.Namespace, defaults: Settings) -> int:
     flags = vars(arguments)
     given = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
-    sharing = {name: flags.pop(name) for name in ("sequence", *SHARING)}
+    mesh_flags = {name: flags.pop(name) for name in ("sequence", *MESH_FLAGS)}
     limit = datetime.timedelta(minutes=flags.pop("timeout"))
     from train.job.processes import controller, launch
     from train.job.run import Options, train_run
 
-    options = Options(flags=flags, sharing=sharing, **given)
-    rank, processes = world()
+    options = Options(flags=flags, mesh_flags=mesh_flags, **given)
+    rank, processes = rank_and_world_size()
     if processes == 1:
         return train_run(options, defaults)
-    with launch.joined(limit) as held:
+    with launch.process_group(limit) as held:
         if rank:
             return controller.follow(held)
         return controller.lead(partial(train_run, replace(options, limit=held), defaults))
 
 
 def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:
-    """The main job. Returns the exit code: 0, 2 for a mistake that the user can put right, 130 when stopped."""
+    """Runs the main job. Returns the exit code: 0, 2 for a user error, 130 when stopped by a signal."""
     first = int(os.environ.get("RANK", 0)) == 0
-    with nullcontext() if first else redirect_stderr(io.StringIO()):  # the first process alone speaks
+    with nullcontext() if first else redirect_stderr(io.StringIO()):  # only rank 0 reports errors
         return run_command(main_job(), parser, partial(run, defaults=defaults), argv, NEEDS)

@@ -1,4 +1,4 @@
-"""Every command, and every kind of mistake: one sentence on standard error, exit code 2, no traceback."""
+"""Tests of all commands with every kind of user error: one sentence on standard error, exit code 2, no traceback."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ import train.sample
 import train.simulate
 from params.command_line import Parser, run_command
 from tests.support.forks import Forks
-from tests.support.kill_server import TINY, Nursery
+from tests.support.kill_server import TINY, KillServer
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": lambda argv: train.cli.main(argv, defaults=TINY),
@@ -110,7 +110,7 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint whose file is cut short, one of which nothing can be read, adapters alone, a locked run"""
+    """A truncated checkpoint, an unreadable one, adapters alone, a locked run"""
     path = tmp_path_factory.mktemp("place")
     (path / "text").write_text("def f(x):\n    return x\n" * 500)
     files = {
@@ -174,25 +174,27 @@ def test_the_process_exits_with_the_code(place: Path, forks: Forks, command: str
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [4_000, 60_000])
 def test_a_full_disk_is_one_sentence_wherever_it_is_met(
-    tmp_path: Path, place: Path, nursery: Nursery, limit: int
+    tmp_path: Path, place: Path, kill_server: KillServer, limit: int
 ) -> None:
-    """A run writes a tokenizer, token ids, JSON, weights and a picture; its output here is smaller than any of them."""
+    """A run writes a tokenizer, token ids, JSON, weights and a plot; its output here is smaller than any of them."""
     flags = ["--run", str(tmp_path / "run"), "--data", str(place / "text"), "--steps", "2"]
-    nursery.start("run_job_limited", flags=flags, limit=limit)
-    assert nursery.ended() == 2, nursery.log.read_text()
-    last = nursery.log.read_text().splitlines()[-1]
-    assert last.startswith("python -m train: ") and last.endswith(".") and "Traceback" not in nursery.log.read_text()
+    kill_server.start("run_job_limited", flags=flags, limit=limit)
+    assert kill_server.ended() == 2, kill_server.log.read_text()
+    last = kill_server.log.read_text().splitlines()[-1]
+    assert (
+        last.startswith("python -m train: ") and last.endswith(".") and "Traceback" not in kill_server.log.read_text()
+    )
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery(tmp_path_factory.mktemp("cache"))
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillServer]:
+    made = KillServer(tmp_path_factory.mktemp("cache"))
     yield made
     made.close()
 
 
 @pytest.fixture
-def nursery(shared: Nursery, tmp_path: Path) -> Iterator[Nursery]:
+def kill_server(shared: KillServer, tmp_path: Path) -> Iterator[KillServer]:
     shared.log = tmp_path / "log"
     shared.log.touch()
     yield shared

@@ -1,11 +1,11 @@
-"""What a real step keeps for its backward pass: bytes of distinct storages, counted while autograd refers to them.
+"""Measures the activation memory of a step: bytes of the distinct storages that autograd keeps for backward.
 
     with watched() as kept:
         state, _ = step(state, batch)
     kept.most                                   # the largest that "activations" and "gathered weights" ever were
 
-What remat computes again is counted too, and so is what torch's stages keep of each microbatch: their output. Left out
-is what is there anyway: parameters, what `fnmodels.prepare` makes of a batch, and the buffers in which stages receive.
+Recomputed activations of remat and the outputs that torch's pipeline stages keep per microbatch are counted too. Not
+counted are parameters, the tensors of `fnmodels.prepare`, and the receive buffers of stages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from train.parallel.context import api as context
 
 
 class Kept:
-    """most: bytes. buffers: those in which this rank's stages receive."""
+    """Peak bytes by kind (`most`), and the bytes of the receive buffers of this rank's stages (`buffers`)."""
 
     def __init__(self) -> None:
         self.most = Counter({"activations": 0, "gathered weights": 0})
@@ -42,12 +42,12 @@ class Kept:
         self._known: dict[int, Any] = {}  # storages that are no activations, by address
 
     def known(self, tensors: Iterable[Tensor]) -> None:
-        """They are there anyway. Held from now on, so that their addresses are not used again."""
+        """Excludes tensors from the count. Their storages are held, so that their addresses are not reused."""
         for tensor in tensors:
             self._known.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
 
     def gathered(self, leaf: Tensor) -> None:
-        """It counts until its storage is gone."""
+        """Counts a gathered weight until its storage is freed."""
         storage = leaf.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
@@ -60,7 +60,7 @@ class Kept:
         self._count("gathered weights", -size)
 
     def refer(self, storage: Any) -> Callable[[], None]:
-        """One more reference; call what is returned when it is gone."""
+        """Counts a reference to a storage; the returned function removes it."""
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return lambda: None
@@ -79,7 +79,7 @@ class Kept:
 
 
 class _Reference:
-    """As long as it is there, the tensor is kept."""
+    """A reference to a saved tensor, counted for as long as this object lives."""
 
     def __init__(self, kept: Kept, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
@@ -90,7 +90,7 @@ class _Reference:
 
 
 class _Fused(torch.autograd.Function):
-    """Keeps what a fused attention on a GPU keeps, and computes nothing."""
+    """Saves for backward what a fused attention kernel on a GPU saves, and computes nothing."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Experts as where counts are not read on the host, and equally many tokens to each; over cp `fused`."""
+    """Simulates a GPU: expert counts are not read on the host, tokens are routed evenly, and cp uses `fused`."""
 
     def evenly(x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, number: int, weighted: bool) -> Any:
         even = (torch.arange(indices.numel()) % number).view_as(indices)
@@ -130,7 +130,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(*given: Any) -> Iterator[Kept]:
-    """Of a step with these parameters, plain tensors, and this batch."""
+    """Measures a step; `given`, its parameters and batch as plain tensors, are not counted."""
     kept = Kept()
     kept.known(tree.leaves(given))
     with contextlib.ExitStack() as stack:
@@ -168,7 +168,7 @@ def _gathered(kept: Kept, function: Callable[..., list[Tensor]]) -> Callable[...
 
 
 def _unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What the head's loss keeps of a chunk of tokens, and is done with when the next one comes."""
+    """Excludes what the head's loss saves per chunk of tokens, which the next chunk replaces."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -179,7 +179,7 @@ def _unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_remat(kept: Kept, patch: Callable[..., Any]) -> None:
-    """What is computed again is kept until it is used, each tensor under a `_Handle` of its own."""
+    """Counts recomputed tensors until they are used; each has a `_Handle` of its own."""
     module: Any = torch.utils.checkpoint
     fresh: list[Any] = []
 
@@ -195,7 +195,7 @@ def _watch_remat(kept: Kept, patch: Callable[..., Any]) -> None:
             def pack(x: Tensor) -> Any:
                 try:
                     return inner(x)
-                finally:  # the last one is packed with an exception, which ends it
+                finally:  # packing the last one raises an exception, which ends recomputation
                     if fresh:
                         fresh.pop().reference = _Reference(kept, x)
 

@@ -1,4 +1,4 @@
-"""What the contract and the parity tests share: the families' variants, generic parameters, batches of every form.
+"""Test cases shared by contract and parity tests: tiny variants of all families, generic parameters, and batches.
 
 Families are found by looking (`fnmodels.families`). Their tiny configurations stand in `tests/variants/<family>.py`, in
 a function `variants() -> {name: config.json or Config}`; a family without that file fails the suite. Beside it:
@@ -118,7 +118,7 @@ def structures() -> tuple[Case, ...]:
 
 
 def structure(case: Case) -> tuple[Any, ...]:
-    """What two cases of one structure have in common."""
+    """The key that cases of one structure share."""
     family = fnmodels.family_of(case.config)
     kinds = frozenset(family.kinds(case.config))
     names = frozenset(path.split(".", 2)[-1] for path in tree.flatten(family.spec(case.config)))
@@ -126,7 +126,7 @@ def structure(case: Case) -> tuple[Any, ...]:
 
 
 def richest(group: Callable[[Case], str] = lambda case: case.family) -> tuple[Case, ...]:
-    """Of each family, or group, the variant with the most kinds of layers, in the fewest. For tests that compile."""
+    """Per family, or group, the variant with the most kinds of layers and the fewest layers. For tests that compile."""
 
     def richness(case: Case) -> tuple[int, int]:
         kinds = fnmodels.family_of(case.config).kinds(case.config)
@@ -137,7 +137,7 @@ def richest(group: Callable[[Case], str] = lambda case: case.family) -> tuple[Ca
 
 
 def generic(name: str, tensor: Tensor) -> Tensor:
-    """Values in which nothing hides: no norm at 1, no bias at 0, scores that spread. Drawn by name; fp32 like `tensor`.
+    """Random values that expose errors: norms differ from 1, biases from 0. Seeded by name; fp32, shaped like `tensor`.
 
     Matrices have 1.3 / sqrt(fan_in); with the usual 0.02 attention is nearly uniform and tests are blind to it.
     """
@@ -191,7 +191,7 @@ class Batch:
         return forward(params, self.prepared(), config=self.config, kernel=kernel, **options)
 
     def take(self, rows: slice, columns: slice) -> "Batch":
-        """A part of it, with the positions, segments and length that it had in the whole."""
+        """A slice of the batch that keeps the positions, segments and length of the full one."""
         parts = (t[rows, columns] for t in (self.tokens, self.positions, self.segment_ids))
         return Batch(self.config, *parts, length=self.length)
 
@@ -204,7 +204,7 @@ def forward(params: Any, prepared: tuple[Any, Any, Any], *, config: Any, kernel:
 
 
 def check_shapes(config: Any) -> None:
-    """A whole model runs on meta, where there are no values: as large as it is published, in no memory."""
+    """A model of published size runs on the meta device, without memory for values."""
     weights = P.abstract(config, dtype=torch.bfloat16)
     assert all(leaf.device.type == "meta" for leaf in tree.leaves(weights))
     tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
@@ -260,7 +260,7 @@ def subject_of(
     length: int | None = 32,
     tolerance: float = 1e-5,
 ) -> testing.Subject:
-    """A case as the public checks take it. length: for the scalings that need one; None leaves it to each call."""
+    """A case as a `testing.Subject`. length: for rope scalings that need one; None leaves it to each call."""
     config = case.config
 
     def prepare(tokens: Tensor, positions: Tensor, segment_ids: Tensor) -> Any:
@@ -309,7 +309,7 @@ def gradients(loss: Tensor, params: Any) -> Any:
 
 
 def trainable(params: Any) -> Any:
-    """The same values as leaves of autograd."""
+    """The same values as autograd leaves that require gradients."""
     return tree.map(lambda p: p.detach().clone().requires_grad_(), params)
 
 

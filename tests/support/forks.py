@@ -1,10 +1,10 @@
-"""Programs in processes that need not import anything: each is forked where torch and transformers are loaded already.
+"""Runs Python programs in forked processes that have torch and transformers loaded already, to save start-up time.
 
     done = forks.run([ROOT / "benchmarks" / "save.py", "--size", "1"])    # a script, or
     done = forks.run(["-m", "train", "--help"])                           # a module
 
-what `subprocess.run([sys.executable, ...])` would give, in seconds less: the exit code and both streams. A program that
-looks at what is imported, or at how Python was started, needs a start of its own.
+The result is that of `subprocess.run([sys.executable, ...])`, but faster: exit code and both streams. A program that
+depends on what is imported or on how Python was started needs its own interpreter.
 
 `python -m tests.support.forks` is the server: lines of JSON in and out. It never computes, for after a fork
 torch's threads hang where the parent used them.
@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-DEAR = ("torch._dynamo", "transformers.models.auto.modeling_auto", "params", "train")  # loaded before the forks
+# slow imports, done before forking
+PRELOADED = ("torch._dynamo", "transformers.models.auto.modeling_auto", "params", "train")
 
 
 class Forks:
-    """The server, started at the first call, and its other end."""
+    """The client; starts the server at the first call."""
 
     def __init__(self) -> None:
         self.server: subprocess.Popen[str] | None = None
@@ -34,7 +35,7 @@ class Forks:
     def run(
         self, arguments: list[str | Path], env: dict[str, str] | None = None, cwd: Path = ROOT
     ) -> subprocess.CompletedProcess[str]:
-        """`python arguments` in the folder `cwd`: a script or -m and a module, and what follows. env: beside ours."""
+        """Runs `python *arguments` (a script, or -m and a module) in `cwd`. env: additions to the environment."""
         if self.server is None:
             command = [sys.executable, "-m", "tests.support.forks"]
             self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -50,12 +51,12 @@ class Forks:
 
     def close(self) -> None:
         if self.server is not None:
-            self.server.kill()  # between two programs it has nothing to lose
+            self.server.kill()  # it is idle between two programs
             self.server.communicate()
 
 
 def child(arguments: list[str], env: dict[str, str], cwd: str, place: str) -> None:
-    """Runs the program as Python would; never returns."""
+    """Runs the program as the interpreter would; never returns."""
     for number, name in ((0, os.devnull), (1, f"{place}/out"), (2, f"{place}/err")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
     os.environ.clear()
@@ -84,7 +85,7 @@ def child(arguments: list[str], env: dict[str, str], cwd: str, place: str) -> No
 
 
 def serve() -> None:
-    for name in DEAR:
+    for name in PRELOADED:
         importlib.import_module(name)
     for line in sys.stdin:
         pid = os.fork()

@@ -1,9 +1,7 @@
-"""A process that forks savers to be killed: `python -m tests.support.kill_server`.
+"""A server that forks child processes to be killed by tests: `python -m tests.support.kill_server`.
 
-It reads one JSON command per line.
-
-Each command makes a child of its own, whose id is the answer; a second line of answer is how the child ended. So a kill
-costs a fork, not a start of Python and an import of torch.
+It reads one JSON command per line, forks a child that runs it, answers with the child's process id and, after the child
+has ended, its exit code. A kill thus costs a fork, and no start of Python or import of torch.
 """
 
 import json
@@ -54,7 +52,7 @@ TINY = Settings(
 
 
 def state_of(step: int, size: int) -> Tree:
-    """What step number `step` holds: numbers that no other step has."""
+    """The state of step `step`, with values that no other step has."""
     generator = torch.Generator().manual_seed(step)
     matrices = [torch.randn(size, generator=generator) for _ in range(3)]
     return {"step": torch.tensor(step), "params": {"layers": matrices}}
@@ -65,7 +63,7 @@ def params_of(step: int) -> Tree:
 
 
 def save_steps(folder: str, size: int) -> None:
-    """One after the other, until killed."""
+    """Saves one step after the other, until killed."""
     for step in count(max(checkpoint.steps(folder), default=0) + 1):
         checkpoint.save(folder, step, state_of(step, size), {"seen": step}, keep=2)
 
@@ -78,13 +76,13 @@ def save_steps_in_a_thread(folder: str, size: int) -> None:
 
 
 def save_models(folder: str, limits: list[str]) -> None:
-    """The same folder again and again, in files of the sizes `limits` in turn."""
+    """Saves a model into the same folder until killed, with the shard sizes `limits` in turn."""
     for step in count(1):
         P.save_pretrained(folder, CONFIG, params_of(step), max_shard_size=limits[step % len(limits)])
 
 
 def save_one_limited(folder: str, step: int, size: int, limit: int) -> None:
-    """One step where no file may become larger than `limit` bytes. The error goes to standard error."""
+    """Saves one step with a file size limit of `limit` bytes. The error goes to standard error."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     checkpoint.save(folder, step, state_of(step, size))
 
@@ -99,7 +97,7 @@ def run_job(flags: list[str]) -> None:
 
 
 def run_job_limited(flags: list[str], limit: int) -> None:
-    """The main job where no file may become larger than `limit` bytes, as on a disk that is full."""
+    """Runs the main job with a file size limit of `limit` bytes, which simulates a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     os._exit(main(flags, defaults=TINY))
 
@@ -117,12 +115,12 @@ def child(log: str, command: str, arguments: dict[str, Any]) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore SIGINT
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # what came meanwhile comes now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # delivers a signal that arrived meanwhile
         COMMANDS[command](**arguments)
     except OSError as error:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # to say it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # to report it
         print(f"{type(error).__name__}: {error.strerror}", flush=True)
         os._exit(2)
     except BaseException:
@@ -132,7 +130,7 @@ def child(log: str, command: str, arguments: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until a child can take it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until a child can handle it
     print("ready", flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -143,8 +141,8 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-class Nursery:
-    """The other end, for tests. `log` is where the children's output goes; `cache` is the main job's."""
+class KillServer:
+    """The client for tests. log: receives the output of the children; cache: XDG_CACHE_HOME of the main job."""
 
     def __init__(self, cache: Path) -> None:
         self.log, self.pid = Path(os.devnull), 0
@@ -163,7 +161,7 @@ class Nursery:
         return self.process.stdout.readline().strip()
 
     def start(self, command: str, **arguments: Any) -> int:
-        """The id of the child."""
+        """Starts a command in a child; returns its process id."""
         assert self.process.stdin
         message = {"log": str(self.log), "command": command, "arguments": arguments}
         self.process.stdin.write(json.dumps(message) + "\n")
@@ -172,7 +170,7 @@ class Nursery:
         return self.pid
 
     def ended(self) -> int:
-        """Waits for the child's exit code, negative where a signal ended it."""
+        """Waits for the child; returns its exit code, negative for a signal."""
         code, self.pid = int(self.answer()), 0
         return code
 
@@ -181,7 +179,7 @@ class Nursery:
         assert self.ended() == -signal.SIGKILL, self.log.read_text()
 
     def clear(self) -> None:
-        """After a test that failed, perhaps with a child at work."""
+        """Ends a child that a failed test left running."""
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             self.ended()

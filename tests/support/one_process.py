@@ -151,7 +151,7 @@ def policy(
     aux: bool = True,
     **how: Any,
 ) -> tuple[Any, ...]:
-    """A policy gradient of a model with experts. aux: so that the step may ask for their counts, which are there."""
+    """A policy gradient of an MoE model. aux: accepted as the step passes it; the counts are returned anyway."""
     how |= {"kernel": kernel, "experts": experts}
     logp, entropy, valid, added, sums = routed_logprobs(params, batch, config=config, balance=balance, chunk=7, **how)
     place = 7.0 * batch["tokens"] + batch["positions"]
@@ -165,13 +165,13 @@ def spec_of(name: str, layers: int | None = None) -> Any:
 
 
 def optimizer_of(name: str, layers: int | None = None) -> Optimizer:
-    # An eps at which small gradients do not count as large ones: there, the sign is noise.
+    # A large eps, as otherwise AdamW scales up tiny gradients, whose sign is noise.
     return adamw(1e-2, eps=1e-3, weight_decay=0.1, spec=spec_of(name, layers))
 
 
 @dataclass(frozen=True)
 class One:
-    """{path: gradient of the sum}, {path: parameter after a step}, the step's metrics: of one process."""
+    """The reference of one process: {path: gradient of the summed loss}, {path: parameter after a step}, metrics."""
 
     grads: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
@@ -195,7 +195,7 @@ def one_process(name: str, layers: int | None = None) -> One:
 def placed(
     name: str, mesh: Mesh, rules: Rules | None = None, *, strategy: Strategy | None = None, layers: int | None = None
 ) -> Any:
-    """The same parameters as DTensors on the mesh; with `pp` those of this rank's layers."""
+    """The same parameters as DTensors on the mesh; with `pp` those of this rank's stages."""
     config = config_of(name, layers)
     placements = plan(spec_of(name, layers), rules or rules_of(mesh, config), devices(mesh))
     if mesh.pp > 1:
@@ -217,10 +217,10 @@ def errors_of(
     options: dict[str, Any] | None = None,
     layers: int | None = None,
 ) -> Errors:
-    """{what: how far it is from one process} of a step: gradients and parameters that are here, loss, count, norm.
+    """{name: error against one process} of a step: this rank's gradients and parameters, loss, count, gradient norm.
 
-    A gradient's part is compared with that part of the whole, relative to the whole's largest number; what is nothing
-    but rounding to the largest of all. options: the step's, and "lengths" of microbatches that the caller has cut.
+    A gradient shard is compared with that shard of the full gradient, relative to the full one's largest element, or to
+    that of all gradients where it is rounding noise. options: the step's, and "lengths" of microbatches.
     """
     mesh, how, one = Mesh.parse(mesh_text), Strategy(**strategy or {}), one_process(name, layers)
     optimizer, params = optimizer_of(name, layers), placed(name, mesh, strategy=how, layers=layers)
@@ -248,7 +248,7 @@ def errors_of(
 
 @contextlib.contextmanager
 def watched(grads: list[Tensor]) -> Iterator[None]:
-    """Keeps what the step's gradients are, summed over all tokens: before it divides and clips them."""
+    """Collects the step's gradients, summed over all tokens, before they are divided and clipped."""
     add_up = updates._global
 
     def run(sums: Sums, mesh: Any) -> Sums:
@@ -261,7 +261,7 @@ def watched(grads: list[Tensor]) -> Iterator[None]:
 
 
 def errors_of_modules(name: str, mesh_text: str, remat: str = "none") -> Errors:
-    """The same of FSDP2 around modules, with torch's own clipping and optimizer."""
+    """The errors of FSDP2 on modules, with torch's own clipping and optimizer."""
     mesh, one = Mesh.parse(mesh_text), one_process(name)
     model = Model(tree.map(torch.clone, generic_params(config_of(name))), spec_of(name))
     shard(model, devices(mesh))
@@ -293,7 +293,7 @@ def full(leaf: Any) -> Tensor:
 
 
 def gradient_errors(found: Mapping[str, Tensor], one: One, mine: Mapping[str, Any] | None = None) -> Errors:
-    """mine: {path: the slices of it that are in `found`}."""
+    """Relative errors of gradients. mine: {path: the slices of the full gradient that `found` holds}."""
     sizes = {path: float(grad.abs().max()) for path, grad in one.grads.items()}
     largest = max(sizes.values())
     off: Errors = {}
@@ -306,12 +306,12 @@ def gradient_errors(found: Mapping[str, Tensor], one: One, mine: Mapping[str, An
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest number."""
+    """The largest difference relative to the largest element."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) if found.numel() else 0.0
 
 
 def worst(found: list[Errors], start: str = "") -> tuple[float, str]:
-    """Of all ranks; NaN is the worst."""
+    """The largest error of all ranks and its name; NaN counts as the largest."""
     every = [(value, what) for errors in found for what, value in errors.items() if what.startswith(start)]
     return max(every, key=lambda pair: (pair[0] != pair[0], pair[0]))

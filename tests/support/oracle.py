@@ -1,4 +1,4 @@
-"""transformers as the reference: a tiny model with generic parameters, eager attention and experts, no cache, fp32."""
+"""transformers as the reference: tiny fp32 models with generic parameters, eager attention and experts, no cache."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def on_disk(model: torch.nn.Module) -> dict[str, Any]:
-    """What the model's checkpoint holds, under the names that it has there. A tied head is listed once."""
+    """The tensors of the model's checkpoint by their names in it. A tied head is listed once."""
     return dict(revert_weight_conversion(model, _of_checkpoint(model)))
 
 
@@ -62,7 +62,7 @@ def logits_of(
 ) -> Tensor:
     """The reference's logits [B, S, V] from a fresh model: its dynamic rope remembers earlier calls.
 
-    Without `valid`, documents are told apart by positions that restart, which works without cache and mask only.
+    Without `valid`, documents are separated by positions that restart, which works only without cache and mask.
     """
     with torch.no_grad():
         mask = None if valid is None else valid.long()

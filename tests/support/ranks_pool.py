@@ -1,4 +1,4 @@
-"""Processes that stay: each world size is forked once, where torch is loaded already, and then runs job after job.
+"""A pool of rank processes for distributed tests: forked once per world size, with torch loaded, and reused.
 
     def sums(start: int) -> float:                       # at the top of a test module; all ranks run it
         x = torch.full((1,), start + float(dist.get_rank()))
@@ -8,10 +8,10 @@
     def test_sums(ranks: Ranks) -> None:
         assert ranks(2)(sums, 3) == [7.0, 7.0]           # what each rank returned
 
-A job that fails in one rank leaves others waiting, so the ranks of that size are ended, and the next job gets new ones:
-what the ranks raised is in the message. Meshes are process groups, which every job would make anew: `devices` keeps
-them. Import what is dear (DTensor, dynamo) freely: it is loaded before the fork. Between jobs ranks are stopped
-(SIGSTOP), because each process group of gloo has a thread that wakes a hundred times a second.
+A job that fails on one rank leaves others waiting, so the ranks of that world size are killed and forked again for the
+next job; the message holds their exceptions. `devices` caches device meshes, whose process groups are slow to create.
+Imports of DTensor or dynamo are cheap in jobs: they are loaded before the fork. Between jobs ranks are stopped
+(SIGSTOP), because each gloo process group has a thread that wakes a hundred times per second.
 
 `python -m tests.support.ranks_pool` is the server: lines of JSON in and out. It forks, and never computes, for after a
 fork torch's threads hang where the parent used them.
@@ -53,14 +53,14 @@ import train  # noqa: F401
 from train.parallel import Mesh
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 5.0  # seconds that the other ranks have after the first has failed
-LIMIT = datetime.timedelta(seconds=60)  # of a rank that waits for another
+GRACE = 5.0  # seconds for the other ranks after the first has failed
+LIMIT = datetime.timedelta(seconds=60)  # timeout of a rank that waits for another
 Ranks = Callable[[int], Callable[..., list[Any]]]
 
 
 @functools.cache
 def devices(mesh: Mesh) -> DeviceMesh:
-    """For jobs: the device mesh of these sizes, made once in the life of a rank."""
+    """For jobs: the device mesh of these sizes, created once per rank process."""
     return mesh.device_mesh()
 
 
@@ -122,7 +122,7 @@ class Rank:
 
 def serve() -> None:
     protocol = os.dup(1)
-    os.dup2(2, 1)  # what ranks print is no answer
+    os.dup2(2, 1)  # output of ranks must not mix with answers
     groups: dict[int, list[Rank]] = {}
     with tempfile.TemporaryDirectory() as place, os.fdopen(protocol, "w") as out:
         for number, line in enumerate(sys.stdin):
@@ -186,7 +186,7 @@ def ask(group: list[Rank], job: Any, timeout: float) -> tuple[list[Any], dict[in
             answer = json.loads(text) if more else {"error": "it has ended without an answer"}
             if "error" in answer:
                 errors[number] = answer["error"]
-                until = min(until, time.monotonic() + PATIENCE)
+                until = min(until, time.monotonic() + GRACE)
             else:
                 results[number] = answer["result"]
     return results, errors

@@ -1,6 +1,6 @@
-"""Processes of a group, forked where torch is loaded already: `python -m tests.support.sharded_ranks FOLDER`.
+"""A server that forks process groups for tests of sharded checkpoints: `python -m tests.support.sharded_ranks FOLDER`.
 
-A line is [number of processes, name of a function here]; the answer is a line with the exit codes.
+Each input line is [number of processes, name of a function here]; the answer is a line with the exit codes.
 """
 
 import datetime
@@ -31,7 +31,7 @@ PROGRESS = {"tokens": 7}
 
 
 def whole(step: int) -> Any:
-    """The state in one piece, which is what every number of processes must find. Rows that no mesh divides."""
+    """The full state, which any number of processes must load. No mesh divides its rows."""
     generator = torch.Generator().manual_seed(step)
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def whole(step: int) -> Any:
 
 
 def spread(state: Any) -> Any:
-    """Each leaf in another way: over one dimension of a mesh of two, over both, copied; one is no DTensor."""
+    """Places each leaf differently: sharded over one or both mesh dimensions, or replicated; one is no DTensor."""
     world = dist.get_world_size()
     shape = (2, world // 2) if world > 1 else (1, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
@@ -89,7 +89,7 @@ def load(folder: Path) -> None:
 
 
 def refuse(folder: Path) -> None:
-    """All processes raise, whichever it was that noticed."""
+    """All processes raise, whichever one found the error."""
     found = sharded.latest(folder)
     assert found
     with pytest.raises(FileExistsError, match="Step 3 is saved already"):
@@ -101,10 +101,10 @@ def refuse(folder: Path) -> None:
 
 
 def fail(folder: Path) -> None:
-    """The disk is full for one of them."""
+    """The disk is full for one process."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"large": distribute_tensor(torch.ones(400_000), mesh, [Shard(0)], src_data_rank=None)}
-    if dist.get_rank() == 1:  # not too little for the file by which the group was made
+    if dist.get_rank() == 1:  # still enough for the file store of the process group
         resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
     with pytest.raises(OSError, match="File too large"):
         sharded.save(folder, 4, state)
@@ -112,7 +112,7 @@ def fail(folder: Path) -> None:
 
 
 def initialize(folder: Path) -> None:
-    """Parameters drawn part by part are those of one process, on a mesh of two dimensions."""
+    """Parameters initialized shard by shard on a 2-D mesh equal those of one process."""
     config = llama.Config(64, 16, 24, 2, 4, 2, tie_word_embeddings=True)
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("fsdp", "tp"))
     rules = P.Rules({"mlp": "tp", "heads": "tp"}, spread="fsdp")
@@ -124,7 +124,7 @@ def initialize(folder: Path) -> None:
 
 
 def guest(folder: Path) -> None:
-    """Without a mesh each process trains alone, as often as it likes: a collective would hang or mix them."""
+    """Without a mesh each process trains independently: a collective would hang or mix their values."""
     params, optimizer = {"w": torch.ones(3)}, adamw(0.1)
     step = make_step(lambda p, b: ((p["w"] * b["x"]).sum(), torch.tensor(1)), optimizer, clip=1.0)
     state, batch = init_state(params, optimizer), {"x": torch.full((3,), float(dist.get_rank() + 1))}

@@ -1,7 +1,4 @@
-"""The quickstart, start to end, with whatever fnmodels is installed: run from an empty folder, without pytest.
-
-make a model, run it, save it, load it, and let it speak greedily.
-"""
+"""Smoke test of an installed fnmodels without pytest: makes a model, runs, saves and loads it, decodes greedily."""
 
 import tempfile
 from pathlib import Path
@@ -29,7 +26,7 @@ config = fnmodels.models.llama.Config.from_hf(
 
 
 @torch.no_grad()
-def speak(weights: dict, tokens: torch.Tensor, count: int) -> torch.Tensor:
+def generate(weights: dict, tokens: torch.Tensor, count: int) -> torch.Tensor:
     """Appends `count` times the likeliest next token to each row [B, S]."""
     for _ in range(count):
         logits = fnmodels.forward(weights, *fnmodels.prepare(config, tokens), config=config)
@@ -39,12 +36,12 @@ def speak(weights: dict, tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 weights = P.init(config, 0)
 prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
-said = speak(weights, prompt, 5)
-assert said.shape == (2, 8), said.shape
+generated = generate(weights, prompt, 5)
+assert generated.shape == (2, 8), generated.shape
 with tempfile.TemporaryDirectory() as folder:
     P.save_pretrained(Path(folder) / "model", config, weights)
     again, loaded = P.load_pretrained(Path(folder) / "model")
     assert again == config
     assert all(torch.equal(tensor, P.flatten(loaded)[name]) for name, tensor in P.flatten(weights).items())
-    assert torch.equal(speak(loaded, prompt, 5), said)
+    assert torch.equal(generate(loaded, prompt, 5), generated)
 print("smoke test passed:", fnmodels.__file__)

@@ -1,4 +1,4 @@
-"""The README's table of model types says what a full run of the tests shows; a cell that says else fails that run.
+"""A pytest plugin that checks the README's table of model types against the outcome of a full test run.
 
 A test of a `case` counts for its model type, in the column of its folder or file; a test of a published size says so by
 `record_property`. Both travel with the test's report, so that processes may share the work.
@@ -29,7 +29,7 @@ Shown = dict[tuple[str, str], list[Any]]
 
 
 class Status:
-    """The plugin: one for each process, of which the first sees every report."""
+    """The plugin: one per process; the main process receives all reports."""
 
     def __init__(self) -> None:
         self.shown: Shown = defaultdict(list)  # {(model type, column): outcomes, or numbers of parameters}
@@ -72,7 +72,7 @@ class Status:
 
 
 def is_full(session: pytest.Session, exitstatus: int) -> bool:
-    """Whether every test was asked for and had its turn."""
+    """Whether all tests were selected and have run."""
     config, tests = session.config, session.config.rootpath / "tests"
     asked = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
     narrowed = any(getattr(config.option, name, None) for name in NARROWING) or session.shouldfail or session.shouldstop
@@ -81,7 +81,7 @@ def is_full(session: pytest.Session, exitstatus: int) -> bool:
 
 
 def table(shown: Shown) -> str:
-    """A row for each model type, also for one of which the tests showed nothing."""
+    """A row per model type, also for those without test results."""
     lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     for model_type, module in fnmodels.families().items():
         cells = [model_type, f"`{module.replace('.', '/')}.py`"]
@@ -93,7 +93,7 @@ def table(shown: Shown) -> str:
 
 
 def verdict(outcomes: list[str]) -> str:
-    """ "yes" only where every test passed; one that was skipped shows nothing."""
+    """ "yes" only where every test passed; a skipped test does not count as passed."""
     if not outcomes:
         return "not yet"
     passed = outcomes.count("passed")
@@ -101,7 +101,7 @@ def verdict(outcomes: list[str]) -> str:
 
 
 def spread(sizes: list[int]) -> str:
-    """How many sizes, from the smallest to the largest."""
+    """The smallest and largest size, and how many there are."""
     if len(sizes) < 2:
         return brief(sizes[0]) if sizes else "none"
     return f"{brief(sizes[0])} to {brief(sizes[-1])} ({len(sizes)})"
@@ -125,7 +125,7 @@ def with_table(readme: str, new: str) -> str:
 
 
 def differences(before: str, after: str) -> list[str]:
-    """What the message says: the rows that would change."""
+    """The message of a failure: the rows that would change."""
     old, new = before.splitlines(), after.splitlines()
     return [
         "The README's table of model types does not say what this run showed; FNMODELS_UPDATE_DOCS=1 make test writes",

@@ -28,7 +28,7 @@ def files(path):
 
 
 def errors(path):
-    """(flags, what the sentence names): mistakes that are seen before anything is computed."""
+    """{name: (flags, part of the message)} of errors that are found before anything is computed."""
     run = ["--run", str(path / "run")]
     return {
         "no run": ([], "--run"),

@@ -1,4 +1,4 @@
-"""What torchrun says to the processes that it starts."""
+"""Environment variables of torchrun: rank, world size, restarts and launch id of this process."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import socket
 import torch.distributed as dist
 
 
-def world() -> tuple[int, int]:
-    """(number of this process, how many there are), as torchrun says."""
+def rank_and_world_size() -> tuple[int, int]:
+    """(rank, world size) of this process; (0, 1) outside of torchrun."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def by_torchrun() -> bool:
-    """Whether torchrun has started this process. It repeats one command whatever became of the run, on any machine."""
+def is_torchrun() -> bool:
+    """Whether torchrun started this process, and may start the same command again after a failure."""
     return dist.is_torchelastic_launched()
 
 
-def started_anew() -> bool:
-    """Whether torchrun has started the processes before (--max-restarts)."""
+def is_restart() -> bool:
+    """Whether torchrun restarted the processes after a failure (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
-def start() -> str:
-    """What all the starts by one torchrun have in common, and those by another have not: its name may be `none`."""
+def launch_id() -> str:
+    """An id shared by all restarts under one torchrun; torchrun's own run id may be `none`."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {socket.gethostname()} {os.getppid()}"

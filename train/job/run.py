@@ -24,15 +24,15 @@ from train.data.mixture import batch
 from train.dist import torchrun
 from train.eval.generate import complete
 from train.eval.pretrained import copy_companions
-from train.job.processes.controller import Team
+from train.job.processes.controller import Controller
 from train.job.processes.signals import stop_requests
-from train.job.processes.worker import Work
+from train.job.processes.worker import WorkerConfig
 from train.state import State, init_state
 from train.step import make_step
 
 from . import heldout, initial_model, metrics_log, preflight, report, run_folder
 from .flops import peak_memory
-from .mesh_flags import check_fit, checked
+from .mesh_flags import check_model_fits, resolve_mesh
 from .profile import profiled
 from .progress import progress
 from .recipe import evaluated_params, is_cross_entropy, moe_balance, unused_settings
@@ -50,24 +50,24 @@ class Position:
 
 @dataclass(frozen=True)
 class Options:
-    """The parsed command line. flags: by the names of settings; config: a TOML file; sharing: flags beside --mesh."""
+    """The parsed command line. flags: by the names of settings; config: a TOML file; mesh_flags: beside --mesh."""
 
     run: Path
     flags: Mapping[str, Any]
     config: Path | None = None
     resume: bool = False
     mesh: str | None = None
-    sharing: Mapping[str, Any] = field(default_factory=dict)
+    mesh_flags: Mapping[str, Any] = field(default_factory=dict)
     limit: datetime.timedelta | None = None  # how long processes wait for one that hangs
 
 
 def train_run(options: Options, defaults: Settings) -> int:
     """Starts or resumes the run; returns the exit code. UserError for settings or files that cannot work."""
-    given, start = given_settings(options), torchrun.start()
-    if options.resume and not torchrun.by_torchrun():
+    overrides, start = overrides_of(options), torchrun.launch_id()
+    if options.resume and not torchrun.is_torchrun():
         run_folder.check_exists(options.run)
     with run_folder.locked(options.run):
-        if torchrun.started_anew() and run_folder.acquired_by(options.run, start):
+        if torchrun.is_restart() and run_folder.acquired_by(options.run, start):
             options = replace(options, resume=True)
         run_folder.check_contents(options.run, resume=options.resume)
         run_folder.acquire(options.run, start)
@@ -76,25 +76,29 @@ def train_run(options: Options, defaults: Settings) -> int:
         if options.resume and saved is None:
             print(f"no complete checkpoint in {options.run}: starting at step 0")
         recorded = recorded_identity(saved) if saved else run_folder.read_json(options.run / run_folder.RUN)
-        settings = choose_settings(options.run, given, recorded, defaults, must_agree=saved is not None)
-        sharing = checked(options.mesh, settings, **options.sharing)
+        settings = choose_settings(options.run, overrides, recorded, defaults, must_agree=saved is not None)
+        mesh_setup = resolve_mesh(options.mesh, settings, **options.mesh_flags)
         summary = run_folder.read_json(options.run / run_folder.SUMMARY) if saved else None
         if summary is not None and report.is_complete(summary) and saved is not None and saved.step == settings.steps:
             print(f"the run is finished: {settings.steps} steps")
             report.result(summary, options.run)
             return 0
-        preflight.check_data_paths(settings.data) if saved else preflight.check(settings, sharing)
+        preflight.check_data_paths(settings.data) if saved else preflight.check(settings, mesh_setup)
         print("reading the text", flush=True)
         began = time.monotonic()
-        several = sharing.mesh.world > 1
-        check_config = partial(check_fit, sharing, settings)
+        several = mesh_setup.mesh.world > 1
+        check_config = partial(check_model_fits, mesh_setup, settings)
         params, job = prepare(options.run, settings, recorded if saved else None, check_config, on_meta=several)
         report.skipped(job)
         report.settings(settings)  # after reading the text, whose errors would be lost below this page
         report.prepared(job, time.monotonic() - began)
         report.mfu(job)
-        shared = Team(Work(sharing, settings, job.config, options.limit), fresh=saved is None) if several else None
-        return train_and_summarize(job, params, saved, shared)
+        controller = (
+            Controller(WorkerConfig(mesh_setup, settings, job.config, options.limit), fresh=saved is None)
+            if several
+            else None
+        )
+        return train_and_summarize(job, params, saved, controller)
 
 
 def recorded_identity(saved: Checkpoint) -> Json:
@@ -102,9 +106,7 @@ def recorded_identity(saved: Checkpoint) -> Json:
     recorded, tokens = saved.progress.get("run"), saved.progress.get("tokens")
     path = saved.path / saved_steps.PROGRESS
     if not isinstance(recorded, dict) or not isinstance(recorded.get("settings"), dict) or type(tokens) is not int:
-        raise UserError(
-            f"{path} does not say which run saved the step, so it cannot be resumed: name another --run"
-        )
+        raise UserError(f"{path} does not say which run saved the step, so it cannot be resumed: name another --run")
     wrong = sorted(
         from_json(recorded["settings"]).keys() ^ (recorded["settings"].keys() | SETTING_TYPES.keys() - CHANGEABLE)
     )
@@ -116,7 +118,7 @@ def recorded_identity(saved: Checkpoint) -> Json:
     return recorded
 
 
-def given_settings(options: Options) -> dict[str, tuple[Any, str]]:
+def overrides_of(options: Options) -> dict[str, tuple[Any, str]]:
     """{setting: (value, the flag or file entry that gave it)} of the command line; flags override the file."""
     file = read_toml(options.config) if options.config else {}
     places = {name: (value, f"{name} = {value} in {options.config}") for name, value in file.items()}
@@ -127,31 +129,33 @@ def given_settings(options: Options) -> dict[str, tuple[Any, str]]:
 
 
 def choose_settings(
-    path: Path, given: Mapping[str, tuple[Any, str]], recorded: Json | None, defaults: Settings, *, must_agree: bool
+    path: Path, overrides: Mapping[str, tuple[Any, str]], recorded: Json | None, defaults: Settings, *, must_agree: bool
 ) -> Settings:
     """Settings from the command line, else the recorded run, else the defaults. UserError where they conflict."""
     before = (recorded or {}).get("settings")
     before = from_json(before) if isinstance(before, dict) else {}
     if recorded and (path / run_folder.SETTINGS).exists():
         before |= {name: value for name, value in read_toml(path / run_folder.SETTINGS).items() if name in CHANGEABLE}
-    for name, (value, place) in given.items():
+    for name, (value, place) in overrides.items():
         if must_agree and name not in CHANGEABLE and value != before[name]:
             was = "it was not given" if before[name] is None else f"it was {before[name]}"
             longer = f"continue training in another --run with --init {path}"
             other = longer if name == "steps" else "name another --run"
             raise UserError(f"{place} differs from the run in {path}: {was}; leave it out, or {other}")
     values = {name: value for name, value in before.items() if value is not None}
-    settings = replace(defaults, **values | {name: value for name, (value, _) in given.items()})
+    settings = replace(defaults, **values | {name: value for name, (value, _) in overrides.items()})
     if settings.lora is not None and settings.init is None:
         raise UserError(f"--lora {settings.lora}: adapters need the weights of a checkpoint: name one with --init")
     if settings.lora is not None and settings.optimizer == "muon":
         raise UserError("--optimizer muon is for full matrices: adapters (--lora) need another, such as adamw")
     for name in MODEL_SIZES:
-        if settings.init and name in given:
-            raise UserError(f"{given[name][1]} is for a new model, and --init {settings.init} names a checkpoint")
+        if settings.init and name in overrides:
+            raise UserError(f"{overrides[name][1]} is for a new model, and --init {settings.init} names a checkpoint")
     unused = unused_settings(settings)
-    for name in [name for name in unused if name in given]:
-        raise UserError(f"{given[name][1]} is of another optimizer than --optimizer {settings.optimizer}: leave it out")
+    for name in [name for name in unused if name in overrides]:
+        raise UserError(
+            f"{overrides[name][1]} is of another optimizer than --optimizer {settings.optimizer}: leave it out"
+        )
     cleared: Json = dict.fromkeys(unused)
     settings = replace(settings, **cleared)
     if settings.accumulate > settings.batch_rows:
@@ -165,16 +169,16 @@ def choose_settings(
     return resolved(settings)
 
 
-def train_and_summarize(job: Job, params: Tree, saved: Checkpoint | None, shared: Team | None) -> int:
+def train_and_summarize(job: Job, params: Tree, saved: Checkpoint | None, controller: Controller | None) -> int:
     """Trains from the saved step to the end and evaluates, or saves and stops on a signal; returns the exit code.
 
-    shared: controls the processes of the run, where there are several.
+    controller: controls the processes of the run, where there are several.
     """
-    state, position = shared.state if shared else init_state(params, job.optimizer), Position(step=0, tokens=0)
+    state, position = controller.state if controller else init_state(params, job.optimizer), Position(step=0, tokens=0)
     if saved:
         position = Position(step=saved.step, tokens=saved.progress["tokens"])
-        if shared:
-            state = shared.do("load", saved)
+        if controller:
+            state = controller.do("load", saved)
         else:
             single_process = (saved.path / saved_steps.STATE).exists()
             found = (saved_steps if single_process else sharded).load(
@@ -182,18 +186,18 @@ def train_and_summarize(job: Job, params: Tree, saved: Checkpoint | None, shared
             )
             state = initial_model.restore_state(state, found, job.settings)
         saved_steps.set_aside(job.path / run_folder.STEPS, after=saved.step)
-        write_checkpoints(job, state, shared)  # a kill may have come after the step was saved and before this
+        write_checkpoints(job, state, controller)  # a kill may have come after the step was saved and before this
         print(f"resuming at step {position.step} of {job.settings.steps}")
     rows = metrics_log.truncate_after(job.path / run_folder.METRICS, position.step)
     costs = metrics_log.truncate_optional_file(job.path / run_folder.SPEED, position.step)
     metrics_log.truncate_optional_file(job.path / run_folder.SAMPLES, position.step)
-    state = train_steps(job, state, rows, costs, position, shared)
+    state = train_steps(job, state, rows, costs, position, controller)
     stopped = int(state.step)
     if stopped < job.settings.steps:
         report.draw(job, rows, costs, None)
         print(f"stopped at step {stopped} of {job.settings.steps}, saved; {report.how_to_resume(job.path)}")
         return 130
-    summary = summarize(job, state, shared)
+    summary = summarize(job, state, controller)
     report.draw(job, rows, costs, summary["heldout_loss"])
     run_folder.write_json(job.path / run_folder.SUMMARY, summary)
     report.result(summary, job.path)
@@ -206,12 +210,12 @@ def train_steps(
     rows: list[metrics_log.Row],
     costs: list[metrics_log.Row],
     position: Position,
-    shared: Team | None,
+    controller: Controller | None,
 ) -> State:
     """The training loop. Appends logged rows to `rows` and `costs`; returns at the end or, after saving, on a stop."""
     total, first, tokens = job.settings.steps, position.step, position.tokens
-    step = shared.step if shared else make_step(job.train_loss, job.optimizer, **step_options(job.settings))
-    loss = shared.loss if shared else job.loss
+    step = controller.step if controller else make_step(job.train_loss, job.optimizer, **step_options(job.settings))
+    loss = controller.loss if controller else job.loss
     sample = heldout.evenly_spaced_rows(job.heldout, job.settings.eval_rows)
     evaluate_every = job.settings.eval_every or max(1, total // 10)
     sample_every, speed = job.settings.sample_every, 0.0
@@ -224,7 +228,7 @@ def train_steps(
         progress(total, first) as show,
         profiled(job.path / run_folder.TRACE, job.settings.profile, total - first) as done,
         stop_requests() as stop_requested,
-        Saver(partial(save, job, job.settings.keep)) if not shared else nullcontext() as saver,
+        Saver(partial(save, job, job.settings.keep)) if not controller else nullcontext() as saver,
     ):
         for index in range(first, total):
             if saver:
@@ -248,7 +252,7 @@ def train_steps(
             costs.append(cost)
             show(index + 1, row["loss"], row["lr"], speed)
             if sample_every and (index + 1) % sample_every == 0:
-                sample_now = sample_text(job, state, shared)
+                sample_now = sample_text(job, state, controller)
                 log.sample(index + 1, sample_now)
                 print(f"step {index + 1} says: {report.printable_sample(sample_now)}", flush=True)
             stopping = stop_requested()
@@ -257,8 +261,8 @@ def train_steps(
                 current = Position(index + 1, tokens)
                 if saver:
                     saver.save(initial_model.state_to_save(state, job.settings), current)
-                elif shared:
-                    save_distributed(job, shared, state, current)
+                elif controller:
+                    save_distributed(job, controller, state, current)
             if stopping:
                 break
     return state
@@ -282,22 +286,22 @@ def save(job: Job, keep: int, state: State, position: Position) -> None:
     write_checkpoints(job, state, None)
 
 
-def save_distributed(job: Job, shared: Team, state: State, position: Position) -> None:
+def save_distributed(job: Job, controller: Controller, state: State, position: Position) -> None:
     """`save` by several processes, each of which writes its shards; training waits."""
-    shared.do("save", job.path / run_folder.STEPS, position.step, progress_record(job, position), job.settings.keep)
-    write_checkpoints(job, state, shared)
+    controller.do("save", job.path / run_folder.STEPS, position.step, progress_record(job, position), job.settings.keep)
+    write_checkpoints(job, state, controller)
 
 
 def progress_record(job: Job, position: Position) -> Json:
     return {"tokens": position.tokens, "run": job.identity}
 
 
-def write_checkpoints(job: Job, state: State, shared: Team | None) -> None:
+def write_checkpoints(job: Job, state: State, controller: Controller | None) -> None:
     """Writes the run folder's checkpoint and, with --ema, a complete one of the averaged weights below it."""
 
     def write(path: Path, averaged: bool) -> None:
-        if shared:
-            params = shared.do("trained", averaged)
+        if controller:
+            params = controller.do("gather_checkpoint", averaged)
         else:
             params = evaluated_params(state, job.settings) if averaged else state.params
         initial_model.write_checkpoint(path, job.config, params, job.settings.init)
@@ -310,9 +314,11 @@ def write_checkpoints(job: Job, state: State, shared: Team | None) -> None:
         copy_companions(job.path, average)
 
 
-def summarize(job: Job, state: State, shared: Team | None) -> Json:
+def summarize(job: Job, state: State, controller: Controller | None) -> Json:
     """summary.json: the loss on all held-out documents, and a sampled continuation."""
-    loss = heldout.heldout_loss(shared.loss if shared else job.loss, evaluated_params(state, job.settings), job.heldout)
+    loss = heldout.heldout_loss(
+        controller.loss if controller else job.loss, evaluated_params(state, job.settings), job.heldout
+    )
     size = job.dataset.heldout.bytes
     return {
         "steps": job.settings.steps,
@@ -321,13 +327,13 @@ def summarize(job: Job, state: State, shared: Team | None) -> Json:
         "heldout_bytes": size,
         "heldout_bits_per_byte": job.bits_per_byte(loss),
         "zlib_bits_per_byte": 8 * job.dataset.zlib_bytes / size,
-        "sample": sample_text(job, state, shared),
+        "sample": sample_text(job, state, controller),
     }
 
 
-def sample_text(job: Job, state: State, shared: Team | None) -> str:
+def sample_text(job: Job, state: State, controller: Controller | None) -> str:
     """The prompt with a sampled continuation; the random draws are the same each time."""
-    params = shared.do("whole") if shared else evaluated_params(state, job.settings)
+    params = controller.do("gather_weights") if controller else evaluated_params(state, job.settings)
     return complete(
         params, job.config, job.tokenizer, job.settings.prompt, job.end_ids, tokens=job.settings.sample_tokens
     )

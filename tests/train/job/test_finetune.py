@@ -1,4 +1,4 @@
-"""The main job from checkpoints of every family: all weights, or adapters beside them."""
+"""Tests of the main job from checkpoints of every family: full fine-tuning and LoRA."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ LLAMA = next(case for case in cases() if case.name == "llama")
 
 
 def letters():
-    """A tokenizer of as few entries as the smallest model here has."""
+    """A tokenizer with at most the vocabulary of the smallest model here."""
     vocabulary = {letter: i for i, letter in enumerate("?\ndefrtun ()x:+0123456789")}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -200,7 +200,7 @@ def test_lora_needs_the_weights_of_a_checkpoint(tmp_path, text, base, capsys):  
 
 
 def test_adapters_that_peft_cannot_have_are_refused_before_the_run(tmp_path, text, capsys):  # noqa: F811
-    """Phi-3's file joins q, k and v."""
+    """Phi-3's checkpoint fuses q, k and v."""
     case = next(case for case in cases() if case.family == "phi3")
     base = checkpoint_of(tmp_path / "base", case.config)
     assert train(tmp_path / "run", text, "--init", base, "--lora", "r=2") == 2

@@ -1,4 +1,4 @@
-"""FLOPs by the formula that is stated, against counts made by hand."""
+"""Tests of FLOPs per token: the documented formula against counts made by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The main job with a tiny model on a tiny text, called as a function; the Ctrl-C test starts a real process."""
+"""Tests of the main job, called as a function, with a tiny model and text; the Ctrl-C test starts a process."""
 
 import fcntl
 import json
@@ -59,7 +59,7 @@ def rows(path):
 
 
 def same(one, other):
-    """The names of what differs, the last saved steps (parameters and optimizer) among them."""
+    """The names of files that differ between two runs, the last saved step's included."""
     last = Path("steps", max(path.name for path in (one / "steps").glob("step-*")))
     names = (*SAME, "fnmodels_manifest.json", last / saved_steps.STATE, last / saved_steps.PROGRESS)
     return [str(name) for name in names if (one / name).read_bytes() != (other / name).read_bytes()]
@@ -70,7 +70,7 @@ def saved(path):
 
 
 def stop_after(monkeypatch, step):
-    """As if a signal arrived while `step` was being made."""
+    """Simulates a signal that arrives during `step`."""
     real = run.stop_requests
 
     @contextmanager
@@ -337,7 +337,7 @@ def test_after_a_kill_rows_past_the_checkpoint_are_cut(tmp_path, text, monkeypat
 
 
 class Killed(BaseException):
-    """No `except` of the program's own stands in its way. (tests/train/job/test_kills.py kills real processes.)"""
+    """No `except` of the job swallows it. (tests/train/job/test_kills.py kills real processes.)"""
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_the_newest_steps_stay(tmp_path, text, flags, left):
 
 @pytest.mark.parametrize("left", [b"", b'{"settings": {"seed": 7}}', None])
 def test_resuming_needs_no_file_that_is_not_verified(tmp_path, text, monkeypatch, left):
-    """The settings are in the saved step; tokenizer.json and config.json are held against what it says of them."""
+    """The saved step holds the settings, and hashes with which tokenizer.json and config.json are compared."""
     assert train(tmp_path / "whole", text) == 0
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
@@ -528,7 +528,7 @@ def test_resume_refuses_when_what_the_run_began_with_has_changed(tmp_path, text,
 
 
 def one_sentence(capsys):
-    """What went to standard error: one line, no traceback."""
+    """Standard error, checked to be one line without a traceback."""
     error = capsys.readouterr().err
     assert error.count("\n") == 1, error
     assert error.endswith(".\n")

@@ -1,4 +1,4 @@
-"""Settings as flags, as TOML and as JSON: the same values in, the same values out; every mistake named."""
+"""Tests of settings: round trips through flags, TOML and JSON, and a message for every invalid value."""
 
 from dataclasses import asdict, fields, replace
 

@@ -1,4 +1,4 @@
-"""Runs by several processes: the curve of one, nothing but the first one's words, and saved steps for any number."""
+"""Tests of runs by several processes: the losses of one process, output of rank 0 only, checkpoints for any number."""
 
 import contextlib
 import datetime
@@ -41,7 +41,7 @@ from train.dist import torchrun
 from train.dist.dtensor import local_tree
 from train.eval import pretrained
 from train.job import run_folder as folder
-from train.job.mesh_flags import Sharing, check_fit, checked
+from train.job.mesh_flags import MeshSetup, check_model_fits, resolve_mesh
 from train.job.processes import controller
 from train.job.processes import launch as joining
 from train.job.recipe import with_optimizer_defaults
@@ -72,7 +72,7 @@ MODEL = ("vocab-size", "hidden-size", "intermediate-size", "num-hidden-layers") 
 
 
 def words(path: Path, *flags: str) -> list[str]:
-    """The command line of the main job, on a text beside the run folder."""
+    """The main job's command line, on a text beside the run folder."""
     text = path.parent / "text.txt"
     if not text.exists():
         text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200)))
@@ -84,25 +84,25 @@ def words(path: Path, *flags: str) -> list[str]:
 KILLED = """\
 import os, signal, sys
 from train import cli
-from train.job.processes.worker import Member
+from train.job.processes.worker import Worker
 
-step, made, again = Member.step, [], os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+step, made, again = Worker.step, [], os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
 if again:
     sys.argv[-1] = "fsdp=2,tp=2"
 
-def killed(member, batch):
+def killed(worker, batch):
     made.append(batch)
     if len(made) == 5 and os.environ["RANK"] == "3" and not again:
         os.kill(os.getpid(), signal.SIGKILL)
-    return step(member, batch)
+    return step(worker, batch)
 
-Member.step = killed
+Worker.step = killed
 sys.exit(cli.main())
 """
 
 
 def launch(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """The main job by four processes under torchrun, which starts them anew after one is killed in its fifth step.
+    """The main job in four processes under torchrun, which restarts them after one is killed in its fifth step.
 
     What they share is then divided otherwise; the last of `flags` is the mesh with which they begin.
     """
@@ -124,7 +124,7 @@ def launch(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_main(path: str, *flags: str) -> tuple[int, str, str]:
-    """The main job by the pool's processes, as guests in their group: (exit code, what was said, errors)."""
+    """The main job in the pool's processes and their process group: (exit code, output, errors)."""
     said, errors = io.StringIO(), io.StringIO()
     environment = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     environment["XDG_CACHE_HOME"] = str(Path(path).parent / "cache")
@@ -140,15 +140,15 @@ def run_main(path: str, *flags: str) -> tuple[int, str, str]:
 
 
 def job(path: str, *flags: str) -> dict[str, Any]:
-    """{what was said, loaded, is held here; the messages of a step} of a run."""
-    members: list[train.job.processes.worker.Member] = []
+    """A run's output, loaded values and local shards, and the messages of a step."""
+    workers: list[train.job.processes.worker.Worker] = []
     loaded: dict[str, str] = {}
     messages: dict[str, Counter[str]] = {}
 
-    class Watched(train.job.processes.worker.Member):
-        def __init__(self, work: train.job.processes.worker.Work) -> None:
+    class Watched(train.job.processes.worker.Worker):
+        def __init__(self, work: train.job.processes.worker.WorkerConfig) -> None:
             super().__init__(work)
-            members.append(self)
+            workers.append(self)
 
         def step(self, batch: Batch) -> tuple[State, dict[str, Any]]:
             with counted() as found:
@@ -163,18 +163,18 @@ def job(path: str, *flags: str) -> dict[str, Any]:
                 loaded.update({f"{name}.{path}": digest(fetch(path)) for path in paths})
             return state
 
-    with mock.patch.object(controller, "Member", Watched):
+    with mock.patch.object(controller, "Worker", Watched):
         code, said, errors = run_main(path, *flags)
     assert code == 0, errors
-    (member,) = members
-    shapes = {name: list(leaf.shape) for name, leaf in tree.flatten(local_tree(member.state.params)).items()}
-    own = {"parameters": member.state.params, "optimizer": member.state.opt_state}
+    (worker,) = workers
+    shapes = {name: list(leaf.shape) for name, leaf in tree.flatten(local_tree(worker.state.params)).items()}
+    own = {"parameters": worker.state.params, "optimizer": worker.state.opt_state}
     sizes = {name: size(local_tree(values)) for name, values in own.items()}
     return {"said": said, "loaded": loaded, "shapes": shapes, **messages, **sizes}
 
 
 def held(state: State) -> dict[str, Any]:
-    """What of a State is divided."""
+    """The sharded leaves of a State."""
     return {"params": state.params} | {name: state.opt_state[name] for name in ("exp_avg", "exp_avg_sq")}
 
 
@@ -328,15 +328,16 @@ def same_weights(found: Any, expected: Any) -> None:
 
 
 def begun(folder: str | None, base: str) -> tuple[int, int]:
-    """(bytes that a process reads to begin, how many leaves are its part of what one process begins with)."""
+    """(bytes that a rank reads to initialize, number of its leaves that equal their shard of the full model)."""
     mesh, config = Mesh(pp=2, fsdp=2), P.load_config(base)
     settings = resolved(Settings(dtype="float32", learning_rate=1e-3, init=folder, seed=5))
-    member = train.job.processes.worker.Member(train.job.processes.worker.Work(Sharing(mesh), settings, config))
+    worker_config = train.job.processes.worker.WorkerConfig(MeshSetup(mesh), settings, config)
+    worker = train.job.processes.worker.Worker(worker_config)
     before = read_by_process()
-    state = member.begin(True)
+    state = worker.initialize(True)
     read = read_by_process() - before
     whole = pretrained.load_model(Path(folder), merge=True)[1] if folder else P.init(config, 5)
-    plans, flat = tree.flatten(member.plan), tree.flatten(whole)
+    plans, flat = tree.flatten(worker.plan), tree.flatten(whole)
     here = tree.flatten(local_tree(state.params))
     assert here.keys() == plans.keys()
     assert all(torch.equal(leaf, flat[path][plans[path].local_box()]) for path, leaf in here.items())
@@ -357,7 +358,7 @@ def test_each_process_reads_or_draws_its_own_part(ranks: Ranks, tmp_path: Path) 
 
 
 def check_parts(mesh: str, shapes: list[dict[str, list[int]]], whole: dict[str, Tensor]) -> None:
-    """Each process has its layers alone, of them its parts; the embedding is at both ends, since it is tied."""
+    """Each rank has only the shards of its own layers; the tied embedding is on the first and last stage."""
     sizes = Mesh.parse(mesh)
     for rank, own in enumerate(shapes):
         stage = rank * sizes.pp // sizes.world
@@ -372,7 +373,7 @@ def check_parts(mesh: str, shapes: list[dict[str, list[int]]], whole: dict[str, 
 
 
 def check_messages(mesh: Mesh, results: list[dict[str, Any]], config: Any) -> None:
-    """Of the run's steps, as many and as large as the plan says; and what each process holds."""
+    """The messages of a run's steps, in number and size as simulated, and the memory of each rank."""
     parts = 2 if mesh.pp > 1 else 1
     work = Work(SIZES["batch-rows"], SIZES["row-length"], parts, dtype=torch.float32)
     for place, facts in enumerate(simulate(config, mesh, work)):
@@ -396,12 +397,12 @@ def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> 
 def test_processes_that_do_not_find_each_other_are_told_so_and_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each says it, since the first may be the one that is not there."""
+    """Each rank reports it, as rank 0 may be the missing one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
     with socket.socket() as bound:  # nobody listens
         bound.bind(("127.0.0.1", 0))
         places = {"torchrun": store.port, "nobody": bound.getsockname()[1]}
-        monkeypatch.setattr(joining, "JOINING", datetime.timedelta(seconds=2))
+        monkeypatch.setattr(joining, "JOIN_TIMEOUT", datetime.timedelta(seconds=2))
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         for rank, place, expected in (
@@ -420,20 +421,20 @@ def test_processes_that_do_not_find_each_other_are_told_so_and_end(
 
 
 def hung() -> list[str | None]:
-    """[what the first of two processes says of the other, which comes too late, the last of what came in time]."""
+    """[rank 0's error about the other rank, which is late, and the last value that came in time]."""
     limit, late = datetime.timedelta(seconds=0.2), dist.get_rank() == 1
     box = [None if late else "in time"]
     group = dist.new_group()
-    joining.set_limit(limit, dist.group.WORLD, group)
+    joining.set_timeout(limit, dist.group.WORLD, group)
     time.sleep(0.0 if late else 0.7)  # reading the text
-    with joining.patiently(limit):
+    with joining.with_long_timeout(limit):
         dist.broadcast_object_list(box, src=0)
-    joining.set_limit(LIMIT, dist.group.WORLD)
+    joining.set_timeout(LIMIT, dist.group.WORLD)
     try:
         time.sleep(0.7 if late else 0.0)
         dist.all_reduce(torch.ones(1), group=group)
     except RuntimeError as error:
-        return [controller.loss_of_another(error), box[0]]
+        return [controller.peer_failure(error), box[0]]
     finally:
         dist.destroy_process_group(group)
     return [None, box[0]]
@@ -454,7 +455,7 @@ def test_only_what_torchrun_has_begun_is_gone_on_with_unasked(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for begun, said in (
         ("none elsewhere 1", "the folder is not empty: add --resume to continue its run"),
-        (torchrun.start(), "the folder holds files that no run wrote"),  # as with --resume
+        (torchrun.launch_id(), "the folder holds files that no run wrote"),  # as with --resume
     ):
         folder.acquire(path, begun)
         assert main(words(path)) == 2
@@ -464,11 +465,11 @@ def test_only_what_torchrun_has_begun_is_gone_on_with_unasked(
 @pytest.mark.parametrize(
     ("error", "where", "raised", "sent"),
     [
-        (RuntimeError("[gloo/tcp/pair.cc:537] Broken pipe"), "act", UserError, ["work", "begin"]),
-        (RuntimeError("Application timeout caused pair closure"), "act", UserError, ["work", "begin"]),
-        (dist.DistNetworkError("Socket closed"), "act", UserError, ["work", "begin"]),
-        (KeyError("a bug"), "act", KeyError, ["work", "begin"]),
-        (KeyboardInterrupt(), "act", KeyboardInterrupt, ["work", "begin"]),
+        (RuntimeError("[gloo/tcp/pair.cc:537] Broken pipe"), "command", UserError, ["setup", "initialize"]),
+        (RuntimeError("Application timeout caused pair closure"), "command", UserError, ["setup", "initialize"]),
+        (dist.DistNetworkError("Socket closed"), "command", UserError, ["setup", "initialize"]),
+        (KeyError("a bug"), "command", KeyError, ["setup", "initialize"]),
+        (KeyboardInterrupt(), "command", KeyboardInterrupt, ["setup", "initialize"]),
         (KeyError("a bug"), "between", KeyError, ["end"]),
         (RuntimeError("[gloo/tcp/pair.cc:537] Broken pipe"), "between", RuntimeError, ["end"]),
     ],
@@ -476,19 +477,19 @@ def test_only_what_torchrun_has_begun_is_gone_on_with_unasked(
 def test_the_others_are_told_of_an_end_only_where_they_listen(
     error: BaseException, where: str, raised: type[BaseException], sent: list[str]
 ) -> None:
-    """In the middle of an act a message more would be taken for a part of it: they see that the first one is gone."""
+    """During a command another message would be taken for part of it; the others notice that rank 0 has ended."""
 
     def run() -> int:
         if where == "between":
             raise error
-        controller.Team(mock.Mock(), fresh=True)
+        controller.Controller(mock.Mock(), fresh=True)
         raise AssertionError
 
     acts: list[str] = []
-    member = mock.Mock(**{"return_value.begin.side_effect": error})
+    worker = mock.Mock(**{"return_value.initialize.side_effect": error})
     with (
         mock.patch.object(controller, "_send", lambda message: acts.append(message[0])),
-        mock.patch.object(controller, "Member", member),
+        mock.patch.object(controller, "Worker", worker),
         pytest.raises(raised) as caught,
     ):
         controller.lead(run)
@@ -501,13 +502,13 @@ def test_the_others_are_told_of_an_end_only_where_they_listen(
 
 def test_what_an_error_in_a_stage_came_of_is_said() -> None:
     bug, wrapped = ValueError("a bug"), RuntimeError("[Stage 1] failed to run forward")
-    assert controller.loss_of_another(bug) is None
+    assert controller.peer_failure(bug) is None
     wrapped.__cause__ = bug
-    assert controller.loss_of_another(wrapped) is None
+    assert controller.peer_failure(wrapped) is None
     bug.__context__ = RuntimeError(
         "[gloo/pair.cc:537] Read error: reset by peer. This is typically caused by a worker."
     )
-    assert controller.loss_of_another(wrapped) == "[gloo/pair.cc:537] Read error: reset by peer"
+    assert controller.peer_failure(wrapped) == "[gloo/pair.cc:537] Read error: reset by peer"
 
 
 @pytest.mark.parametrize(
@@ -516,19 +517,19 @@ def test_what_an_error_in_a_stage_came_of_is_said() -> None:
         (None, {}, "there are 4 processes: say how they share the work, as with --mesh fsdp=4"),
         ("fdsp=4", {}, "--mesh fdsp=4: 'fdsp' is no dimension of a mesh"),
         ("fsdp=2", {}, "--mesh fsdp=2 is of 2 processes, and there are 4"),
-        ("dp=4", {"accumulate": 2}, "leaves each 1 of the 4 rows of a batch, which --accumulate 2 cannot take"),
-        ("dp=4", {"compile": "whole"}, "goes into no graph: take --compile block"),
+        ("dp=4", {"accumulate": 2}, "leaves each rank 1 of the 4 rows of a batch: too few for --accumulate 2"),
+        ("dp=4", {"compile": "whole"}, "cannot be compiled into one graph: take --compile block"),
         ("ep=4", {"compile": "block"}, "reads how many tokens each expert has: leave --compile block out"),
-        ("dp=4", {"compile": "block", "remat": "selective"}, "--remat selective chooses among single operations"),
-        ("pp=4", {"accumulate": 2}, "the parts of a batch in pipelines are --microbatches"),
-        ("dp=4", {"batch_rows": 6}, "takes a batch's rows in 4 parts, and --batch-rows is 6"),
+        ("dp=4", {"compile": "block", "remat": "selective"}, "--remat selective selects single operations"),
+        ("pp=4", {"accumulate": 2}, "a pipeline accumulates over --microbatches"),
+        ("dp=4", {"batch_rows": 6}, "splits the rows of a batch over 4 ranks, and --batch-rows is 6"),
         ("dp=4", {"schedule": "GPipe"}, "--schedule GPipe is for pipelines, and --mesh dp=4 has none"),
         ("dp=4", {"sequence": True}, "--sequence is for tensor parallelism, and --mesh dp=4 has none"),
         ("tp=4", {"order": "mask"}, "--order mask is for context parallelism, and --mesh tp=4 has none: leave it out"),
         ("cp=4", {"virtual": 2}, "--virtual 2 is for pipelines, and --mesh cp=4 has none"),
         ("cp=4", {"context": "ring", "compile": "block"}, 'context="ring" asks the host'),
         ("pp=4", {"schedule": "GPipes"}, "--schedule GPipes is not one of GPipe, 1F1B, "),
-        ("pp=2,dp=2", {"microbatches": 3}, "--microbatches 3 does not divide the 2 rows that a stage has of a batch"),
+        ("pp=2,dp=2", {"microbatches": 3}, "--microbatches 3 does not divide the 2 rows of a batch that a stage has"),
     ],
 )
 def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
@@ -538,38 +539,39 @@ def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
     names = ("schedule", "virtual", "microbatches", "context", "order", "sequence")
     flags = {name: settings.pop(name) for name in names if name in settings}
     with pytest.raises(UserError, match=re.escape(said)):
-        checked(mesh, Settings(**settings), **flags)
+        resolve_mesh(mesh, Settings(**settings), **flags)
 
 
 def test_flags_beside_the_mesh_are_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     told = {"sequence": True, "order": "head_tail", "schedule": "LoopedBFS", "virtual": 3}
-    found = checked("pp=2,cp=2,tp=2", Settings(), context="ring", microbatches=2, **told)
-    assert found == Sharing(Mesh(pp=2, cp=2, tp=2), Strategy(context="ring", **told), 2)
+    found = resolve_mesh("pp=2,cp=2,tp=2", Settings(), context="ring", microbatches=2, **told)
+    assert found == MeshSetup(Mesh(pp=2, cp=2, tp=2), Strategy(context="ring", **told), 2)
     unsaid = dict.fromkeys(told) | {"sequence": False}
-    assert checked("cp=8", Settings(), context="ulysses", **unsaid).strategy == Strategy(context="ulysses", order=None)
-    assert checked("cp=8", Settings(), context=None, **unsaid).strategy == Strategy()
+    ulysses = resolve_mesh("cp=8", Settings(), context="ulysses", **unsaid)
+    assert ulysses.strategy == Strategy(context="ulysses", order=None)
+    assert resolve_mesh("cp=8", Settings(), context=None, **unsaid).strategy == Strategy()
 
 
 @pytest.mark.parametrize(
-    ("sharing", "said"),
+    ("mesh_setup", "said"),
     [
-        (Sharing(Mesh(cp=4)), "takes a row's tokens in 4 parts, and a row has 30"),
-        (Sharing(Mesh(tp=3)), "--mesh tp=3: .*not a multiple of 3"),
+        (MeshSetup(Mesh(cp=4)), "splits the tokens of a row over 4 ranks, and a row has 30"),
+        (MeshSetup(Mesh(tp=3)), "--mesh tp=3: .*not a multiple of 3"),
         (
-            Sharing(Mesh(cp=2), Strategy(order="head_tail")),
+            MeshSetup(Mesh(cp=2), Strategy(order="head_tail")),
             "--mesh cp=2: head-tail order on 2 ranks needs",
         ),
-        (Sharing(Mesh(tp=2, cp=2), Strategy(context="ulysses")), "--context ulysses deals out heads, and --mesh "),
-        (Sharing(Mesh(pp=2), Strategy(virtual=2), 4), "--mesh pp=2: virtual is 2; 1F1B has 1 stages per rank"),
-        (Sharing(Mesh(pp=3), microbatches=4), "--mesh pp=3: 3 ranks .* more than the model's 2 layers"),
-        (Sharing(Mesh(pp=2)), "--mesh pp=2: 1F1B needs at least as many microbatches as stages, 2, not 1"),
-        (Sharing(Mesh(tp=2)), "--mesh tp=2: .*leave it out of the targets of --lora r=2,targets=lm_head"),
+        (MeshSetup(Mesh(tp=2, cp=2), Strategy(context="ulysses")), "--context ulysses distributes heads, and --mesh "),
+        (MeshSetup(Mesh(pp=2), Strategy(virtual=2), 4), "--mesh pp=2: virtual is 2; 1F1B has 1 stages per rank"),
+        (MeshSetup(Mesh(pp=3), microbatches=4), "--mesh pp=3: 3 ranks .* more than the model's 2 layers"),
+        (MeshSetup(Mesh(pp=2)), "--mesh pp=2: 1F1B needs at least as many microbatches as stages, 2, not 1"),
+        (MeshSetup(Mesh(tp=2)), "--mesh tp=2: .*leave it out of the targets of --lora r=2,targets=lm_head"),
     ],
 )
-def test_a_model_that_does_not_divide_is_named(sharing: Sharing, said: str) -> None:
+def test_a_model_that_does_not_divide_is_named(mesh_setup: MeshSetup, said: str) -> None:
     config = llama.Config(64, 16, 24, 2, 4, 2, max_position_embeddings=30)
     settings = with_optimizer_defaults(Settings(lora="r=2,targets=lm_head", dtype="float32"))
-    check_fit(Sharing(Mesh(cp=2), Strategy(context="ulysses", order=None)), settings, config)
+    check_model_fits(MeshSetup(Mesh(cp=2), Strategy(context="ulysses", order=None)), settings, config)
     with pytest.raises(UserError, match=said):
-        check_fit(sharing, settings, config)
+        check_model_fits(mesh_setup, settings, config)

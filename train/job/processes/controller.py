@@ -1,12 +1,11 @@
-"""Several processes for one run: the first leads, the others do what it does.
+"""Single-controller training: rank 0 runs the job and broadcasts commands, which all ranks execute together.
 
-    torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh pp=2,fsdp=2   # without -- it takes --run for its own
+    torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh pp=2,fsdp=2   # without --, torchrun takes --run
 
-The first process alone reads text, prints, and keeps the run folder. What all must do together (a step, a loss, a save)
-are methods of `Member`, and before it calls one the first tells the others which, and with what: so that they need no
-text and no folder but those of checkpoints, of which each reads its part, and are never at another place of the program
-than it. A mistake of the user is found by the first before the others have begun; whatever else ends one process ends
-all.
+Rank 0 alone reads text, prints, and writes the run folder. Collective work (a step, a loss, a save) is a method of
+`Worker`: rank 0 broadcasts its name and arguments, then all ranks call it. The other ranks need no text, only
+checkpoints, of which each reads its shards, and cannot diverge from rank 0. User errors are found by rank 0 before the
+others start to work; any other failure of one process ends all.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from train.command_line import main_job, sentence
 from train.data.rows import Batch
-from train.dist.torchrun import world
+from train.dist.torchrun import rank_and_world_size
 from train.state import State
 
-from .launch import patiently
-from .worker import Member, Work
+from .launch import with_long_timeout
+from .worker import Worker, WorkerConfig
 
 Message = tuple[str, tuple[Any, ...]]
 
 
-class Team:
-    """The first process' view: what a Member can, done by all."""
+class Controller:
+    """Rank 0's handle on all ranks: runs methods of `Worker` on every rank, itself included."""
 
-    def __init__(self, work: Work, *, fresh: bool) -> None:
-        with _acting():
-            _send(("work", (work,)))
-            self._member = Member(work)
-        self.state: State = self.do("begin", fresh)
+    def __init__(self, config: WorkerConfig, *, fresh: bool) -> None:
+        with _wrap_failures():
+            _send(("setup", (config,)))
+            self._worker = Worker(config)
+        self.state: State = self.do("initialize", fresh)
 
-    def do(self, act: str, *args: Any) -> Any:
-        """As the Member's. ActFailed where it raises: the others may be in the middle of the act, or fail as well."""
-        with _acting():
-            _send((act, args))
-            return getattr(self._member, act)(*args)
+    def do(self, command: str, *args: Any) -> Any:
+        """Calls `Worker.<command>` on all ranks. CommandFailed where it raises: others may hang or fail in it too."""
+        with _wrap_failures():
+            _send((command, args))
+            return getattr(self._worker, command)(*args)
 
     def loss(self, _: Tree, batch: Batch, *, layout: Any = None) -> tuple[Tensor, Tensor]:
-        """As a Job's: of the parameters that the processes hold."""
+        """(sum, count) of the loss, with the parameters that the workers hold; the first argument is ignored."""
         found: tuple[Tensor, Tensor] = self.do("loss", batch)
         return found
 
@@ -59,29 +58,29 @@ class Team:
         return found
 
 
-class ActFailed(BaseException):
-    """What an act of all has raised in the first process. No Exception: nothing between here and `lead` goes on."""
+class CommandFailed(BaseException):
+    """Carries what a collective command raised on rank 0. A BaseException, so that only `lead` handles it."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 @contextmanager
-def _acting() -> Iterator[None]:
+def _wrap_failures() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        raise ActFailed(error) from error
+        raise CommandFailed(error) from error
 
 
 def lead(run: Callable[[], int]) -> int:
-    """`run` in the first process, and its exit code in all. UserError where another process has ended.
+    """Runs `run` on rank 0 and returns its exit code, which ends the others too. UserError where one of them ended.
 
-    The others are told of an end where they listen, between two acts. Within one they see that this process goes.
+    Between two commands the others receive the end as a message; within one they notice that this process ends.
     """
     try:
         code = run()
-    except ActFailed as failed:
+    except CommandFailed as failed:
         error = failed.error
     except BaseException:
         _end(2)  # what a UserError becomes
@@ -89,49 +88,49 @@ def lead(run: Callable[[], int]) -> int:
     else:
         _end(code)
         return code
-    if lost := loss_of_another(error):
+    if lost := peer_failure(error):
         raise UserError(f"another process of the run has ended or hangs, and so this one ends: {lost}") from error
     raise error
 
 
 def _end(code: int) -> None:
-    with suppress(RuntimeError):  # they are gone
+    with suppress(RuntimeError):  # the others have ended
         _send(("end", (code,)))
 
 
-def loss_of_another(error: BaseException | None) -> str | None:
-    """What it, or what it came of, says of the connection with another process; None where that is not its matter."""
+def peer_failure(error: BaseException | None) -> str | None:
+    """The message of a lost connection to another rank in the exception chain of `error`; None where there is none."""
     words = ("gloo", "pair closure", "timed out")
     while error is not None:
-        said = str(error)
+        message = str(error)
         if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(word in said.lower() for word in words)
+            isinstance(error, RuntimeError) and any(word in message.lower() for word in words)
         ):
-            return said.partition(". This is typically")[0]  # gloo's guesses
+            return message.partition(". This is typically")[0]  # without gloo's guesses
         error = error.__cause__ or error.__context__
     return None
 
 
 def follow(limit: datetime.timedelta | None) -> int:
-    """What all processes but the first do. Returns the exit code that the first one tells. limit: see `joined`."""
-    member: Member | None = None
-    # it is the first that is asked to stop
+    """The loop of all ranks but 0: executes commands; returns rank 0's exit code. limit: of `process_group`."""
+    worker: Worker | None = None
+    # rank 0 handles requests to stop
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         while True:
-            with patiently(limit):
-                act, args = _receive()
-            if act == "end":
+            with with_long_timeout(limit):
+                command, args = _receive()
+            if command == "end":
                 code: int = args[0]
                 return code
-            if act == "work":
-                member = Member(*args)
+            if command == "setup":
+                worker = Worker(*args)
             else:
-                getattr(member, act)(*args)
-    except Exception as error:  # whatever it is ends this process, with a sentence, and so the run
-        lost = loss_of_another(error)
+                getattr(worker, command)(*args)
+    except Exception as error:  # any failure ends this process, and so the run
+        lost = peer_failure(error)
         what = f"ends, for another has ended or hangs: {lost}" if lost else f"has failed: {str(error) or repr(error)}"
-        said = sentence(f"process {world()[0]} of the run {what}")
+        said = sentence(f"process {rank_and_world_size()[0]} of the run {what}")
         print(f"{main_job()}: {said}", file=sys.__stderr__, flush=True)
         return 1
     finally:

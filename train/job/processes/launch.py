@@ -1,4 +1,4 @@
-"""How the processes that torchrun has started find each other: once, and anew after one of them has ended."""
+"""Process group of a run: rendezvous of the processes, also after a restart, and their timeouts."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from torch.distributed.rendezvous import rendezvous
 
 from fnmodels.errors import UserError
 from train.command_line import main_job, sentence
-from train.dist.torchrun import world
+from train.dist.torchrun import rank_and_world_size
 from train.parallel.mesh import warn_of_group
 
-JOINING = datetime.timedelta(seconds=60)  # for all to find each other
-PATIENCE = datetime.timedelta(hours=2)  # for what the first one does alone, as reading text
+JOIN_TIMEOUT = datetime.timedelta(seconds=60)  # for the rendezvous of all processes
+LONG_TIMEOUT = datetime.timedelta(hours=2)  # for what rank 0 does alone, such as reading text
 
 
 @contextmanager
-def joined(limit: datetime.timedelta) -> Iterator[datetime.timedelta | None]:
-    """In a process group of all that torchrun has started; in that which there is where somebody has made one.
+def process_group(limit: datetime.timedelta) -> Iterator[datetime.timedelta | None]:
+    """Creates a gloo process group of all processes, unless the caller has initialized one.
 
-    limit: how long they wait for one that hangs; where it ends, that is noticed at once. Yields it, or None where the
-    group is somebody else's, whose limits rule.
+    limit: the timeout for a process that hangs; one that ends is noticed at once. Yields it, or None where the group is
+    the caller's and keeps its own timeouts. UserError where a process does not join.
     """
     if dist.is_initialized():
         warn_of_group()
         yield None
         return
-    rank, processes = world()
+    rank, processes = rank_and_world_size()
     try:
-        # Its key-value store lets all wait for each other for a shorter time than they do afterwards.
-        store = _met(rank, processes)
+        # The rendezvous has a shorter timeout than later collectives.
+        store = _rendezvous(rank, processes)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=limit)
     except (RuntimeError, ValueError) as error:
         reason = f"process {rank} of {processes} could not join the others: {error}"
-        if rank:  # the first may not be there to say it
+        if rank:  # rank 0 may not be running to report it
             print(f"{main_job()}: {sentence(reason)}", file=sys.__stderr__, flush=True)
         raise UserError(reason) from error
     try:
@@ -49,33 +49,33 @@ def joined(limit: datetime.timedelta) -> Iterator[datetime.timedelta | None]:
 
 
 @contextmanager
-def patiently(limit: datetime.timedelta | None) -> Iterator[None]:
-    """For a message that comes when the first process has done what it does alone. limit: as `joined` yields it."""
+def with_long_timeout(limit: datetime.timedelta | None) -> Iterator[None]:
+    """Raises the timeout for a message that rank 0 sends after work it does alone. limit: of `process_group`."""
     if limit is None:
         yield
         return
-    set_limit(max(limit, PATIENCE), dist.group.WORLD)
+    set_timeout(max(limit, LONG_TIMEOUT), dist.group.WORLD)
     yield
-    set_limit(limit, dist.group.WORLD)
+    set_timeout(limit, dist.group.WORLD)
 
 
-def set_limit(limit: datetime.timedelta, *groups: dist.ProcessGroup | None) -> None:
-    """How long this process waits in these groups from now on: meshes are made with torch's half an hour."""
+def set_timeout(limit: datetime.timedelta, *groups: dist.ProcessGroup | None) -> None:
+    """Sets the timeout of this process in these groups; those of a new mesh have torch's default of 30 minutes."""
     for group in groups:
         if group is not None:
             group.set_timeout(limit)
 
 
-def _met(rank: int, processes: int) -> Store:
-    """The store of all processes, once all are there. ValueError, RuntimeError (DistError) where they do not come."""
-    found, *_ = next(rendezvous("env://", rank, processes, timeout=JOINING))
-    # torchrun keeps the store when it starts the processes anew, and with it the addresses of those that are gone.
+def _rendezvous(rank: int, processes: int) -> Store:
+    """The key-value store of all processes, after all have joined. ValueError or RuntimeError where one does not."""
+    found, *_ = next(rendezvous("env://", rank, processes, timeout=JOIN_TIMEOUT))
+    # torchrun keeps the store over restarts, with the addresses of processes that have ended: hence a prefix.
     store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
     keys = {f"here {other}": other for other in range(processes)}
     store.set(f"here {rank}", "")
     try:
-        store.wait(list(keys), JOINING)
+        store.wait(list(keys), JOIN_TIMEOUT)
     except dist.DistError as error:
         missing = ", ".join(str(other) for key, other in keys.items() if not store.check([key]))
-        raise ValueError(f"of them {missing} did not come in {JOINING.total_seconds():g} seconds") from error
+        raise ValueError(f"of them {missing} did not come in {JOIN_TIMEOUT.total_seconds():g} seconds") from error
     return store

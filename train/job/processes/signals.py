@@ -1,4 +1,4 @@
-"""Ctrl-C, and SIGTERM, as a request that the loop answers between two steps."""
+"""Stop requests: SIGINT (Ctrl-C) and SIGTERM are noted, and the training loop stops between two steps."""
 
 import os
 import signal
@@ -12,25 +12,25 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Yields asked(). The first signal only asks; a second one ends the process as if nobody listened."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may listen to signals
+    """Yields stop_requested(). The first signal only sets it; a second one has its default effect."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set signal handlers
         yield lambda: False
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    asked = threading.Event()
+    stop_requested = threading.Event()
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.set()
+    def request(number: int, frame: FrameType | None) -> None:
+        stop_requested.set()
         restore()
         os.write(2, b"\nstopping after this step, then saving; once more to stop at once\n")  # print is not reentrant
 
     for number in SIGNALS:
-        signal.signal(number, ask)
+        signal.signal(number, request)
     try:
-        yield asked.is_set
+        yield stop_requested.is_set
     finally:
         restore()
