@@ -1,4 +1,4 @@
-"""Wrappers around the model's layers: what is recomputed in the backward pass, and what is compiled.
+"""`layer_fn` wrappers for rematerialization (recomputing activations in the backward pass) and compilation.
 
     wrap = layer_fn("selective", "block")
     logits = fnmodels.forward(params, *inputs, config=config, layer_fn=wrap)
@@ -21,7 +21,7 @@ from fnmodels.options import Block, LayerFn
 
 
 def layer_fn(remat: str, compile: str) -> LayerFn | None:
-    """The wrapper around each kind's block, arguments as in `make_step`; None where there is nothing to wrap."""
+    """The wrapper around each kind's block, arguments as in `make_step`; None if there is nothing to wrap."""
     kind, _, number = remat.partition(":") if isinstance(remat, str) else ("", "", "")
     counts = kind == "every" and number.isascii() and number.isdecimal()
     if remat not in ("none", "full", "selective") and not counts:
@@ -45,7 +45,7 @@ def layer_fn(remat: str, compile: str) -> LayerFn | None:
 
 
 def _every(block: Block, every: int) -> Block:
-    """Checkpoints every Nth call of one forward: `layer_fn` is called anew in each, and layers run in order."""
+    """Checkpoints every Nth call of one forward: `layer_fn` is called once per forward, and layers run in order."""
     calls: Counter[str] = Counter()
 
     def run(*args: Any, **more: Any) -> Any:
@@ -56,9 +56,9 @@ def _every(block: Block, every: int) -> Block:
 
 
 def _selective(block: Block, *, graph: bool = False) -> Block:
-    """Keeps what is dear to compute, the results of matmuls and attention; recomputes norms, rotary and activations.
+    """Keeps what is expensive, the results of matmuls and attention; recomputes norms, rotary and activations.
 
-    graph: the block is to be compiled, where large products are an operator of ours (`fnmodels.ops.linear`).
+    graph: the block will be compiled, and then large products are an operator of ours (`fnmodels.ops.linear`).
     """
     saved = costly_operators()
     if graph:
@@ -72,8 +72,8 @@ def _selective(block: Block, *, graph: bool = False) -> Block:
 def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:
     """torch.compile of a block, made once for equal blocks.
 
-    Every forward binds its blocks anew (functools.partial of the family's block with config, kind, kernel and layout),
-    and each torch.compile of such an object would start over; what is bound is hashable, so equal ones can share.
+    Every forward binds new blocks (functools.partial of the family's block with config, kind, kernel and layout), and
+    torch.compile of each would start over; the bound values are hashable, so equal blocks share one.
     """
     made: dict[Any, Block] = {}
 

@@ -1,4 +1,4 @@
-"""The whole of a training run between two steps."""
+"""`State`: step, parameters and optimizer state of a training run between two steps."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class State:
     opt_state: Tree
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Python asks here only for what is missing: a field that `consume` took away, or a slip of the pen.
+        # Python calls this only for missing attributes: a field that `consume` deleted, or a typo.
         if name in {field.name for field in fields(self)}:
             raise RuntimeError(
                 "This State was used up by a step with inplace=True, which writes new values into its tensors: "
-                "go on with the State that the step returned, or make the step with inplace=False."
+                "continue with the State that the step returned, or make the step with inplace=False."
             )
         raise AttributeError(f"A State has step, params and opt_state, no {name!r}.")
 
 
 def init_state(params: Tree, optimizer: Optimizer) -> State:
-    """A State at step 0. It copies the parameters, so that steps in place never write into the caller's tensors.
+    """A State at step 0. It copies the parameters, so that in-place steps never write into the caller's tensors.
 
-    Of DTensors the moments are DTensors too, placed alike. ValueError for one tensor at two paths, which would be two
-    from here on: a tie is one leaf.
+    If parameters are DTensors, so are the moments, placed alike. ValueError for one tensor at two paths, which would
+    become two: a tied weight is one leaf.
     """
     seen: dict[int, str] = {}
     for path, leaf in tree.flatten(params).items():

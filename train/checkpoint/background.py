@@ -1,4 +1,4 @@
-"""Saving while the next steps are made: the step waits for a copy, a thread does the rest."""
+"""Background saves: the step waits for a copy of the state, and a thread writes it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .saved_steps import plain
 
 
 class Saver:
-    """Calls `write(tree, *rest)` in a thread, on a copy in the memory of the host.
+    """Calls `write(tree, *rest)` in a thread, on a copy in host memory.
 
         with Saver(write) as saver:
             for step in ...:
-                saver.check()  # raises what the save under way has failed with
+                saver.check()  # raises the error of the last save, if it failed
                 ...
-                saver.save(state, ...)  # returns once the copy is made: the state may be written to again
+                saver.save(state, ...)  # returns once the copy is made: the state may be overwritten
 
-    The copy's memory stays for the next one, for getting it anew would cost twice the time. One save at a time: `save`
-    waits for the one before where that is not finished, so that a slow disk costs time and never memory. Leaving the
-    block waits too, and raises the failure of the last save.
+    The buffer of the copy is reused, because allocating it again would double the time. There is one save at a time:
+    `save` waits for the previous one, so that a slow disk costs time and never memory. Leaving the block waits too, and
+    raises the error of the last save.
     """
 
     def __init__(self, write: Callable[..., object]) -> None:
@@ -41,25 +41,27 @@ class Saver:
         self._running = self._pool.submit(self._write, self._copied(state), *rest)
 
     def check(self) -> None:
-        """Raise what the save under way has failed with, if it has; never waits."""
+        """Raises the error of the current save if it has failed; never waits."""
         if self._running is not None and self._running.done():
             self.wait()
 
     def wait(self) -> None:
-        """Until the save under way is finished; raises what it has failed with."""
+        """Waits until the current save is finished; raises its error."""
         if self._running is not None:
             try:
                 self._running.result()
             finally:
-                if self._running.done():  # else it was Ctrl-C that ended the waiting
+                if self._running.done():  # else Ctrl-C ended the wait
                     self._running = None
 
     @torch.no_grad()
     def _copied(self, state: Tree) -> Tree:
         flat = tree.flatten(state)
         for path, leaf in flat.items():
-            if not plain(leaf):  # of DTensors, the thread's messages would meet those of the steps
-                raise TypeError(f"{path} is of type {type(leaf).__name__}; a thread can save plain tensors alone.")
+            if not plain(leaf):  # with DTensors, the thread's collectives would interleave with those of the steps
+                raise TypeError(
+                    f"{path} is of type {type(leaf).__name__}; a background save supports plain tensors only."
+                )
         if [*map(_kind, self._buffers.items())] != [*map(_kind, flat.items())]:
             self._buffers = {
                 path: torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for path, leaf in flat.items()
@@ -77,8 +79,8 @@ class Saver:
             elif isinstance(error, Exception):
                 try:
                     self.wait()
-                except Exception as second:  # the first error is what the caller must see, and it carries this one
-                    error.add_note(f"And the save under way failed: {second}")
+                except Exception as second:  # the caller must see the first error; it carries this one as a note
+                    error.add_note(f"The save in progress failed too: {second}")
         finally:
             self._pool.shutdown(wait=False)
 

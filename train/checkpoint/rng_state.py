@@ -1,8 +1,9 @@
-"""The states of the global random generators as a tree of tensors, to be saved beside a State by who draws from them.
+"""The states of the global random generators as a tree of tensors, to be saved beside a State by programs that use
+them.
 
-Nothing in fnmodels does: initial values come from (seed, path), batches from (seed, step). A loss with dropout, or data
-that are shuffled as they come, does; its resumed run repeats the bits of one that was never stopped if it saves
-`{"state": state, "random": random_state()}` and gives the latter back.
+Nothing in fnmodels uses them: initial values come from (seed, path), batches from (seed, step). A loss with dropout, or
+streamed and shuffled data, does; its resumed run equals an uninterrupted one bit for bit if it saves
+`{"state": state, "random": random_state()}` and restores the latter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of torch on the CPU and, where it is in use, on each CUDA device; of Python's `random`; of NumPy's global one."""
+    """The states of torch on the CPU and each CUDA device in use, of Python's `random`, and of NumPy's global one."""
     _, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is meant
     if kind != "MT19937":
@@ -33,7 +34,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Puts the generators where `random_state` found them. ValueError where the devices are not the same number."""
+    """Restores the generators to a `random_state()`. ValueError if the number of CUDA devices differs."""
     cuda = [state[name] for name in sorted(state, key=lambda name: (len(name), name)) if name.startswith("cuda")]
     if cuda and len(cuda) != torch.cuda.device_count():
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The steps of a run on disk: one folder each, complete or absent, verified before it is used.
+"""Saved steps of a run: one folder each, complete or absent, verified before use.
 
     FOLDER/step-00000100/state.safetensors         every tensor of a tree, by its dotted path
-                         progress.json             the step, and what the caller says beside: counters, data position
+                         progress.json             the step, and the caller's JSON: counters, data position
                          fnmodels_manifest.json    sizes and digests of the two
 
     train.checkpoint.save("run/steps", int(state.step), state, {"tokens": seen}, keep=2)
@@ -9,11 +9,10 @@
     state = train.checkpoint.load(found, like=state)
 
 A step is written into a folder `.saving-*` beside the others, flushed and recorded there, then renamed: the rename is
-the commit, so that a kill at any moment leaves this step whole or absent, and every older one as it was. A saved step
-is never written into. Tensors and JSON only: nothing that is read back is a pickle.
+the commit, so that a kill at any moment leaves this step complete or absent, and every older one unchanged. A saved
+step is never overwritten. It contains tensors and JSON only: nothing that is read back is a pickle.
 
-Trees whose leaves are spread over processes: see train/checkpoint/sharded.py, which puts other files into the same
-folder.
+For trees of DTensors see train/checkpoint/sharded.py, which puts other files into the same folder.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved step that was complete and unchanged when it was looked at."""
+    """A saved step that was complete and unchanged when it was verified."""
 
     path: Path
     step: int
@@ -61,7 +60,7 @@ class Checkpoint:
 
 
 def steps(folder: Folder) -> list[int]:
-    """The steps that are saved in `folder`, ascending; none is opened."""
+    """The numbers of the steps saved in `folder`, ascending; none is opened."""
     path = Path(folder)
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
@@ -80,13 +79,13 @@ def save(
     keep: int | None = None,
     keep_every: int | None = None,
 ) -> Path:
-    """Save the tensors of `state` (any tree) and `progress` (JSON) as a step, durable at the return. The same bytes for
-    the same values.
+    """Saves the tensors of `state` (any tree) and `progress` (JSON) as a step, durable on return. The same values give
+    the same bytes.
 
-    keep: how many of the newest steps stay, None for all; keep_every: those divisible by it stay beside them. A damaged
+    keep: how many of the newest steps are kept, None: all; keep_every: those divisible by it are kept too. A damaged
     step does not count, so that keep=2 always leaves one to fall back to: keep - 1 older steps are read for that.
-    FileExistsError: this step, or a later one, is there already. BlockingIOError: another process is saving there.
-    OSError: the disk is full or broken; older steps are as they were.
+    FileExistsError: this step, or a later one, exists already. BlockingIOError: another process is saving there.
+    OSError: the disk is full or broken; older steps are unchanged.
     """
     tensors = _outgoing(state)
     with commit(folder, step, progress, keep=keep, keep_every=keep_every) as temporary:
@@ -103,9 +102,9 @@ def commit(
     keep: int | None = None,
     keep_every: int | None = None,
 ) -> Iterator[Path]:
-    """A folder to be filled with the state's files, of whatever kind, which becomes the step at the end. As in `save`.
+    """A folder to be filled with the state's files, of any kind, which becomes the step at the end. As in `save`.
 
-    Where the block raises, nothing is left of it.
+    If the block raises, nothing of it remains.
     """
     _check_retention(keep, keep_every)
     folder, text = Path(folder), _text(step, progress or {})
@@ -135,7 +134,7 @@ def _prune(folder: Path, newest: int, keep: int, keep_every: int | None) -> None
         good += _is_good(folder, older.pop())
     for step in older:
         if not (keep_every and step % keep_every == 0):
-            gone = folder / f"{STAGING}gone-{step}"  # a kill while it is removed must not leave half a step
+            gone = folder / f"{STAGING}gone-{step}"  # a kill during the removal must not leave half a step
             os.rename(_path(folder, step), gone)
             shutil.rmtree(gone)
 
@@ -149,7 +148,7 @@ def _is_good(folder: Path, step: int) -> bool:
 
 
 def latest(folder: Folder) -> Checkpoint | None:
-    """The newest step that is complete and unchanged, or None; warns of each newer one that is not."""
+    """The newest complete and unchanged step, or None; warns about each newer one that is damaged."""
     found, problems = newest(folder)
     for problem in problems:
         warnings.warn(problem, stacklevel=2)
@@ -157,14 +156,14 @@ def latest(folder: Folder) -> Checkpoint | None:
 
 
 def newest(folder: Folder) -> tuple[Checkpoint | None, list[str]]:
-    """As `latest`, with a sentence for each newer step that cannot be used instead of the warnings."""
+    """As `latest`, with a message for each newer step that cannot be used instead of warnings."""
     problems: list[str] = []
     for step in reversed(steps(folder)):
         path = _path(Path(folder), step)
         try:
             return _opened(path, step), problems
         except (CheckpointError, OSError) as error:
-            # What a read error or a lost file did to one step, the one before may have escaped; a lack of rights not.
+            # A read error or a lost file may affect one step alone; missing permissions affect all.
             if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR):
                 raise
             why = error.strerror if isinstance(error, OSError) else str(error)
@@ -175,7 +174,7 @@ def newest(folder: Folder) -> tuple[Checkpoint | None, list[str]]:
 def _opened(path: Path, step: int) -> Checkpoint:
     verify(path)
     names = {PROGRESS, *(file.name for file in path.glob("*.safetensors"))}
-    if odd := names - read_manifest(path).keys():  # other files are no concern of the step: .DS_Store, somebody's notes
+    if odd := names - read_manifest(path).keys():  # other files are ignored: .DS_Store, notes
         raise FormatError(f"{path}: {' and '.join(sorted(odd))} is in the folder but not in its {MANIFEST}.")
     content = read_json(plain_file(path, PROGRESS))
     if not isinstance(content, dict) or content.get("step") != step or not isinstance(content.get("progress"), dict):
@@ -184,9 +183,9 @@ def _opened(path: Path, step: int) -> Checkpoint:
 
 
 def load(checkpoint: Checkpoint, like: Tree, *, device: torch.device | str | None = None) -> Tree:
-    """The saved tree, in memory of its own. `like` has its structure, shapes and dtypes; its values are not read.
+    """The saved tree, in owned memory. `like` has its structure, shapes and dtypes; its values are not read.
 
-    device: None puts each leaf where that of `like` is, or on the CPU where it is on the meta device.
+    device: None: each leaf goes to the device of that of `like`, or to the CPU if that is on the meta device.
     MismatchError names every leaf that differs from the file.
     """
     path, expected = checkpoint.path / STATE, tree.flatten(like)
@@ -217,7 +216,7 @@ def load(checkpoint: Checkpoint, like: Tree, *, device: torch.device | str | Non
 
 
 def set_aside(folder: Folder, after: int) -> list[Path]:
-    """Rename the steps later than `after`, so that a run may go on from there; returns where they are now."""
+    """Renames the steps later than `after`, so that a run may continue from there; returns their new paths."""
     folder, moved = Path(folder), []
     for step in steps(folder):
         if step > after:
@@ -235,7 +234,7 @@ def _check_retention(keep: int | None, keep_every: int | None) -> None:
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be None or a whole number from 1, not {value!r}.")
     if keep_every is not None and keep is None:
-        raise ValueError(f"keep_every={keep_every} says what stays beside the newest steps: give keep too.")
+        raise ValueError(f"keep_every={keep_every} says what is kept beside the newest steps: give keep too.")
 
 
 def _outgoing(state: Tree) -> dict[str, LazyTensor]:
@@ -261,7 +260,7 @@ def _unfit(path: str, leaf: Any) -> str | None:
 
 
 def plain(leaf: Any) -> bool:
-    """A tensor that is all there, unlike a DTensor."""
+    """Whether it is a plain tensor, unlike a DTensor."""
     return type(leaf) in (Tensor, torch.nn.Parameter)
 
 

@@ -1,14 +1,14 @@
-"""Saved steps of states whose leaves are spread over processes: as in `train.checkpoint`, called by all of them alike.
+"""Saved steps of states with DTensor leaves: as `train.checkpoint`, called by all processes alike.
 
     train.sharded.save("run/steps", step, state, keep=2)
     found = train.sharded.latest("run/steps")
     state = train.sharded.load(found, like=state)
 
-Leaves are DTensors, or plain tensors that are the same everywhere. Each process writes what it holds into a safetensors
-file of its own, by torch.distributed.checkpoint; the first one makes the manifest and the rename. A step is loaded on
-any other number of processes, one without a process group among them, and whichever of the two modules saved it.
-A guest whose mesh is a part of a larger group gives `group=`, that of its own processes, which then call alike.
-DCP's usual `.metadata` is a pickle: its Hugging Face form, which is used here, has its facts in the files' headers.
+Leaves are DTensors, or replicated plain tensors. Each process writes its shards into a safetensors file of its own, by
+torch.distributed.checkpoint (DCP); the first one writes the manifest and renames. A step can be loaded on any other
+number of processes, including one without a process group, whichever of the two modules saved it.
+A program whose mesh is a part of a larger group passes `group=`, that of its own processes, which then call alike.
+DCP's usual `.metadata` is a pickle: its Hugging Face form, used here, has the metadata in the files' headers.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def save(
     keep_every: int | None = None,
     group: Any = None,
 ) -> None:
-    """`train.checkpoint.save` by all processes of `group` at once, into a folder that all of them see.
+    """`train.checkpoint.save` by all processes of `group` together, into a folder that all of them see.
 
-    What one of them fails with, all raise, and nothing is left of the step. group: a ProcessGroup; None: of all.
-    ValueError for leaves that lie on other processes than these.
+    An error of one process is raised by all, and nothing of the step remains. group: a ProcessGroup; None: of all.
+    ValueError for leaves that are placed on other processes than these.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as write
@@ -57,7 +57,7 @@ def save(
     flat = tree.flatten(state)
     faults = [f"{path}: a {type(leaf).__name__}" for path, leaf in flat.items() if not isinstance(leaf, Tensor)]
     if faults:  # DCP would pickle them
-        raise ValueError(f"The tree cannot be saved, for only tensors can be:{as_lines(faults)}")
+        raise ValueError(f"The tree cannot be saved, because only tensors can be:{as_lines(faults)}")
     _check_group(flat, group)
     with ExitStack() as stack:
         opened = saved_steps.commit(folder, step, progress, keep=keep, keep_every=keep_every)
@@ -73,9 +73,9 @@ def latest(folder: Folder, *, group: Any = None) -> Checkpoint | None:
 
 
 def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:
-    """The saved tree, spread as `like` is, whose values are not read; what is meta there comes to the CPU.
+    """The saved tree, placed as `like` is, whose values are not read; leaves on the meta device go to the CPU.
 
-    Each process may ask for other leaves, as the stages of a pipeline do; together they must ask for all that is there.
+    Each process may load other leaves, as the stages of a pipeline do; together they must load all saved leaves.
     MismatchError names every leaf that differs. group: as in `save`.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -83,11 +83,11 @@ def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:
 
     _check_group(tree.flatten(like), group)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
         reader = HuggingFaceStorageReader(str(found.path))
 
         def kinds() -> Kinds:
-            there: dict[str, Any] = reader.read_metadata().state_dict_metadata  # of tensors alone, in these files
+            there: dict[str, Any] = reader.read_metadata().state_dict_metadata  # tensors only, in these files
             return {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}
 
         _compare(found.path, kinds, like, group)
@@ -98,20 +98,20 @@ def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:
 
 
 def _check_group(flat: dict[str, Any], group: Any) -> None:
-    """Others would be waited for, or would write into the same step."""
+    """ValueError unless the leaves are on the processes of `group`: others would hang, or write into the same step."""
     everyone = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
     for path, leaf in flat.items():
         ranks = leaf.device_mesh.mesh.flatten().tolist() if is_dtensor(leaf) else everyone
         if set(ranks) != set(everyone):
             raise ValueError(
-                f"{path} lies on the processes {sorted(ranks)}, and the group is of {sorted(everyone)}: give group=, "
-                "a process group of those on which the tree lies."
+                f"{path} is placed on the processes {sorted(ranks)}, and the group is of {sorted(everyone)}: give "
+                "group=, a process group of those on which the tree is placed."
             )
 
 
 def _compare(path: Path, kinds: Callable[[], Kinds], like: Tree, group: Any) -> None:
-    """An error, the same in all processes, where the files have not what these ask for, or one cannot read them."""
-    # DCP would cast another dtype, pass over what is not asked for, and tell of other shapes in a traceback.
+    """Raises the same error in all processes if the files lack an expected leaf, or a process cannot read them."""
+    # DCP would cast another dtype, ignore unexpected leaves, and report other shapes in a traceback.
     mine = {name: (leaf.dtype, leaf.shape) for name, leaf in tree.flatten(like).items()}
     found: Kinds = {}
     wrong = ""
@@ -119,18 +119,18 @@ def _compare(path: Path, kinds: Callable[[], Kinds], like: Tree, group: Any) -> 
         found = kinds()
     except Exception as error:  # raised below, in every process
         wrong = f"{type(error).__name__}: {error}"
-    told = [(mine, found, wrong)]
+    reports = [(mine, found, wrong)]
     if dist.is_initialized():  # stages of a pipeline have other leaves each
-        told *= dist.get_world_size(group)
-        dist.all_gather_object(told, (mine, found, wrong), group=group)
-    for rank, (_, _, wrong) in enumerate(told):
+        reports *= dist.get_world_size(group)
+        dist.all_gather_object(reports, (mine, found, wrong), group=group)
+    for rank, (_, _, wrong) in enumerate(reports):
         if wrong:
             raise OSError(f"Process {rank} of those that load {path} cannot read it: {wrong}")
-    expected = {name: kind for of_one, _, _ in told for name, kind in of_one.items()}
-    for rank, (_, other, _) in enumerate(told):
-        if other != told[0][1]:
+    expected = {name: kind for of_one, _, _ in reports for name, kind in of_one.items()}
+    for rank, (_, other, _) in enumerate(reports):
+        if other != reports[0][1]:
             raise OSError(f"Process {rank} sees other files in {path} than process 0: all must see the same folder.")
-    found = told[0][1]
+    found = reports[0][1]
     faults = [
         f"{name}: expected {_words(expected.get(name))}, found {_words(found.get(name))}"
         for name in sorted(expected.keys() | found.keys())
@@ -147,14 +147,14 @@ def _words(kind: tuple[torch.dtype, torch.Size] | None) -> str:
 
 
 def _by_first(action: Callable[[], T], group: Any) -> T:
-    """What `action` returns, or raises, in the first process: in all of the group."""
+    """Runs `action` in the first process; returns its result, or raises its error, in all of the group."""
     if not dist.is_initialized():
         return action()
     outcome: list = [None, None]
     if dist.get_rank(group) == 0:
         try:
             outcome[0] = action()
-        except Exception as error:  # raised below, in every process: the others would wait for ever otherwise
+        except Exception as error:  # raised below in every process; otherwise the others would wait forever
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
     if outcome[1] is not None:
@@ -163,7 +163,7 @@ def _by_first(action: Callable[[], T], group: Any) -> T:
 
 
 def _unwrap_errors(action: Callable[[], object]) -> None:
-    """DCP's error, which is no Exception and has tracebacks for a message, becomes that of the process which failed."""
+    """Raises the failed process' own error instead of DCP's, which is no Exception and has tracebacks for a message."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -1,20 +1,20 @@
-"""The one place that talks to other processes: linear maps between them, with their transposes as gradients.
+"""Collectives as linear maps over processes, with their transposes as gradients: the only file that sends tensors.
 
-    full = all_gather(part, 0, group)                     # backward: the sum over processes, each its part
+    full = all_gather(part, 0, group)                     # backward: reduce_scatter
     part = reduce_scatter(partial, 1, group)              # backward: all_gather
     x = enter(x, group); ...; y = leave(y, group)         # copy / sum, and sum / copy (Megatron's f and g)
-    part = take(x, 1, group); x = join(part, 1, group)    # own part / gather, and gather / own part
-    heads = all_to_all(x, group, split=2, join=1)         # Ulysses: from columns to heads, and back with 1 and 2
+    part = take(x, 1, group); x = join(part, 1, group)    # own shard / gather, and gather / own shard
+    heads = all_to_all(x, group, split=2, join=1)         # Ulysses: positions to heads, and back with 1 and 2
     rows = exchange(rows, sent, received, group)          # experts: uneven numbers of rows
 
 Each is an autograd.Function over plain tensors, with rules for jvp and vmap, and its backward is again one of them: so
-everything in torch.func goes through, forward over reverse among it. torch's functional collectives have neither; in
-graphs, where reverse mode is all there is, torch.compile puts these in the place of what is called here.
-Which of two gradients is meant has to be said: `leave` is for partial sums of one value whose consumers are the same
-in all processes (its gradient is there in full everywhere), `all_gather` for parts whose consumers differ (partial
-gradients, which are summed). `take` and `join` belong to the first kind: what is whole has its gradient in full.
+all of torch.func works, forward over reverse included. torch's functional collectives have neither rule; in compiled
+graphs, which support reverse mode only, torch.compile substitutes them for the calls here.
+There are two kinds of gradient, and the caller must choose: `leave` is for partial sums whose result all processes use
+in the same way (each has the full gradient), `all_gather` for shards whose result they use differently (each has a
+partial gradient, and these are summed). `take` and `join` are of the first kind: replicated values have full gradients.
 
-All processes of the group must call it alike, in the same order: check what may differ before.
+All processes of the group must make the same calls in the same order: check anything that may differ before.
 """
 
 from __future__ import annotations
@@ -28,65 +28,65 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Newer torch warns of the older names.
+# Newer torch deprecates the older names.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Everyone's x, equal in shape, joined along `dim`. Backward: summed over the processes, each gets its part.
+    """The x of all processes, equal in shape, joined along `dim`. Backward: `reduce_scatter`.
 
-    dtype: what is sent and returned; the gradients are summed in the wider of it and x's.
+    dtype: of the message and the result; gradients are summed in the wider of it and x's.
     """
     return _linear(x, _AllGather(dim % x.ndim, group, x.dtype, dtype or x.dtype))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The sum of everyone's x, of which each process gets its equal part along `dim`. Backward: `all_gather`."""
+    """The sum of x over processes, of which each gets its equal shard along `dim`. Backward: `all_gather`."""
     _check_parts(x, dim, group)
     return _linear(x, _ReduceScatter(dim % x.ndim, group, x.dtype, x.dtype))
 
 
 def enter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x, the same in all processes, each of which does something else with it. Backward: the sum of the gradients."""
+    """x, replicated, for different use in each process. Backward: the sum of the gradients."""
     return _linear(x, _Copy(group))
 
 
 def enter_all(xs: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """`enter` of each, of one dtype; backward in one message, in fp32 at least: these are parameters."""
+    """`enter` of each, all of one dtype; backward in one message, in fp32 at least, because these are parameters."""
     how = _EnterAllTraced if torch.compiler.is_compiling() else _EnterAll
     return list(how.apply(group, *xs)) if xs else []
 
 
 def leave(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of everyone's x, with which all do the same. Backward: the gradient, the same in all, as it is."""
+    """The sum of x over processes, for the same use in all. Backward: the identity."""
     return _linear(x, _Sum(group))
 
 
 def take(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Of x, the same in all processes, each takes its equal part along `dim`. Backward: the gradients, joined."""
+    """The equal shard along `dim` that each process takes of x, replicated. Backward: `join`."""
     _check_parts(x, dim, group)
     return _linear(x, _Take(dim % x.ndim, group))
 
 
 def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Everyone's x joined along `dim`, with which all do the same. Backward: each takes its part of the gradient."""
+    """The x of all processes joined along `dim`, for the same use in all. Backward: `take`."""
     return _linear(x, _Join(dim % x.ndim, group))
 
 
 def all_to_all(x: Tensor, group: ProcessGroup, *, split: int, join: int) -> Tensor:
-    """The r-th equal part of x along `split` goes to process r; what comes is joined along `join` in their order."""
+    """Sends the r-th equal part of x along `split` to process r; joins the received parts along `join`, by rank."""
     _check_parts(x, split, group)
     return _linear(x, _AllToAll(split % x.ndim, join % x.ndim, group))
 
 
 def exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """The first sent[0] rows of x go to process 0, the next sent[1] to 1, ...: received[r] rows come from process r.
+    """Sends the first sent[0] rows of x to process 0, the next sent[1] to 1, ...; receives received[r] rows from r.
 
-    The numbers are the host's, and sent[r] here must be received[here] there; either may be 0.
+    The counts are Python ints; sent[r] of this process must equal received[this process] of process r, and may be 0.
     """
     if sum(sent) != len(x):
-        raise ValueError(f"{sum(sent)} rows are to be sent, but there are {len(x)}.")
+        raise ValueError(f"sent adds up to {sum(sent)} rows, but x has {len(x)}.")
     return _linear(x, _Exchange(tuple(sent), tuple(received), group))
 
 
@@ -98,7 +98,7 @@ def _check_parts(x: Tensor, dim: int, group: ProcessGroup) -> None:
 
 @torch.no_grad()
 def summed(x: Tensor, *groups: ProcessGroup) -> Tensor:
-    """The sum of everyone's x over one group after the other, in x's dtype, without a gradient: counts, norms."""
+    """The sum of x over one group after the other, in x's dtype, without a gradient: for counts and norms."""
     total = x.detach().clone()
     for group in groups:
         dist.all_reduce(total, group=group)
@@ -107,7 +107,7 @@ def summed(x: Tensor, *groups: ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def maximum(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The largest of everyone's x, element by element, without a gradient."""
+    """The elementwise maximum of x over processes, without a gradient."""
     largest = x.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest
@@ -115,14 +115,14 @@ def maximum(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 @torch.no_grad()
 def broadcast(x: Tensor, source: int, group: ProcessGroup) -> Tensor:
-    """The x of process `source` of the group, in all of them; the others give one like it, which is written to."""
+    """The x of process `source` of the group, in all; the others pass a tensor like it, which is overwritten."""
     dist.broadcast(x, dist.get_global_rank(group, source), group=group)
     return x
 
 
 @torch.no_grad()
 def shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """x is on its way to the next process; the function returned waits for that of the one before. No gradient."""
+    """Starts sending x to the next process; the returned function waits for the previous process' x. No gradient."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
         return lambda: x
@@ -132,7 +132,7 @@ def shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     ways = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, came, before, group)]
     under_way = dist.batch_isend_irecv(ways)
 
-    def wait(kept: Tensor = sent) -> Tensor:  # what is sent must live until it has gone
+    def wait(kept: Tensor = sent) -> Tensor:  # keeps `sent` alive until it is sent
         for work in under_way:
             work.wait()
         return came
@@ -152,7 +152,7 @@ def _linear(x: Tensor, how: Linear) -> Tensor:
 
 
 class _Traced(torch.autograd.Function):
-    """Without a rule for jvp, for torch.compile takes no Function that has one."""
+    """Has no jvp rule, because torch.compile refuses Functions with one."""
 
     @staticmethod
     def forward(x: Tensor, how: Linear) -> Tensor:
@@ -323,7 +323,7 @@ class _Exchange:
 
 
 def _batched(how: Linear) -> tuple[Linear, int]:
-    """The same map of many x side by side, and the dimension along which these are."""
+    """The same map of a batch of x, as vmap needs it, and the batch dimension."""
     match how:
         case _Exchange():
             return how, 1  # rows stay first

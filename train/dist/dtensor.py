@@ -1,6 +1,6 @@
-"""DTensors as what they are made of: this process' part, and where the rest lies.
+"""DTensors taken apart into local shards and placements, and put together again.
 
-Functions of single leaves run on the parts. A DTensor would look for ways to place the result of each operation, and on
+Functions of single leaves run on local shards. A DTensor would search for placements of each operation's result, and on
 a mesh of six dimensions there are so many that one `clone` takes a second.
 """
 
@@ -19,18 +19,18 @@ from .collectives import all_gather
 
 
 def is_dtensor(leaf: Any) -> bool:
-    """Whether it is a DTensor, without importing what they are."""
+    """Whether it is a DTensor, without importing torch.distributed.tensor."""
     return hasattr(leaf, "to_local")
 
 
 def local_tree(values: Tree) -> Tree:
-    """The parts that this process holds, as plain tensors that share their memory; what is no DTensor as it is."""
-    with torch.no_grad():  # with gradients to_local would make a view of it
+    """The local shards, as plain tensors that share their memory; leaves that are no DTensors stay as they are."""
+    with torch.no_grad():  # with gradients enabled, to_local would return a view
         return tree.map(lambda leaf: leaf.to_local() if is_dtensor(leaf) else leaf, values)
 
 
 def placed_like(local: Tensor, leaf: Tensor) -> Tensor:
-    """`local` placed as `leaf` is; that itself where it holds the same tensor, `local` where it is no DTensor."""
+    """`local` as a DTensor placed as `leaf` is; `leaf` itself if it holds this tensor, `local` if it is no DTensor."""
     if not is_dtensor(leaf):
         return local
     from torch.distributed.tensor import DTensor
@@ -47,9 +47,9 @@ def placed_like(local: Tensor, leaf: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(leaf: Any) -> Tensor:
-    """All of a DTensor whose parts are equally large, in every process."""
+    """The full tensor of a DTensor with equal shards, in every process."""
     x: Tensor = leaf.to_local()
-    for index in reversed(range(leaf.device_mesh.ndim)):  # the last dimension divided what the others left
+    for index in reversed(range(leaf.device_mesh.ndim)):  # the last mesh dimension sharded what the others left
         placement = leaf.placements[index]
         if placement.is_shard() and leaf.device_mesh.size(index) > 1:
             x = all_gather(x, placement.dim, leaf.device_mesh.get_group(index))
@@ -57,21 +57,21 @@ def full_tensor(leaf: Any) -> Tensor:
 
 
 def map_local(function: Callable[[Tensor], Tensor], values: Tree) -> Tree:
-    """`tree.map` of a function that keeps shapes, run on the parts."""
+    """`tree.map` of a function that keeps shapes, run on local shards."""
     return tree.map(lambda local, leaf: placed_like(function(local), leaf), local_tree(values), values)
 
 
 def like_params(opt_state: Tree, params: Tree) -> Tree:
-    """An optimizer's state, made of the parts of `params`: leaves at a parameter's path are placed as that is.
+    """Places an optimizer's state, made from local shards of `params`: leaves at a parameter's path go where it is.
 
-    So is "exp_avg.layers.0.norm" as "layers.0.norm"; leaves of another shape, as counts of steps, stay what they are.
+    "exp_avg.layers.0.norm" is placed as "layers.0.norm"; leaves of another shape, such as step counts, stay plain.
     """
-    spread = {path: leaf for path, leaf in tree.flatten(params).items() if is_dtensor(leaf)}
+    placed = {path: leaf for path, leaf in tree.flatten(params).items() if is_dtensor(leaf)}
     paths = iter(tree.flatten(opt_state))
 
     def one(local: Tensor) -> Tensor:
         words = next(paths).split(".")
-        of = next((spread[".".join(words[i:])] for i in range(len(words)) if ".".join(words[i:]) in spread), None)
+        of = next((placed[".".join(words[i:])] for i in range(len(words)) if ".".join(words[i:]) in placed), None)
         if of is None or local.shape != local_tree(of).shape:
             return local
         return placed_like(local, of)

@@ -1,11 +1,11 @@
-"""Between the stream, of which all processes of a group have the same, and the part of a layer that each has alone.
+"""Entry to and exit from a tensor-parallel region: the replicated residual stream outside, sharded layers inside.
 
-Two gradients are never mixed up, and everything follows from the place where a value is:
+Where a value is decides which gradient it has:
 
-    the stream   what lies between the sublayers. All processes compute the same with it; its gradient is there in full,
-                 the same everywhere. Under sequence parallelism each process has its columns of it instead.
-    inside       between `enter` and `leave`. Processes compute different things, also from values that are the same
-                 everywhere, whose gradients are therefore partial: `enter` adds them up.
+    residual stream   between sublayers. It is replicated, all processes compute the same with it, and each has the full
+                      gradient. Under sequence parallelism each process has its positions of it instead.
+    inside            between `enter` and `leave`. Processes compute different things, even from replicated values,
+                      whose gradients are therefore partial: `enter` sums them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import collectives
 
 @dataclass(frozen=True)
 class Region:
-    """One group of processes with the same tokens. sequence: the stream's columns are divided among them."""
+    """One group of processes with the same tokens. sequence: the residual stream is sharded along the sequence."""
 
     group: ProcessGroup
     rank: int
@@ -28,27 +28,27 @@ class Region:
     sequence: bool = False
 
     def enter(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The stream with all its tokens, inside; dim: that of the columns."""
+        """The residual stream with all positions, for use inside; dim: the sequence dimension."""
         return collectives.all_gather(x, dim, self.group) if self.sequence else collectives.enter(x, self.group)
 
     def leave(self, y: Tensor, dim: int = 1) -> Tensor:
-        """The sum over the processes, as part of the stream."""
+        """The sum over processes, as the residual stream (this process' positions of it)."""
         return collectives.reduce_scatter(y, dim, self.group) if self.sequence else collectives.leave(y, self.group)
 
     def cut(self, x: Tensor) -> Tensor:
-        """This process' part of the stream where it is there with all its tokens."""
+        """This process' positions of a residual stream with all positions."""
         return collectives.take(x, 1, self.group) if self.sequence else x
 
     def join(self, x: Tensor) -> Tensor:
-        """The stream with all its tokens, not inside: its gradient is there in full."""
+        """The residual stream with all positions, for use outside: its gradient is full, not partial."""
         return collectives.join(x, 1, self.group) if self.sequence else x
 
     def joined(self, logits: Tensor) -> Tensor:
-        """Everyone's part of the vocabulary [..., V / size], with which all do the same."""
+        """Full logits [..., V] from shards [..., V / size], for the same use in all processes."""
         return collectives.join(logits, -1, self.group)
 
     def shared(self, value: Tensor) -> Tensor:
-        """What is the same in all processes, a parameter say, for use inside."""
+        """A replicated value, such as a parameter, for use inside."""
         return collectives.enter(value, self.group)
 
     def all_shared(self, values: list[Tensor]) -> list[Tensor]:

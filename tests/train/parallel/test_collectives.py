@@ -137,7 +137,7 @@ def refusals() -> None:
         C.take(torch.zeros(2, 7), 1, group)
     with pytest.raises(ValueError, match=r"Dimension 1 of \[2, 7\] is not a multiple of the 2 processes"):
         C.all_to_all(torch.zeros(2, 7), group, split=1, join=0)
-    with pytest.raises(ValueError, match="3 rows are to be sent, but there are 4"):
+    with pytest.raises(ValueError, match="sent adds up to 3 rows, but x has 4"):
         C.exchange(torch.zeros(4, 1), [1, 2], [1, 2], group)
 
 
