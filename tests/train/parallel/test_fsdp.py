@@ -258,7 +258,7 @@ def save_beside(folder: str) -> bool:
     )
     made = tree.map(lambda leaf, how: how.distribute(leaf[how.local_box()] + number), whole, placements)
     path = Path(folder) / str(number)
-    with pytest.raises(ValueError, match=r"is placed on the processes \[[02], [13]\], and the group is of \[0, 1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"placed on the processes \[[02], [13]\], and the group is of \[0, 1, 2, 3\]"):
         sharded.save(path, 1, made)
     sharded.save(path, 1, made, group=group)
     found = sharded.latest(path, group=group)
