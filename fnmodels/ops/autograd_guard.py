@@ -1,8 +1,8 @@
-"""A sentence of ours where a fused kernel cannot be differentiated further.
+"""Guards that raise a clear error for transforms which a fused kernel does not support (jvp, double backward, vmap).
 
-Fused kernels have a backward, but no derivative of that backward, and no forward-mode derivative. Torch says so in
-terms of internal names, and in the case of a second backward long after the call. `first_order` is the identity on a
-kernel's inputs: an autograd node that knows which kernel it guards, and speaks when such a transform arrives at it.
+Fused kernels have a backward, but no double backward and no forward-mode derivative. Torch's own errors use internal
+names, and for a second backward come long after the call. `first_order` is the identity on a kernel's inputs: an
+autograd node that knows the name of the kernel and raises when such a transform reaches it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fnmodels.inputs.values import batched_gradient
 
 
 def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tensor, ...]:
-    """The tensors, in front of `kernel`: jvp, a second backward, and vmap=False also vmap, raise NotImplementedError.
+    """`tensors` unchanged; jvp, a second backward and (with vmap=False) vmap through them raise NotImplementedError.
 
-    kernel: one of attention's, or "grouped" for that of experts.
-    It costs 20 us where gradients are recorded. In a graph that is traced there is no node to speak later, so what is
-    active by then is asked for; a second derivative that is taken inside of compiled code meets torch's own error.
+    kernel: the name of the attention kernel that follows, or "grouped" or "loop" for experts.
+    It costs 20 us where gradients are recorded. A compiled graph has no such node, so active transforms are checked
+    while it is traced; a second derivative taken inside compiled code raises torch's own error.
     """
     if torch.compiler.is_compiling():
         from .torch_internals import transforms  # here, for making it imports dynamo
@@ -31,7 +31,7 @@ def first_order(kernel: str, *tensors: Tensor, vmap: bool = True) -> tuple[Tenso
         return tensors
     if vmap and not torch.is_grad_enabled():
         return tensors
-    return (_Guard if vmap else _Wall).apply(kernel, *tensors)
+    return (_Guard if vmap else _GuardAgainstVmap).apply(kernel, *tensors)
 
 
 def refuse(kernel: str) -> NoReturn:
@@ -43,14 +43,14 @@ def refuse(kernel: str) -> NoReturn:
 
 
 class FirstOrder(torch.autograd.Function):
-    """Base of the Functions of experts behind `first_order`, where no vmap and no jvp arrives. Keeps its inputs."""
+    """Base class of the experts' Functions, which run after `first_order`; saves its inputs for backward."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *given: Any) -> NoReturn:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
         refuse("loop")
 
     @staticmethod
@@ -59,7 +59,7 @@ class FirstOrder(torch.autograd.Function):
 
 
 class _Guard(torch.autograd.Function):
-    """Identity; its backward puts `_Stop` on the gradients, which a second backward meets before the kernel's own."""
+    """Identity whose backward passes the gradients through `_Stop`, which a second backward reaches first."""
 
     generate_vmap_rule = True
 
@@ -74,10 +74,10 @@ class _Guard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():  # no second backward is being prepared
+        if not torch.is_grad_enabled():  # no graph for a second backward is being recorded
             return (None, *grads)
         if any(g is not None and batched_gradient(g) for g in grads):
-            refuse(ctx.kernel)  # of slopes side by side (is_grads_batched) a second backward would miss `_Stop`
+            refuse(ctx.kernel)  # with is_grads_batched a second backward would not reach `_Stop`
         return (None, *(None if g is None else _Stop.apply(ctx.kernel, g) for g in grads))
 
     @staticmethod
@@ -85,8 +85,8 @@ class _Guard(torch.autograd.Function):
         refuse(ctx.kernel)
 
 
-class _Wall(_Guard):
-    """For kernels that vmap does not go through either."""
+class _GuardAgainstVmap(_Guard):
+    """`_Guard` for kernels that do not support vmap either."""
 
     generate_vmap_rule = False
 

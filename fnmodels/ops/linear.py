@@ -1,10 +1,10 @@
-"""Products with weights.
+"""Linear layers: F.linear, and oneDNN's matrix product for large fp32 products on a CPU.
 
-On a CPU torch leaves bf16 to oneDNN but fp32 to MKL, which is slower on AMD's processors: 82 to 89 GFLOP/s a core
-where oneDNN has 93 to 103, measured at 2,048 tokens and widths of 256 to 8,192, and 100 against 230 where there is
-AVX-512. These products are three quarters of a training step. So large ones, and their gradients, take the operator
-that Inductor emits for oneDNN; in graphs it stands behind one of ours (`linear_op`).
-`torch.backends.mkldnn.flags(enabled=False)` leaves all to MKL again.
+On a CPU torch runs bf16 products in oneDNN but fp32 products in MKL, which is slower on AMD processors: 82 to 89
+GFLOP/s per core against 93 to 103, measured at 2,048 tokens and widths of 256 to 8,192, and 100 against 230 with
+AVX-512. These products are three quarters of a training step. So large ones, and their gradients, call the operator
+that Inductor emits for oneDNN; in compiled graphs it is wrapped in a custom operator (`linear_op`).
+`torch.backends.mkldnn.flags(enabled=False)` switches back to MKL.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from .torch_internals import alone, in_graph, onednn_linear
 
 _ONEDNN = torch.backends.mkldnn.is_available()
-_LEAST = 1 << 24  # multiplications: of a smaller product, what a Function costs in Python is more than a tenth
+_MIN_MULTIPLICATIONS = 1 << 24  # below it the Python overhead of a Function exceeds a tenth of the product
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] weight^T + bias [..., out], weight [out, in]: F.linear, and everywhere but in large fp32 products it.
+    """x [..., in] weight^T + bias -> [..., out]; weight [out, in], bias [out]. F.linear except for large fp32 products.
 
-    So a leaf that is no tensor (`params.lora`) meets F.linear, and all transforms do.
+    Leaves that are no plain tensor (`params.lora`), and all transforms, therefore see F.linear.
     """
-    if not _pays(x, weight, bias):
+    if not _use_onednn(x, weight, bias):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
         from .linear_op import compiled_linear  # here, for it imports dynamo
@@ -36,19 +36,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product
 
 
-def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    given = (x, weight) if bias is None else (x, weight, bias)
+def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    tensors = (x, weight) if bias is None else (x, weight, bias)
     compiled = torch.compiler.is_compiling()
     return (
         _ONEDNN
         and x.dtype is torch.float32
-        and (in_graph(*given) if compiled else bool(torch.backends.mkldnn.enabled))
-        and all(isinstance(t, Tensor) and t.dtype is torch.float32 for t in given)
+        and (in_graph(*tensors) if compiled else bool(torch.backends.mkldnn.enabled))
+        and all(isinstance(t, Tensor) and t.dtype is torch.float32 for t in tensors)
         and x.ndim > 1
         and weight.ndim == 2
         and x.shape[-1] == weight.shape[1]
-        and x.numel() * weight.shape[0] >= _LEAST
-        and (compiled or alone(*given))  # last, for it takes longer
+        and x.numel() * weight.shape[0] >= _MIN_MULTIPLICATIONS
+        and (compiled or alone(*tensors))  # last, because it takes longer
     )
 
 
@@ -65,18 +65,18 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_forward(*inputs[:2])
 
     @staticmethod
-    def jvp(ctx: Any, of_x: Tensor, of_weight: Tensor, of_bias: Tensor | None) -> Tensor:
+    def jvp(ctx: Any, x_tangent: Tensor, weight_tangent: Tensor, bias_tangent: Tensor | None) -> Tensor:
         x, weight = ctx.saved_tensors
-        return F.linear(of_x, weight, of_bias) + F.linear(x, of_weight)
+        return F.linear(x_tangent, weight, bias_tangent) + F.linear(x, weight_tangent)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        # oneDNN copies what it is given transposed, which costs less than it gains.
-        rows = slope.reshape(-1, slope.shape[-1])  # flatten has no rule for slopes side by side (is_grads_batched)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        # oneDNN copies transposed arguments, which costs less than it gains.
+        rows = grad_output.reshape(-1, grad_output.shape[-1])  # flatten has no batching rule for is_grads_batched
         return (
-            linear(slope, weight.t()) if of_x else None,
-            linear(rows.t(), x.flatten(0, -2).t()) if of_weight else None,
-            rows.sum(0) if of_bias else None,
+            linear(grad_output, weight.t()) if needs_x else None,
+            linear(rows.t(), x.flatten(0, -2).t()) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
         )

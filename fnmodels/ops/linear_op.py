@@ -1,6 +1,6 @@
-"""`linear` through oneDNN as an operator, for graphs: Inductor's own lowering of it is for frozen weights alone.
+"""oneDNN's linear as a custom operator for compiled graphs: Inductor's own lowering supports frozen weights only.
 
-It is used there alone, since torch.func does not see the derivative of an operator.
+It is used in graphs only, because torch.func does not see the derivative of a custom operator.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    of_x, of_weight, of_bias = ctx.needs_input_grad
-    rows = slope.flatten(0, -2)
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    rows = grad_output.flatten(0, -2)
     return (
-        compiled_linear(slope, weight.t(), None) if of_x else None,
-        compiled_linear(rows.t(), x.flatten(0, -2).t(), None) if of_weight else None,
-        rows.sum(0) if of_bias else None,
+        compiled_linear(grad_output, weight.t(), None) if needs_x else None,
+        compiled_linear(rows.t(), x.flatten(0, -2).t(), None) if needs_weight else None,
+        rows.sum(0) if needs_bias else None,
     )
 
 
-compiled_linear.register_autograd(_slopes, setup_context=_keep)
+compiled_linear.register_autograd(_backward, setup_context=_save_inputs)

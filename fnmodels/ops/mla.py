@@ -1,10 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): queries, keys and values from latents.
 
-Keys and values of all heads come from one narrow latent per token, which is what a cache would hold. A latent cannot
-carry position, so each key has two parts: one made from the latent, without position, and one that rotates, made from
-the token itself and shared by all heads.
+Keys and values of all heads are projected from one narrow latent per token, which is what a cache would hold. RoPE
+cannot be applied to the latent, so each key has two parts: one without position, from the latent, and one with RoPE,
+from the token itself and shared by all heads.
 
-P is the width of the part without position, R that of the rotating one, Hv that of a value.
+P is the width of the part without position, R that of the part with RoPE, Hv that of a value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .norm import rms_norm
 from .qkv import split_heads
 from .rotary import Rope, yarn_scale
 
-LATENT_EPS = 1e-6  # of the latents' norms, whatever the configuration says of the others
+LATENT_EPS = 1e-6  # of the latents' norms, whatever eps the config sets for the others
 
 
 def latent_qkv(
@@ -34,8 +34,8 @@ def latent_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q and k [B, S, N, P + R], v [B, S, N, Hv] of x [B, S, D].
 
-    weights: queries go through a latent of their own where there is a `q_a_proj`; the biases of what reads x are
-    optional leaves. freqs: table [B, S, R/2, 2]. rotate: `apply_rotary` or `apply_rotary_interleaved`.
+    weights: queries have a latent of their own if there is a `q_a_proj`; q_a_bias and kv_a_bias are optional.
+    freqs: table [B, S, R/2, 2]. rotate: `apply_rotary` or `apply_rotary_interleaved`.
     """
     if "q_a_proj" in weights:
         latent = linear(x, weights["q_a_proj"], weights.get("q_a_bias"))
@@ -55,9 +55,9 @@ def latent_qkv(
 
 
 def latent_scale(rope: Rope, qk_dim: int) -> float:
-    """The factor on scores: 1 / sqrt(P + R), times the square of YaRN's temperature where `mscale_all_dim` asks for it.
+    """The scale of the scores: 1 / sqrt(P + R), times the square of YaRN's temperature if `mscale_all_dim` is set.
 
-    It stands here, not in the tables, because the part without position must get it too.
+    The temperature is not in the rotary tables, because it applies to the part without position too.
     """
-    warmth = yarn_scale(rope.factor, rope.mscale_all_dim) if rope.kind == "yarn" else 1.0
-    return qk_dim**-0.5 * warmth**2
+    temperature = yarn_scale(rope.factor, rope.mscale_all_dim) if rope.kind == "yarn" else 1.0
+    return qk_dim**-0.5 * temperature**2

@@ -1,4 +1,4 @@
-"""Feed-forward networks."""
+"""Feed-forward networks (MLPs), gated and plain, and the table of activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .linear import linear
 
-# Hugging Face's names of activations; quick_gelu and the rest come with the families that use them.
+# By Hugging Face's names; further ones (quick_gelu, ...) are added with the families that use them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
-    """activation(gate) * up: what stands between the projections of a gated MLP, one expert's or any."""
+    """activation(gate) * up, the gated linear unit between the projections of a gated MLP or expert."""
     return ACTIVATIONS[activation](gate) * up
 
 

@@ -1,6 +1,6 @@
-"""Normalizations. The kinds differ in where the weight multiplies, which only low precision can tell apart.
+"""Normalization layers: RMSNorm variants, which differ in where the weight multiplies, and LayerNorm.
 
-All of them compute in promote(dtype, fp32): bf16 is upcast, fp64 stays fp64.
+All compute in promote(dtype, fp32): bf16 is upcast, fp64 stays fp64. The RMSNorm variants differ only in rounding.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .torch_internals import alone
 
-_LEAST = 1 << 18  # numbers: where the time is in the numbers, and not in Python
+_MIN_ELEMENTS = 1 << 18  # below it the overhead of Python dominates
 
 
 def upcast(x: Tensor) -> Tensor:
-    """`x` in at least fp32."""
+    """`x` in fp32, or its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _fused(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """F.rms_norm over the last dimension: as one Function where a large one trains on a CPU, and written out where
-    operations are recorded by `torch.func.linearize`.
+    """F.rms_norm over the last dimension; `_RMSNorm` for large fp32 tensors on a CPU, and written out under
+    `torch.func.linearize`.
 
-    Torch 2.13 decomposes it there, folds what does not depend on the tangents, and adds eps to that in place: in every
-    call of the linearized function anew, so that the second one would be wrong without an error.
+    Torch 2.13 decomposes F.rms_norm there, folds what does not depend on the tangents into constants, and adds eps to
+    a constant in place in every call of the linearized function, so that the second call would be silently wrong.
     """
-    if weight is not None and _pays(x, weight):
+    if weight is not None and _use_function(x, weight):
         normed: Tensor = _RMSNorm.apply(x, weight, eps)[0]
         return normed
     if torch.compiler.is_compiling() or get_proxy_mode() is None:
@@ -43,16 +43,16 @@ def _scale(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _pays(x: Tensor, weight: Tensor) -> bool:
+def _use_function(x: Tensor, weight: Tensor) -> bool:
     wide = x.dtype is weight.dtype is torch.float32
-    return wide and alone(x, weight) and weight.shape == x.shape[-1:] and x.numel() >= _LEAST
+    return wide and alone(x, weight) and weight.shape == x.shape[-1:] and x.numel() >= _MIN_ELEMENTS
 
 
 class _RMSNorm(torch.autograd.Function):
-    """F.rms_norm, which on a CPU is a row of operations, in half of their passes over memory and half of the time.
+    """F.rms_norm with half the passes over memory, and half the time, of torch's several operations on a CPU.
 
-    It keeps x and s = 1 / rms(x). With p = slope x and n numbers in a row, d_weight is the sum of s p over the rows,
-    and d_x = s slope weight - (s^3 / n) (p . weight) x.
+    It saves x and s = 1 / rms(x). With p = grad_output * x and n elements in a row, grad_weight is the sum of s p over
+    the rows, and grad_x = s grad_output weight - (s^3 / n) (p . weight) x.
     """
 
     generate_vmap_rule = True
@@ -70,36 +70,36 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_forward(x, weight, output[1])
 
     @staticmethod
-    def jvp(ctx: Any, of_x: Tensor, of_weight: Tensor, _: None) -> tuple[Tensor, None]:
+    def jvp(ctx: Any, x_tangent: Tensor, weight_tangent: Tensor, _: None) -> tuple[Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        of_scale = scale.pow(3) * (x * of_x).mean(-1, keepdim=True)
-        return (of_x * scale - x * of_scale) * weight + x * scale * of_weight, None
+        scale_tangent = scale.pow(3) * (x * x_tangent).mean(-1, keepdim=True)
+        return (x_tangent * scale - x * scale_tangent) * weight + x * scale * weight_tangent, None
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a derivative of this is wanted too
+        if torch.is_grad_enabled():  # double backward: recompute the scale as part of the graph
             scale = _scale(x, ctx.eps)
-        products = slope * x
+        products = grad_output * x
         along = (products @ weight)[..., None]
-        of_weight = scale.reshape(-1) @ products.reshape(-1, x.shape[-1])
-        of_x = torch.addcmul(x * (along * scale.pow(3) / -x.shape[-1]), slope * weight, scale)
-        return of_x, of_weight, None
+        grad_weight = scale.reshape(-1) @ products.reshape(-1, x.shape[-1])
+        grad_x = torch.addcmul(x * (along * scale.pow(3) / -x.shape[-1]), grad_output * weight, scale)
+        return grad_x, grad_weight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, cast back, then times `weight` in x's dtype: Llama's (arXiv 1910.07467).
+    """x / rms(x) over the last dimension, cast back, then times `weight` in x's dtype (arXiv 1910.07467; Llama).
 
-    x [..., D], weight [D] or None for the weightless form.
+    x [..., D]; weight [D], or None to apply none.
     """
     if x.dtype is torch.float32 or x.dtype is torch.float64:
-        return _fused(x, weight, eps)  # no cast stands between, so the fused form is the same maths
+        return _fused(x, weight, eps)  # without a cast in between, the fused form is the same maths
     normed = _fused(upcast(x), None, eps).to(x.dtype)
     return normed if weight is None else normed * weight
 
 
 def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """As `rms_norm`, but the weight multiplies before the cast back (OLMo 2, gpt-oss)."""
+    """`rms_norm` with the weight multiplied in fp32, before the cast back (OLMo 2, gpt-oss)."""
     return _fused(upcast(x), upcast(weight), eps).to(x.dtype)
 
 
@@ -111,7 +111,7 @@ def rms_norm_zero_centered(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (arXiv 1607.06450); fp32 inside."""
     w, b = (None if p is None else upcast(p) for p in (weight, bias))
-    # Not F.layer_norm: in torch 2.13 reverse over forward mode goes through it with wrong values and no error.
+    # Not F.layer_norm: in torch 2.13 reverse over forward mode through it silently gives wrong values.
     wide = upcast(x)
     normed = _fused(wide - wide.mean(-1, keepdim=True), w, eps)
     return (normed if b is None else normed + b).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Between the residual stream and the heads of attention."""
+"""Query, key, value and output projections of attention, and the split into heads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def project_qkv(weights: Mapping[str, Tensor], x: Tensor, *, head_dim: int) -> t
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """[B, S, N H] -> [B, S, N, H]."""
+    """Split the last dimension into heads: [B, S, N H] -> [B, S, N, H]."""
     return rearrange(x, "b s (n h) -> b s n h", h=head_dim)
 
 
-def project_out(weights: Mapping[str, Tensor], mixed: Tensor) -> Tensor:
-    """[B, S, N, H] -> [B, S, D]."""
-    return linear(rearrange(mixed, "b s n h -> b s (n h)"), weights["o_proj"], weights.get("o_bias"))
+def project_out(weights: Mapping[str, Tensor], heads: Tensor) -> Tensor:
+    """The output projection: heads [B, S, N, H] -> [B, S, D]; the bias is optional."""
+    return linear(rearrange(heads, "b s n h -> b s (n h)"), weights["o_proj"], weights.get("o_bias"))

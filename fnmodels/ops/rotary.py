@@ -1,9 +1,9 @@
 """Rotary position embedding (arXiv 2104.09864): tables from positions, and their application.
 
-A table is a function of a `Rope`, positions and (two kinds only) a length; nothing is cached and nothing depends on how
-many positions were asked for. Frequencies and angles are computed in fp64: an fp32 product of position and frequency is
-off by half an ulp of the angle, 0.06 rad at position 10^6, while the fp64 one is off by 2e-10. The table itself is
-fp32, whose rounding (6e-8 in cos or sin) is then the whole error.
+A table is a function of a `Rope`, positions and (for two kinds) a length; nothing is cached, and values do not depend
+on the number of positions. Frequencies and angles are computed in fp64: an fp32 product of position and frequency is off
+by half an ulp of the angle, 0.06 rad at position 10^6, the fp64 product by 2e-10. The table itself is fp32, and its
+rounding (6e-8 in cos or sin) is the total error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rope:
-    """What decides the frequencies of one table. Field names are those of Hugging Face's `rope_parameters`."""
+    """The parameters of one rotary table; field names are those of Hugging Face's `rope_parameters`."""
 
     theta: float = 10000.0
     kind: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
-    partial: float = 1.0  # share of the head's dimensions that rotate
+    partial: float = 1.0  # fraction of the head's dimensions that are rotated
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
@@ -36,7 +36,7 @@ class Rope:
     long_factor: tuple[float, ...] = ()
 
     def dim(self, head_dim: int) -> int:
-        """How many of the head's dimensions rotate."""
+        """The number of dimensions of a head that are rotated."""
         return int(head_dim * self.partial)
 
 
@@ -46,7 +46,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def attention_factor(rope: Rope) -> float:
-    """The factor on cos and sin; scores get its square. 1 unless the kind is yarn or longrope."""
+    """The factor on cos and sin, so that scores are scaled by its square. 1 unless the kind is yarn or longrope."""
     if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -60,9 +60,10 @@ def attention_factor(rope: Rope) -> float:
 
 
 def frequencies(rope: Rope, dim: int, length: Tensor | None = None) -> Tensor:
-    """Radians per position, fp64 [dim / 2], or [B, dim / 2] where `length` [B] decides (dynamic, longrope).
+    """Frequencies in radians per position, fp64 [dim / 2], or [B, dim / 2] if `length` is [B] (dynamic, longrope).
 
-    length: how many positions the whole sequence has, for the kinds whose definition needs it; 0-d or [B].
+    length: number of positions of the full sequence, 0-d or [B], for the kinds whose definition needs it. ValueError
+    if it is missing, and for an unknown kind.
     """
     device = None if length is None else length.device
     exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
@@ -85,7 +86,7 @@ def frequencies(rope: Rope, dim: int, length: Tensor | None = None) -> Tensor:
 
 
 def _dynamic(rope: Rope, dim: int, exponent: Tensor, length: Tensor | None) -> Tensor:
-    # NTK-aware: theta grows with the length past the trained one, so that the slowest pair just spans it.
+    # NTK-aware: theta grows with the length beyond the trained one, so that the slowest pair just spans it.
     if length is None:
         raise ValueError("The rope kind 'dynamic' needs a length.")
     trained = rope.original_max_position_embeddings
@@ -107,7 +108,7 @@ def _llama3(rope: Rope, base: Tensor) -> Tensor:
 
 def _yarn(rope: Rope, dim: int, base: Tensor) -> Tensor:
     def pair_of(rotations: float) -> float:
-        # the pair which makes `rotations` full turns over the original context
+        # index of the pair that makes `rotations` full turns over the original context
         original = rope.original_max_position_embeddings
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -132,10 +133,10 @@ def _longrope(rope: Rope, base: Tensor, length: Tensor | None) -> Tensor:
 
 
 def rotary_table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | None = None) -> Tensor:
-    """cos and sin of every position: fp32 [B, S, R/2, 2] with R the rotating dimensions of a head.
+    """cos and sin of every position: fp32 [B, S, R/2, 2], R the number of rotated dimensions of a head.
 
-    positions: [B, S], any integers. length: see `frequencies`; an int or [B]; None means the longest position of this
-    call + 1, so pass it where a sequence comes in pieces.
+    positions: [B, S], any integers. length: as in `frequencies`, an int or [B]; None means the largest position of this
+    call + 1, so pass it where a sequence is processed in pieces. ValueError for positions of several axes.
     """
     if positions.ndim != 2:
         raise ValueError(
@@ -154,31 +155,31 @@ def mrope_table(
     interleaved: bool = False,
     length: int | Tensor | None = None,
 ) -> Tensor:
-    """As `rotary_table` for positions [B, S, A] with A axes, 3 in vision-language models: time, height, width.
+    """`rotary_table` for positions [B, S, A] with A axes; 3 in vision-language models: time, height, width.
 
-    Each pair of dimensions turns with one axis: sections[a] pairs with axis a, sum(sections) = R / 2. They lie one
-    after another (Qwen2-VL, arXiv 2409.12191), or interleaved (Qwen3-VL, Qwen3.5): pair j turns with axis j mod A until
-    that axis has its share, and with axis 0 from there on. Text has equal positions on all axes, and so the angles of
-    `rotary_table`. Raises ValueError for sections that do not divide the pairs.
+    Each pair of dimensions rotates with one axis: sections[a] pairs with axis a, sum(sections) = R / 2. The sections
+    are contiguous (Qwen2-VL, arXiv 2409.12191) or interleaved (Qwen3-VL, Qwen3.5): pair j uses axis j mod A until that
+    axis has its sections[a] pairs, and axis 0 after that. Text has equal positions on all axes, and so the angles of
+    `rotary_table`. ValueError for sections that do not add up to the pairs.
     """
     axes, pairs = len(sections), rope.dim(head_dim) // 2
     if positions.ndim != 3 or positions.shape[-1] != axes:
         raise ValueError(f"positions must be [B, S, {axes}] for the sections {sections}, not {list(positions.shape)}.")
     if interleaved:
-        turns = [j % axes if j < sections[j % axes] * axes else 0 for j in range(pairs)]
+        axis_of_pair = [j % axes if j < sections[j % axes] * axes else 0 for j in range(pairs)]
     else:
-        turns = [axis for axis, count in enumerate(sections) for _ in range(count)]
-    if len(turns) != pairs or any(turns.count(axis) != count for axis, count in enumerate(sections)):
+        axis_of_pair = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if len(axis_of_pair) != pairs or any(axis_of_pair.count(axis) != count for axis, count in enumerate(sections)):
         order = "interleaved" if interleaved else "one after another"
         raise ValueError(f"The sections {sections}, {order}, do not divide the {pairs} pairs that rotate.")
-    return _table(rope, head_dim, positions[..., turns], length)
+    return _table(rope, head_dim, positions[..., axis_of_pair], length)
 
 
 def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | None) -> Tensor:
-    """positions: [B, S, 1], or [B, S, R/2] where each pair has its own."""
+    """The table [B, S, R/2, 2] for positions [B, S, 1], or [B, S, R/2] with one position per pair."""
     needs_length = rope.kind in ("dynamic", "longrope")
     if needs_length and length is None:
-        length = positions.max() + 1 if positions.numel() else 1  # an empty batch has no longest
+        length = positions.max() + 1 if positions.numel() else 1  # an empty batch has no maximum
     size = torch.as_tensor(length, device=positions.device) if needs_length else None
     freqs = frequencies(rope, rope.dim(head_dim), size).to(positions.device)
     if freqs.ndim == 2:  # one length per row
@@ -189,7 +190,7 @@ def _table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | 
 
 
 def no_rotation(positions: Tensor) -> Tensor:
-    """The table of a layer without position (NoPE): it rotates none of the dimensions, [B, S, 0, 2]."""
+    """The table [B, S, 0, 2] of a layer without positional encoding (NoPE), which rotates no dimension."""
     return torch.empty((*positions.shape[:2], 0, 2), dtype=torch.float32, device=positions.device)
 
 
@@ -199,16 +200,16 @@ def _cos_sin(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
-    """Rotates pairs (i, i + R/2) of the first R dimensions of every head: Hugging Face's half layout.
+    """Rotate the pairs (i, i + R/2) of the first R dimensions of every head: Hugging Face's half-split layout.
 
-    x [B, S, N, H]; table [B|1, S, R/2, 2], R = 0 for a layer without position. Products are taken in fp32 at
-    least and cast back to x's dtype.
+    x [B, S, N, H]; table [B|1, S, R/2, 2], R = 0 for a layer without position. Computed in fp32 at least and cast back
+    to x's dtype.
     """
     half = table.shape[-2]
     if half == 0:
         return x
     cos, sin = _cos_sin(table)
-    # Both halves at a time, and sines that lie together: on a CPU half of the time of four products of slices.
+    # Both halves at once, with contiguous sines: half the time of four products of slices on a CPU.
     halves = x[..., : 2 * half].unflatten(-1, (2, half))
     rotated = torch.addcmul(halves * cos.unsqueeze(-2), halves.flip(-2), torch.stack((-sin, sin), dim=-2))
     rotated = rotated.flatten(-2).to(x.dtype)
@@ -216,7 +217,7 @@ def apply_rotary(x: Tensor, table: Tensor) -> Tensor:
 
 
 def apply_rotary_interleaved(x: Tensor, table: Tensor) -> Tensor:
-    """As `apply_rotary` for pairs (2i, 2i + 1): the original paper's layout."""
+    """`apply_rotary` for the pairs (2i, 2i + 1): the interleaved layout of the original paper."""
     half = table.shape[-2]
     if half == 0:
         return x

@@ -1,12 +1,12 @@
-"""kernel="blocks": only those parts of a mask that are not empty, on the CPU and in eager mode.
+"""kernel="blocks": block-sparse attention on the CPU in eager mode, which computes only the non-empty blocks of a mask.
 
-The layout of a batch says where documents lie, and a rule says which positions can be seen at all. From both follows,
-on the host and once per batch, a plan: the sequence is cut in pieces, and each piece of queries attends to a run of
-pieces of keys, without mask, by causality, or with a small dense mask that pieces of one geometry share. A whole
-document under `Causal` is one piece; a window cuts it in blocks. Padding is never read, and gives 0.
+The batch's layout gives the documents, and the rule bounds which positions can be seen. From both, a plan is made on
+the host once per batch: the sequence is split into pieces, and each piece of queries attends to a contiguous run of
+pieces of keys, without a mask, causally, or with a small dense mask shared by pieces of equal geometry. A full document
+under `Causal` is one piece; a window splits it into blocks. Padding is never read, and gives 0.
 
-Memory is linear in the sequence, but for a rule that looks at more than positions (`SameSpan`, your own): then it is
-the square of the longest document.
+Memory is linear in the sequence, except for rules that depend on more than positions (`SameSpan`, your own): for them
+it is quadratic in the longest document.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 
 from .math import math_attention
 from .sdpa import sdpa_attention
-from .tiled import causal_tiles, pays
+from .tiled import causal_tiles, tiles_are_faster
 
-Part = tuple[int, int]  # offset and count
+Span = tuple[int, int]  # offset and count
 
 
 @dataclass(frozen=True)
 class Step:
-    """One piece of queries: the pieces of keys that it sees, [start, stop), and how."""
+    """The attention of one piece of queries: to the pieces [start, stop) of keys, causal or with a mask."""
 
     start: int
     stop: int
     causal: bool = False
-    mask: int | None = None  # which of the plan's masks
+    mask: int | None = None  # index in the plan's masks
 
 
 @tree.pytree
 @dataclass(frozen=True)
 class Plan:
-    """What to compute for one batch and rule. `steps` has one entry per piece, None where there is only padding."""
+    """The computation for one batch and rule. `steps` has one entry per piece, None for pieces without visible keys."""
 
     masks: tuple[Tensor, ...]  # bool [B or 1, 1, q, k]
     steps: tuple[Step | None, ...] = tree.static()
     sizes: tuple[int, ...] = tree.static()
-    shape: tuple[int, int] = tree.static()  # of the batch, B and S
-    merged: bool = tree.static()  # the rows differ, and are pieces of one long row
+    shape: tuple[int, int] = tree.static()  # (B, S) of the batch
+    merged: bool = tree.static()  # the rows differ, and are concatenated into one row
 
 
 def plan_blocks(mask: Mask, layout: Layout) -> Plan:
@@ -60,10 +60,10 @@ def plan_blocks(mask: Mask, layout: Layout) -> Plan:
         for (start, stop), first in zip(layout.rows[row], layout.firsts[row], strict=True):
             builder.skip(start - end)
             for begin, length in _independent(mask.rule, first, stop - start):
-                builder.part(row if merged else None, start + begin, first + begin, length)
+                builder.add(row if merged else None, start + begin, first + begin, length)
             end = stop
         builder.skip(layout.length - end)
-    if not builder.steps:  # a batch of nothing is one empty piece
+    if not builder.steps:  # an empty batch is one empty piece
         builder.sizes, builder.steps = [layout.length], [None]
     shape = (len(layout.rows), layout.length)
     return Plan(tuple(builder.masks), tuple(builder.steps), tuple(builder.sizes), shape, merged)
@@ -72,14 +72,14 @@ def plan_blocks(mask: Mask, layout: Layout) -> Plan:
 def blocks_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Shapes as in `ops.attention.select`. Raises ValueError for tensors of another batch than the plan's."""
+    """Shapes as in `ops.attention.select`. ValueError if B or S is not that of the plan."""
     batch, length = plan.shape
     if q.shape[:2] != k.shape[:2] or q.shape[1] != length or (q.shape[0] != batch and (plan.merged or batch != 1)):
         raise ValueError(
             f"The layout describes {batch} rows of {length} tokens, the queries are {list(q.shape[:2])} and the keys "
             f'{list(k.shape[:2])}: make it of this batch, or leave it out (kernel="sdpa" needs none).'
         )
-    # One split and one concatenation per tensor: a slice's gradient would be a tensor of the full length.
+    # One split and one concatenation per tensor: the gradient of a slice would be a tensor of the full length.
     qs, ks, vs = (t.reshape(1, -1, *t.shape[2:]) if plan.merged else t for t in (q, k, v))
     qs, ks, vs = (t.split(plan.sizes, dim=1) for t in (qs, ks, vs))
     out = []
@@ -89,7 +89,7 @@ def blocks_attention(
             continue
         keys, values = (_join(pieces[step.start : step.stop]) for pieces in (ks, vs))
         allowed = None if step.mask is None else plan.masks[step.mask]
-        if step.causal and softcap is None and sinks is None and pays(piece):
+        if step.causal and softcap is None and sinks is None and tiles_are_faster(piece):
             out.append(causal_tiles(piece, keys, values, scale=scale))
         elif softcap is None:
             out.append(sdpa_attention(piece, keys, values, allowed, causal=step.causal, scale=scale, sinks=sinks))
@@ -101,7 +101,7 @@ def blocks_attention(
     joined = _join(out).reshape(*q.shape[:-1], v.shape[-1])
     if any(plan.steps):
         return joined
-    # Nothing but padding: sums over nothing, so that a backward finds its way and brings 0, whatever the padding holds.
+    # Only padding: empty sums keep the graph connected, with gradient 0 whatever the padding holds.
     return joined + sum(t[:0].sum() for t in (q, k, v, sinks) if t is not None)
 
 
@@ -110,32 +110,32 @@ def _join(pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 
 
 def _independent(rule: Rule, first: int, length: int) -> list[tuple[int, int]]:
-    """(begin, length) of the parts of a document that do not see each other: the chunks of `Chunk`.
+    """(begin, length) of the parts of a document that do not see each other, such as the chunks of `Chunk`.
 
-    first: the position of its first token. Cuts can only be where the rule repeats.
+    first: the position of its first token. Boundaries can only be at multiples of the rule's period.
     """
     period, last = rule.period(), first + length - 1
-    cuts = [0]
+    begins = [0]
     if period > 1:
-        for cut in range(period - first % period, length, period):
-            at = first + cut
+        for begin in range(period - first % period, length, period):
+            at = first + begin
             if rule.visible((first, at - 1))[1] < at and rule.visible((at, last))[0] >= at:
-                cuts.append(cut)
-    return [(begin, end - begin) for begin, end in itertools.pairwise([*cuts, length])]
+                begins.append(begin)
+    return [(begin, end - begin) for begin, end in itertools.pairwise([*begins, length])]
 
 
 def block_size(reach: int, length: int) -> int:
-    """How many of `length` queries to take at a time, if each sees `reach` keys.
+    """The number of queries per block, for `length` queries that see `reach` keys each.
 
-    Measured: from 64 to half of the reach it matters little, between what is computed in vain (as much as the block is
-    long) and the cost of a call. Larger blocks hold fewer copies of keys for the backward: here five.
+    Measured: between 64 and half of `reach` it matters little; larger blocks compute more masked scores, smaller ones
+    need more calls. The backward holds copies of the keys, fewer with larger blocks: five here.
     """
     size = min(max(64, reach // 4), 1024)
     return length if size + reach >= length and length <= 1024 else size
 
 
 class _Builder:
-    """Collects pieces and steps from the left to the right of one row (or of all rows, one after another)."""
+    """Collects the pieces and steps of a plan, from left to right in one row (or in all rows, concatenated)."""
 
     def __init__(self, mask: Mask) -> None:
         self.mask = mask
@@ -145,14 +145,14 @@ class _Builder:
         self.known: dict[tuple[Rule, int, int, int, int], int] = {}
 
     def skip(self, length: int) -> None:
-        """Padding."""
+        """Add `length` tokens of padding."""
         if length:
             self.sizes.append(length)
             self.steps.append(None)
 
-    def part(self, row: int | None, start: int, first: int, length: int) -> None:
-        """Tokens that see nothing but each other: from index `start` of the row and position `first` on."""
-        last, here = first + length - 1, len(self.sizes)
+    def add(self, row: int | None, start: int, first: int, length: int) -> None:
+        """Add `length` tokens that see only each other, from index `start` of the row and position `first` on."""
+        last, pieces_before = first + length - 1, len(self.sizes)
         rule = simplify(self.mask.rule, (first, last), (first, last))
         middle = first + length // 2
         low, high = rule.visible((middle, middle))
@@ -167,20 +167,22 @@ class _Builder:
                 self.steps.append(None)
                 continue
             q, kv = (i * size, count), (lo * size, min(hi * size, length) - lo * size)
-            causal, which = self.how(rule, row, start, first, q, kv)
-            self.steps.append(Step(here + lo, here + hi, causal, which))
+            causal, mask = self.masking(rule, row, start, first, q, kv)
+            self.steps.append(Step(pieces_before + lo, pieces_before + hi, causal, mask))
         self.sizes += sizes
 
-    def how(self, rule: Rule, row: int | None, start: int, first: int, q: Part, kv: Part) -> tuple[bool, int | None]:
-        """(causal, mask) of the step in which the one part of these tokens attends to the other."""
+    def masking(
+        self, rule: Rule, row: int | None, start: int, first: int, q: Span, kv: Span
+    ) -> tuple[bool, int | None]:
+        """(causal, mask index) of the step in which the tokens `q` attend to the tokens `kv`."""
         rule = simplify(rule, *((first + begin, first + begin + count - 1) for begin, count in (q, kv)))
         if rule == Everything() or (rule == Causal() and q == kv):
             return rule == Causal(), None
         period = rule.period()
-        if not period:  # more than positions counts: this place's own mask
-            here, there = (slice(start + begin, start + begin + count) for begin, count in (q, kv))
+        if not period:  # the rule depends on more than positions: a mask for this block only
+            queries, keys = (slice(start + begin, start + begin + count) for begin, count in (q, kv))
             rows = slice(None) if row is None else slice(row, row + 1)
-            self.masks.append(self.mask.select(here, there, rows).dense())
+            self.masks.append(self.mask.select(queries, keys, rows).dense())
             return False, len(self.masks) - 1
         key = (rule, (first + kv[0]) % period, q[0] - kv[0], q[1], kv[1])
         if key not in self.known:
@@ -190,7 +192,7 @@ class _Builder:
 
 
 def _by_position(rule: Rule, first: int, ahead: int, queries: int, keys: int, *, device: torch.device) -> Tensor:
-    """The mask of queries that begin `ahead` of the keys, which begin at position `first`."""
+    """The dense mask of queries that begin `ahead` positions after the keys, which begin at position `first`."""
     q_positions = torch.arange(first + ahead, first + ahead + queries, device=device)[None]
     kv_positions = torch.arange(first, first + keys, device=device)[None]
     q_ones, kv_ones = torch.ones_like(q_positions), torch.ones_like(kv_positions)

@@ -1,4 +1,4 @@
-"""kernel="flex": FlexAttention (arXiv 2412.05496), compiled. On the CPU torch has its forward only."""
+"""kernel="flex": compiled FlexAttention (arXiv 2412.05496), on CUDA; on the CPU without gradients."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fnmodels.ops.norm import upcast
 
-NARROWEST = 16  # of a head, in FlexAttention's kernels for CUDA
+MIN_HEAD_DIM = 16  # of FlexAttention's CUDA kernels
 
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """FlexAttention compiled, made at the first use because importing the compiler takes seconds. Holds no tensor."""
+    """FlexAttention compiled, on first use because importing the compiler takes seconds. The cache holds no tensor."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
@@ -25,7 +25,7 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.cache
 def _compiled_static() -> Callable[..., Any]:
-    """The same, anew for each shape: in torch 2.13 its code for the CPU with sizes left open does not compile."""
+    """`_compiled` with static shapes: in torch 2.13 its CPU code with dynamic shapes does not compile."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
@@ -34,11 +34,11 @@ def _compiled_static() -> Callable[..., Any]:
 def flex_attention(
     q: Tensor, k: Tensor, v: Tensor, block_mask: Any, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Shapes as in `ops.attention.select`. Raises NotImplementedError on the CPU where a gradient is asked for."""
+    """Shapes as in `ops.attention.select`. NotImplementedError on the CPU if gradients are needed."""
     from torch.nn.attention import flex_attention as flex
 
     if q.is_cpu:
-        if _differentiated(q, k, v):
+        if _needs_grad(q, k, v):
             raise NotImplementedError(
                 'kernel="flex" has no backward on the CPU: kernel="blocks" (with a layout) and "sdpa" train there, '
                 'kernel="math" supports every transform.'
@@ -54,8 +54,8 @@ def flex_attention(
             )
         q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses what requires a gradient even under no_grad
     value_width = v.shape[-1]
-    if q.is_cuda:  # its kernels take no width below 16; zeros add nothing to scores, and columns are cut off again
-        q, k, v = (F.pad(t, (0, max(0, NARROWEST - t.shape[-1]))) for t in (q, k, v))
+    if q.is_cuda:  # zero padding does not change scores; the output is truncated again
+        q, k, v = (F.pad(t, (0, max(0, MIN_HEAD_DIM - t.shape[-1]))) for t in (q, k, v))
     run: Any = flex.flex_attention
     if not torch.compiler.is_compiling():
         run = _compiled_static() if q.is_cpu else _compiled()
@@ -69,17 +69,17 @@ def flex_attention(
         enable_gqa=bool(q.shape[-2] != k.shape[-2]),
         return_aux=flex.AuxRequest(lse=sinks is not None),
     )
-    if sinks is not None:  # the sink's share of the probability is taken from all keys alike
+    if sinks is not None:  # the sink scales down the probabilities of all keys equally
         out = out * torch.sigmoid(aux.lse - upcast(sinks)[:, None])[..., None].to(out.dtype)
     return out.transpose(1, 2)[..., :value_width]
 
 
-def _differentiated(*tensors: Tensor) -> bool:
+def _needs_grad(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling():
         from fnmodels.ops.torch_internals import transforms  # here, for making it imports dynamo
 
         active = transforms()
-        if active is None or "Grad" in active:  # what a transform differentiates does not say so while it is traced
+        if active is None or "Grad" in active:  # requires_grad is not set on its inputs while dynamo traces it
             return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 

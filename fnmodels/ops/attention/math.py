@@ -1,4 +1,4 @@
-"""kernel="math": attention written out, in at least fp32 from scores to probabilities. Every transform works."""
+"""kernel="math": attention in plain operations, scores and probabilities in fp32 at least; supports every transform."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def math_attention(
 ) -> Tensor:
     """Shapes as in `ops.attention.select`; allowed: bool [B or 1, N or 1, Q, K].
 
-    A masked key has weight 0, and 0 times NaN is NaN: values that may hold garbage have to be cleared before.
+    Masked keys have weight 0, and 0 times NaN is NaN: the caller must zero values that may not be finite.
     """
     groups, repeats = k.shape[-2], q.shape[-2] // k.shape[-2]
     if not k.shape[1]:  # amax refuses an empty dimension
         return v.new_zeros((*q.shape[:-1], v.shape[-1]))
-    # Laid out in full and not by einsum, which lays out a batch of one otherwise: a row's bits would depend on others'.
+    # Contiguous copies, not einsum, whose memory layout differs for a batch of one: a row's bits must not depend on B.
     q = rearrange(q, "b q (g r) h -> b g (r q) h", g=groups).contiguous()
     k, v = (rearrange(t, "b k g h -> b g k h").contiguous() for t in (k, v))
     scores = upcast(rearrange(q @ k.mT, "b g (r q) k -> b g r q k", r=repeats)) * scale
@@ -35,7 +35,7 @@ def math_attention(
     per_head = allowed.shape[1] > 1
     allowed = rearrange(allowed, "b (g r) q k -> b g r q k", g=groups) if per_head else allowed[:, :, None]
     scores = scores.masked_fill(~allowed, -torch.inf)
-    # Subtracting the maximum changes no value, so it needs no gradient; a row without keys has maximum -inf.
+    # Subtracting the maximum does not change the result, so it needs no gradient; without keys the maximum is -inf.
     top = scores.detach().amax(dim=-1, keepdim=True)
     if sinks is not None:
         sinks = rearrange(upcast(sinks), "(g r) -> g r 1 1", g=groups)

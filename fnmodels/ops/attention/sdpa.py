@@ -1,4 +1,4 @@
-"""kernel="sdpa": torch's fused attention, by causality alone, without a mask, or with a dense one."""
+"""kernel="sdpa": torch's fused scaled_dot_product_attention, with is_causal, no mask, or a dense mask."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ def sdpa_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Shapes as in `ops.attention.select`. allowed: bool [B or 1, N or 1, Q, K] or None; causal: the triangle over
-    indices.
-    """
+    """Shapes as in `ops.attention.select`. allowed: bool [B or 1, N or 1, Q, K] or None; causal: mask by index."""
     if sinks is not None:
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
     width = v.shape[-1]
-    q, k, v = _one_width(q, k, v)
+    q, k, v = _pad_to_equal_width(q, k, v)
     try:
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -37,17 +35,17 @@ def sdpa_attention(
             scale=scale,
             enable_gqa=bool(q.shape[-2] != k.shape[-2]),
         ).transpose(1, 2)
-    except NotImplementedError:  # forward mode under no_grad, where no guard stands
+    except NotImplementedError:  # forward mode under no_grad, where `first_order` adds no guard
         refuse("sdpa")
     if out.shape[-1] > width:
         out = out[..., :width]
-    if allowed is not None and not q.is_cpu:  # on CUDA in half precision a query that sees nothing gets values' mean
+    if allowed is not None and not q.is_cpu:  # CUDA in half precision gives the mean of values to a query without keys
         out = out.where(allowed.any(-1).transpose(1, 2)[..., None], 0)
     return out[:, 1:] if sinks is not None and causal else out
 
 
-def _one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros behind the narrower of keys and values: on the CPU the fused kernel (1.7x faster) takes one width only."""
+def _pad_to_equal_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad the narrower of keys and values with zeros: the CPU's fused kernel (1.7x faster) needs equal widths."""
     more = q.shape[-1] - v.shape[-1]
     if not more or not q.is_cpu:
         return q, k, v
@@ -57,15 +55,15 @@ def _one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, causal: bool, scale: float, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The sink as one more key, first, whose value is 0 and whose score is the sink's logit whatever the query is.
+    """Add the sink as a first key with value 0, whose score is the sink's logit for every query.
 
-    Two more columns carry the logit (its value in q's dtype and what rounding left); they are 0 in all other keys.
-    Under causality by index a first query is added too, to be dropped from the result. Costs 1.2x of no sinks.
+    Two extra dimensions carry the logit (rounded to q's dtype, and the rounding error); they are 0 in all other keys.
+    With causal by index a first query is added too, which the caller drops. Costs 1.2x of attention without sinks.
     """
     logit = upcast(sinks) / scale
     rounded = logit.detach().to(q.dtype)
-    columns = torch.stack([(logit - rounded).to(q.dtype), rounded], dim=-1)
-    q = torch.cat([q, columns.expand(*q.shape[:-1], 2)], dim=-1)
+    extra = torch.stack([(logit - rounded).to(q.dtype), rounded], dim=-1)
+    q = torch.cat([q, extra.expand(*q.shape[:-1], 2)], dim=-1)
     sink_key = torch.cat([k.new_zeros(k.shape[-1]), k.new_ones(2)]).expand(k.shape[0], 1, k.shape[2], -1)
     k = torch.cat([sink_key, F.pad(k, (0, 2))], dim=1)
     v = F.pad(v, (0, 0, 0, 0, 1, 0))

@@ -1,11 +1,11 @@
-"""Scaled dot-product attention (arXiv 1706.03762) behind one function and several kernels.
+"""Scaled dot-product attention (arXiv 1706.03762): one function, `attention`, and the selection of its kernel.
 
 q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv] with N a multiple of G (grouped queries, arXiv 2305.13245).
-The result is [B, Q, N, Hv]; a query that sees no key gives 0, and 0 gradient.
+The result is [B, Q, N, Hv]; a query that sees no key gives output 0 and gradient 0.
 
-    kernel    needs                     what it is for
+    kernel    needs                     use
     math      -                         every transform: jvp, Hessian products, second derivatives
-    sdpa      -                         fused; a dense mask unless the layout shows that the triangle, or none, will do
+    sdpa      -                         fused; a dense mask unless the layout proves is_causal or no mask equivalent
     blocks    Mask and layout           CPU and eager mode: packed documents, windows, chunks; memory linear in S
     flex      Mask or BlockMask         CUDA; on the CPU without gradients
     varlen    Mask and layout, CUDA     packed documents in fp16 or bf16
@@ -44,7 +44,7 @@ KERNELS = ("auto", "math", "sdpa", "blocks", "flex", "varlen")
 @tree.pytree
 @dataclass(frozen=True)
 class ByIndex:
-    """What "sdpa" reads where the rows are whole documents: `Causal()` by index, or `Everything()`."""
+    """The mask form of "sdpa" for rows of one full document: `Causal()` by index, or `Everything()`."""
 
     rule: Rule = tree.static()
 
@@ -63,12 +63,11 @@ def attention(
 ) -> Tensor:
     """softmax(scale q k^T, masked) v.
 
-    mask: `Mask`, BlockMask, bool [B or 1, N or 1, Q, K] with True where a query may look, or what `materialize` made of
-    one of them. softcap c replaces scores s by c tanh(s / c) before the mask. sinks [N]: one more logit per head that
-    takes probability and gives nothing (gpt-oss). layout: `fnmodels.layout(masks)`.
-    kernel: see KERNELS and `Kernel`.
-    Raises ValueError where the kernel cannot express what is asked, and NotImplementedError for a transform that it
-    does not support; both name a kernel that can.
+    mask: `Mask`, BlockMask, bool [B or 1, N or 1, Q, K] with True where a query may attend, or the result of
+    `materialize`. softcap c replaces scores s by c tanh(s / c) before the mask. sinks [N]: an extra logit per head that
+    takes probability but has no value (gpt-oss). layout: `fnmodels.layout(masks)`. kernel: see KERNELS and `Kernel`.
+    ValueError for a mask or option that the kernel does not support, NotImplementedError for a transform that it does
+    not support; both name a kernel that does.
     """
     if callable(kernel):
         return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
@@ -95,7 +94,7 @@ def attention(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
-    """A sentence for what a kernel would broadcast, or leave out, in silence."""
+    """ValueError for shapes that a kernel would silently broadcast or truncate."""
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         raise ValueError(
             f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: these are [B, Q, N, H], [B, K, G, H] and "
@@ -110,7 +109,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
     if isinstance(mask, ByIndex) and queries != keys:
         raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
     if isinstance(mask, Plan | ByIndex):
-        return  # a plan is checked where it is used, by all that it knows
+        return  # a plan is checked where it is used
     rows, per_head, *seen = shape_of(mask)
     if seen[0] != queries or seen[1] != keys or (rows != batch and rows != 1) or (per_head != heads and per_head != 1):
         raise ValueError(
@@ -129,9 +128,10 @@ def materialize(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> Any:
-    """The mask in the form that the kernel reads, made once for all layers; a form is returned as it is.
+    """The mask in the form that the kernel reads, made once for all layers; such a form is returned unchanged.
 
-    device, dtype, softcap, sinks: of the attention to come, for "auto". Raises ValueError for another batch's layout.
+    device, dtype, softcap, sinks: those of the attention calls, for "auto". ValueError for an unknown kernel and for
+    the layout of another batch.
     """
     if callable(kernel):
         return mask
@@ -161,9 +161,9 @@ def materialize(
 
 
 def _check_documents(mask: Mask, layout: Layout) -> None:
-    """ValueError where the mask's own documents are others, and its values can be read without waiting for a device.
+    """ValueError if the layout is not that of the mask, checked where values can be read without a device sync.
 
-    Not in a graph that is being traced, nor of tensors that vmap has wrapped: there one call has many values, or none.
+    Not checked in traced graphs and under vmap, where a tensor has no value or many.
     """
     if torch.compiler.is_compiling():
         return
@@ -188,10 +188,10 @@ def explain_kernel(
     sinks: Tensor | None = None,
     compiled: bool = False,
 ) -> tuple[str, str]:
-    """(kernel, reason): what kernel="auto" uses for this mask of a batch.
+    """(kernel, reason): the kernel that kernel="auto" chooses for this mask and layout.
 
-    compiled: for a call of `forward` inside of torch.compile. Compiled blocks (compile="block") are not meant: their
-    kernel is chosen before, in eager mode.
+    compiled: True for a `forward` inside torch.compile. Not for compiled blocks (compile="block"), whose kernel is
+    chosen before, in eager mode.
     """
     kind = torch.device(device).type
     return _choose(mask, layout, kind, dtype, softcap is not None, sinks is not None, compiled)
@@ -221,7 +221,7 @@ def _choose(
 
 
 def by_index(mask: MaskLike, layout: Layout | None) -> Rule | None:
-    """`Causal()` where the triangle over indices is this mask, `Everything()` where all is visible; else None."""
+    """`Causal()` if the mask equals is_causal over indices, `Everything()` if all keys are visible; else None."""
     if not isinstance(mask, Mask) or layout is None or not layout.plain:
         return None
     spans = [(first, first + layout.length - 1) for (first,) in layout.firsts]

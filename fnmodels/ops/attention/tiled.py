@@ -1,10 +1,10 @@
-"""Causal attention in tiles of queries, as batched matmuls: what trains fastest on a CPU in eager mode.
+"""Tiled causal attention by batched matmuls, the fastest way to train on a CPU in eager mode.
 
-Torch's fused CPU kernel runs at about a third of the matmul peak, in bf16 no faster than in fp32. Here a tile of
-queries meets the keys that it can see in one batched matmul per product, grouped queries side by side, so that the work
-runs at the speed of matmuls and nothing above the diagonal is touched but the tile's own corner. The backward makes the
-probabilities again; only q, k and v are kept. Measured on 4 x 512 tokens, 8 heads of 64, 4 kv heads, forward and
-backward: 1.4 times as fast as the fused kernel in fp32, 2.1 times in bf16.
+Torch's fused CPU kernel runs at about a third of the matmul peak, in bf16 no faster than in fp32. Here each product of
+a tile of queries with its visible keys is one batched matmul over all groups, so that the work runs at matmul speed and
+above the diagonal only the tile's own corner is computed. The backward recomputes the probabilities; only q, k and v
+are saved. Measured on 4 x 512 tokens, 8 heads of 64, 4 kv heads, forward and backward: 1.4 times as fast as the fused
+kernel in fp32, 2.1 times in bf16.
 
 In bf16 the scores are rounded to bf16 before the softmax (which is fp32 inside), as in most written-out
 implementations: the error against fp64 is 3.5e-3 where the fused kernel's is 2.0e-3.
@@ -20,25 +20,25 @@ from torch import Tensor
 from fnmodels.inputs.values import batched_gradient
 from fnmodels.ops.autograd_guard import refuse
 
-from .tiled_kernel import keep_inputs, tiles_backward, tiles_forward
+from .tiled_kernel import save_inputs, tiles_backward, tiles_forward
 
-_LENGTHS = {2: (32, 1024), 4: (256, 1024)}  # by bytes of a number: where the tiles were measured to be faster
+_LENGTHS = {2: (32, 1024), 4: (256, 1024)}  # {bytes per element: range of lengths where tiles measured faster}
 
 
 def causal_tiles(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """softmax(scale q k^T, causal by index) v: q [B, S, N, H], k [B, S, G, H], v [B, S, G, Hv] -> [B, S, N, Hv].
 
-    Reverse mode once, and vmap. `first_order` stands in front for the sentence about the rest.
+    Supports one backward, and vmap. Callers pass inputs through `first_order`, which refuses other transforms.
     """
     if torch.compiler.is_compiling():
-        from .tiled_op import compiled_tiles  # here, for it imports dynamo and with that sympy
+        from .tiled_op import compiled_tiles  # imported late: it imports dynamo, which imports sympy
 
         return compiled_tiles(q, k, v, scale)
     return _Tiles.apply(q, k, v, scale)
 
 
-def pays(q: Tensor) -> bool:
-    """Whether these queries are better served in tiles than by the fused kernel, and can be (`attention_tiles_op`)."""
+def tiles_are_faster(q: Tensor) -> bool:
+    """Whether tiles support these queries and are faster than the fused kernel."""
     low, high = _LENGTHS.get(q.element_size(), (1, 0))
     fits = q.device.type == "cpu" and low <= q.shape[1] <= high
     if fits and torch.compiler.is_compiling():
@@ -53,17 +53,17 @@ class _Tiles(torch.autograd.Function):
     def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return tiles_forward(q, k, v, scale)
 
-    setup_context = staticmethod(keep_inputs)
+    setup_context = staticmethod(save_inputs)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        if batched_gradient(slope):
-            # autograd.grad(is_grads_batched=True) is another vmap than torch.func's: it asks no Function for its rule,
-            # and calls an operator once for each slope.
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if batched_gradient(grad_output):
+            # autograd.grad(is_grads_batched=True) uses another vmap than torch.func's: it ignores the vmap rules of
+            # Functions, and calls an operator once per gradient.
             from .tiled_op import backward_tiles
 
-            return *backward_tiles(*ctx.saved_tensors, slope, ctx.scale), None
-        return *_Backward.apply(*ctx.saved_tensors, slope, ctx.scale), None
+            return *backward_tiles(*ctx.saved_tensors, grad_output, ctx.scale), None
+        return *_Backward.apply(*ctx.saved_tensors, grad_output, ctx.scale), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
@@ -76,18 +76,18 @@ class _Tiles(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """A node of its own, so that a second derivative is refused and not taken through buffers written in place."""
+    """The backward as a Function of its own, which refuses a second derivative through buffers written in place."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        return tiles_backward(q, k, v, slope, scale)
+    def forward(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        return tiles_backward(q, k, v, grad_output, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Any) -> NoReturn:
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
         refuse("blocks")
 
     @staticmethod
@@ -101,6 +101,6 @@ class _Backward(torch.autograd.Function):
 
 
 def _fold(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """The mapped dimension becomes part of the batch: rows do not see each other anyway."""
+    """Merge the mapped dimension into the batch: rows do not attend to each other anyway."""
     pairs = zip(tensors, dims, strict=True)
     return [(t.expand(size, *t.shape) if d is None else t.movedim(d, 0)).flatten(0, 1) for t, d in pairs]

@@ -1,4 +1,4 @@
-"""The maths of tiled causal attention, forward and backward, on plain tensors."""
+"""The maths of tiled causal attention: forward and backward on plain tensors."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _probabilities(q: Tensor, keys: Tensor, lo: int, future: Tensor) -> Tensor:
-    """Of the tile that begins at `lo`: q [B G, N/G rows, H], keys [B G, H, hi] -> [B G, N/G rows, hi]."""
+    """Probabilities of the tile that begins at `lo`: q [B G, N/G rows, H], keys [B G, H, hi] -> [B G, N/G rows, hi]."""
     scores = torch.bmm(q, keys)
     scores.unflatten(1, (-1, future.shape[0]))[..., lo:].masked_fill_(future, -torch.inf)
     return torch.softmax(scores, -1)
 
 
 def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [B, S, N, H], k [B, S, G, H], v [B, S, G, Hv] -> [B, S, N, Hv]."""
     (batch, length, heads, _), groups = q.shape, k.shape[2]
     q5, keys, values = _grouped(q, groups), _heads(k).mT, _heads(v)
     out = q.new_empty(batch, length, heads, v.shape[3])
@@ -46,15 +47,16 @@ def tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out
 
 
-def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """What `tiles_backward` needs: q, k, v and the scale."""
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 
 
-def tiles_backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def tiles_backward(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), given grad_output [B, S, N, Hv]."""
     (batch, length, _, width), groups = q.shape, k.shape[2]
-    q5, slope5, keys, values = _grouped(q, groups), _grouped(slope, groups), _heads(k), _heads(v)
+    q5, grad_output5, keys, values = _grouped(q, groups), _grouped(grad_output, groups), _heads(k), _heads(v)
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
@@ -62,21 +64,21 @@ def tiles_backward(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float)
     future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
     for lo in range(0, length, size):
         hi = min(lo + size, length)
-        tile, above = _rows(q5[:, :, :, lo:hi] * scale), _rows(slope5[:, :, :, lo:hi])
+        tile, grad_tile = _rows(q5[:, :, :, lo:hi] * scale), _rows(grad_output5[:, :, :, lo:hi])
         p = _probabilities(tile, keys[:, :hi].mT, lo, future[: hi - lo, : hi - lo])
-        _add_product(dv[:, :hi], p.mT, above)
-        dp = torch.bmm(above, values[:, :hi].mT)
+        _add_product(dv[:, :hi], p.mT, grad_tile)
+        dp = torch.bmm(grad_tile, values[:, :hi].mT)
         ds = softmax_backward(dp, p, q.dtype)
         _add_product(dk[:, :hi], ds.mT, tile)
-        of_tile = torch.bmm(ds, keys[:, :hi]).view(batch, groups, -1, hi - lo, width)
-        torch.mul(of_tile, scale, out=dq5[:, :, :, lo:hi])
+        dq_tile = torch.bmm(ds, keys[:, :hi]).view(batch, groups, -1, hi - lo, width)
+        torch.mul(dq_tile, scale, out=dq5[:, :, :, lo:hi])
     return dq, _unheads(dk, k), _unheads(dv, v)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.baddbmm_(a, b)
-    else:  # sums over tiles are taken in fp32
+    else:  # accumulate over tiles in fp32
         total += torch.bmm(a, b)
 
 
@@ -85,7 +87,7 @@ def _unheads(grad: Tensor, like: Tensor) -> Tensor:
     return grad.to(like.dtype).unflatten(0, (like.shape[0], -1)).transpose(1, 2)
 
 
-_SCORES = 1 << 21  # bytes of one tile's scores: they should stay in the cache between the products
+_SCORES = 1 << 21  # bytes of one tile's scores, which should stay in the cache between the products
 
 
 def _tile(q: Tensor) -> int:

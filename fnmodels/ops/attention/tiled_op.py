@@ -1,7 +1,7 @@
-"""`attention_tiles` as an operator: in a compiled graph the tiles are one node.
+"""Tiled causal attention as a custom operator: one node in a compiled graph, instead of an unrolled loop.
 
-Unrolled, they would take longer to compile than all the rest. It is used there alone, since torch.func does not see the
-derivative of an operator.
+The loop would take longer to compile than the rest of the graph. The operator is used in graphs only, because
+torch.func does not see the derivative of a custom operator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tiled_kernel import keep_inputs, tiles_backward, tiles_forward
+from .tiled_kernel import save_inputs, tiles_backward, tiles_forward
 
 
 @torch.library.custom_op("fnmodels::causal_tiles", mutates_args=())
@@ -25,18 +25,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 @torch.library.custom_op("fnmodels::causal_tiles_backward", mutates_args=())
-def backward_tiles(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = tiles_backward(q, k, v, slope, scale)
+def backward_tiles(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = tiles_backward(q, k, v, grad_output, scale)
     return dq, dk.contiguous(), dv.contiguous()
 
 
 @backward_tiles.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _slopes(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-    return *backward_tiles(*ctx.saved_tensors, slope, ctx.scale), None
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    return *backward_tiles(*ctx.saved_tensors, grad_output, ctx.scale), None
 
 
-compiled_tiles.register_autograd(_slopes, setup_context=keep_inputs)
+compiled_tiles.register_autograd(_backward, setup_context=save_inputs)

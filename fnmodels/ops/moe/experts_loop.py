@@ -1,8 +1,8 @@
-"""Gated MLPs of sorted rows, expert after expert, with gradients written where they belong.
+"""Gated MLPs of sorted rows, one expert after another, with gradients written straight into the stacked tensors.
 
-Autograd would make a gradient for each expert's slice and then one stack of them all: a copy of every weight, on a CPU
-a tenth of the time. Here products write into their part of one tensor, forward and backward, and the activation, which
-costs little, is computed again in the backward in place of being kept.
+Autograd would make a gradient per expert's slice and then stack them: a copy of every weight, a tenth of the time on a
+CPU. Here products write into their slice of one tensor, forward and backward, and the cheap activation is recomputed in
+the backward instead of being saved.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Act = Callable[[Tensor, Tensor], Tensor]
 
 
 def loop_mlps(experts: dict[str, Tensor], rows: Tensor, sizes: list[int], act: Act) -> Tensor:
-    """[N, D]: rows [N, D] through experts of `sizes` rows each, in order. First derivatives only, and no vmap.
+    """[N, D]: rows [N, D], sorted by expert with `sizes` rows each, through their experts. First derivatives, no vmap.
 
-    ValueError if what `act` returns would learn by itself: the backward knows of rows and leaves only.
+    ValueError if `act` depends on other tensors that require gradients, which this backward would not reach.
     """
-    nothing = rows.new_empty(0, experts["gate_proj"].shape[1])
-    if act(nothing, nothing).requires_grad:
+    empty = rows.new_empty(0, experts["gate_proj"].shape[1])
+    if act(empty, empty).requires_grad:
         raise ValueError(
             'experts="loop" gives no gradient to tensors that `act` takes from around it, and this one\'s result needs '
             'one without its arguments: detach them, or take experts="grouped" or "dense".'
@@ -32,8 +32,8 @@ def loop_mlps(experts: dict[str, Tensor], rows: Tensor, sizes: list[int], act: A
     return _Loop.apply(act, tuple(sizes), tuple(experts), rows, *experts.values())[0]
 
 
-def _parts(sizes: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of those that have any."""
+def _spans(sizes: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    """(expert, slice of its rows) of every expert with rows."""
     start = 0
     for expert, size in enumerate(sizes):
         if size:
@@ -49,20 +49,22 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 class _Loop(FirstOrder):
-    """Outputs: (result, gate, up), the latter two for the backward only."""
+    """Outputs (result, gate, up); the last two are saved for the backward only."""
 
     @staticmethod
     def forward(
         act: Act, sizes: tuple[int, ...], names: tuple[str, ...], rows: Tensor, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        each = [dict(zip(names, slices, strict=True)) for slices in zip(*(t.unbind(0) for t in leaves), strict=True)]
+        per_expert = [
+            dict(zip(names, slices, strict=True)) for slices in zip(*(t.unbind(0) for t in leaves), strict=True)
+        ]
         width = leaves[names.index("gate_proj")].shape[1]
         gate, up = (rows.new_empty(len(rows), width) for _ in range(2))
         out = torch.empty_like(rows)
-        for e, part in _parts(sizes):
-            _linear(rows[part], each[e]["gate_proj"], each[e].get("gate_bias"), gate[part])
-            _linear(rows[part], each[e]["up_proj"], each[e].get("up_bias"), up[part])
-            _linear(act(gate[part], up[part]), each[e]["down_proj"], each[e].get("down_bias"), out[part])
+        for e, span in _spans(sizes):
+            _linear(rows[span], per_expert[e]["gate_proj"], per_expert[e].get("gate_bias"), gate[span])
+            _linear(rows[span], per_expert[e]["up_proj"], per_expert[e].get("up_bias"), up[span])
+            _linear(act(gate[span], up[span]), per_expert[e]["down_proj"], per_expert[e].get("down_bias"), out[span])
         return out, gate, up
 
     @staticmethod
@@ -73,17 +75,17 @@ class _Loop(FirstOrder):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        nothing = (None, None, None)
+    def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        no_grads = (None, None, None)
         needs = tuple(ctx.needs_input_grad[3:])
-        if slope is None:
-            return *nothing, *(None for _ in needs)
-        grads = _Backward.apply(ctx.act, ctx.sizes, ctx.names, needs, slope, *ctx.saved_tensors)
-        return *nothing, *(grad if need else None for grad, need in zip(grads, needs, strict=True))
+        if grad_output is None:
+            return *no_grads, *(None for _ in needs)
+        grads = _Backward.apply(ctx.act, ctx.sizes, ctx.names, needs, grad_output, *ctx.saved_tensors)
+        return *no_grads, *(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
 
 class _Backward(FirstOrder):
-    """A function of its own, so that its products may write into slices wherever gradients are being recorded."""
+    """A Function of its own, so that its products may write into slices even while a graph is recorded."""
 
     @staticmethod
     def forward(
@@ -91,35 +93,37 @@ class _Backward(FirstOrder):
         sizes: tuple[int, ...],
         names: tuple[str, ...],
         needs: tuple[bool, ...],
-        slope: Tensor,
+        grad_output: Tensor,
         gate: Tensor,
         up: Tensor,
         rows: Tensor,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
-        each = [dict(zip(names, slices, strict=True)) for slices in zip(*(t.unbind(0) for t in leaves), strict=True)]
+        per_expert = [
+            dict(zip(names, slices, strict=True)) for slices in zip(*(t.unbind(0) for t in leaves), strict=True)
+        ]
         d_rows = torch.empty_like(rows) if needs[0] else rows.new_empty(0)
-        used = {e for e, _ in _parts(sizes)}
+        used = {e for e, _ in _spans(sizes)}
         grads = {}
         for name, leaf, need in zip(names, leaves, needs[1:], strict=True):
             grads[name] = leaf.new_empty(leaf.shape) if need else leaf.new_empty(0)
             for e in set(range(len(sizes))) - used if need else ():
                 grads[name][e].zero_()
         wanted = {name for name, need in zip(names, needs[1:], strict=True) if need}
-        for e, part in _parts(sizes):
-            weights, x, d_out = each[e], rows[part], slope[part]
+        for e, span in _spans(sizes):
+            weights, x, d_out = per_expert[e], rows[span], grad_output[span]
             with torch.enable_grad():
-                made = [t[part].detach().requires_grad_() for t in (gate, up)]
-                inner = act(*made)
-            d_gate, d_up = torch.autograd.grad(inner, made, d_out @ weights["down_proj"])
-            for kind, d, given in (("gate", d_gate, x), ("up", d_up, x), ("down", d_out, inner.detach())):
+                gate_up = [t[span].detach().requires_grad_() for t in (gate, up)]
+                inner = act(*gate_up)
+            d_gate, d_up = torch.autograd.grad(inner, gate_up, d_out @ weights["down_proj"])
+            for kind, d, inputs in (("gate", d_gate, x), ("up", d_up, x), ("down", d_out, inner.detach())):
                 if f"{kind}_proj" in wanted:
-                    torch.mm(d.t(), given, out=grads[f"{kind}_proj"][e])
+                    torch.mm(d.t(), inputs, out=grads[f"{kind}_proj"][e])
                 if f"{kind}_bias" in wanted:
                     torch.sum(d, 0, out=grads[f"{kind}_bias"][e])
             if needs[0]:
-                torch.mm(d_gate, weights["gate_proj"], out=d_rows[part])
-                d_rows[part].addmm_(d_up, weights["up_proj"])
+                torch.mm(d_gate, weights["gate_proj"], out=d_rows[span])
+                d_rows[span].addmm_(d_up, weights["up_proj"])
         return d_rows, *(grads[name] for name in names)
 
     @staticmethod
@@ -127,5 +131,5 @@ class _Backward(FirstOrder):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Any) -> NoReturn:
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
         refuse("loop")

@@ -1,8 +1,7 @@
-"""A mixture of experts in the place of an MLP (arXiv 1701.06538): a router, k of E experts, and perhaps a shared one.
+"""Mixture-of-experts layer (arXiv 1701.06538): a router, k of E experts per token, and optionally a shared expert.
 
-Padding takes no part: `valid` is an argument, a layer without it raises, and nothing that x holds at padding (NaN
-included) reaches an expert, a count or a gradient. Attention would spread NaN before it comes here: `forward` clears
-padding at the start.
+Padding is excluded: `valid` is required, and no value of x at padding (NaN included) reaches an expert, a count or a
+gradient. Attention would spread NaN before this layer, so `forward` zeroes padding at the start.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fnmodels.tree import Tree
 from .experts import choose_experts
 from .experts_loop import Act
 
-# What a sparse block returns always, and what it can be asked for besides.
+# What a sparse block always returns, and its further taps.
 KEPT = ("counts", "router_logits")
 MOE_TAPS = (*KEPT, "expert_indices", "expert_weights")
 
@@ -45,13 +44,12 @@ def moe(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 
-    layer: the leaves of `fnmodels.models.common.spec.moe_leaves`. x [B, S, D]. route: a function of `ops.moe.router`,
-    its statics bound.
-    valid: [B, S] bool, False at padding. routing: [B, S, k] int64, experts chosen earlier, a token's all different;
-    their weights come from the live logits; a ValueError on the CPU if there is no such expert or one is named twice.
-    How many a token has `forward` checks, which knows the config. experts, kernel: see
-    `ops.moe.experts.choose_experts`.
-    wide_router: logits in fp32 at least, whatever x's dtype. counts: tokens that went to each expert.
+    layer: the leaves of `fnmodels.models.common.spec.moe_leaves`. x [B, S, D]. route: a function of `ops.moe.router`
+    with its keywords bound. valid: [B, S] bool, False at padding. routing: [B, S, k] int64, a replay of experts chosen
+    earlier, distinct per token; their weights come from the live logits. On the CPU, ValueError for an expert that does
+    not exist or is named twice (`forward` checks k, since it knows the config). experts, kernel: see
+    `ops.moe.experts.choose_experts`. input_weighted: scale the experts' inputs, not their outputs. wide_router: logits
+    in fp32 at least, whatever x's dtype. counts: number of tokens routed to each expert.
     """
     if valid is None:
         raise ValueError(
@@ -69,8 +67,8 @@ def moe(
                 f"{list(routing.shape)}."
             )
         _check_range(routing, valid, len(layer["router"]))
-    x = _cleared(x, valid)
-    cast = upcast if wide_router else _same
+    x = _zero_padding(x, valid)
+    cast = upcast if wide_router else _identity
     bias = layer.get("router_bias")
     logits = linear(cast(x), cast(layer["router"]), None if bias is None else cast(bias))
     weights, indices = route(logits, None if routing is None else routing.where(valid[..., None], 0))
@@ -83,13 +81,13 @@ def moe(
     return y, aux | {"expert_indices": indices, "expert_weights": weights}
 
 
-def _cleared(x: Tensor, valid: Tensor) -> Tensor:
-    """x, 0 at padding. Where a look shows that there is none, two copies (the gradient's too) are not made."""
+def _zero_padding(x: Tensor, valid: Tensor) -> Tensor:
+    """x with zeros at padding; without copies (of x and its gradient) if values can be read and there is no padding."""
     return x if alone(x, valid) and bool(valid.all()) else x.where(valid[..., None], 0)
 
 
 def _check_range(routing: Tensor, valid: Tensor, experts: int) -> None:
-    """A sentence where values can be read without waiting; elsewhere the result is undefined."""
+    """ValueError for invalid experts if the values can be read without a sync; otherwise the result is undefined."""
     if torch.compiler.is_compiling() or not all(readable(t) and t.device.type == "cpu" for t in (routing, valid)):
         return
     wrong = routing[valid[..., None] & ((routing < 0) | (routing >= experts))]
@@ -106,23 +104,23 @@ def _check_range(routing: Tensor, valid: Tensor, experts: int) -> None:
 
 
 def count_tokens(indices: Tensor, valid: Tensor, experts: int) -> Tensor:
-    """[E] int64: how many tokens go to each expert; indices [B, S, k], valid [B, S]."""
+    """[E] int64: number of tokens routed to each expert; indices [B, S, k], valid [B, S]."""
     key = indices.where(valid[..., None], experts).flatten()
     return key.new_zeros(experts + 1).scatter_add(0, key, torch.ones_like(key))[:experts]
 
 
 def _shared(layer: Tree, x: Tensor, act: Act) -> Tensor:
-    """The expert that every token passes through; in Qwen 2 behind a gate of its own."""
+    """The output of the shared expert, which every token passes through; in Qwen 2 it is scaled by a sigmoid gate."""
     shared = layer["shared_expert"]
     inner = act(linear(x, shared["gate_proj"]), linear(x, shared["up_proj"]))
     y = linear(inner, shared["down_proj"])
     gate = layer.get("shared_expert_gate")
     if gate is None:
         return y
-    # Written out: as a matrix product with one row the last bits would depend on where in memory that row begins.
+    # Written out: in a matrix product with one row, the last bits would depend on the memory alignment of that row.
     score = (upcast(x) * upcast(gate)).sum(-1, keepdim=True)
     return score.to(x.dtype).sigmoid() * y
 
 
-def _same(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x

@@ -1,10 +1,10 @@
-"""Routers: which experts a token goes to, and with what weights.
+"""MoE routers: the choice of k experts per token and their weights.
 
     route(logits [..., E], indices=None) -> (weights [..., k], indices [..., k] int64)
 
-Scores are taken in fp32 at least, and nothing is cast before the choice: two experts that bf16 cannot tell apart would
-be chosen by their number. torch.topk decides ties. With `indices` given (a replay) nothing is chosen, and the weights
-come from the live scores of those experts; the choice itself has no gradient. Non-finite logits are the caller's fault.
+Scores are computed in fp32 at least and not cast before the choice: experts whose scores are equal in bf16 would be
+chosen by index. torch.topk breaks ties. With `indices` (a replay) nothing is chosen, and the weights come from the live
+scores of those experts; the choice itself has no gradient. Logits must be finite.
 
     function         scores           chosen by              weights                          used by
     softmax_top_k    softmax over E   score                  score, renormalized if asked     Mixtral, Qwen, DeepSeek V2
@@ -12,7 +12,7 @@ come from the live scores of those experts; the choice itself has no gradient. N
     sigmoid_top_k    sigmoid          score + bias, groups   score, renormalized if asked     DeepSeek V3, GLM 4.5
     top_k_sigmoid    logits           logit                  sigmoid of the chosen logits     Llama 4
 
-`dtype` is what the weights are handed out in; None leaves them in the scores' own.
+`dtype` is that of the returned weights; None keeps the scores' dtype.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Width = Literal["model", "wide"]
 
 @dataclass(frozen=True)
 class RouterDtypes:
-    """What a family's router computes in: "model" is the dtype of the activations, "wide" the same, but fp32 at least.
+    """The dtypes of a family's router: "model" is the activations' dtype, "wide" the same but fp32 at least.
 
-    param: its weight and bias. projection: their product with a token, the logits. score: what the choice is made by.
-    output: the experts' weights, as they are handed out. A family declares them as ROUTER; the tests hold it to that.
+    param: router weight and bias. projection: the logits. score: the scores that the choice is made by. output: the
+    returned weights. A family declares them as ROUTER, and tests verify that it computes so.
     """
 
     param: Width
@@ -46,7 +46,7 @@ class RouterDtypes:
         return self.projection == "wide"
 
     def output_dtype(self, model: torch.dtype) -> torch.dtype:
-        """The dtype of the experts' weights where activations are of `model`."""
+        """The dtype of the returned weights for activations of dtype `model`."""
         return model if self.output == "model" else torch.promote_types(model, torch.float32)
 
 
@@ -69,7 +69,7 @@ def softmax_top_k(
     """
     scores = upcast(logits).softmax(-1)
     if indices is None:
-        # Of one group, the greatest score is its best; DeepSeek V3 adds its best two instead.
+        # A group's score is its best expert's (DeepSeek V3 adds the best two instead).
         indices = choose(scores, k, groups=groups, kept_groups=kept_groups, best=1)
     weights = _weights(scores, indices, renormalize=renormalize, eps=0.0, scale=scale)
     if expert_scale is not None:
@@ -90,15 +90,15 @@ def sigmoid_top_k(
     kept_groups: int = 1,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k experts of the greatest sigmoid plus `bias` [E], which takes part in the choice only (arXiv 2412.19437).
+    """The k experts with the largest sigmoid + `bias` [E]; the bias affects only the choice (arXiv 2412.19437).
 
-    groups: only experts of the `kept_groups` groups whose two best add up to most can be chosen. renormalize: weights
-    are divided by their sum + eps, then multiplied by `scale`.
+    groups: only experts of the `kept_groups` groups with the largest sum of their two best scores can be chosen.
+    renormalize: weights are divided by their sum + eps, then multiplied by `scale`.
     """
     scores = upcast(logits).sigmoid()
     if indices is None:
-        wanted = scores if bias is None else scores + bias
-        indices = choose(wanted, k, groups=groups, kept_groups=kept_groups, best=2)
+        biased = scores if bias is None else scores + bias
+        indices = choose(biased, k, groups=groups, kept_groups=kept_groups, best=2)
     weights = _weights(scores, indices, renormalize=renormalize, eps=eps, scale=scale)
     return weights.to(dtype or weights.dtype), indices
 
@@ -106,7 +106,7 @@ def sigmoid_top_k(
 def top_k_softmax(
     logits: Tensor, indices: Tensor | None = None, *, k: int, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k greatest logits, and the softmax over these alone."""
+    """The k experts with the largest logits, weighted by the softmax over these k logits."""
     indices = choose(logits, k) if indices is None else indices
     weights = upcast(logits).gather(-1, indices).softmax(-1)
     return weights.to(dtype or weights.dtype), indices
@@ -115,23 +115,24 @@ def top_k_softmax(
 def top_k_sigmoid(
     logits: Tensor, indices: Tensor | None = None, *, k: int, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k greatest logits, each through a sigmoid of its own."""
+    """The k experts with the largest logits, each weighted by the sigmoid of its logit."""
     indices = choose(logits, k) if indices is None else indices
     weights = upcast(logits).gather(-1, indices).sigmoid()
     return weights.to(dtype or weights.dtype), indices
 
 
 def choose(scores: Tensor, k: int, *, groups: int = 1, kept_groups: int = 1, best: int = 1) -> Tensor:
-    """[..., k] int64: the greatest of `scores` [..., E], the best first.
+    """[..., k] int64: indices of the largest `scores` [..., E], best first.
 
-    With groups of neighbors, only those count whose `best` greatest scores add up to most.
+    groups > 1: only experts of the `kept_groups` groups of adjacent experts with the largest sums of their `best`
+    largest scores.
     """
     if groups > 1:
         grouped = scores.unflatten(-1, (groups, -1))
-        of_groups = grouped.topk(min(best, grouped.shape[-1]), dim=-1).values.sum(-1)
-        kept = of_groups.topk(kept_groups, dim=-1).indices
+        group_scores = grouped.topk(min(best, grouped.shape[-1]), dim=-1).values.sum(-1)
+        kept = group_scores.topk(kept_groups, dim=-1).indices
         ids = torch.arange(groups, device=scores.device)
-        # compared rather than scattered, so that vmap goes through
+        # comparisons rather than a scatter, which vmap would not support
         outside = (kept[..., None] != ids).all(-2)
         scores = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
     return scores.topk(k, dim=-1).indices

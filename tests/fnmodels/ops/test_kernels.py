@@ -41,7 +41,7 @@ from fnmodels.apply import run_layers
 from fnmodels.inputs.rules import simplify
 from fnmodels.ops.attention.block_sparse import plan_blocks
 from fnmodels.ops.attention.select import attention, materialize
-from fnmodels.ops.attention.tiled import pays
+from fnmodels.ops.attention.tiled import tiles_are_faster
 from fnmodels.ops.attention.varlen import varlen_attention, varlen_window
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
@@ -929,7 +929,7 @@ def test_transforms(kernel: str, transform: str) -> None:
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_tiles(transform: str) -> None:
     (loss, x), (math, _), run = problem_in_tiles("blocks"), problem_in_tiles("math"), TRANSFORMS[transform]
-    assert pays(x)
+    assert tiles_are_faster(x)
     value = None if transform == "linearize" else lambda: run(math, x)
     assert_so(eagerly("blocks", transform), lambda: run(loss, x), value, transform in ("compile, fullgraph", "export"))
 
