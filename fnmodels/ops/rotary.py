@@ -1,9 +1,9 @@
 """Rotary position embedding (arXiv 2104.09864): tables from positions, and their application.
 
-A table is a function of a `Rope`, positions and (for two kinds) a length; nothing is cached, and values do not depend
-on the number of positions. Frequencies and angles are computed in fp64: an fp32 product of position and frequency is off
-by half an ulp of the angle, 0.06 rad at position 10^6, the fp64 product by 2e-10. The table itself is fp32, and its
-rounding (6e-8 in cos or sin) is the total error.
+A table is a function of a `Rope`, positions and (for two kinds) a length; nothing is cached, and its values do not
+depend on the number of positions. Frequencies and angles are computed in fp64: an fp32 product of position and
+frequency is off by half an ulp of the angle, 0.06 rad at position 10^6, the fp64 product by 2e-10. The table itself is
+fp32, and its rounding (6e-8 in cos or sin) is the total error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tool for porting: equal models are equal, and a planted fault is named where it is."""
+"""The comparison with transformers: equal models are equal, and a planted fault is located."""
 
 import dataclasses
 import sys

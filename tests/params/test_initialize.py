@@ -1,4 +1,4 @@
-"""Initial parameters: a leaf depends on (seed, path) alone; abstract trees and counts follow from the same spec."""
+"""Initialization: a leaf depends on (seed, path) only; abstract trees and counts follow from the same spec."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""The report on a checkpoint folder: what is in it, what is wrong, and that it reads no tensor unless asked to."""
+"""The report on a checkpoint folder: its contents and problems, without reading tensors unless asked to."""
 
 import shutil
 import subprocess
@@ -40,7 +40,7 @@ def test_the_code_says_whether_it_loads(
         assert main([str(folder), "--verify"]) == 2
     else:
         assert code == 2, out
-        sizes = out.count("fnmodels.") + out.count("  tensors ")  # what is told all the same
+        sizes = out.count("fnmodels.") + out.count("  tensors ")  # sections reported despite the damage
         assert ("  problem " in out) == folder.is_dir() and sizes <= 2  # of no folder there is no report
         assert all(words.split(": ")[-1] in out + error for words in damage.words if words != "symbolic link"), out
 

@@ -1,4 +1,4 @@
-"""Adapters: they alone train, merged they are the model, and PEFT reads and writes the same files."""
+"""LoRA: only adapters are trained, merged weights equal the model, and files are compatible with PEFT."""
 
 import json
 from typing import Any

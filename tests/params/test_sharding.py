@@ -1,4 +1,4 @@
-"""Plans: which part of each leaf a rank holds, checked against torch's own division and by putting parts together."""
+"""Sharding plans: each rank's shard, compared with DTensor's and by reassembling the leaf."""
 
 import importlib
 import itertools

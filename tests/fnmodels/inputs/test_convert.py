@@ -1,4 +1,4 @@
-"""BlockMasks against torch's own `create_block_mask`, and how much of the predicate they look at."""
+"""BlockMasks compared with torch's own `create_block_mask`, and how much of the predicate is evaluated."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Orders for context parallelism: permutations, their inverses, and how even they are."""
+"""Load-balancing orders for context parallelism: permutations, their inverses, and the balance that they reach."""
 
 import dataclasses
 import os

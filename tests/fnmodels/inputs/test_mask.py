@@ -1,4 +1,4 @@
-"""Every rule against a loop over pairs of tokens; layouts against tables."""
+"""Mask rules compared with a loop over pairs of tokens; layouts compared with tables."""
 
 from collections.abc import Callable
 

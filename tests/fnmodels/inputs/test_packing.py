@@ -1,4 +1,4 @@
-"""Packing: every token once, labels and weights aligned inside its document, drops and fill counted."""
+"""Packing: every token exactly once, labels and weights aligned within documents, drops and fill counted."""
 
 import time
 

@@ -86,7 +86,7 @@ def test_eos_ids_are_named():
 
 POSITIONS = [  # positions, valid, segment ids
     ([4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10], None, [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]),
-    ([4, 5, 6, 7, 8], None, [1, 1, 1, 1, 1]),  # [4,5,6] and [7,8] cannot be told from one document
+    ([4, 5, 6, 7, 8], None, [1, 1, 1, 1, 1]),  # [4,5,6] and [7,8] cannot be distinguished from one document
     ([0, 1, 2, 0, 0, 0], None, [1, 1, 1, 0, 0, 0]),
     ([0, 1, 2, 1, 1, 1], None, [1, 1, 1, 0, 0, 0]),
     ([0, 1, 2, 2, 2, 2], None, [1, 1, 1, 0, 0, 0]),

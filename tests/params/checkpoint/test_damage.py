@@ -1,4 +1,4 @@
-"""Every checkpoint of the corpus: refused with the right error and words, or loaded; none is slow, none hangs."""
+"""Every checkpoint of the corpus is refused with the right error and message, or loaded, in bounded time."""
 
 import shutil
 import time

@@ -1,4 +1,4 @@
-"""fp8 and mxfp4 checkpoints: equal to ten lines that dequantize, in bounded memory, refused where they do not fit."""
+"""fp8 and mxfp4 checkpoints: equal to a ten-line reference, in bounded memory, refused where scales do not fit."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Experts are one leaf [E, ...], whether the files have a tensor for each or one for all of them."""
+"""Experts are one leaf [E, ...], whether the files have one tensor per expert or one for all."""
 
 import re
 import weakref
@@ -111,7 +111,7 @@ def test_what_is_on_disk(folder: Path, layout: str) -> None:
 
 
 def test_what_is_mapped(folder: Path, layout: str) -> None:
-    """Where all experts lie in one tensor as they are used, nothing is copied; else each leaf is in one piece."""
+    """If one tensor holds all experts in our layout, nothing is copied; otherwise each leaf is one allocation."""
     experts = P.load_pretrained(folder)[1]["layers"][0]["experts"]
     assert not experts["down"].is_contiguous() or layout == "each"
     if layout == "halves":
@@ -131,7 +131,7 @@ def test_what_is_mapped(folder: Path, layout: str) -> None:
 def test_at_most_one_tensor_beside_the_result(
     folder: Path, layout: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read on the way is one expert's, and gone before the next."""
+    """Temporary memory is that of one expert, freed before the next is read."""
     plain, alive, largest = load.read_tensor, weakref.WeakSet[torch.Tensor](), []
 
     def watched(file: Any, entry: Any, *rest: Any) -> torch.Tensor:

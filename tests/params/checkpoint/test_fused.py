@@ -1,4 +1,4 @@
-"""Parameters that are parts of one tensor on disk: what memory they take and share."""
+"""Parameters that are slices of one tensor on disk: the memory they use and share."""
 
 import importlib
 import weakref

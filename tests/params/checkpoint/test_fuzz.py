@@ -1,4 +1,4 @@
-"""Seeded mutations of headers, configurations and indexes: each is read, or refused by an error of ours, and soon.
+"""Seeded mutations of headers, configs and indexes: each is read, or refused by one of our errors, in bounded time.
 
 The full counts take about a minute and stand behind the `slow` marker; the first mutations of the same seeds are always
 run.
@@ -140,7 +140,7 @@ def run(count: int, mutate: Callable[[random.Random], None], read: Callable[[], 
 
 
 def fuzz_headers(folder: Path, count: int) -> Counter[str]:
-    """Of a file with tensors of several dtypes. What passes is mapped, and each byte of it read."""
+    """Mutations of a file with tensors of several dtypes. Files that pass are mapped, and each byte of them is read."""
     path = folder / "model.safetensors"
     tensors = {"a": torch.ones(3, 2), "b.weight": torch.ones(4, dtype=torch.bfloat16), "c": torch.ones(2, 0)}
     save_file(tensors | {"d": torch.ones((), dtype=torch.int64)}, path, metadata={"format": "pt"})
@@ -166,7 +166,7 @@ def fuzz_headers(folder: Path, count: int) -> Counter[str]:
 
 
 def fuzz_configs(folder: Path, count: int) -> Counter[str]:
-    """Of a checkpoint of every family; the whole of it is loaded."""
+    """Mutations of a checkpoint of every family, which is loaded completely."""
     good: list[Case] = [case for case in cases() if case.values is not None]
     folders = {}
     for case in good:
@@ -187,7 +187,7 @@ def fuzz_configs(folder: Path, count: int) -> Counter[str]:
 
 
 def fuzz_indexes(folder: Path, count: int) -> Counter[str]:
-    """Of a model in several files. A shard that is not there is the operating system's error, as is a name too long."""
+    """Mutations of the index of a sharded model. A missing shard, or a name that is too long, raises an OSError."""
     case = cases()[0]
     P.save_pretrained(folder, case.config, generic_params(case.config), max_shard_size=20_000)
     path = folder / "model.safetensors.index.json"
@@ -201,7 +201,7 @@ def fuzz_indexes(folder: Path, count: int) -> Counter[str]:
 
 
 def fuzz_quantized(folder: Path, count: int) -> Counter[str]:
-    """Of a checkpoint with a tensor of fp8: its header, or what config.json says of it; the whole of it is loaded."""
+    """Mutations of an fp8 checkpoint: of its header, or of config.json's quantization; it is loaded completely."""
     make_bases(folder)
     folder = folder / "single"
     next(damage for damage in corpus() if damage.name == "tensors/good: fp8 with its scales").do(folder)

@@ -1,4 +1,4 @@
-"""Reading checkpoints: what is strict, what is lazy, what memory it takes."""
+"""Loading checkpoints: strictness, laziness and memory."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""What a manifest finds: every bit that changes, in the data and in the manifest itself."""
+"""Manifests: every flipped bit is found, in the data and in the manifest itself."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Heads that predict further tokens are kept where a checkpoint has them, left out where it does not, or when asked."""
+"""MTP heads are loaded if the checkpoint has them, and left out if it has none or on request."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""config.json files as they are published, every field: each is read, and is its preset.
+"""Published config.json files with every field: each is read and equals its preset.
 
 FILES in tests/variants has them by the names of presets. Fields that a publisher's own code has left behind are what a
 family written from transformers alone refuses.

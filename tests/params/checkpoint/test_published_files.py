@@ -1,4 +1,4 @@
-"""Files as others publish them: buffers that nobody reads, names without their first part, a tied head all the same."""
+"""Published files' peculiarities: unused buffers, names without their first component, redundant tied heads."""
 
 import json
 from pathlib import Path

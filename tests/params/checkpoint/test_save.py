@@ -1,4 +1,4 @@
-"""Writing checkpoints: what transformers reads, the same bytes every time, never a mix of two models."""
+"""Saving checkpoints: transformers reads them, bytes are deterministic, and no crash leaves a mix of two models."""
 
 import errno
 import json
@@ -223,7 +223,7 @@ def test_parts_are_joined_and_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_parts_fill_their_tensors(case: Case) -> None:
-    """What is joined is written whole: no row is left as memory had it. And its parts agree on what it is."""
+    """Joined tensors are written completely, without uninitialized rows, and their slices agree on the shape."""
     for name, parts in by_name(stored_leaves(case.config)).items():
         assert covers([slot.stored for slot in parts]), name
         assert len({(type(slot.stored), slot.disk_shape, slot.leaf.dtype, slot.leaf.keep_dtype) for slot in parts}) == 1
@@ -417,15 +417,15 @@ def test_what_goes_wrong_while_files_are_moved_loses_no_model(
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", failing(os.replace))
             patch.setattr(Path, "unlink", failing(Path.unlink))
-            told = None
+            raised = None
             try:
                 P.save_pretrained(folder, SMALL, new, max_shard_size=after)
             except (KeyboardInterrupt, OSError) as error:
-                told = error
-        if told is None:
+                raised = error
+        if raised is None:
             break
-        begun = "could not be moved into place" in str(told) and "params.recover finishes it" in str(told)
-        assert told is fault or begun or "The model was not saved" in str(told)
+        begun = "could not be moved into place" in str(raised) and "params.recover finishes it" in str(raised)
+        assert raised is fault or begun or "The model was not saved" in str(raised)
         if (folder / "config.json").exists():
             loaded = P.load_pretrained(folder)[1]
             assert equal(loaded, old) or equal(loaded, new)

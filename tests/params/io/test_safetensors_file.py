@@ -1,4 +1,4 @@
-"""The format of safetensors: two readers and a writer, held against the package for every dtype and odd shapes."""
+"""The safetensors format: two readers and a writer compared with the package, for every dtype and odd shapes."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""The folder that is written aside, and who may write."""
+"""Staging folders and the lock against concurrent saves."""
 
 import errno
 import fcntl
@@ -70,7 +70,7 @@ def test_without_locks_it_warns_and_removes_nothing(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", absent)
-    (tmp_path / f"{STAGING}of-somebody").mkdir()
+    (tmp_path / f"{STAGING}of-another").mkdir()
     with pytest.warns(UserWarning, match="file system without locks"), staging_folder(tmp_path) as mine:
         assert len(list(tmp_path.glob(f"{STAGING}*"))) == 2 and mine.exists()
 

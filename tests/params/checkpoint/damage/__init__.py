@@ -1,4 +1,4 @@
-"""A corpus of checkpoints as they are met: damaged, hostile, borderline, and good ones that only look odd.
+"""A corpus of damaged, malicious, borderline and unusual but valid checkpoints.
 
 Each is a small change to a good tiny checkpoint, with the error that reading it must give and words of the message; no
 error where it must load. `benchmarks/damaged.py` reads the same corpus with other libraries.

@@ -1,4 +1,4 @@
-"""config.json: no JSON, unknown kinds, impossible or contradictory values, and sizes that are not the files'."""
+"""Damaged config.json files: invalid JSON, unknown, impossible or contradictory values, sizes unlike the tensors'."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,12 +141,12 @@ _REFUSED: dict[type[Exception], dict[str, tuple[Any, ...]]] = {
             *("num_attention_heads 3 is not a multiple of", "num_key_value_heads 2"),
         ),
         "an odd head": (configured(head_dim=7), "7 of 7 head dimensions", "even"),
-        "500,000 fields that nobody knows": (
+        "500,000 unknown fields": (
             configured(**{f"k{i}": 0 for i in range(500_000)}),
             *("k0 = 0, k1 = 0,", "and 499,980 more"),
         ),
         "a list of 3,000,000 for a number": (configured(hidden_size=[0] * 3_000_000), "'hidden_size' is [0, 0,"),
-        "a field that nobody knows": (configured(logit_wobble=0.5), "logit_wobble = 0.5", "may change the maths"),
+        "an unknown field": (configured(logit_wobble=0.5), "logit_wobble = 0.5", "may change the maths"),
         "a field that is no text": (configured(**{"\ud800\x1b[2J": 1}), "\\ud800\\u001b[2J = 1"),
         "dtype and torch_dtype that disagree": (configured(dtype="float32", torch_dtype="bfloat16"), "disagree"),
         "a rope that is a number": (with_rope(rope_type=3), "'rope_type' is 3"),
@@ -260,7 +260,7 @@ _OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "deepseek_v3": {
         "2^31 experts": (configured(n_routed_experts=1 << 31), P.ConfigError, "'n_routed_experts' is 2147483648"),
-        "100,000 heads for further tokens": (
+        "100,000 MTP heads": (
             configured(num_nextn_predict_layers=10**5),
             *(P.ConfigError, "'num_nextn_predict_layers' is 100000", "from 0 to 16"),
         ),

@@ -1,4 +1,4 @@
-"""The folder and what stands in it in the place of the weights."""
+"""Damaged folders: files that are missing, not regular, or not weights."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A safetensors file that is none, or not quite: its length, its header, what that says of the bytes behind it."""
+"""Damaged safetensors files: their length, their header, and the byte ranges in it."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""The index of shards: what it names, what it says of whom, and whether the shards agree."""
+"""Damaged shard indexes: the files and tensors that they name, and shards that disagree with them."""
 
 import json
 import os

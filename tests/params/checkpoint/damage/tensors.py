@@ -1,4 +1,4 @@
-"""Tensors that are not those the configuration calls for, tied heads, and values that are not finite."""
+"""Tensors that do not fit the config, tied heads that differ, and values that are not finite."""
 
 from collections.abc import Iterator
 

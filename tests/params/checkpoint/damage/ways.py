@@ -1,4 +1,4 @@
-"""The good checkpoints of the corpus, and ways to change one."""
+"""The valid base checkpoints of the corpus, and functions that modify one."""
 
 import json
 import os
@@ -207,7 +207,7 @@ def shard(folder: Path) -> Path:
 
 
 def instead(make: Callable[[Path], Any], file: str | None = None) -> Do:
-    """`make` puts something in the place of a file, by default of the shard that holds NAME."""
+    """`make` replaces a file, by default the shard that holds NAME."""
 
     def do(folder: Path) -> None:
         path = folder / file if file else shard(folder)
