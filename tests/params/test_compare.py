@@ -30,13 +30,13 @@ def folder(tmp_path: Path) -> Path:
 
 @with_reference
 def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For every layout of a layer in the reference, down to attention and MLP."""
+    """For every naming of layers in the reference, down to attention and MLP."""
     model_of(case.values).save_pretrained(tmp_path)
     assert compare.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     layers = case.config.num_hidden_layers
     taps = [f"layers.{i}.{name}" for i in range(layers) for name in ("attention", "mlp", "output")]
-    # the forms on which transformers is right, after all activations of the plain one
+    # all activations of the plain batch, then the logits of those on which transformers is right
     forms = ["padded", "packed", "shifted"]
     forms = [form for form in forms if form not in compare._THEIR_MISTAKES.get(case.config.model_type, ())]
     if case.config.max_position_embeddings < 24 + 3:
@@ -50,7 +50,7 @@ def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_what_transformers_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Heads that predict further tokens: ours are left out too, and the rest is compared."""
+    """MTP heads, which transformers does not load: ours are left out too, and the rest is compared."""
     case = next(case for case in cases() if case.name == "deepseek_v3")
     config = dataclasses.replace(case.config, num_nextn_predict_layers=1)
     P.save_pretrained(tmp_path, config, generic_params(config))
@@ -59,7 +59,7 @@ def test_what_transformers_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def _with_changed_leaves(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Our loader with a mistake: change({path: leaf}) gives what it returns."""
+    """Our loader with a planted mistake: it returns change({path: leaf})."""
     plain = P.load_pretrained
 
     def load_pretrained(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def test_not_a_number(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_other_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names and shapes come before all else, as without them nothing can be loaded."""
+    """Names and shapes are compared first, because without them nothing can be loaded."""
     plain, spec = llama.hf_names, llama.spec
 
     def wider(config: Any) -> Any:
@@ -130,7 +130,7 @@ def test_what_was_not_reached_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 def test_wrong_masks_of_padding_and_of_documents(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A mask that reads no segments is right on plain rows, and on padding to the right."""
+    """A mask that ignores segments is correct on plain rows and with padding on the right."""
     plain = llama.attention_masks
     monkeypatch.setattr(
         llama,
@@ -143,7 +143,7 @@ def test_wrong_masks_of_padding_and_of_documents(
     assert capsys.readouterr().out.splitlines()[-1].startswith("The first difference is at logits, packed: ")
 
 
-# What the user can put right
+# Errors that the user can fix
 
 
 def _refused(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:

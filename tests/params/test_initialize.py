@@ -19,7 +19,7 @@ every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 
 @dataclass(frozen=True)
 class Config:
-    """A user's own family, in a file that is not in fnmodels: this one."""
+    """The config of a user's own family outside fnmodels: this file."""
 
     width: int = 8
 
@@ -30,7 +30,7 @@ def spec(config: Config) -> Any:
 
 
 def block() -> None:
-    """What makes a module a family."""
+    """The function by which `family_of` recognizes this module as a family."""
 
 
 def _small(layers: int = 2, **changes: Any) -> llama.Config:

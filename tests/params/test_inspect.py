@@ -36,12 +36,12 @@ def test_the_code_says_whether_it_loads(
     if damage.kind is None:
         assert (code, out.count("  problem ")) == (0, 0), out
     elif any(words in damage.name for words in ("a head", "config tied, files not", "with a scale of")):
-        # whether two tensors are equal, and what is in them, is known to those who read them
+        # whether tensors are equal or finite is found only by reading them
         assert main([str(folder), "--verify"]) == 2
     else:
         assert code == 2, out
         sizes = out.count("fnmodels.") + out.count("  tensors ")  # sections reported despite the damage
-        assert ("  problem " in out) == folder.is_dir() and sizes <= 2  # of no folder there is no report
+        assert ("  problem " in out) == folder.is_dir() and sizes <= 2  # without a folder there is no report
         assert all(words.split(": ")[-1] in out + error for words in damage.words if words != "symbolic link"), out
 
 
@@ -113,7 +113,7 @@ def test_a_flipped_bit_is_found_and_a_change_of_size_without_reading(
 def test_verify_finds_flipped_bits_wherever_they_are(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the header's length, the header and the data; in the config; and in the manifest, whose every bit counts."""
+    """Flipped bits in the header's length, the header, the data, the config and the manifest."""
     config = BASES["single"][0]
     P.save_pretrained(tmp_path, config, generic_params(config))
     data = (tmp_path / name).read_bytes()
@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_even_be_looked_at_is_one_sentence(
     def refuse(path: object, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("os.stat", refuse)  # as for those who may not enter the folder above; root may
+    monkeypatch.setattr("os.stat", refuse)  # as without permission for the parent folder, which root ignores
     assert main([str(tmp_path / "model")]) == 2
     assert capsys.readouterr() == ("", f"python -m params.inspect: {tmp_path / 'model'}: Permission denied.\n")
 

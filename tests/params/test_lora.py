@@ -23,7 +23,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def _adapted(
     config: Any = CONFIG, targets: tuple[str, ...] = ALL, rank: int = 3, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Generic adapters, neither at their zero beginning."""
+    """Adapters with random a and b, since b starts at zero."""
     params = lora.add(config, generic_params(config, dtype), rank=rank, alpha=2 * rank, targets=targets)
     flat = tree.flatten(params)
     noise = {path: generic(path, t).to(dtype) if path.endswith((".a", ".b")) else t for path, t in flat.items()}
@@ -59,7 +59,10 @@ def test_adapters_come_off_their_weights_and_on_again() -> None:
     adapted, plain = _adapted(targets=("q_proj", "down_proj")), generic_params(CONFIG)
     alone = lora.adapters(adapted)
     assert {path.rpartition(".")[2] for path in tree.flatten(alone)} == {"a", "b"}
-    for params in (plain, lora.add(CONFIG, plain, rank=2, targets=("q_proj", "k_proj"))):  # what was there gives way
+    for params in (
+        plain,
+        lora.add(CONFIG, plain, rank=2, targets=("q_proj", "k_proj")),
+    ):  # existing adapters are replaced
         assert torch.equal(_logits(lora.attach(params, alone)), _logits(adapted))
     assert tree.leaves(lora.adapters(plain)) == []
 

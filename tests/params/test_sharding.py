@@ -82,7 +82,7 @@ def test_rules_that_do_not_fit_are_told(rules: Rules, sizes: dict[str, int], wor
 
 
 def test_heads_stay_whole() -> None:
-    """Rows that would divide do not where they belong to one head; fewer KV heads than parts are held by all."""
+    """Divisible rows are not sharded if that would split a head; fewer KV heads than shards are replicated."""
     leaves = attention_leaves(32, 6, 2, 8, std=0.02, qkv_bias=True)
     rules = Rules({"heads": "tp", "kv_heads": "tp"})
     with pytest.raises(ValueError, match=re.escape("q_proj: heads is 6 heads of 8, not a multiple of 4 (tp).")):
@@ -123,7 +123,7 @@ def test_the_table_adds_up() -> None:
     assert f"layers.*.mlp.gate_proj (x{config.num_hidden_layers})" in text
     per_rank = int(lines[-1].split()[-1].replace(",", ""))
     assert sum(int(re.findall(r"\] +([\d,]+)", line)[-1].replace(",", "")) for line in lines[1:-1]) == per_rank
-    # everything divides in four but the norms, which tp holds twice
+    # everything is sharded four ways except the norms, which tp replicates
     assert P.count(config) <= per_rank < 1.001 * P.count(config)
 
 

@@ -13,7 +13,7 @@ from tests.params.checkpoint.damage import BASES, Damage, corpus, make_bases
 from tests.support.cases import generic_params
 
 LONGEST = 2.0  # seconds of processor time
-CHANGED = {"norm", "layers.1.mlp.up_proj", "lm_head"}  # what good ones may have other values of
+CHANGED = {"norm", "layers.1.mlp.up_proj", "lm_head"}  # leaves whose values the valid checkpoints may change
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(30)  # for what would hang
+@pytest.mark.timeout(30)  # fails a read that hangs
 @pytest.mark.parametrize("damage", corpus(), ids=str)
 def test_damage(damage: Damage, bases: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"

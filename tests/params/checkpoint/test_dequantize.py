@@ -32,7 +32,7 @@ EXPERTS = {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_si
 CONFIGS = {
     "llama": llama.Config(**SIZES),
     "phi3": phi3.Config(**SIZES),  # fused tensors
-    "deepseek": deepseek.Config(  # a tensor per expert, and a head for further tokens
+    "deepseek": deepseek.Config(  # a tensor per expert, and an MTP head
         **{name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")},
         **LATENT,
         **EXPERTS,
@@ -45,7 +45,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 
 
 def from_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The reference, number by number's block."""
+    """The fp8 reference, element by element."""
     out = torch.empty(values.shape, dtype=dtype)
     for i in range(values.shape[-2]):
         for j in range(scales.shape[-1]):
@@ -55,7 +55,7 @@ def from_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The reference, byte by byte; [.., in, out]."""
+    """The mxfp4 reference, byte by byte; [.., in, out]."""
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
     flat = [(numbers[byte % 16], numbers[byte // 16]) for byte in blocks.flatten().tolist()]
     values = torch.tensor(flat, dtype=torch.float64).view(*scales.shape, 32)
@@ -63,7 +63,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat
 
 
 def to_fp8(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Any values and scales will do: nothing is compared with what they were made from."""
+    """Random values and scales; they need not approximate the originals."""
     *lead, out, width = tensor.shape
     scales = torch.rand(*lead, -(-out // 128), -(-width // 128), generator=torch.Generator().manual_seed(out)) + 0.01
     return (tensor * 30).to(torch.float8_e4m3fn), scales
@@ -106,7 +106,7 @@ def dequantized(tensors: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 def test_fp8(family: str, kwargs: dict[str, Any], chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit the reference, ragged blocks included; saved, it is the bf16 checkpoint that it stands for."""
+    """Bit-equal to the reference, smaller last blocks included; saving gives the dequantized bf16 checkpoint."""
     monkeypatch.setattr(dequantize, "CHUNK", chunk)
     config = CONFIGS[family]
     tensors = write(tmp_path / "fp8", config)
@@ -124,7 +124,7 @@ def test_fp8(family: str, kwargs: dict[str, Any], chunk: int, tmp_path: Path, mo
 @pytest.mark.parametrize("scale", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_fp8_with_scales_in_half_precision(scale: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """As Qwen 3's files have them: the product is taken in fp32 all the same."""
+    """bf16 scales, as in Qwen 3's files: the product is still taken in fp32."""
     values, scales = to_fp8(torch.randn(3, 200, 150, generator=torch.Generator().manual_seed(0)))
     scales = scales.to(scale)
     got = read(tmp_path, {"w": values, "w_scale_inv": scales}, Quantization("fp8"), "w", dtype)
@@ -139,7 +139,7 @@ def test_fp8_with_scales_in_half_precision(scale: torch.dtype, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
 @pytest.mark.parametrize("lead", [(), (3,)])
 def test_mxfp4(dtype: torch.dtype | None, lead: tuple[int, ...], tmp_path: Path) -> None:
-    """Every byte and every scale but the one that stands for NaN, exactly."""
+    """Every byte and every scale except NaN, exactly."""
     tensors = {
         "w_blocks": torch.arange(256, dtype=torch.uint8).repeat(2 * 48).view(2 * 48, 16, 16)[: 2 * 48].contiguous(),
         "w_scales": torch.arange(2 * 48 * 16).remainder(255).to(torch.uint8).view(2 * 48, 16),
@@ -169,7 +169,7 @@ def test_fp8_has_numbers_that_are_none(tmp_path: Path) -> None:
 def read(
     folder: Path, tensors: dict[str, Tensor], quantization: Quantization, name: str, dtype: torch.dtype | None
 ) -> Tensor:
-    """One tensor by itself; a part of it is that part of the whole."""
+    """One tensor by itself; a shard equals that slice of the full tensor."""
     save_file(tensors, folder / FILE)
     with ExitStack() as stack:
         file = safetensors_file.open_tensors(folder / FILE, stack)
@@ -187,7 +187,7 @@ def read(
 
 
 def test_what_is_held_on_the_way_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are read some rows at a time, and dequantized before the next."""
+    """Values are read in chunks of rows, and each is dequantized before the next is read."""
     plain, largest = dequantize.read_tensor, []
 
     def watched(file: Any, entry: Any, *rest: Any) -> Tensor:
@@ -250,7 +250,7 @@ def test_fp8_that_config_json_does_not_speak_of(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_dequantized_already(tmp_path: Path) -> None:
-    """A config.json that was left as it was: there is nothing to do."""
+    """A dequantized model whose config.json still has the quantization_config loads unchanged."""
     P.save_pretrained(tmp_path, CONFIGS["llama"], generic_params(CONFIGS["llama"]))
     rewrite(tmp_path, load_file(tmp_path / FILE), quantization_config=FP8)
     flat, wanted = (tree.flatten(t) for t in (P.load_pretrained(tmp_path)[1], generic_params(CONFIGS["llama"])))

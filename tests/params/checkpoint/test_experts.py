@@ -32,7 +32,7 @@ FILE = "model.safetensors"
 
 @pytest.fixture(autouse=True, params=["each", "halves", "turns"])
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Llama with experts, which lie on disk one by one, or all in one: transposed, in halves or turn by turn."""
+    """Llama with experts stored one tensor each, or all in one: transposed, concatenated or interleaved."""
     plain, spec = llama.hf_names, llama.spec
 
     def with_experts(config: llama.Config) -> Any:
@@ -145,8 +145,8 @@ def test_at_most_one_tensor_beside_the_result(
     monkeypatch.setattr(load, "read_tensor", watched)
     loaded = P.load_pretrained(folder, copy=True, dtype=dtype)[1]
     assert equal(loaded, tree.map(lambda leaf: leaf.to(dtype), generic_params(SMALL)))
-    # one tensor each: read straight to where it belongs
-    wide = 2 * INNER if layout == "turns" else INNER  # of halves the other one is left alone
+    # one tensor each: read straight into the result
+    wide = 2 * INNER if layout == "turns" else INNER  # of concatenated halves only the needed one is read
     assert (not largest) if layout == "each" else max(largest) == 16 * wide
 
 

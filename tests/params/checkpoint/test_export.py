@@ -15,7 +15,7 @@ from tests.support.cases import Case, cases, generic_params, structures
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_export_is_the_inverse_of_loading(case: Case, tmp_path: Path) -> None:
-    """R5: from the files to parameters and back, of every family, in every layout on disk; mapped and owned alike."""
+    """R5: files to parameters and back for every family and on-disk layout, mapped and copied."""
     P.save_pretrained(tmp_path, case.config, generic_params(case.config))
     wanted = load_file(tmp_path / "model.safetensors")
     for copy in (False, True):
@@ -28,7 +28,7 @@ def test_export_is_the_inverse_of_loading(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", structures(), ids=str)
 def test_nothing_is_copied_that_lies_as_it_is_on_disk(case: Case) -> None:
-    """And of the rest one tensor at a time: what was handed out is not kept."""
+    """Other tensors are made one at a time, and not kept after they are yielded."""
     weights = tree.map(lambda leaf: leaf.clone().requires_grad_(leaf.is_floating_point()), generic_params(case.config))
     leaves = {leaf.data_ptr() for leaf in tree.leaves(weights)}
     plain = {name for name in fnmodels.family_of(case.config).hf_names(case.config).values() if isinstance(name, str)}

@@ -26,7 +26,7 @@ FILE = "model.safetensors"
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama as other families lie on disk: rows in turn, rows by groups, transposed."""
+    """Llama with the on-disk layouts of other families: concatenated rows, grouped rows, transposed."""
     plain = llama.hf_names
 
     def hf_names(config: llama.Config) -> dict[str, Stored]:
@@ -65,7 +65,7 @@ def test_there_and_back(tmp_path: Path, limit: str, kwargs: dict[str, Any]) -> N
 
 
 def test_parts_are_mapped_and_owned_alone(folder: Path) -> None:
-    """A row range is a tensor of its own in the mapping: no copy, and a deep copy of it takes it alone."""
+    """A range of rows is mapped as a tensor with its own storage: no copy, and a deep copy copies only its rows."""
     attention = P.load_pretrained(folder)[1]["layers"][0]["attention"]
     q, k, v = (attention[f"{name}_proj"] for name in "qkv")
     assert k.data_ptr() == q.data_ptr() + q.nbytes and v.data_ptr() == k.data_ptr() + k.nbytes

@@ -90,7 +90,7 @@ def mutate_tree(draw: random.Random, tree: Any) -> Any:
 
 
 def mutate_bytes(draw: random.Random, data: bytes, end: int) -> bytes:
-    """Flips, cuts and doubles bytes among the first `end`, or cuts the whole."""
+    """Flip, remove or duplicate bytes among the first `end`, or truncate the file."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 5))):
         at, kind = draw.randrange(end), draw.randrange(6)
@@ -106,7 +106,7 @@ def mutate_bytes(draw: random.Random, data: bytes, end: int) -> bytes:
 
 
 def dumps(tree: Any) -> bytes:
-    """JSON in which "nested 3" is [[[]]]: too deep a list could not be written by the package."""
+    """JSON in which "nested 3" becomes [[[]]]: json.dumps cannot write lists that are nested too deeply."""
     text = json.dumps(tree)
     for name in NESTED:
         depth = int(name.split()[1])
@@ -122,7 +122,7 @@ def rewrite(path: Path, data: bytes) -> None:
 
 
 def run(count: int, mutate: Callable[[random.Random], None], read: Callable[[], None]) -> Counter[str]:
-    """How often each outcome came; the seed of a failure is in the message."""
+    """The count of each outcome; the seed of a failure is in the message."""
     outcomes: Counter[str] = Counter()
     for seed in range(count):
         mutate(random.Random(seed))
@@ -132,7 +132,7 @@ def run(count: int, mutate: Callable[[random.Random], None], read: Callable[[], 
             outcome = "read"
         except (P.CheckpointError, OSError) as error:
             outcome = type(error).__name__
-        except Exception as error:  # any other kind is what the test looks for
+        except Exception as error:  # any other type fails the test
             raise AssertionError(f"mutation {seed} gave {type(error).__name__}: {error}") from error
         assert time.process_time() - begin < LONGEST, seed
         outcomes[outcome] += 1
@@ -256,7 +256,7 @@ def test_quantized(count: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [10**5, pytest.param(10**7, marks=pytest.mark.slow), 1 << 31])
 def test_every_number_of_every_family_may_be_enormous(size: int, tmp_path: Path) -> None:
-    """One integer of config.json after the other: refused, or loaded where it is the size of nothing."""
+    """Each integer of config.json in turn set to a huge value: refused, or loaded if it is no size."""
     outcomes: Counter[str] = Counter()
     for case in (case for case in structures() if case.values is not None):
         folder = tmp_path / case.name
@@ -271,7 +271,7 @@ def test_every_number_of_every_family_may_be_enormous(size: int, tmp_path: Path)
 def _enlarging(
     path: Path, values: Any, numbers: list[int], size: int
 ) -> tuple[Callable[[random.Random], None], Callable[[], None]]:
-    """What `run` calls: each time the next of the numbers becomes `size`, and the checkpoint is loaded."""
+    """A function for `run` that sets the next integer to `size` on each call and loads the checkpoint."""
     left = iter(numbers)
 
     def mutate(_: random.Random) -> None:

@@ -35,14 +35,14 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A good checkpoint in a single file."""
+    """A valid checkpoint in a single file."""
     P.save_pretrained(tmp_path / "model", SMALL, generic_params(SMALL))
     return tmp_path / "model"
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """A good checkpoint in three files and more."""
+    """A valid checkpoint in three or more files."""
     P.save_pretrained(tmp_path / "sharded", SMALL, generic_params(SMALL), max_shard_size=4000)
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) >= 3
     return tmp_path / "sharded"
@@ -66,7 +66,7 @@ def equal_trees(one: Any, two: Any) -> bool:
     )
 
 
-# What comes back
+# Returned values
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -89,7 +89,7 @@ def test_bit_equal_and_mapped_or_owned(folder: Path, copy: bool) -> None:
 
     saved = flat["embed_tokens"].clone()
     if copy:
-        (folder / FILE).write_bytes(b"\0" * len(before))  # in place, as nothing of ours does
+        (folder / FILE).write_bytes(b"\0" * len(before))  # in place, which our own saves never do
     else:
         (folder / FILE).unlink()
     gc.collect()
@@ -136,7 +136,7 @@ def write_raw(path: Path, header: Any, data: bytes) -> None:
 
 
 def test_unaligned_files(folder: Path) -> None:
-    """Old writers did not align: a single byte before the rest shifts everything."""
+    """Old writers did not align tensors: here a single byte shifts all of them."""
     content = load_file(folder / FILE)
     leftover = "model.layers.0.self_attn.rotary_emb.inv_freq"
     entries: dict[str, Any] = {leftover: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
@@ -163,7 +163,7 @@ def test_default_device_does_not_leak_in(folder: Path) -> None:
 def test_nothing_is_left_unfilled(
     case: Case, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory comes as NaN, in the reader's buffers and in a tree made from meta; the forward is a normal build's."""
+    """With all new memory filled with NaN, loading and a tree from meta give the same forward."""
     params = generic_params(case.config)
     P.save_pretrained(tmp_path, case.config, params)
     plain = torch.empty
@@ -199,7 +199,7 @@ import sys, torch, params as P
 def memory(key):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
 def measure(**kwargs):
-    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
     before = memory("VmRSS")
     loaded = P.load_pretrained(sys.argv[1], **kwargs)[1]
     return memory("VmHWM") - before, sum(leaf.nbytes for leaf in P.flatten(loaded).values())
@@ -212,7 +212,7 @@ for kwargs in ({}, {"copy": True}, {"dtype": torch.float32}):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures by /proc")
 def test_memory(tmp_path: Path) -> None:
-    """Lazy: nothing. Owned: the result. Cast: the result and not even one tensor more."""
+    """Memory: mapped needs none, copies only the result, casts less than one tensor more."""
     config = llama.Config(
         vocab_size=8000, hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8,
         num_key_value_heads=8,
@@ -257,7 +257,7 @@ def test_ties(folder: Path, tied: bool, head: str) -> None:
 def test_ties_are_compared_piece_by_piece_and_nothing_is_mapped(
     folder: Path, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that shrinks meanwhile would kill a process that has it mapped."""
+    """A file that shrinks would kill a process that has mapped it, so comparisons read instead."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("a file was mapped")
@@ -327,7 +327,7 @@ def test_a_config_that_disagrees(folder: Path) -> None:
         P.load_pretrained(folder)
 
 
-# The rest of what can be wrong stands in tests/params/damage
+# Other damage is in tests/params/checkpoint/damage
 
 
 def test_a_file_that_shrinks_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ def test_a_file_that_shrinks_while_it_is_read(folder: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
 def test_absurd_numbers_of_layers(case: Case) -> None:
-    """Refused before anything is made for each layer."""
+    """Refused before anything is allocated per layer."""
     begin = time.monotonic()
     for layers in (10_001, 10**9):
         with pytest.raises(P.ConfigError, match=f"'num_hidden_layers' is {layers}, but must be .* to 1000"):
@@ -361,7 +361,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_accepted(name: str, tmp_path: Path) -> None:
-    """With what the families leave aside: classes, dtypes, tokens."""
+    """Including the fields that families ignore: classes, dtypes, tokens."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     P.load_config(tmp_path)
 

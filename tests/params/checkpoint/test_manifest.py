@@ -38,7 +38,7 @@ def test_it_holds_sizes_and_digests(folder: Path) -> None:
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
 def test_a_flipped_bit_is_found(folder: Path, name: str) -> None:
     data = (folder / name).read_bytes()
-    for bit in range(0, 8 * len(data), 13):  # no multiple of 8, so that every place in a byte has its turn
+    for bit in range(0, 8 * len(data), 13):  # not a multiple of 8, so that every bit of a byte is tested
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         (folder / name).write_bytes(flipped)

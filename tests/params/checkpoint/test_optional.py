@@ -60,7 +60,7 @@ def test_heads_are_kept(case: Case, tmp_path: Path) -> None:
 @every_family
 @pytest.mark.parametrize("how", ["dropped", "absent"])
 def test_heads_are_left_out(case: Case, how: str, tmp_path: Path) -> None:
-    """When asked, and where the files have none though config.json counts some (transformers writes such)."""
+    """On request, and if the files have none although config.json counts some (as transformers saves them)."""
     _, weights = saved(case, tmp_path)
     if how == "absent":
         first = tuple(f"model.layers.{case.config.num_hidden_layers + k}." for k in range(2))

@@ -28,7 +28,7 @@ def test_every_model_type_has_a_published_file() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_published_file_is_read_and_is_its_preset(name: str, tmp_path: Path) -> None:
-    """Standard deviations of a fresh model aside, which presets leave at the family's."""
+    """Except initializer_range, which presets leave at the family's default."""
     (tmp_path / "config.json").write_text(json.dumps(FILES[name]))
     config, preset = P.load_config(tmp_path), fnmodels.preset(name)
     assert config == dataclasses.replace(preset, initializer_range=config.initializer_range)
@@ -36,7 +36,7 @@ def test_a_published_file_is_read_and_is_its_preset(name: str, tmp_path: Path) -
 
 
 def test_what_qwen3_coder_says_besides(tmp_path: Path) -> None:
-    """Its files name what every qwen3_moe is."""
+    """Its files name explicitly what holds for every qwen3_moe."""
     plain = FILES["qwen3-30b-a3b"]
     coder = plain | {"intermediate_size": 5472, "max_position_embeddings": 262144, "max_window_layers": 28}
     coder |= {"rope_theta": 10000000, "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0}
@@ -52,7 +52,7 @@ def test_what_qwen3_coder_says_besides(tmp_path: Path) -> None:
 def test_dropout_is_kept_for_those_who_train_elsewhere(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FILES[name]))
     given = {field: value for field, value in FILES[name].items() if "dropout" in field or field.endswith("pdrop")}
-    given.pop("summary_first_dropout", None)  # of a head that is not there
+    given.pop("summary_first_dropout", None)  # of a classification head, which is absent
     written = P.load_config(tmp_path).to_hf()
     assert given and {field: written[field] for field in given} == given
 

@@ -18,7 +18,7 @@ from tests.support.cases import Case, cases, generic_params, tokens_of
 from tests.support.oracle import assert_close, model_of
 
 FILE = "model.safetensors"
-# What older files hold beside the parameters, by the first part of names: {variant: {name: tensor}}.
+# Buffers in older files, by the first component of names: {variant: {name: tensor}}.
 BUFFERS = {
     "llama": {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)},
     "mistral": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
@@ -33,7 +33,7 @@ BUFFERS = {
         "gpt_neox.layers.1.attention.rotary_emb.inv_freq": torch.ones(2),
     },
 }
-# Near a buffer's name, and no buffer: a parameter's, another family's, a part of a longer name.
+# Names that are similar to a buffer's: a parameter's, another family's, a part of a longer name.
 STRANGERS = {
     "llama": ("model.layers.0.attention.bias", "rotary_emb.inv_freq", "x.model.layers.0.self_attn.rotary_emb.inv_freq"),
     "gpt2": ("transformer.h.0.attn.bias.x", "transformer.h.0.mlp.bias", "model.layers.0.self_attn.rotary_emb.inv_freq"),
@@ -46,7 +46,7 @@ def case_of(name: str) -> Case:
 
 
 def folder_of(case: Case, folder: Path, added: dict[str, Tensor] | None = None, cut: str = "") -> Path:
-    """A checkpoint of generic parameters, with tensors added, and names without the part `cut`."""
+    """A checkpoint of generic parameters, with tensors added, and the prefix `cut` removed from names."""
     P.save_pretrained(folder, case.config, generic_params(case.config))
     content = load_file(folder / FILE) | (added or {})
     save_file({name.removeprefix(cut): tensor.clone() for name, tensor in content.items()}, folder / FILE)
@@ -75,7 +75,7 @@ def test_nothing_else_is_ignored(name: str, stranger: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("qwen3", "model."), ("gpt_neox", "gpt_neox.")])
 def test_names_without_their_first_part(name: str, prefix: str, tmp_path: Path) -> None:
-    """As OpenAI's GPT-2 has them, and models that were saved without a head. What we save has the whole names."""
+    """Names as in OpenAI's GPT-2 and in models saved without a head. We save the full names."""
     case = case_of(name)
     folder_of(case, tmp_path, BUFFERS.get(name), cut=prefix)
     assert not any(other.startswith(prefix) for other in load_file(tmp_path / FILE))
@@ -86,7 +86,7 @@ def test_names_without_their_first_part(name: str, prefix: str, tmp_path: Path) 
 
 
 def test_embedding_gemma_has_the_class_of_a_text_without_a_head(tmp_path: Path) -> None:
-    """A Gemma3TextModel of transformers' own saving, which looks both ways; a Gemma3Model has a vision tower."""
+    """A Gemma3TextModel saved by transformers, with bidirectional attention; a Gemma3Model has a vision tower."""
     case = case_of("gemma3_text_bidirectional")
     model = model_of(case.values)
     model.model.save_pretrained(tmp_path)

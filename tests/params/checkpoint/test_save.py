@@ -54,7 +54,7 @@ def equal(one: Any, two: Any) -> bool:
 @pytest.mark.parametrize("limit", ["5GB", "10KB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_there_and_back(case: Case, limit: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """transformers' files -> params -> files: the same names, bits and dtypes, and a config that says the same.
+    """transformers' files -> params -> files: the same names, bits and dtypes, and an equal config.
 
     But for a bias of the choice in bf16, which comes back in fp32, as from transformers' own loading.
     """
@@ -91,7 +91,7 @@ def test_transformers_opens_ours(case: Case, limit: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_the_config_survives(case: Case, tmp_path: Path) -> None:
-    """With what is kept for saving only, and from the second time on in the same bytes."""
+    """Including the fields kept for saving only; from the second save on, the bytes are equal."""
     P.save_pretrained(tmp_path / "one", case.config, generic_params(case.config))
     config, loaded = P.load_pretrained(tmp_path / "one")
     P.save_pretrained(tmp_path / "two", config, loaded)
@@ -178,7 +178,7 @@ def test_files_honor_the_umask(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
-# Parameters that are parts of one tensor on disk
+# Parameters that are slices of one tensor on disk
 
 
 def _fused(config: llama.Config) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def test_a_tied_config_has_no_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("before", ["5GB", "3KB", "6KB"])
 @pytest.mark.parametrize("after", ["5GB", "3KB", "6KB"])
 def test_over_the_folder_it_was_loaded_from(before: str, after: str, tmp_path: Path) -> None:
-    """Mapped leaves stay good while their files are replaced, and nothing of the old save stays."""
+    """Mapped leaves stay valid while their files are replaced, and no file of the old save remains."""
     original = generic_params(SMALL)
     P.save_pretrained(tmp_path, SMALL, original, max_shard_size=before)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -318,7 +318,7 @@ def test_a_kill_leaves_old_or_new_or_nothing(
             patch.setattr(Path, "unlink", dying(Path.unlink))
             patch.setattr(save, "write_tensors", dying(save.write_tensors))
             patch.setattr(save, "write_manifest", dying(save.write_manifest))
-            patch.setattr("shutil.rmtree", lambda *args, **kwargs: None)  # what is there stays, as a kill leaves it
+            patch.setattr("shutil.rmtree", lambda *args, **kwargs: None)  # leftovers remain, as after a kill
             try:
                 P.save_pretrained(folder, SMALL, new, max_shard_size=after)
                 finished = True
@@ -347,7 +347,7 @@ def test_a_kill_leaves_old_or_new_or_nothing(
         P.save_pretrained(folder, SMALL, new, max_shard_size=after)
         P.verify(folder)
         assert not list(folder.glob(".saving*")), "the next save removes what the kill left"
-    single = before == after == "5GB"  # one rename, so that there is always a model
+    single = before == after == "5GB"  # one rename, so that the folder always holds a model
     assert finished and outcomes == ({"old", "new"} if single else {"old", "refused", "new"})
     assert recovered >= 3
 
@@ -478,7 +478,7 @@ def test_files_that_only_look_like_a_save_under_way_are_left_alone(tmp_path: Pat
 
 
 class Spread(torch.Tensor):
-    """As a DTensor: not all there."""
+    """A stand-in for a DTensor, which holds only a shard."""
 
 
 def test_leaves_that_cannot_be_written_are_named(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ FILE = "model.safetensors"
 
 
 def raw(tensor: Tensor) -> list[int]:
-    """Its bytes: NaN equals itself, and -0 is not 0."""
+    """The bytes of a tensor: NaN equals itself, and -0 is not 0."""
     return tensor.reshape(-1).view(torch.uint8).tolist()
 
 
@@ -49,7 +49,7 @@ def every_kind() -> dict[str, Tensor]:
 
 
 def test_every_dtype_and_shape(tmp_path: Path) -> None:
-    """The same bytes as the package writes; mapped and owned alike; a write to what is mapped stays in memory."""
+    """Files equal the package's; mapped and read tensors are equal; writes to mapped ones stay in memory."""
     content = every_kind()
     path = tmp_path / FILE
     tensor_format.write_tensors(
@@ -67,7 +67,7 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
         readings.append({name: tensor_format.mapped_tensor(mapping, entry) for name, entry in entries})
         readings.append({name: tensor_format.read_tensor(file, entry, None, buffer) for name, entry in entries})
     del mapping
-    for found in readings:  # after the closing
+    for found in readings:  # after the file is closed
         for name, tensor in content.items():
             assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
             assert raw(found[name]) == raw(tensor), name
@@ -100,7 +100,7 @@ def test_a_part_is_read_alone_and_what_lies_between_where_it_is_little(tmp_path:
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_what_was_checked_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: bool) -> None:
-    """Another file takes the place after the headers were checked: the first is read, through its open handle."""
+    """A file replaced after its header was checked: the first one is read, through its open handle."""
     wanted = generic_params(SMALL)
     P.save_pretrained(tmp_path, SMALL, wanted)
     plain = params.checkpoint.load._compare
@@ -119,7 +119,7 @@ def open_files() -> int:
 
 
 def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what was loaded keeps none open, so that the next model finds room."""
+    """Loaded models keep no file open, so that further models can be loaded."""
     wanted = generic_params(SMALL)
     P.save_pretrained(tmp_path, SMALL, wanted, max_shard_size=1)
     assert len(list(tmp_path.glob("*.safetensors"))) == 21
@@ -167,7 +167,7 @@ def test_no_more_shards_are_written_than_are_read(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="looks into /proc")
 def test_mapping_reads_no_page(tmp_path: Path) -> None:
-    """Opening a checkpoint on a slow disk would otherwise wait for it once per tensor."""
+    """Opening reads no page per tensor, which a slow disk would make expensive."""
     P.save_pretrained(tmp_path, SMALL, generic_params(SMALL))
     loaded = P.load_pretrained(tmp_path)[1]
 

@@ -48,7 +48,7 @@ def test_it_honors_the_umask_and_makes_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one before removes the file between another's opening and locking it; a third may hold the new file."""
+    """The last holder removes the lock file between another's open and lock; a third may hold the new file."""
     real, calls = fcntl.flock, []
 
     def slow(handle: int, operation: int) -> None:
@@ -94,7 +94,7 @@ def test_a_sentence_of_an_error(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="there is no other way to learn what a handle is of")
 @pytest.mark.parametrize("what", ["a step", "a model"])
 def test_everything_is_on_disk_before_it_gets_its_name(what: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """A power cut keeps what was flushed, in no other order: files, their folder, the rename, the folder around."""
+    """The order of flushes, for power cuts: files, their folder, the rename, the parent folder."""
     events: list[tuple[str, str]] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 

@@ -16,7 +16,7 @@ __all__ = ["BASES", "Damage", "corpus", "make_bases"]
 
 
 def corpus() -> tuple[Damage, ...]:
-    """All of it, each by the name {format, index, config, tensors, files}/{what is wrong}."""
+    """The full corpus, {"group/name": Damage}, with the groups format, index, config, tensors and files."""
     groups = {"format": format, "index": index, "config": config, "tensors": tensors, "files": files}
     found = tuple(replace(one, name=f"{name}/{one.name}") for name, group in groups.items() for one in group.cases())
     assert len({damage.name for damage in found}) == len(found)
@@ -24,7 +24,7 @@ def corpus() -> tuple[Damage, ...]:
 
 
 def make_bases(folder: Path) -> None:
-    """The good checkpoints, each in a folder of its name; without a manifest, as others write them."""
+    """Write the valid base checkpoints, each in a folder of its name, without our manifest."""
     for name, (made, limit) in BASES.items():
         P.save_pretrained(folder / name, made, generic_params(made), max_shard_size=limit)
         (folder / name / "fnmodels_manifest.json").unlink()

@@ -58,7 +58,7 @@ def cases() -> Iterator[Damage]:
 
 
 def _keys(count: int, twice: int) -> bytes:
-    """An object of so many keys, and one of them once more."""
+    """A JSON object with many keys, one of them twice."""
     return b"{" + b", ".join(b'"k%d": 0' % i for i in (*range(count), twice)) + b"}"
 
 

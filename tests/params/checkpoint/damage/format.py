@@ -173,7 +173,7 @@ _OFFSETS = {
 
 
 def _reordered(folder: Path) -> None:
-    """The data in the order of the names, the header in reverse: all within the format."""
+    """Data in the order of names, header in reverse order: unusual but valid."""
     header, data = {}, b""
     for name, tensor in sorted(load_file(folder / FILE).items()):
         span = [len(data), len(data) + tensor.nbytes]

@@ -53,7 +53,7 @@ def cases() -> Iterator[Damage]:
 
 
 def _pointed(name: Any) -> Do:
-    """The index puts NAME elsewhere."""
+    """The index maps NAME to another file."""
     return in_json(INDEX, lambda index: index["weight_map"].update({NAME: name}))
 
 
@@ -136,7 +136,7 @@ def _hub_cache(folder: Path) -> Path:
 
 
 def _false_cache(folder: Path) -> Path:
-    """A link into a folder `blobs` that is not the snapshot's."""
+    """A link into a `blobs` folder of another cache entry."""
     snapshot, blobs = _hub_cache(folder), folder.parent / "blobs"
     blobs.mkdir()
     path = shard(snapshot)

@@ -111,7 +111,7 @@ def _gpt2() -> Iterator[Damage]:
 
 
 def _fp8() -> Iterator[Damage]:
-    """One tensor of fp8, of which the configuration speaks."""
+    """A checkpoint with one fp8 tensor, declared in config.json."""
     config = configured(quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
     scale = NAME + "_scale_inv"
     for what, scales, *words in (

@@ -42,7 +42,7 @@ Do = Callable[[Path], Path | None]  # changes the folder in place, or returns an
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to a copy of a good checkpoint; the error that reading it must give (None: none), and its words."""
+    """A change to a copy of a valid checkpoint, the error that reading it must raise (None: none), and words in it."""
 
     name: str
     do: Do
@@ -56,7 +56,7 @@ class Damage:
 
 
 def nothing(folder: Path) -> None:
-    """For what is good as it is."""
+    """Leave the folder unchanged."""
 
 
 def in_turn(*steps: Do) -> Do:
@@ -109,7 +109,7 @@ def joined(header: Any, data: bytes, length: int | None = None) -> bytes:
 
 
 def in_header(change: Callable[[dict[str, Any]], Any]) -> Do:
-    """`change` edits the header, or returns another one: a value for JSON, or the bytes."""
+    """`change` edits the header, or returns a replacement: a value for JSON, or bytes."""
 
     def do(folder: Path) -> None:
         header, data = opened(folder)
@@ -127,7 +127,7 @@ def swapped_text(old: bytes, new: bytes) -> Do:
 
 
 def in_entry(**values: Any) -> Do:
-    """Of NORM, in the header."""
+    """Replace fields of NORM in the header."""
     return in_header(lambda header: header[NORM].update(values))
 
 
@@ -136,7 +136,7 @@ def in_offsets(change: Callable[[int, int], list[Any]], name: str = NORM) -> Do:
 
 
 def to_header(**values: Any) -> Do:
-    """Keys added to the header, or replaced."""
+    """Add or replace keys of the header."""
     return in_header(lambda header: header.update(values))
 
 
@@ -164,7 +164,7 @@ def with_rope(**values: Any) -> Do:
 
 
 def with_tensors(tensors: Mapping[str, Tensor | Callable[[Tensor], Tensor] | None]) -> Do:
-    """Tensors added, dropped (None), or replaced, also by what a function makes of them."""
+    """Add, drop (None) or replace tensors; a function is applied to the old tensor."""
 
     def do(folder: Path) -> None:
         content: dict[str, Any] = load_file(folder / FILE)
@@ -185,7 +185,7 @@ def each_tensor(change: Callable[[Tensor], Tensor]) -> Do:
 
 
 def with_head(change: Callable[[Tensor], Tensor]) -> Do:
-    """A head made from the embedding."""
+    """Add a head computed from the embedding."""
 
     def do(folder: Path) -> None:
         with_tensors({HEAD: change(load_file(folder / FILE)[EMBED])})(folder)
@@ -202,7 +202,7 @@ def with_names(change: Callable[[str], str]) -> Do:
 
 
 def shard(folder: Path) -> Path:
-    """The file in which the index puts NAME."""
+    """The file to which the index maps NAME."""
     return folder / json.loads((folder / INDEX).read_text())["weight_map"][NAME]
 
 
@@ -225,7 +225,7 @@ def link(target: str) -> Callable[[Path], None]:
     return lambda path: path.symlink_to(target)
 
 
-# What must not be opened: reading would wait for ever, or never end.
+# Must not be opened: reading would block, or never end.
 SPECIAL: dict[str, Callable[[Path], None]] = {
     "a pipe": os.mkfifo,
     "a device": link("/dev/zero"),
