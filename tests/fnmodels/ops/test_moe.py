@@ -449,7 +449,7 @@ def test_who_is_chosen_and_who_says_no() -> None:
     narrow = {name: leaf[..., :6].contiguous() for name, leaf in experts.items()}
     with pytest.raises(ValueError, match="takes fp32 and half precision, not torch"):
         grouped_experts(*problem(torch.float64, False), act=SILU)
-    with pytest.raises(ValueError, match="those of gate_proj hold 6 numbers of 4 bytes"):
+    with pytest.raises(ValueError, match="those of gate_proj hold 6 elements of 4 bytes"):
         grouped_experts(narrow, x[:, :6], weights, indices, valid, act=SILU)
 
 
