@@ -124,9 +124,7 @@ def check_inputs_unchanged(subject: Subject) -> None:
         positions, segment_ids = _documents(*MIXED)
         batch = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
         params = tree.map(lambda p, grad=backward: _leaf(p, grad), subject.params)
-        before = {
-            path: (leaf, version(leaf), leaf.detach().clone()) for path, leaf in _tensors(params, batch)
-        }
+        before = {path: (leaf, version(leaf), leaf.detach().clone()) for path, leaf in _tensors(params, batch)}
         logits = subject.forward(params, batch)
         if backward:
             logits.square().sum().backward()

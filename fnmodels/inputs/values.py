@@ -1,4 +1,4 @@
-"""Whether Python may read a tensor's values, and reading them unseen by transforms and modes. Public names of torch."""
+"""Reading tensor values on the host under transforms and modes, with public names of torch only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 def has_values(tensor: Any) -> bool:
-    """Whether it is a plain tensor with values in memory: not wrapped by torch.func, not fake, not on meta."""
+    """Whether `tensor` is plain, with values in memory: not wrapped by torch.func, not fake, not on meta."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and _has_storage(tensor) and tensor.device.type != "meta"
 
 
 def readable(tensor: Any) -> bool:
-    """Whether Python may ask for values: not of vmap's tensors, of fake and traced ones, nor on meta."""
+    """Whether Python may read values: not of tensors under vmap, of fake and traced ones, nor on meta."""
     return has_values(unwrapped(tensor))
 
 
 def unwrapped(tensor: Any) -> Any:
-    """What `torch.func.grad` has put in its wrappers: all arguments of the function, also those without a gradient."""
+    """`tensor` without the wrappers of `torch.func.grad`, which wraps all arguments, also those without a gradient."""
     while isinstance(tensor, Tensor):
         inner = torch.func.debug_unwrap(tensor, recurse=False)
         if inner is tensor or inner.ndim != tensor.ndim:  # vmap's hold one dimension more
@@ -33,14 +33,14 @@ def unwrapped(tensor: Any) -> Any:
 
 
 def batched_gradient(tensor: Tensor) -> bool:
-    """Whether it is one of autograd.grad(is_grads_batched=True): batched by another vmap than that of torch.func."""
+    """Whether `tensor` is batched by autograd.grad(is_grads_batched=True), whose vmap is not that of torch.func."""
     return not _has_storage(tensor) and torch.func.debug_unwrap(tensor, recurse=False) is tensor
 
 
 def aside(function: Callable[..., T], *args: Any) -> T:
-    """function(*args) in a thread of its own, where no transform and no mode of the caller is active.
+    """function(*args) in a new thread, where no transform and no mode of the caller is active.
 
-    Inside of a transform results are wrapped, even those of plain tensors, and a tracer records what makes them.
+    Transforms wrap even the results of plain tensors, and tracers would record these operations.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function, *args).result()

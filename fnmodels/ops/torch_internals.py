@@ -1,7 +1,7 @@
-"""Names of torch that are private, since there is no public way: each is looked up once, and may be missing.
+"""Private names of torch without a public equivalent, each looked up once, with a fallback if it is missing.
 
-Without one of them results are the same, and come more slowly. tests/fnmodels/ops/test_torch_internals.py says which of
-them the installed torch has.
+The fallbacks give the same results more slowly. tests/fnmodels/ops/test_torch_internals.py says which
+names the installed torch has.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ transforms: Callable[[], tuple[str, ...] | None]  # made by __getattr__
 
 
 def _find(path: str) -> Any:
-    """`torch.<path>`, None where this torch has no such name."""
+    """`torch.<path>`, or None if this torch has no such name."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
     return found
 
 
-# {path below `torch`: what is there}
+# {path below `torch`: the object, or None if missing}
 PRIVATE: dict[str, Any] = {
     path: _find(path)
     for path in (
@@ -46,7 +46,7 @@ PRIVATE: dict[str, Any] = {
         "ops.mkldnn._linear_pointwise",
     )
 }
-# Operators of aten whose results selective recomputation keeps: products and attention.
+# aten operators whose results selective rematerialization saves: matrix products and attention.
 COSTLY = (
     "mm",
     "addmm",
@@ -76,10 +76,10 @@ def undisturbed(function: Callable[..., T], *args: Any) -> T:
 
 
 def alone(*tensors: Tensor) -> bool:
-    """Whether these are dense tensors of the CPU, and nothing but reverse-mode autograd looks on.
+    """Whether these are dense CPU tensors and only reverse-mode autograd is active, so that a custom Function is safe.
 
     False under torch.func's transforms, forward mode, modes of any kind (recorders, tracers, counters, selective
-    checkpoints), autocast and compilation: each of them knows torch's operations and would have to be told of ours.
+    checkpoints), autocast and compilation, which handle torch's operations but not ours.
     """
     return (
         not torch.compiler.is_compiling()
@@ -91,9 +91,9 @@ def alone(*tensors: Tensor) -> bool:
 
 
 def in_graph(*tensors: Tensor) -> bool:
-    """As `alone`, for an operator of ours in a graph that torch.compile traces: none of torch.func's transforms in it.
+    """`alone` for a custom operator in a graph traced by torch.compile: no torch.func transform is active in it.
 
-    False for torch.export, whose graphs run elsewhere and for sizes that are not known yet.
+    False under torch.export, whose graphs run elsewhere and with sizes that are not known yet.
     """
     from .torch_internals import transforms  # here, for making it imports dynamo
 
@@ -102,7 +102,7 @@ def in_graph(*tensors: Tensor) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """`transforms`, made when code that is being traced imports it: what marks it as a constant imports dynamo."""
+    """`transforms`, created when traced code imports it, because marking its result as a constant imports dynamo."""
     if name != "transforms":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     marked = torch.compiler.assume_constant_result(_transforms)
@@ -116,14 +116,14 @@ def _transforms() -> tuple[str, ...] | None:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear by oneDNN, without a derivative."""
+    """F.linear by oneDNN, not differentiable."""
     product = PRIVATE["ops.mkldnn._linear_pointwise"]
     found: Tensor = F.linear(x, weight, bias) if product is None else product(x, weight, bias, "none", [], "")
     return found
 
 
 def softmax_backward(grad: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of the scores, in their dtype, given that of p = softmax(scores, -1)."""
+    """The gradient of the scores in `dtype`, given the gradient of p = softmax(scores, -1)."""
     backward = PRIVATE["_softmax_backward_data"]
     if backward is None:
         scaled = grad * p
@@ -133,15 +133,15 @@ def softmax_backward(grad: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_grouped_product(function: Any) -> bool:
-    """Whether it is F.grouped_mm, which is written in Python, or what that calls."""
+    """Whether `function` is F.grouped_mm, which is written in Python, or the operator that it calls."""
     return function is not None and function in (F.grouped_mm, PRIVATE["_grouped_mm"])
 
 
 def costly_operators() -> list[Any]:
-    """Those of COSTLY that this torch has; what is missing is computed again."""
+    """The operators of COSTLY that this torch has; results of missing ones are recomputed."""
     return [getattr(torch.ops.aten, name).default for name in COSTLY if hasattr(torch.ops.aten, name)]
 
 
 def version(tensor: Tensor) -> int:
-    """How often it was written into; 0 if unknown."""
+    """The number of in-place writes to `tensor`; 0 if unknown."""
     return getattr(tensor, "_version", 0)

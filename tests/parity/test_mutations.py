@@ -82,7 +82,7 @@ WRONG_MATHS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
         "smollm3",
         lambda patch: patch.setattr(
             "fnmodels.models.llama.freqs_cis",
-            lambda config, positions, **o: dict(_swapped(tables_of(config, positions, **o)))
+            lambda config, positions, **o: dict(_swapped(tables_of(config, positions, **o))),
         ),
     ),
     "gate and up": (
@@ -102,7 +102,7 @@ WRONG_MATHS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
         "qwen3",
         lambda patch: patch.setattr(
             "fnmodels.models.llama.apply_rotary",
-            lambda x, table: rms_norm(rotary.apply_rotary(x, table), None, eps=1e-2)
+            lambda x, table: rms_norm(rotary.apply_rotary(x, table), None, eps=1e-2),
         ),
     ),
 }
