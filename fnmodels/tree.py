@@ -18,7 +18,13 @@ Tree = Any
 _T = TypeVar("_T")
 
 # Programs saved by torch.export name classes by module; a module that moved keeps the name it had then.
-_SAVED_MODULES = {"fnmodels.inputs.mask": "fnmodels.mask", "fnmodels.inputs.rules": "fnmodels.rules"}
+_SAVED_MODULES = {
+    "fnmodels.inputs.mask": "fnmodels.mask",
+    "fnmodels.inputs.rules": "fnmodels.rules",
+    "fnmodels.ops.attention.block_sparse": "fnmodels.ops.attention_blocks",
+    "fnmodels.ops.attention.select": "fnmodels.ops.attention",
+    "fnmodels.ops.moe.dispatch": "fnmodels.ops.dispatch",
+}
 _LOADED_MODULES = {saved: module for module, saved in _SAVED_MODULES.items()}
 
 
