@@ -2,4 +2,5 @@ import sys
 
 from train.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # the processes of a mesh import this module as well
+    sys.exit(main())

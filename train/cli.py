@@ -4,13 +4,15 @@ import argparse
 import datetime
 import io
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
-from train.dist.torchrun import rank_and_world_size
+from train.dist.torchrun import is_started, rank_and_world_size
 from train.job.flags import as_flag, value_of
 from train.job.setting_types import STRING, SettingType, choice, integer
 from train.job.settings import DEFAULT, GROUPS, Settings, flag
@@ -53,13 +55,21 @@ examples:
   python -m train --run runs/own --data ~/notes       train on the text files of a folder
   python -m train --run runs/more --init runs/first --data ~/notes --steps 200
   python -m train --run runs/again --config runs/more/settings.toml --seed 1
-  torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh pp=2,fsdp=2
+  python -m train --run runs/four --mesh pp=2,fsdp=2  with four processes on this machine
   python -m train.sample runs/first --prompt "def "   sample from it
 """
 
 
+class _Parser(Parser):
+    def error(self, message: str) -> NoReturn:
+        if "--run" in message and "TORCHELASTIC_RUN_ID" in os.environ:
+            message += "; torchrun takes --run for its own, unless the flags stand behind --: "
+            message += "torchrun ... -m train -- --run DIR"
+        super().error(message)
+
+
 def parser() -> Parser:
-    made = Parser(
+    made = _Parser(
         prog=main_job(),
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -86,8 +96,14 @@ def parser() -> Parser:
     made.add_argument(
         "--mesh",
         metavar="AXES",
-        help="how processes share the work, as fsdp=2,tp=2 of pp, dp, fsdp, ep, cp, tp; under torchrun, which starts "
-        "them",
+        help="how processes share the work, as fsdp=2,tp=2 of pp, dp, fsdp, ep, cp, tp; they are started here, or by "
+        "torchrun --nproc-per-node 4 -m train -- and the flags",
+    )
+    made.add_argument(
+        "--nproc",
+        type=value_of(integer(1)),
+        metavar="NUMBER",
+        help="the number of processes; by default that of the mesh, which it must equal",
     )
     for name, (setting_type, text) in MESH_FLAGS.items():
         made.add_argument(flag(name), type=value_of(setting_type), metavar=setting_type.metavar, help=text)
@@ -117,12 +133,20 @@ def parser() -> Parser:
     return made
 
 
-def run(arguments: argparse.Namespace, defaults: Settings) -> int:
+def run(arguments: argparse.Namespace, defaults: Settings, argv: Sequence[str]) -> int:
     flags = vars(arguments)
+    nproc = flags.pop("nproc")
     given = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
     mesh_flags = {name: flags.pop(name) for name in ("sequence", *MESH_FLAGS)}
     limit = datetime.timedelta(minutes=flags.pop("timeout"))
+    from train.job.mesh_flags import process_count
     from train.job.processes import controller, launch
+
+    needed = 1 if nproc is None and is_started() else process_count(given["mesh"], nproc)
+    if needed > 1 and not is_started():
+        from train.job.processes import spawn
+
+        return spawn.start(partial(main, defaults=defaults), argv, needed)
     from train.job.run import Options, train_run
 
     options = Options(flags=flags, mesh_flags=mesh_flags, **given)
@@ -137,6 +161,7 @@ def run(arguments: argparse.Namespace, defaults: Settings) -> int:
 
 def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:
     """Runs the main job. Returns the exit code: 0, 2 for a user error, 130 when stopped by a signal."""
+    argv = sys.argv[1:] if argv is None else argv
     first = int(os.environ.get("RANK", 0)) == 0
     with nullcontext() if first else redirect_stderr(io.StringIO()):  # only rank 0 reports errors
-        return run_command(main_job(), parser, partial(run, defaults=defaults), argv, NEEDS)
+        return run_command(main_job(), parser, partial(run, defaults=defaults, argv=argv), argv, NEEDS)

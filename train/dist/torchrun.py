@@ -7,15 +7,27 @@ import socket
 
 import torch.distributed as dist
 
+OWN_STARTS = "train-"  # prefix of the run id of processes that the main job started itself
+
 
 def rank_and_world_size() -> tuple[int, int]:
     """(rank, world size) of this process; (0, 1) outside of torchrun."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def is_started() -> bool:
+    """Whether this process is one of several already: of torchrun, of the main job, or of a process group."""
+    return "WORLD_SIZE" in os.environ or dist.is_initialized()
+
+
+def is_own_start() -> bool:
+    """Whether the main job started this process (`train.job.processes.spawn`)."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_STARTS)
+
+
 def is_torchrun() -> bool:
     """Whether torchrun started this process, and may start the same command again after a failure."""
-    return dist.is_torchelastic_launched()
+    return dist.is_torchelastic_launched() and not is_own_start()
 
 
 def is_restart() -> bool:

@@ -45,6 +45,28 @@ _DIMENSION_OF_FLAG = {
 }
 
 
+def parse_mesh(text: str | None) -> Mesh:
+    """The mesh of --mesh, of one process if there is none. UserError."""
+    try:
+        return Mesh.parse(text or "")
+    except ValueError as error:
+        raise UserError(f"--mesh {text}: {error}") from error
+
+
+def process_count(text: str | None, nproc: int | None) -> int:
+    """The number of processes of --mesh. UserError where --nproc contradicts it."""
+    if nproc is not None and text is None and nproc > 1:
+        raise UserError(f"--nproc {nproc}: {_how_to_share(nproc)}")
+    world = parse_mesh(text).world
+    if nproc not in (None, world):
+        raise UserError(f"--nproc {nproc}: --mesh {text} is of {world} processes: leave --nproc out, or give {world}")
+    return world
+
+
+def _how_to_share(processes: int) -> str:
+    return f"say how they share the work, as with --mesh fsdp={processes}"
+
+
 def resolve_mesh(
     text: str | None, settings: Settings, *, microbatches: int | None = None, **strategy_flags: Any
 ) -> MeshSetup:
@@ -55,17 +77,12 @@ def resolve_mesh(
     """
     processes = rank_and_world_size()[1]
     if text is None and processes > 1:
-        how = f"say how they share the work, as with --mesh fsdp={processes}"
-        raise UserError(f"there are {processes} processes: {how}")
-    mesh_flag = f"--mesh {text}"
-    try:
-        mesh = Mesh.parse(text or "")
-    except ValueError as error:
-        raise UserError(f"{mesh_flag}: {error}") from error
+        raise UserError(f"there are {processes} processes: {_how_to_share(processes)}")
+    mesh_flag, mesh = f"--mesh {text}", parse_mesh(text)
     if mesh.world != processes:
         raise UserError(
             f"{mesh_flag} is of {mesh.world} processes, and there {'is' if processes == 1 else 'are'} {processes}: "
-            f"start them with torchrun --nproc-per-node {mesh.world} -m train -- and the flags"
+            f"give torchrun --nproc-per-node {mesh.world}, or leave torchrun out: python -m train starts them itself"
         )
     if settings.batch_rows % mesh.rows:
         raise UserError(

@@ -1,6 +1,6 @@
 """Single-controller training: rank 0 runs the job and broadcasts commands, which all ranks execute together.
 
-    torchrun --nproc-per-node 4 -m train -- --run runs/four --mesh pp=2,fsdp=2   # without --, torchrun takes --run
+    python -m train --run runs/four --mesh pp=2,fsdp=2
 
 Rank 0 alone reads text, prints, and writes the run folder. Collective work (a step, a loss, a save) is a method of
 `Worker`: rank 0 broadcasts its name and arguments, then all ranks call it. The other ranks need no text, only
@@ -27,7 +27,7 @@ from train.data.rows import Batch
 from train.dist.torchrun import rank_and_world_size
 from train.state import State
 
-from .launch import with_long_timeout
+from .launch import PEER_LOST, starter_reports, with_long_timeout
 from .worker import Worker, WorkerConfig
 
 Message = tuple[str, tuple[Any, ...]]
@@ -89,6 +89,8 @@ def lead(run: Callable[[], int]) -> int:
         _end(code)
         return code
     if lost := peer_failure(error):
+        if starter_reports(lost):
+            return PEER_LOST
         raise UserError(f"another process of the run has ended or hangs, and so this one ends: {lost}") from error
     raise error
 
@@ -129,6 +131,8 @@ def follow(limit: datetime.timedelta | None) -> int:
                 getattr(worker, command)(*args)
     except Exception as error:  # any failure ends this process, and so the run
         lost = peer_failure(error)
+        if lost and starter_reports(lost):
+            return PEER_LOST
         what = f"ends, for another has ended or hangs: {lost}" if lost else f"has failed: {str(error) or repr(error)}"
         said = sentence(f"process {rank_and_world_size()[0]} of the run {what}")
         print(f"{main_job()}: {said}", file=sys.__stderr__, flush=True)

@@ -14,11 +14,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from fnmodels.errors import UserError
 from train.command_line import main_job, sentence
-from train.dist.torchrun import rank_and_world_size
+from train.dist.torchrun import is_own_start, rank_and_world_size
 from train.parallel.mesh import warn_of_group
 
 JOIN_TIMEOUT = datetime.timedelta(seconds=60)  # for the rendezvous of all processes
 LONG_TIMEOUT = datetime.timedelta(hours=2)  # for what rank 0 does alone, such as reading text
+PEER_LOST = 3  # exit code of a process that lost the connection to another, whose end `spawn` reports
+
+
+def starter_reports(loss: str) -> bool:
+    """Whether the process that started this one reports the loss of a peer: it sees which one ended, but no hang."""
+    return is_own_start() and "timed out" not in loss.lower() and "timeout" not in loss.lower()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Stop requests: SIGINT (Ctrl-C) and SIGTERM are noted, and the training loop stops between two steps."""
+"""Stop requests: SIGINT (Ctrl-C), SIGTERM and SIGUSR1 are noted, and the training loop stops between two steps."""
 
 import os
 import signal
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP = signal.SIGUSR1  # sent by the process that started this one (`spawn`), or by a scheduler
+SIGNALS = (signal.SIGINT, signal.SIGTERM, STOP)
 
 
 @contextmanager
@@ -34,3 +35,18 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         yield stop_requested.is_set
     finally:
         restore()
+
+
+@contextmanager
+def counted_requests() -> Iterator[Callable[[], int]]:
+    """Yields a function that returns the number of stop requests so far, for a process that passes them on."""
+    requests: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: 0
+        return
+    before = {number: signal.signal(number, lambda got, _: requests.append(got)) for number in SIGNALS}
+    try:
+        yield lambda: len(requests)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
