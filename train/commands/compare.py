@@ -132,8 +132,8 @@ def effective_settings(run: Path) -> dict[str, Any]:
     longest = model.get("max_position_embeddings")
     if "row_length" in settings and isinstance(longest, int):
         settings["row_length"] = min(settings["row_length"], longest)
-    kept = {name: value for name, value in settings.items() if name not in MODEL_SIZES}
-    return kept | {f"the model's {name}": value for name, value in model.items()}
+    compared = {name: value for name, value in settings.items() if name not in MODEL_SIZES}
+    return compared | {f"the model's {name}": value for name, value in model.items()}
 
 
 def git(*arguments: str) -> None:
@@ -143,18 +143,18 @@ def git(*arguments: str) -> None:
 
 
 def parser() -> Parser:
-    made = Parser(prog="python -m train.compare", description="Per-step differences of the losses of two runs.")
-    made.add_argument("first", type=Path, metavar="RUN_A", help="a run folder")
-    made.add_argument("second", type=Path, nargs="?", metavar="RUN_B", help="another run folder")
-    made.add_argument("--ref", metavar="GIT_REV", help="instead of RUN_B: train RUN_A again at this revision")
-    made.add_argument("--out", type=Path, metavar="PNG", help="plot both loss curves to this file")
-    made.add_argument(
+    flags = Parser(prog="python -m train.compare", description="Per-step differences of the losses of two runs.")
+    flags.add_argument("first", type=Path, metavar="RUN_A", help="a run folder")
+    flags.add_argument("second", type=Path, nargs="?", metavar="RUN_B", help="another run folder")
+    flags.add_argument("--ref", metavar="GIT_REV", help="instead of RUN_B: train RUN_A again at this revision")
+    flags.add_argument("--out", type=Path, metavar="PNG", help="plot both loss curves to this file")
+    flags.add_argument(
         "--within",
         type=at_least(0.0),
         metavar="X",
         help="exit with 1 where a difference is larger than X, or the runs made different steps",
     )
-    return made
+    return flags
 
 
 def compare(arguments: argparse.Namespace) -> int:

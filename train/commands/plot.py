@@ -12,10 +12,10 @@ from train.job.pictures import draw_losses
 
 
 def parser() -> Parser:
-    made = Parser(prog="python -m train.plot", description="Plot the loss curves of several runs into one figure.")
-    made.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
-    made.add_argument("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="default %(default)s")
-    return made
+    flags = Parser(prog="python -m train.plot", description="Plot the loss curves of several runs into one figure.")
+    flags.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
+    flags.add_argument("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="default %(default)s")
+    return flags
 
 
 def plot(arguments: argparse.Namespace) -> int:

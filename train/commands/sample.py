@@ -16,39 +16,39 @@ def _name() -> str:
 
 
 def parser() -> Parser:
-    made = Parser(
+    flags = Parser(
         prog=_name(),
         description="Continue a prompt with the model of a folder: config.json, *.safetensors, tokenizer.json.",
     )
-    made.add_argument(
+    flags.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face, or adapters"
     )
-    made.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    made.add_argument(
+    flags.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    flags.add_argument(
         "--tokens",
         type=at_least(1),
         default=100,
         metavar="N",
         help="maximal number of new tokens (default %(default)s)",
     )
-    made.add_argument(
+    flags.add_argument(
         "--temperature",
         type=at_least(0.0),
         default=0.8,
         metavar="T",
         help="0 takes the likeliest token each time (default %(default)s)",
     )
-    made.add_argument(
+    flags.add_argument(
         "--top-k",
         type=at_least(1),
         default=50,
         metavar="K",
         help="sample from the K likeliest tokens (default %(default)s)",
     )
-    made.add_argument(
+    flags.add_argument(
         "--seed", type=at_least(0), default=0, metavar="N", help="seed of the sampling (default %(default)s)"
     )
-    return made
+    return flags
 
 
 def sample(arguments: argparse.Namespace) -> int:

@@ -10,24 +10,24 @@ from train.command_line import Parser, at_least, run_command, suggestion
 
 
 def parser() -> Parser:
-    made = Parser(
+    flags = Parser(
         prog="python -m train.tasks",
         description="Evaluate a model on tasks of EleutherAI's evaluation harness, with our forward pass. A task whose "
         "data are on this machine needs no network.",
     )
-    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face")
-    made.add_argument("--tasks", required=True, metavar="NAME,...", help="names of tasks, comma-separated")
-    made.add_argument("--include", type=Path, metavar="DIR", help="a folder with tasks of your own, as YAML files")
-    made.add_argument("--limit", type=at_least(1), metavar="N", help="evaluate only the first N documents of each task")
-    made.add_argument("--shots", type=at_least(0), metavar="N", help="number of few-shot examples before each question")
-    made.add_argument(
+    flags.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face")
+    flags.add_argument("--tasks", required=True, metavar="NAME,...", help="names of tasks, comma-separated")
+    flags.add_argument("--include", type=Path, metavar="DIR", help="a folder with tasks of your own, as YAML files")
+    flags.add_argument("--limit", type=at_least(1), metavar="N", help="only the first N documents of each task")
+    flags.add_argument("--shots", type=at_least(0), metavar="N", help="few-shot examples before each question")
+    flags.add_argument(
         "--no-special-tokens",
         action="store_true",
         help="do not add the tokenizer's special tokens, such as <bos>, in front of texts",
     )
-    made.add_argument("--chat", action="store_true", help="render requests with the checkpoint's chat template")
-    made.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
-    return made
+    flags.add_argument("--chat", action="store_true", help="render requests with the checkpoint's chat template")
+    flags.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    return flags
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

@@ -176,7 +176,7 @@ def text_digest(text: str) -> str:
 def split_heldout(documents: list[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     """(train, held-out): holds out the documents with the smallest hashes, independent of order and names.
 
-    Of fewer than FEW_DOCUMENTS texts the tail of each is held out. A conversation has no tail: then one is held out.
+    With fewer than FEW_DOCUMENTS texts the tail of each is held out. A conversation has no tail: then one is held out.
     """
     is_chat = documents[0].messages is not None
     if len(documents) < FEW_DOCUMENTS and not is_chat:

@@ -95,8 +95,8 @@ def test_settings_that_differ_are_told(runs, capsys: pytest.CaptureFixture[str])
         model = {"hidden_size": 64, "num_hidden_layers": layers, "max_position_embeddings": 512}
         (run / "run.json").write_text(json.dumps({"settings": chosen, "config": model}))
     assert compare.main([str(run) for run in runs]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the settings differ in ")]
-    assert [line.removeprefix("the settings differ in ") for line in told] == [
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the settings differ in ")]
+    assert [line.removeprefix("the settings differ in ") for line in lines] == [
         "init: None and base",
         "learning_rate: 0.001 and 0.002",
         "the model's num_hidden_layers: 2 and 4",

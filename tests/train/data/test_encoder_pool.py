@@ -76,17 +76,17 @@ def test_little_text_is_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_that_dies_is_reported_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start, told, tell = [], encoder_pool._start, [], encoder_pool._send
+    started, start, sent_to, send = [], encoder_pool._start, [], encoder_pool._send
 
     def watched(*arguments) -> subprocess.Popen:
         started.append(start(*arguments))
         return started[-1]
 
     def killing(process: subprocess.Popen, message: object) -> None:
-        told.append(process)
-        if told.count(process) == 3 and process is started[0]:  # what to do, a group, and now another
+        sent_to.append(process)
+        if sent_to.count(process) == 3 and process is started[0]:  # what to do, a group, and now another
             process.kill()
-        tell(process, message)
+        send(process, message)
 
     monkeypatch.setattr(encoder_pool, "_start", watched)
     monkeypatch.setattr(encoder_pool, "_send", killing)

@@ -179,8 +179,8 @@ def test_fields_that_only_other_rows_have_are_not_there(tmp_path: Path) -> None:
     _parquet(tmp_path / "c.parquet", messages=CALLS, tools=[None, []])
     assert [record.tools for record in read_records(tmp_path / "c.parquet")] == [(), ()]
     _parquet(tmp_path / "d.parquet", tools=schemas)
-    (told,) = read_records(tmp_path / "d.parquet")
-    assert told.fault == "no column 'text' or 'messages' among tools"
+    (record,) = read_records(tmp_path / "d.parquet")
+    assert record.fault == "no column 'text' or 'messages' among tools"
 
 
 def test_a_conversation_with_other_tools_is_another(tmp_path: Path) -> None:

@@ -111,12 +111,12 @@ def test_all_kinds_of_sources_become_one_mixture(tmp_path: Path) -> None:
     of_ids = dataset.train.sources[2], dataset.heldout.sources[2]
     texts = [[part.read(n, 0, int(size)) for n, size in enumerate(part.lengths)] for part in of_ids]
     assert "".join(made.decode(ids) for pair in zip(*texts, strict=True) for ids in pair) == text
-    told, tails = (
+    shards, tails = (
         tokenized.read_shards(sources.read_sources(mix).sources[2], made, 0, 300),
         "".join(map(made.decode, texts[1])).encode(),
     )
-    assert told.sizes[1:] == (len(tails), len(zlib.compress(tails, 9)))
-    assert told.sizes[0] == pytest.approx(len(text) - len(tails), rel=0.1)  # estimated
+    assert shards.sizes[1:] == (len(tails), len(zlib.compress(tails, 9)))
+    assert shards.sizes[0] == pytest.approx(len(text) - len(tails), rel=0.1)  # estimated
 
 
 def test_what_one_source_holds_out_no_other_learns(tmp_path: Path) -> None:

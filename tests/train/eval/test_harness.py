@@ -176,10 +176,10 @@ def test_a_request_that_is_there_several_times_is_drawn_several_times(model: Any
 
 def test_a_special_token_stops_an_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although decoded answers do not contain it."""
-    told = iter([*_ids("so"), 258, *_ids("far")])
-    monkeypatch.setattr("train.eval.harness.continuation", lambda *args, **how: told)
+    ids = iter([*_ids("so"), 258, *_ids("far")])
+    monkeypatch.setattr("train.eval.harness.continuation", lambda *args, **how: ids)
     assert model.answer("Ice is", {"until": ["<end>"], "max_gen_toks": 6}) == "so"
-    assert next(told) == _ids("far")[0]
+    assert next(ids) == _ids("far")[0]
 
 
 WORDS = "cold", "ice", "is", "one", "and", "two", "three", "times", "a", "stone", "that", "falls"

@@ -90,8 +90,8 @@ def test_a_run_leaves_a_checkpoint_metrics_curves_and_a_summary(tmp_path, text, 
     assert {leaf.dtype for leaf in P.flatten(params).values()} == {torch.float32}
     assert config.tie_word_embeddings
     assert [row["step"] for row in rows(path)] == [1, 2, 3, 4, 5, 6]
-    told = {"loss", "lr", "grad_norm", "tokens", "finite", "perplexity", "bits_per_byte", "epochs"}
-    assert told <= rows(path)[0].keys()
+    columns = {"loss", "lr", "grad_norm", "tokens", "finite", "perplexity", "bits_per_byte", "epochs"}
+    assert columns <= rows(path)[0].keys()
     assert rows(path)[0]["perplexity"] == pytest.approx(math.exp(rows(path)[0]["loss"]), rel=1e-5)
     assert 3 < rows(path)[0]["bits_per_byte"] < 12
     assert rows(path)[5]["epochs"]["0"] == pytest.approx(6 * rows(path)[0]["epochs"]["0"], rel=1e-4)
@@ -200,15 +200,15 @@ def test_every_optimizer_learns_at_a_rate_of_its_own_and_resumes(tmp_path, text,
     more, rate = RECIPES[name]
     flags = ("--optimizer", name, "--dtype", "float32", "--eval-rows", 99, *more)
     assert train(tmp_path / "whole", text, *flags) == 0
-    said, told = capsys.readouterr().out, rows(tmp_path / "whole")
-    assert told[0]["lr_of" if name == "muon" else "lr"] == pytest.approx(rate)
-    assert told[5]["loss"] < told[0]["loss"] - 0.03
+    output, logged = capsys.readouterr().out, rows(tmp_path / "whole")
+    assert logged[0]["lr_of" if name == "muon" else "lr"] == pytest.approx(rate)
+    assert logged[5]["loss"] < logged[0]["loss"] - 0.03
     learning = re.search(r"^learning_rate = (.*)$", (tmp_path / "whole" / "settings.toml").read_text(), re.MULTILINE)
     assert learning and len(learning[1]) < 7
     # with smoothed targets the loss is no cross entropy, of which a perplexity could be made; that of held-out text is
-    assert ("perplexity" in told[0]) == ("bits_per_byte" in told[0]) == (name != "lion")
-    assert told[5]["heldout_bits_per_byte"] > 0
-    assert ("by the average of the weights (--ema 0.5)" in said) == (name == "sgd")
+    assert ("perplexity" in logged[0]) == ("bits_per_byte" in logged[0]) == (name != "lion")
+    assert logged[5]["heldout_bits_per_byte"] > 0
+    assert ("by the average of the weights (--ema 0.5)" in output) == (name == "sgd")
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         assert train(tmp_path / "parts", text, *flags) == 130
@@ -228,7 +228,7 @@ def test_every_optimizer_learns_at_a_rate_of_its_own_and_resumes(tmp_path, text,
     for at in ("", "ema"):
         assert train(tmp_path / f"again{at}", text, "--init", tmp_path / "whole" / at, *still) == 0
         found.append(rows(tmp_path / f"again{at}")[0]["heldout_loss"])
-    assert found[1] == pytest.approx(told[5]["heldout_loss"], rel=1e-6) and found[0] != pytest.approx(found[1])
+    assert found[1] == pytest.approx(logged[5]["heldout_loss"], rel=1e-6) and found[0] != pytest.approx(found[1])
 
 
 @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ def test_what_an_optimizer_does_not_have_is_refused(tmp_path, text, capsys, flag
 
 
 def test_parts_and_recomputation_change_no_curve_and_the_schedule_is_as_told(tmp_path, text):
-    told = ("--dtype", "float32", "--eval-every", 4, "--decay-shape", "cosine", "--decay-floor", 0.5)
-    assert train(tmp_path / "plain", text, *told) == 0
-    assert train(tmp_path / "parts", text, *told, "--accumulate", 3, "--remat", "every:2") == 0
+    flags = ("--dtype", "float32", "--eval-every", 4, "--decay-shape", "cosine", "--decay-floor", 0.5)
+    assert train(tmp_path / "plain", text, *flags) == 0
+    assert train(tmp_path / "parts", text, *flags, "--accumulate", 3, "--remat", "every:2") == 0
     plain, parts = rows(tmp_path / "plain"), rows(tmp_path / "parts")
     assert [row["step"] for row in plain if "heldout_loss" in row] == [4, 6]
     for one, other in zip(plain, parts, strict=True):

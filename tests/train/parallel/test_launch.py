@@ -104,7 +104,7 @@ sys.exit(cli.main())
 def launch(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """The main job in four processes under torchrun, which restarts them after one is killed in its fifth step.
 
-    What they share is then divided otherwise; the last of `flags` is the mesh with which they begin.
+    The restart uses another mesh; the last of `flags` is the mesh of the first start.
     """
     program = path.parent / "killed.py"
     program.write_text(KILLED)
@@ -399,15 +399,15 @@ def test_processes_that_do_not_find_each_other_are_told_so_and_end(
 ) -> None:
     """Each rank reports it, as rank 0 may be the missing one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
-    with socket.socket() as bound:  # nobody listens
+    with socket.socket() as bound:  # no process listens
         bound.bind(("127.0.0.1", 0))
-        places = {"torchrun": store.port, "nobody": bound.getsockname()[1]}
+        places = {"torchrun": store.port, "closed port": bound.getsockname()[1]}
         monkeypatch.setattr(joining, "JOIN_TIMEOUT", datetime.timedelta(seconds=2))
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         for rank, place, expected in (
             (1, None, "environment variable MASTER_ADDR expected, but not set."),
-            (1, "nobody", f"(127.0.0.1, {places['nobody']})"),
+            (1, "closed port", f"(127.0.0.1, {places['closed port']})"),
             (0, "torchrun", "could not join the others: of them 1, 2 did not come in 2 seconds."),
         ):
             monkeypatch.setenv("RANK", str(rank))
@@ -544,10 +544,10 @@ def test_what_cannot_be_shared_so_is_said_before_the_text_is_read(
 
 def test_flags_beside_the_mesh_are_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    told = {"sequence": True, "order": "head_tail", "schedule": "LoopedBFS", "virtual": 3}
-    found = resolve_mesh("pp=2,cp=2,tp=2", Settings(), context="ring", microbatches=2, **told)
-    assert found == MeshSetup(Mesh(pp=2, cp=2, tp=2), Strategy(context="ring", **told), 2)
-    unsaid = dict.fromkeys(told) | {"sequence": False}
+    flags = {"sequence": True, "order": "head_tail", "schedule": "LoopedBFS", "virtual": 3}
+    found = resolve_mesh("pp=2,cp=2,tp=2", Settings(), context="ring", microbatches=2, **flags)
+    assert found == MeshSetup(Mesh(pp=2, cp=2, tp=2), Strategy(context="ring", **flags), 2)
+    unsaid = dict.fromkeys(flags) | {"sequence": False}
     ulysses = resolve_mesh("cp=8", Settings(), context="ulysses", **unsaid)
     assert ulysses.strategy == Strategy(context="ulysses", order=None)
     assert resolve_mesh("cp=8", Settings(), context=None, **unsaid).strategy == Strategy()

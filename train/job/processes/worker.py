@@ -118,14 +118,14 @@ class Worker:
 
     def gather_checkpoint(self, evaluated: bool) -> Tree:
         """The parameters to save, trained or evaluated (averaged), in full on rank 0; with --lora the adapters only."""
-        held = evaluated_params(self.state, self.settings) if evaluated else self.state.params
-        return self._gather_to_rank_0(initial_model.trained_params(self.spec, self.settings), held)
+        local_params = evaluated_params(self.state, self.settings) if evaluated else self.state.params
+        return self._gather_to_rank_0(initial_model.trained_params(self.spec, self.settings), local_params)
 
     def _state_to_save(self) -> State:
         return initial_model.state_to_save(self.state, self.settings)
 
-    def _gather_to_rank_0(self, like: Tree, held: Tree) -> Tree:
-        is_first, (_, fetch) = dist.get_rank() == 0, fetching(held)
+    def _gather_to_rank_0(self, like: Tree, local_params: Tree) -> Tree:
+        is_first, (_, fetch) = dist.get_rank() == 0, fetching(local_params)
 
         def one(path: str, _: Any) -> Tensor | None:
             full = fetch(path)
