@@ -1,25 +1,25 @@
-"""What a training step will need on a machine that is not here: `python -m train.simulate --preset ... --mesh ...`.
+"""Memory, communication and idle time of a training step on any mesh, computed without the machine.
 
-    bytes that each rank holds, bytes that it sends, and how long its pipeline waits, of any model on any mesh
+    python -m train.simulate --preset deepseek-v3 --mesh pp=8,ep=64,fsdp=2
 
-Nothing is communicated and no weight exists. One idea per file:
+Nothing is communicated and no weights are allocated. One idea per file:
 
-    facts        what is asked (`Work`) and what is told of each place in the pipeline (`RankFacts`)
-    simulation   `simulate`: one from the other
-    place        a model on a mesh, and one place in its pipeline
-    pieces       the leaves there, which `params.plan` has cut
-    kept         what autograd keeps of each kind of layer, run once on meta tensors of the shapes that a rank has
-    stand_ins    what takes the place of operations there that send, or that meta does not know
-    held         bytes of all that a rank holds at once
-    sent         messages, counted by the rules of `train.parallel`
-    show         tables and the picture
-    command      the command
+    facts          `Work`, the step to simulate, and `RankFacts`, the result for each pipeline rank
+    simulation     `simulate`: from one to the other
+    rank           a model on a mesh, and one rank of its pipeline
+    local_leaves   the shards of parameters that `params.plan` gives that rank
+    activations    bytes that autograd saves for each kind of layer, run once on meta tensors of the local shapes
+    fake_ops       replacements there for operations that communicate, or that meta does not support
+    memory         bytes that a rank holds at the same time
+    traffic        messages, counted by the rules of `train.parallel`
+    report         tables and the picture
+    cli            the command
 
-The order of a pipeline's work, and its waiting, are `train.parallel.pipeline.timeline`'s.
+The order of a pipeline's work and its idle time come from `train.parallel.pipeline.timeline`.
 
-Ranks differ by their place in the pipeline. Where along another dimension the parts differ, the largest is shown.
-Taken for granted: AdamW, parameters and moments in fp32, full rows, and tokens spread evenly over the experts. What a
-device holds besides, docs/parallel.md says.
+Ranks differ by their position in the pipeline. If shards differ along another dimension, the largest is reported.
+Assumptions: AdamW, parameters and moments in fp32, full rows, and tokens spread evenly over the experts.
+docs/parallel.md lists what else a device holds.
 """
 
 from train.simulate.activations import saved_bytes

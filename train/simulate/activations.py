@@ -1,4 +1,4 @@
-"""What autograd keeps of each kind of layer and of the model's ends: each run once, on meta, in a rank's shapes."""
+"""Bytes that autograd saves for each kind of layer, the embedding and the head: each run once on meta tensors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .local_leaves import gathered_shape
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, on one rank, for one microbatch: bytes that autograd keeps, and those of what travels."""
+    """One layer, on one rank, for one microbatch: bytes that autograd saves, and bytes that are communicated."""
 
-    saved: int  # without what it is given
+    saved: int  # without its inputs
     keeps_input: bool
-    leaves: frozenset[str]  # paths of those that it keeps too
+    leaves: frozenset[str]  # paths of the parameters that it saves too
     keys: int  # keys and values
     chosen: int  # rows that go to experts; 0 in a dense layer
     scores: int  # their weights
@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Ends:
-    """Bytes that autograd keeps of a microbatch in front of the layers and behind them, and leaves outside of them."""
+    """Bytes that autograd saves of a microbatch for embedding and head, and the parameters that these save."""
 
     embedding: int
     head: int
@@ -49,12 +49,12 @@ class Ends:
 
 
 def saved_bytes(run: Callable[[], Any], given: Sequence[Tensor] = ()) -> int:
-    """Bytes of the tensors that autograd keeps of what `run` does, each storage once and without those of `given`."""
+    """Bytes of the tensors that autograd saves while `run` runs, each storage once and without those of `given`."""
     return _kept(run, given)[0]
 
 
 def _kept(run: Callable[[], Any], given: Sequence[Tensor]) -> tuple[int, list[bool]]:
-    """`saved_bytes`, and which of `given` it keeps besides; `run` may add to them."""
+    """`saved_bytes`, and which of `given` it saves too; `run` may append to `given`."""
     holders = weakref.WeakSet[_Holder]()
 
     def pack(tensor: Tensor) -> _Holder:
@@ -64,7 +64,7 @@ def _kept(run: Callable[[], Any], given: Sequence[Tensor]) -> tuple[int, list[bo
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
         out = run()
-    # Those that are left: what a loss makes of each chunk on the way is gone.
+    # Only what is still saved: intermediate tensors of a loss's chunks are freed.
     storages = [holder.tensor.untyped_storage() for holder in holders]
     kept = {id(storage): storage.nbytes() for storage in storages}
     del out
@@ -74,7 +74,7 @@ def _kept(run: Callable[[], Any], given: Sequence[Tensor]) -> tuple[int, list[bo
 
 @dataclass(eq=False)
 class _Holder:
-    """As long as it is there, autograd keeps the tensor."""
+    """Holds a saved tensor; it lives as long as autograd saves it."""
 
     tensor: Tensor
 
@@ -82,7 +82,7 @@ class _Holder:
 def layer_kept(
     config: Any, spec: Tree, plan: Tree, index: int, shape: tuple[int, int], mesh: Mesh, work: Work
 ) -> Layer:
-    """One layer run with the heads, columns and experts of one rank."""
+    """One layer run with the heads, positions and experts of one rank."""
     leaf = functools.partial(_in_layer, mesh=mesh, dtype=work.dtype)
     layer = tree.map(leaf, spec["layers"][index], plan["layers"][index])
     x, tokens = _stream(config, shape, work), torch.zeros(shape, dtype=torch.long, device="meta")
@@ -112,7 +112,7 @@ def layer_kept(
 
     def watched(block: Block) -> Block:
         def run(layer: Tree, x: Tensor, *args: Any, **more: Any) -> Any:
-            given.append(x)  # here, for in front of the first layer padding is cleared
+            given.append(x)  # here, because padding is cleared before the first layer
             return block(layer, x, *args, **more)
 
         return run
@@ -137,19 +137,19 @@ def layer_kept(
 
 
 def ends_kept(config: Any, spec: Tree, plan: Tree, shape: tuple[int, int], mesh: Mesh, work: Work) -> Ends:
-    """The embedding; and the head's loss, which keeps the final hidden states and its gradients, made at once."""
+    """The embedding; and the head's loss, which saves the final hidden states and its gradients, computed at once."""
     outside = {name: leaf for name, leaf in spec.items() if name != "layers"}
     shards = {name: leaf for name, leaf in plan.items() if name != "layers"}
     params = tree.map(functools.partial(_on_meta, dtype=work.dtype), outside, shards)
     whole = torch.zeros(shape[0], shape[1] * mesh.cp, dtype=torch.long, device="meta")
-    tokens, x = whole[:, : shape[1]], _stream(config, shape, work)  # columns, as cp cuts them: the loss copies labels
+    tokens, x = whole[:, : shape[1]], _stream(config, shape, work)  # sliced as by cp: the loss copies labels
     inputs = {"tokens": tokens, "positions": tokens, "valid": tokens > 0}
     embed = functools.partial(fnmodels.family_of(config).embed, params, inputs, config=config)
     embedding = saved_bytes(embed, [*inputs.values(), *tree.leaves(params)])
-    if mesh.tp > 1:  # ids counted from the rank's first row, and which of them are there
+    if mesh.tp > 1:  # ids relative to the rank's first row, and which of them are local
         embedding += tokens.numel() * (torch.long.itemsize + torch.bool.itemsize)
     last = {name: values for name, values in params.items() if mesh.pp == 1 or name in pp.ends(config)[1]}
-    if mesh.tp > 1:  # the head is told of single leaves that are not divided, and of its own
+    if mesh.tp > 1:  # the head gets single replicated leaves, and its own
         last = {
             name: values
             for name, values in last.items()
@@ -167,13 +167,13 @@ def _stream(config: Any, shape: tuple[int, int], work: Work) -> Tensor:
 
 
 def _on_meta(leaf: Leaf, sharding: Sharding, *, dtype: torch.dtype) -> Tensor:
-    """What a rank computes with, without values."""
+    """The tensor that a rank computes with, on meta."""
     made = torch.empty(gathered_shape(sharding), dtype=dtype if leaf.trainable else leaf.dtype, device="meta")
     return made.requires_grad_(leaf.trainable)
 
 
 def _in_layer(leaf: Leaf, sharding: Sharding, *, mesh: Mesh, dtype: torch.dtype) -> Tensor:
-    """Of KV heads that all ranks of tp hold, since they are fewer, each computes its own."""
+    """As `_on_meta`; if there are fewer KV heads than tp ranks, each holds all and computes with its own."""
     made = _on_meta(leaf, sharding, dtype=dtype)
     if (
         mesh.tp == 1

@@ -1,4 +1,4 @@
-"""The command: flags, and what is printed."""
+"""The command `python -m train.simulate`: flags and output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         if schedule not in (None, *pp.SCHEDULES):
             raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(pp.SCHEDULES)}.")
         if mesh.pp == 1 and (schedule or arguments.virtual):
-            raise ValueError(f"--schedule and --virtual are of a pipeline, and the mesh {mesh} has none: give it a pp.")
+            raise ValueError(f"--schedule and --virtual are for a pipeline, and the mesh {mesh} has none: add a pp.")
         schedule = schedule or "1F1B"
         per_rank = 1 if schedule in pp.SINGLE else arguments.virtual or 2
         microbatches = arguments.microbatches or (2 * mesh.pp * per_rank if mesh.pp > 1 else 1)
@@ -70,9 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"remat {work.remat}, {arguments.dtype}\n"
     )
     memory = arguments.memory * 2**30
-    each = " of each place in the pipeline" if mesh.pp > 1 else ""
+    each = " of each position in the pipeline" if mesh.pp > 1 else ""
     print(f"bytes held by one rank{each}\n{table(found, memory)}\n")
-    print(f"messages of a step, of the rank with the most; bytes are of whole tensors\n{traffic(found)}")
+    print(f"messages of a step, of the rank with the most; bytes are of full tensors\n{traffic(found)}")
     if arguments.picture:
         picture(arguments.picture, found, memory, title)
         print(f"\npicture: {arguments.picture}")

@@ -1,4 +1,4 @@
-"""What is asked of a simulation, and what it tells."""
+"""Input and output of a simulation: `Work`, and `RankFacts` for each pipeline rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 HELD = ("parameters", "gradients", "optimizer", "gathered weights", "activations", "buffers", "working")
-WIDE = 4  # bytes of what is kept and summed in fp32
+WIDE = 4  # bytes of an element in fp32, for state and sums
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does. rows, length: of the global batch. microbatches: how many each rank takes its rows in.
+    """The step to simulate. rows, length: of the global batch. microbatches: into how many each rank splits its rows.
 
     dtype: of gathered weights and activations. remat: "none", "full" or "every:N", as in `train.make_step`.
     """
@@ -30,7 +30,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Message:
-    """Messages of one kind in a step, as a rank sees them: how many, and the bytes of the whole tensors they are of.
+    """Messages of one kind in a step, seen by one rank: their number, and the bytes of the full tensors.
 
     A ring sends (n - 1) / n of an all_gather's or a reduce_scatter's bytes, and twice that of an all_reduce's.
     """
@@ -44,7 +44,7 @@ class Message:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One place in the pipeline. layers: [lo, hi) of each of its stages. waits: the part of a step it has no work."""
+    """One pipeline rank. layers: [lo, hi) of each of its stages. waits: the share of a step in which it is idle."""
 
     pp: int
     layers: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""What stands in, on meta, for operations that send messages, or of which meta does not know what they keep."""
+"""Replacements on meta for operations that communicate, or whose saved tensors meta does not know."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from train.parallel.mesh import Mesh
 
 
 def check_grouped(leaves: Mapping[str, Tensor], mesh: Mesh) -> None:
-    """ValueError for experts that a step would compute one after the other."""
+    """ValueError for experts that a step would not compute as a grouped product."""
     for name in ("gate_proj", "up_proj", "down_proj"):
         width, item = leaves[name].shape[-1], leaves[name].element_size()
         if width * item % 16:
             raise ValueError(
-                f"Rows of the experts' {name} are {width} numbers wide (tp = {mesh.tp}), {width * item} bytes, and "
-                "grouped products, which are simulated, take multiples of 16 bytes: divide them by another tp."
+                f"Rows of the experts' {name} are {width} elements wide (tp = {mesh.tp}), {width * item} bytes, and "
+                "grouped products, which are simulated, take multiples of 16 bytes: choose another tp."
             )
 
 
 class Flash(torch.autograd.Function):
-    """Shapes of a fused attention, and what it keeps: its arguments, its result, a number per query and head."""
+    """Shapes of fused attention, and what it saves: its arguments, its result, one number per query and head."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ class Flash(torch.autograd.Function):
 
 
 class Products(TorchFunctionMode):
-    """Stands in for F.grouped_mm, which meta has in one dtype only."""
+    """Replaces F.grouped_mm, which meta supports in one dtype only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_grouped_product(func):
@@ -49,7 +49,7 @@ class Products(TorchFunctionMode):
 
 
 class _Product(torch.autograd.Function):
-    """Shapes of rows [N, D] times each its expert's [E, D, F], and what it keeps: its arguments."""
+    """Shapes of rows [N, D] times each its expert's [E, D, F], and what it saves: its arguments."""
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Sent(torch.autograd.Function):
-    """What is sent comes as something new, of the same size where all experts get equally many."""
+    """An exchange: the result is a new tensor, of the same size if all experts get equally many rows."""
 
     @staticmethod
     def forward(rows: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def exchanged(
     act: Any,
     input_weighted: bool = False,
 ) -> Tensor:
-    """`train.parallel.expert.expert_parallel` without messages."""
+    """`train.parallel.expert.expert_parallel` without communication."""
     here = leaves["gate_proj"].shape[0]
     rows, dispatched, weights = sorted_rows(x, weights, indices, valid, ranks * here, input_weighted)
     got: Tensor = _Sent.apply(rows)

@@ -1,4 +1,4 @@
-"""The leaves of one place in the pipeline, as `params.plan` cuts them: what a rank holds, and what it computes with."""
+"""The parameters of one pipeline rank, as `params.plan` shards them: what it holds, and what it computes with."""
 
 from __future__ import annotations
 
@@ -15,77 +15,77 @@ from train.parallel.mesh import DATA, Mesh
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalLeaf:
     """One leaf on one rank. path: within its layer, or that of a leaf outside of layers."""
 
     path: str
-    leaf: Leaf
+    spec: Leaf
     sharding: Sharding
     mesh: Mesh
     dtype: torch.dtype
 
     @property
     def local(self) -> int:
-        """Numbers that the rank holds."""
+        """Elements that the rank holds."""
         return math.prod(self.sharding.local_shape)
 
     @property
     def whole(self) -> int:
-        """Numbers that it computes with: gathered over what divides it, but tp and ep."""
+        """Elements that it computes with: gathered over all mesh dimensions that shard it but tp and ep."""
         return math.prod(gathered_shape(self.sharding))
 
-    def place(self, name: str) -> int | None:
-        """The dimension that this one of the mesh divides."""
+    def sharded_dim(self, name: str) -> int | None:
+        """The dimension of the leaf that this mesh dimension shards, or None."""
         return dict(zip(self.mesh.sizes, self.sharding.dims, strict=True))[name]
 
     @property
     def compute(self) -> torch.dtype:
-        """What does not learn (a router's bias) keeps its own."""
-        return self.dtype if self.leaf.trainable else self.leaf.dtype
+        """The dtype in which it is used; leaves that are not trainable (a router's bias) keep their own."""
+        return self.dtype if self.spec.trainable else self.spec.dtype
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks of tp hold it and use it between a sublayer's ends, each for its own heads or columns."""
-        axes, place = self.leaf.axes, self.place("tp")
+        """Whether it is replicated over tp and used inside a sublayer, by each rank for its own heads or widths."""
+        axes, dim = self.spec.axes, self.sharded_dim("tp")
         inside = "expert" in axes or (axes[0] != "embed" and {"heads", "kv_heads", "latent", "head_dim"} & set(axes))
-        return self.leaf.trainable and place is None and bool(inside)
+        return self.spec.trainable and dim is None and bool(inside)
 
     @property
     def used(self) -> int:
-        """Bytes of a gathered or cast copy; 0 where the parameter itself is used."""
-        same = self.whole == self.local and self.compute == self.leaf.dtype
+        """Bytes of a gathered or cast copy; 0 if the parameter itself is used."""
+        same = self.whole == self.local and self.compute == self.spec.dtype
         return 0 if same else self.whole * self.compute.itemsize
 
 
 def gathered_shape(sharding: Sharding) -> tuple[int, ...]:
-    """The shape of what a rank computes with: without what fsdp divides."""
+    """The shape that a rank computes with: sharded by tp and ep alone."""
     places = zip(sharding.sizes, sharding.dims, strict=True)
     kept = tuple(dim if name in ("tp", "ep") else None for (name, _), dim in places)
     return dataclasses.replace(sharding, dims=kept).local_shape
 
 
-def gathered_bytes(group: Iterable[Piece], kept: Container[str] | None = None) -> int:
-    """Of the copies in which leaves are gathered or cast: of all, or of those at `kept` paths."""
-    return sum(piece.used for piece in group if kept is None or piece.path in kept)
+def gathered_bytes(group: Iterable[LocalLeaf], kept: Container[str] | None = None) -> int:
+    """Bytes of gathered or cast copies: of all leaves, or of those at `kept` paths."""
+    return sum(leaf.used for leaf in group if kept is None or leaf.path in kept)
 
 
 @dataclass(frozen=True)
-class Way:
-    """dtype: in which leaves are used. learns: whether they do. copied, gathered: over these dimensions of the mesh."""
+class Transfer:
+    """How leaves are communicated. dtype: in use. replicated, gathered: over these mesh dimensions."""
 
     dtype: torch.dtype
-    learns: bool
-    copied: tuple[str, ...]
+    trainable: bool
+    replicated: tuple[str, ...]
     gathered: tuple[str, ...]
 
 
-def ways(group: Iterable[Piece]) -> list[tuple[Way, int]]:
-    """How the leaves of a group travel, those of one way together, and how many numbers of theirs the rank has."""
-    found: dict[Way, int] = {}
-    for piece in group:
-        dims = [(n, dim) for (n, size), dim in zip(piece.sharding.sizes, piece.sharding.dims, strict=True) if size > 1]
-        copied = tuple(name for name, dim in dims if dim is None and name in DATA)
+def transfers(group: Iterable[LocalLeaf]) -> list[tuple[Transfer, int]]:
+    """The transfers of a group of leaves, and how many local elements each has."""
+    found: dict[Transfer, int] = {}
+    for leaf in group:
+        dims = [(n, dim) for (n, size), dim in zip(leaf.sharding.sizes, leaf.sharding.dims, strict=True) if size > 1]
+        replicated = tuple(name for name, dim in dims if dim is None and name in DATA)
         gathered = tuple(name for name, dim in dims if dim is not None and name in DATA and name != "ep")
-        way = Way(piece.compute, piece.leaf.trainable, copied, gathered)
-        found[way] = found.get(way, 0) + piece.local
+        transfer = Transfer(leaf.compute, leaf.spec.trainable, replicated, gathered)
+        found[transfer] = found.get(transfer, 0) + leaf.local
     return list(found.items())

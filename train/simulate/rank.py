@@ -1,4 +1,4 @@
-"""A model on a mesh, and one place in its pipeline."""
+"""A model on a mesh, and one rank of its pipeline."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from train.parallel.pipeline.tree_split import cut
 
 from .activations import Ends, Layer
 from .facts import Work
-from .local_leaves import Piece
+from .local_leaves import LocalLeaf
 
 
 @dataclass(frozen=True)
 class Model:
-    """shape: rows and columns of a microbatch on a rank. layers, ends: what they keep of it, and send."""
+    """shape: rows and positions of a microbatch on a rank. layers, ends: the bytes that they save and communicate."""
 
     config: Any
     spec: Tree
@@ -37,12 +37,12 @@ class Model:
     ends: Ends
 
     @property
-    def stream(self) -> int:
+    def hidden_bytes(self) -> int:
         """Bytes of one microbatch's hidden states."""
         return math.prod(self.shape) * self.config.hidden_size * self.work.dtype.itemsize
 
-    def again(self, stage: int) -> dict[int, bool]:
-        """{layer: whether it keeps its input only}: as `train.remat` counts them, anew in each stage."""
+    def recomputes(self, stage: int) -> dict[int, bool]:
+        """{layer: whether it is recomputed}, as `train.remat` counts them, from the first layer of each stage."""
         every = {"none": 0, "full": 1}.get(self.work.remat)
         every = int(self.work.remat.partition(":")[2]) if every is None else every
         kinds, seen = fnmodels.family_of(self.config).kinds(self.config), Counter[str]()
@@ -54,40 +54,40 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What one rank of the pipeline has and does.
+class PipelineRank:
+    """The parameters and actions of one pipeline rank.
 
-    actions: in order. layers: their leaves, by number; outside: each stage's leaves outside of them.
+    actions: in order. layers: their leaves, by layer; outside: each stage's leaves outside of layers.
     """
 
     model: Model
-    rank: int
+    index: int
     actions: Sequence[Action]
-    layers: Mapping[int, Sequence[Piece]]
-    outside: Mapping[int, Sequence[Piece]]
+    layers: Mapping[int, Sequence[LocalLeaf]]
+    outside: Mapping[int, Sequence[LocalLeaf]]
 
     @property
     def stages(self) -> tuple[int, ...]:
-        return self.model.pipe.stages(self.rank)
+        return self.model.pipe.stages(self.index)
 
     @functools.cached_property
-    def repeats(self) -> dict[int, int]:
-        """{layer: how often it is computed again in a step}."""
+    def recomputations(self) -> dict[int, int]:
+        """{layer: how often it is recomputed in a step}."""
         found = dict[int, int]()
         for stage in self.stages:
             times = repeats(self.actions, stage)
-            found |= {i: times * again for i, again in self.model.again(stage).items()}
+            found |= {i: times * again for i, again in self.model.recomputes(stage).items()}
         return found
 
     @property
-    def pieces(self) -> list[Piece]:
+    def leaves(self) -> list[LocalLeaf]:
         """Each leaf once."""
-        outside = {piece.path: piece for group in self.outside.values() for piece in group}
-        return [*outside.values(), *(piece for group in self.layers.values() for piece in group)]
+        outside = {leaf.path: leaf for group in self.outside.values() for leaf in group}
+        return [*outside.values(), *(leaf for group in self.layers.values() for leaf in group)]
 
     @functools.cached_property
-    def halved(self) -> dict[int, int]:
-        """{layer: in how many backward passes its inputs and its weights are taken one after the other}."""
+    def split_backwards(self) -> dict[int, int]:
+        """{layer: how many of its backward passes are split into one for inputs and one for weights}."""
         count = Counter(stage for kind, stage, _ in self.actions if kind == "W" and stage > 0)
         return {i: count[stage] for stage in self.stages for i in range(*self.model.pipe.layers[stage])}
 
@@ -95,11 +95,11 @@ class Place:
         return stage == len(self.model.pipe.layers) - 1
 
 
-def place(model: Model, rank: int, actions: Sequence[Action]) -> Place:
-    """That of a rank of the pipeline, which does this."""
-    layers: dict[int, list[Piece]] = {}
-    outside: dict[int, list[Piece]] = {}
-    for stage in model.pipe.stages(rank):
+def pipeline_rank(model: Model, index: int, actions: Sequence[Action]) -> PipelineRank:
+    """The pipeline rank with this index and these actions."""
+    layers: dict[int, list[LocalLeaf]] = {}
+    outside: dict[int, list[LocalLeaf]] = {}
+    for stage in model.pipe.stages(index):
         plan = tree.flatten(cut(model.plan, model.config, model.pipe, (stage,)))
         outside[stage] = []
         for path, leaf in tree.flatten(cut(model.spec, model.config, model.pipe, (stage,))).items():
@@ -107,5 +107,5 @@ def place(model: Model, rank: int, actions: Sequence[Action]) -> Place:
             number, _, inner = rest.partition(".")
             group = layers.setdefault(int(number), []) if head == "layers" else outside[stage]
             name = inner if head == "layers" else path
-            group.append(Piece(name, leaf, plan[path], model.mesh, model.work.dtype))
-    return Place(model, rank, actions, layers, outside)
+            group.append(LocalLeaf(name, leaf, plan[path], model.mesh, model.work.dtype))
+    return PipelineRank(model, index, actions, layers, outside)

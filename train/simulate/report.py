@@ -1,4 +1,4 @@
-"""What is shown of the facts of all ranks: tables, and a picture."""
+"""Tables and a picture of the facts of all pipeline ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from params.io.files import write_atomic
 
 from .facts import HELD, RankFacts
 
-TIGHT = 0.9  # of the memory: the rest is soon taken by the driver, by NCCL and by gaps between tensors
+TIGHT = 0.9  # share of the memory; the driver, NCCL and fragmentation easily take the rest
 
 
 def table(found: Sequence[RankFacts], memory: float | None) -> str:
-    """Memory and waiting of each place in the pipeline; where it has more than `memory` bytes, that is said."""
+    """Memory and idle time of each pipeline rank, and a verdict if `memory` bytes are given."""
     lines: list[tuple[str, ...]] = [("pp", "layers", *HELD, "all", "waits")]
     for rank in found:
         sizes = (*(rank.held[name] for name in HELD), rank.total)
@@ -29,9 +29,7 @@ def _verdict(found: Sequence[RankFacts], memory: float) -> str:
     where = f", on pp {worst.pp}" if len(found) > 1 else ""
     needs = f"at most {shown(worst.total)} of {shown(memory)}{where}"
     if over := [str(rank.pp) for rank in found if rank.total > memory]:
-        several = (
-            f" {len(over)} of {len(found)} places in the pipeline (pp {', '.join(over)})" if len(found) > 1 else ""
-        )
+        several = f" {len(over)} of {len(found)} pipeline ranks (pp {', '.join(over)})" if len(found) > 1 else ""
         return (
             f"DOES NOT FIT:{several or ' each rank'} need{'s' if len(over) == 1 else ''} more than {shown(memory)}, up "
             f"to {shown(worst.total)}, most of it {max(HELD, key=lambda name: worst.held[name])}."
@@ -53,7 +51,7 @@ def traffic(found: Sequence[RankFacts]) -> str:
 
 
 def _layers(rank: RankFacts) -> list[str]:
-    """Of each of its stages, the first and the last."""
+    """The first and the last layer of each of its stages."""
     return [f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo) for lo, hi in rank.layers]
 
 
@@ -72,7 +70,7 @@ def shown(size: float) -> str:
 
 
 def check_picture(path: Path) -> None:
-    """UserError for a name that no picture has."""
+    """UserError if the name is not that of a picture."""
     from train.job.pictures import IMAGE_SUFFIXES
 
     if path.suffix not in IMAGE_SUFFIXES:
@@ -80,7 +78,7 @@ def check_picture(path: Path) -> None:
 
 
 def picture(path: Path, found: Sequence[RankFacts], memory: float | None, title: str) -> None:
-    """Memory of each place in the pipeline, stacked."""
+    """Draws the memory of each pipeline rank as stacked bars."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 2.5 + 0.6 * len(found)), 5), layout="constrained")
@@ -94,11 +92,11 @@ def picture(path: Path, found: Sequence[RankFacts], memory: float | None, title:
             below = [low + size for low, size in zip(below, sizes, strict=True)]
     if memory is not None:
         axes.axhline(memory / 2**30, color="black", linestyle="--", label="memory of the device")
-    axes.set(xlabel="place in the pipeline, its layers", ylabel="GiB per rank", title=title)
+    axes.set(xlabel="pipeline rank, its layers", ylabel="GiB per rank", title=title)
     middle, half = (len(found) - 1) / 2, max(len(found), 3) / 2 + 0.25
     axes.set_xlim(middle - half, middle + half)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")  # as they are stacked
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")  # in stacking order
     write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=120))

@@ -1,4 +1,4 @@
-"""The facts of each place in a pipeline."""
+"""`simulate`: the facts of each pipeline rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from train.remat import layer_fn
 from .activations import ends_kept, layer_kept
 from .facts import RankFacts, Work
 from .memory import held
-from .rank import Model, Place, place
+from .rank import Model, PipelineRank, pipeline_rank
 from .traffic import messages
 
 
 def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
-    """The facts of each place in the pipeline. ValueError in a sentence where mesh, model and batch do not fit."""
+    """The facts of each pipeline rank. ValueError if mesh, model and batch do not fit together."""
     family = fnmodels.family_of(config)
     spec = family.spec(config)
     _check(config, spec, mesh, work)
@@ -41,12 +41,12 @@ def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
     layers, ends = tuple(by_kind[kind] for kind in kinds), ends_kept(config, spec, plan, shape, mesh, work)
     model = Model(config, spec, plan, mesh, work, pipe, shape, layers, ends)
     orders = [order(pipe, rank, work.microbatches) for rank in range(mesh.pp)]
-    waits = idle(pipe, orders, [sum(model.again(stage).values()) for stage in range(len(pipe.layers))])
-    return [_facts(place(model, rank, orders[rank]), waits[rank]) for rank in range(mesh.pp)]
+    waits = idle(pipe, orders, [sum(model.recomputes(stage).values()) for stage in range(len(pipe.layers))])
+    return [_facts(pipeline_rank(model, rank, orders[rank]), waits[rank]) for rank in range(mesh.pp)]
 
 
 def _check(config: Any, spec: Tree, mesh: Mesh, work: Work) -> None:
-    """ValueError for work that the mesh does not divide, that the model cannot do, or that is not simulated."""
+    """ValueError for work that the mesh does not divide, that the model does not support, or that is not simulated."""
     parts = mesh.rows * work.microbatches
     if work.rows % parts or work.rows < 1:
         several = "es" if work.microbatches > 1 else ""
@@ -56,7 +56,7 @@ def _check(config: Any, spec: Tree, mesh: Mesh, work: Work) -> None:
         )
     if work.length % mesh.cp:
         raise ValueError(f"Rows of {work.length} tokens do not divide by cp = {mesh.cp}.")
-    layer_fn(work.remat, "none")  # for what it refuses
+    layer_fn(work.remat, "none")  # for its checks
     if work.remat == "selective":
         raise ValueError(
             'remat="selective" is not simulated: it keeps less than "none" and more than "full", which are.'
@@ -66,16 +66,16 @@ def _check(config: Any, spec: Tree, mesh: Mesh, work: Work) -> None:
         if known is not None and work.length > known:
             raise ValueError(f"Rows of {work.length} tokens are longer than the {known} positions of {path}.")
     if mesh.ep > 1 and not any("expert" in leaf.axes for leaf in tree.leaves(spec)):
-        raise ValueError(f"ep is {mesh.ep}, but a {config.model_type} has no experts to divide.")
+        raise ValueError(f"ep is {mesh.ep}, but a {config.model_type} has no experts to shard.")
 
 
 def _check_tp(spec: Tree, plan: Tree, mesh: Mesh) -> None:
-    """ValueError for what tensor parallelism refuses of a plan."""
+    """ValueError for a plan that tensor parallelism refuses."""
     leaves, where = tree.flatten(spec), divided_dims(tree.flatten(plan), "tp")
     divided = frozenset(leaf.axes[n] for path, leaf in leaves.items() if (n := where[path]) is not None)
     check_divided(leaves, where, divided, "tp", mesh.tp, sequence=False)
 
 
-def _facts(one: Place, waits: float) -> RankFacts:
-    layers = tuple(one.model.pipe.layers[stage] for stage in one.stages)
-    return RankFacts(one.rank, layers, held(one), messages(one), waits)
+def _facts(rank: PipelineRank, waits: float) -> RankFacts:
+    layers = tuple(rank.model.pipe.layers[stage] for stage in rank.stages)
+    return RankFacts(rank.index, layers, held(rank), messages(rank), waits)

@@ -1,4 +1,4 @@
-"""Messages of one rank of the pipeline in a step, by the rules of `train.parallel`."""
+"""Messages of one pipeline rank in a step, by the rules of `train.parallel`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from train.losses.lm_head import CHUNK
 from train.parallel.pipeline import gradients as pp
 
 from .facts import WIDE, Message
-from .local_leaves import ways
-from .rank import Place
+from .local_leaves import transfers
+from .rank import PipelineRank
 
 
-def messages(place: Place) -> tuple[Message, ...]:
-    """All of them; those of one kind are one."""
+def messages(rank: PipelineRank) -> tuple[Message, ...]:
+    """All messages, added up by kind."""
     found: dict[tuple[str, str, str], Message] = {}
-    for way in (_of_weights, _of_layers, _over_tp, _over_pp):
-        for one in way(place):
+    for messages_of in (_of_weights, _of_layers, _over_tp, _over_pp):
+        for one in messages_of(rank):
             key = (one.kind, one.dim, one.what)
             before = found.get(key, Message(*key, 0, 0))
             found[key] = Message(*key, before.count + one.count, before.bytes + one.bytes)
@@ -25,34 +25,34 @@ def messages(place: Place) -> tuple[Message, ...]:
 
 
 def _times(kind: str, dim: str, what: str, size: int, times: int) -> Message:
-    """So many, of `size` bytes each."""
+    """`times` messages of `size` bytes each."""
     return Message(kind, dim, what, times, times * size)
 
 
-def _of_weights(place: Place) -> Iterable[Message]:
-    """Gathered where they run, and their gradients summed."""
-    mesh, parts = place.model.mesh, place.model.work.microbatches
-    groups = [(group, parts + place.repeats[i]) for i, group in place.layers.items()]
-    groups += [(group, parts) for group in place.outside.values()]
+def _of_weights(rank: PipelineRank) -> Iterable[Message]:
+    """Weights, gathered where they are used, and the reduction of their gradients."""
+    mesh, parts = rank.model.mesh, rank.model.work.microbatches
+    groups = [(group, parts + rank.recomputations[i]) for i, group in rank.layers.items()]
+    groups += [(group, parts) for group in rank.outside.values()]
     for group, times in groups:
-        for way, size in ways(group):
+        for transfer, size in transfers(group):
             whole = size
-            for dim in reversed(way.gathered):
+            for dim in reversed(transfer.gathered):
                 whole *= mesh.sizes[dim]
-                yield _times("all_gather", dim, "weights", whole * way.dtype.itemsize, times)
-                if way.learns:
+                yield _times("all_gather", dim, "weights", whole * transfer.dtype.itemsize, times)
+                if transfer.trainable:
                     yield _times("reduce_scatter", dim, "gradients", whole * WIDE, parts)
-            for dim in way.copied if way.learns else ():
+            for dim in transfer.replicated if transfer.trainable else ():
                 yield _times("all_reduce", dim, "gradients", size * WIDE, parts)
 
 
-def _of_layers(place: Place) -> Iterable[Message]:
-    """Keys and values over cp, and what goes to experts."""
-    model = place.model
+def _of_layers(rank: PipelineRank) -> Iterable[Message]:
+    """Keys and values over cp, and tokens sent to experts."""
+    model = rank.model
     mesh, parts = model.mesh, model.work.microbatches
-    for i, again in place.repeats.items():
-        # The second half of a backward pass goes through one message of the first again, on its way to weights.
-        layer, twice = model.layers[i], place.halved[i]
+    for i, again in rank.recomputations.items():
+        # The weight half of a split backward pass repeats one message of the input half.
+        layer, twice = model.layers[i], rank.split_backwards[i]
         if mesh.cp > 1:
             yield _times("all_gather", "cp", "keys and values", layer.keys * mesh.cp, parts + again)
             wide = layer.keys * mesh.cp * WIDE // model.work.dtype.itemsize
@@ -63,45 +63,45 @@ def _of_layers(place: Place) -> Iterable[Message]:
             yield _times("all_reduce", "tp", "activations", layer.scores, parts + twice)
 
 
-def _over_tp(place: Place) -> Iterable[Message]:
-    """What enters and leaves sublayers, gradients of what all hold, and the loss over parts of the vocabulary."""
-    model, parts = place.model, place.model.work.microbatches
+def _over_tp(rank: PipelineRank) -> Iterable[Message]:
+    """Activations that enter and leave sublayers, gradients of replicated leaves, a loss over sharded vocabulary."""
+    model, parts = rank.model, rank.model.work.microbatches
     if model.mesh.tp == 1:
         return
-    for i, group in place.layers.items():
-        sublayers = 2 + any(piece.path.startswith("mlp.shared_expert.") for piece in group)
-        # Computing again ends with what was kept last, which is before the last one leaves.
-        # The second half of a backward pass goes through all that enters once more, for leaves are taken together.
-        times = 2 * sublayers * parts + (sublayers - 1) * place.repeats[i] + sublayers * place.halved[i]
-        yield _times("all_reduce", "tp", "activations", model.stream, times)
-        shared = sum(piece.whole for piece in group if piece.shared)
+    for i, group in rank.layers.items():
+        sublayers = 2 + any(leaf.path.startswith("mlp.shared_expert.") for leaf in group)
+        # Recomputation ends at the last saved tensor, before the last sublayer's output is summed.
+        # The weight half of a split backward pass repeats the messages at all entries, because leaves share one node.
+        times = 2 * sublayers * parts + (sublayers - 1) * rank.recomputations[i] + sublayers * rank.split_backwards[i]
+        yield _times("all_reduce", "tp", "activations", model.hidden_bytes, times)
+        shared = sum(leaf.whole for leaf in group if leaf.shared)
         if shared:
             yield _times("all_reduce", "tp", "shared leaves", shared * WIDE, parts)
-    for stage, group in place.outside.items():
-        ends = (stage == 0) + place.is_last(stage)
+    for stage, group in rank.outside.items():
+        ends = (stage == 0) + rank.is_last(stage)
         if ends:
-            yield _times("all_reduce", "tp", "activations", model.stream, parts * ends)
-        if place.is_last(stage):
+            yield _times("all_reduce", "tp", "activations", model.hidden_bytes, parts * ends)
+        if rank.is_last(stage):
             tokens = math.prod(model.shape)
             chunks = -(-tokens // CHUNK)
-            for norm in (piece for piece in group if piece.leaf.axes == ("embed",)):
+            for norm in (leaf for leaf in group if leaf.spec.axes == ("embed",)):
                 size = norm.whole * model.work.dtype.itemsize
                 yield _times("all_reduce", "tp", "shared leaves", size, parts)
-            # what a cross entropy over parts of the vocabulary needs of each token
+            # per-token statistics of a cross entropy over a sharded vocabulary
             yield _times(
                 "all_gather", "tp", "cross entropy", 3 * tokens * model.mesh.tp * WIDE // chunks, parts * chunks
             )
 
 
-def _over_pp(place: Place) -> Iterable[Message]:
+def _over_pp(rank: PipelineRank) -> Iterable[Message]:
     """Between stages on different ranks, and between the two ends of a tied embedding."""
-    pipe, config = place.model.pipe, place.model.config
-    for stage in place.stages:
+    pipe, config = rank.model.pipe, rank.model.config
+    for stage in rank.stages:
         for other, what in ((stage + 1, "hidden states"), (stage - 1, "their gradients")):
-            if 0 <= other < len(pipe.layers) and pipe.ranks[other] != place.rank:
-                yield _times("send", "pp", what, place.model.stream, place.model.work.microbatches)
+            if 0 <= other < len(pipe.layers) and pipe.ranks[other] != rank.index:
+                yield _times("send", "pp", what, rank.model.hidden_bytes, rank.model.work.microbatches)
     tied = frozenset.intersection(*pp.ends(config))
-    if place.rank in (pipe.ranks[0], pipe.ranks[-1]) and pipe.ranks[0] != pipe.ranks[-1]:
-        for piece in (piece for group in place.outside.values() for piece in group):
-            if piece.path.partition(".")[0] in tied:
-                yield _times("send", "pp", "tied gradients", piece.local * WIDE, 1)
+    if rank.index in (pipe.ranks[0], pipe.ranks[-1]) and pipe.ranks[0] != pipe.ranks[-1]:
+        for leaf in (leaf for group in rank.outside.values() for leaf in group):
+            if leaf.path.partition(".")[0] in tied:
+                yield _times("send", "pp", "tied gradients", leaf.local * WIDE, 1)

@@ -145,7 +145,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*arguments[:-2], "--memory", "2"]) == 0
     assert re.search(
-        r"DOES NOT FIT: 2 of 2 places in the pipeline \(pp 0, 1\) need more than 2.0 GiB", capsys.readouterr().out
+        r"DOES NOT FIT: 2 of 2 pipeline ranks \(pp 0, 1\) need more than 2.0 GiB", capsys.readouterr().out
     )
 
 
@@ -156,9 +156,9 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--preset", "llama-3.1-8b", "--mesh", "fdsp=2"], "no dimension of a mesh"),
         (["--preset", "llama-3.1-8b", "--schedule", "2F2B"], "no schedule"),
         (["--preset", "llama-3.1-8b", "--mesh", "fsdp=2", "--rows", "3"], "give a multiple of 2"),
-        (["--preset", "llama-3.1-8b", "--mesh", "fsdp=2", "--virtual", "2"], "the mesh fsdp=2 has none: give it a pp"),
+        (["--preset", "llama-3.1-8b", "--mesh", "fsdp=2", "--virtual", "2"], "the mesh fsdp=2 has none: add a pp"),
         (["--preset", "llama-3.1-8b", "--picture", "memory.doc"], "ends in .png or .svg"),
-        (["--preset", "gpt-oss-20b", "--mesh", "tp=16"], "180 numbers wide"),
+        (["--preset", "gpt-oss-20b", "--mesh", "tp=16"], "180 elements wide"),
         (["--preset", "gpt2", "--length", "1025"], "longer than the 1024 positions"),
     ],
 )
