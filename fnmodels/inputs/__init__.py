@@ -1,4 +1,4 @@
-"""What `fnmodels.prepare` is made of: the tensors that depend on the order of tokens, once per batch. No model in it.
+"""The inputs of a model: order-dependent tensors that `fnmodels.prepare` builds once per batch; no model code.
 
 segments      segment ids and positions: from lengths, end tokens, position resets
 packing       documents into rows of one length, with labels (IGNORE = -100)

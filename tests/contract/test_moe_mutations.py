@@ -111,7 +111,7 @@ def padding_sent_to_an_expert(patch: pytest.MonkeyPatch) -> None:
         return right(x, indices.clamp(min=0), torch.ones_like(valid), experts, **how)
 
     for module in (experts_module, test_ops):
-        for name in ("dispatch", "pack"):
+        for name in ("dispatch", "dispatch_cpu"):
             patch.setattr(module, name, functools.partial(wrong, getattr(module, name)))
 
 
@@ -146,18 +146,18 @@ def zero_times_infinity(patch: pytest.MonkeyPatch) -> None:
 
 
 def _reordered(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
-    combine, unpack = dispatch_module.combine, experts_module.unpack
+    combine, combine_cpu = dispatch_module.combine, experts_module.combine_cpu
 
     def wrong(rows: Tensor, sent: Any, weights: Tensor) -> Tensor:
         return combine(rows, dataclasses.replace(sent, order=change(sent.order)), weights)
 
-    def wrongly_unpacked(rows: Tensor, packed: Any, weights: Tensor) -> Tensor:
+    def wrongly_combined(rows: Tensor, packed: Any, weights: Tensor) -> Tensor:
         place = change(packed.place.flatten()).view_as(packed.place)
-        return unpack(rows, dataclasses.replace(packed, place=place), weights)
+        return combine_cpu(rows, dataclasses.replace(packed, place=place), weights)
 
     for module in (experts_module, test_moe, test_ops):
         patch.setattr(module, "combine", wrong)
-    patch.setattr(experts_module, "unpack", wrongly_unpacked)
+    patch.setattr(experts_module, "combine_cpu", wrongly_combined)
 
 
 @bug("M2", ranks, there_and_back, naive("loop"), parallel)

@@ -206,7 +206,7 @@ def _choose(
     if cuda and is_block_mask(mask):
         return "flex", "a BlockMask is its form of a mask"
     if not isinstance(mask, Mask) or layout is None:
-        why = "no layout says where documents lie" if isinstance(mask, Mask) else "the mask holds no rule"
+        why = "no layout gives the document ranges" if isinstance(mask, Mask) else "the mask holds no rule"
         if softcap:
             return "math", f"softcap, and {why}: the scores are written out"
         return "sdpa", f"{why}: one fused call with a dense mask"
@@ -235,8 +235,8 @@ def _with_layout(mask: MaskLike, layout: Layout | None, kernel: str) -> tuple[Ma
         raise ValueError(f'kernel="{kernel}" reads rules: give it a fnmodels.Mask, or take kernel="sdpa".')
     if layout is None:
         raise ValueError(
-            f'kernel="{kernel}" has to know where documents lie: pass layout=fnmodels.layout(masks), '
-            'or take kernel="sdpa", which needs none. (Where documents are not whole and in order there is no layout.)'
+            f'kernel="{kernel}" needs the document ranges: pass layout=fnmodels.layout(masks), '
+            'or take kernel="sdpa", which needs none. (Documents that are not contiguous and in order have no layout.)'
         )
     return mask, layout
 

@@ -1,7 +1,7 @@
 """`dispatch` and `combine` for eager mode on a CPU, where counts can be read on the host. First derivatives only.
 
-    rows, packed = pack(x, indices, valid, experts)     # [T, D] -> [N, D], sorted by expert, without padding
-    y = unpack(rows, packed, weights)                   # [N, D] -> [T, D]
+    rows, dispatched = dispatch_cpu(x, indices, valid, experts)    # [T, D] -> [N, D], sorted by expert, no padding
+    y = combine_cpu(rows, dispatched, weights)                     # [N, D] -> [T, D]
 
 The cost here is memory traffic, not launches. torch's embedding bag weights and sums the k rows of a token as it reads
 them, for y and for the gradient of x. The gradient of rows is computed in chunks of rows that stay in the cache.
@@ -22,8 +22,8 @@ _CHUNK = 512  # rows of the gradient computed at a time
 
 
 @dataclass(frozen=True)
-class Packed:
-    """The origin of the packed rows, from `pack` to `unpack`.
+class DispatchedCpu:
+    """The origin of the sorted rows, from `dispatch_cpu` to `combine_cpu`.
 
     choice: [N] int64; row i is entry `choice[i]` of the flattened [T, k]. real: [N] bool, False for copies that fill up
     a multiple. place: [T, k] int64, the row of each entry, 0 at padding. padding: [P] int64, indices of padding
@@ -37,12 +37,14 @@ class Packed:
     counts: Tensor
 
 
-def pack(x: Tensor, indices: Tensor, valid: Tensor, experts: int, *, multiple: int = 1) -> tuple[Tensor, Packed]:
-    """(rows [N, D] sorted by expert, then by token; what `unpack` needs).
+def dispatch_cpu(
+    x: Tensor, indices: Tensor, valid: Tensor, experts: int, *, multiple: int = 1
+) -> tuple[Tensor, DispatchedCpu]:
+    """(rows [N, D] sorted by expert, then by token; what `combine_cpu` needs).
 
     x [T, D], indices [T, k] int64 below `experts`, valid [T] bool. Indices at padding are ignored. multiple:
     the rows of each expert (if it has any) are filled up to a multiple of this with copies of the last one, which
-    `unpack` ignores, so that they have no gradient.
+    `combine_cpu` ignores, so that they have no gradient.
     """
     key = torch.where(valid[:, None], indices, experts).flatten()
     order = key.argsort(stable=True)
@@ -53,22 +55,22 @@ def pack(x: Tensor, indices: Tensor, valid: Tensor, experts: int, *, multiple: i
     expert = torch.arange(experts, device=key.device).repeat_interleave(filled)
     row, last = torch.arange(len(expert), device=key.device) - later[expert], ends[expert] - 1
     place = torch.arange(len(order), device=key.device) + later[key[order]]
-    packed = Packed(
+    dispatched = DispatchedCpu(
         choice=order[row.minimum(last)],
         real=row <= last,
         place=torch.zeros_like(key).scatter(0, order, place).view(indices.shape),
         padding=valid.logical_not().nonzero().squeeze(1),
         counts=filled,
     )
-    return _Pack.apply(x, packed.choice, packed.place, packed.padding), packed
+    return _Dispatch.apply(x, dispatched.choice, dispatched.place, dispatched.padding), dispatched
 
 
-def unpack(rows: Tensor, packed: Packed, weights: Tensor) -> Tensor:
+def combine_cpu(rows: Tensor, dispatched: DispatchedCpu, weights: Tensor) -> Tensor:
     """[T, D]: sum over k of each token's rows times its weights [T, k]; exactly 0 at padding, whatever the weights.
 
     Sums are taken in fp32 at least and rounded once, to the rows' dtype.
     """
-    return _Unpack.apply(rows, weights, packed.choice, packed.real, packed.place, packed.padding)
+    return _Combine.apply(rows, weights, dispatched.choice, dispatched.real, dispatched.place, dispatched.padding)
 
 
 def _weighted_sum(rows: Tensor, weights: Tensor | None, place: Tensor, padding: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def _weighted_sum(rows: Tensor, weights: Tensor | None, place: Tensor, padding: 
     return F.embedding_bag(place, rows, mode="sum", per_sample_weights=weights).index_fill_(0, padding, 0)
 
 
-class _Pack(FirstOrder):
+class _Dispatch(FirstOrder):
     @staticmethod
     def forward(x: Tensor, choice: Tensor, place: Tensor, padding: Tensor) -> Tensor:
         return x.index_select(0, choice // place.shape[1])
@@ -96,7 +98,7 @@ class _Pack(FirstOrder):
         return _weighted_sum(grad_output, None, place, padding), None, None, None
 
 
-class _Unpack(FirstOrder):
+class _Combine(FirstOrder):
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, choice: Tensor, real: Tensor, place: Tensor, padding: Tensor) -> Tensor:
         return _weighted_sum(rows, weights, place, padding)

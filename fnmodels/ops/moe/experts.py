@@ -25,7 +25,7 @@ from fnmodels.ops.autograd_guard import first_order
 from fnmodels.options import Experts, Kernel
 
 from .dispatch import Dispatched, combine, dispatch
-from .dispatch_cpu import Packed, pack, unpack
+from .dispatch_cpu import DispatchedCpu, combine_cpu, dispatch_cpu
 from .experts_loop import Act, loop_mlps
 
 _ROWS = 16
@@ -68,9 +68,9 @@ def loop_experts(
     names = list(experts)
     x, weights, *leaves = first_order("loop", x, weights, *experts.values(), vmap=False)
     experts = dict(zip(names, leaves, strict=True))
-    rows, packed, weights = packed_rows(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
-    out = loop_mlps(experts, rows, packed.counts.tolist(), act)
-    return unpack(out, packed, weights)
+    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
+    out = loop_mlps(experts, rows, dispatched.counts.tolist(), act)
+    return combine_cpu(out, dispatched, weights)
 
 
 def grouped_experts(
@@ -103,8 +103,8 @@ def grouped_experts(
     experts = dict(zip(names, leaves, strict=True))
     count = len(experts["gate_proj"])
     if not (x.is_cuda or torch.compiler.is_compiling()) and readable(indices) and readable(valid):
-        rows, packed, weights = packed_rows(x, weights, indices, valid, count, input_weighted)
-        return unpack(_grouped_mlps(experts, rows, packed.counts, act), packed, weights)
+        rows, origin, weights = sorted_rows_cpu(x, weights, indices, valid, count, input_weighted)
+        return combine_cpu(_grouped_mlps(experts, rows, origin.counts, act), origin, weights)
     rows, dispatched, weights = sorted_rows(x, weights, indices, valid, count, input_weighted)
     owned = torch.arange(len(rows), device=rows.device) < dispatched.counts.sum()
 
@@ -182,9 +182,9 @@ def sorted_rows(
     return rows, dispatched, weights
 
 
-def packed_rows(
+def sorted_rows_cpu(
     x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, experts: int, input_weighted: bool
-) -> tuple[Tensor, Packed, Tensor]:
+) -> tuple[Tensor, DispatchedCpu, Tensor]:
     """`sorted_rows` where counts may be read on the host.
 
     In half precision, rows are padded to multiples of 16. oneDNN generates code for every shape not seen recently,
@@ -193,11 +193,11 @@ def packed_rows(
     fewer rows than that on average, as in decoding, have few shapes and are not padded.
     """
     many = x.dtype.itemsize == 2 and indices.numel() >= _ROWS * experts
-    rows, packed = pack(x, indices, valid, experts, multiple=_ROWS if many else 1)
+    rows, dispatched = dispatch_cpu(x, indices, valid, experts, multiple=_ROWS if many else 1)
     if input_weighted:
-        rows = rows * weights.flatten().index_select(0, packed.choice)[:, None].to(rows.dtype)
+        rows = rows * weights.flatten().index_select(0, dispatched.choice)[:, None].to(rows.dtype)
         weights = torch.ones_like(weights)
-    return rows, packed, weights
+    return rows, dispatched, weights
 
 
 def _batched(experts: Mapping[str, Tensor], x: Tensor, name: str) -> Tensor:

@@ -14,7 +14,7 @@ from fnmodels import tree
 from fnmodels.models.common.spec import moe_leaves
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
-from fnmodels.ops.moe.dispatch_cpu import pack, unpack
+from fnmodels.ops.moe.dispatch_cpu import combine_cpu, dispatch_cpu
 from fnmodels.ops.moe.experts import choose_experts, dense_experts, grouped_experts, loop_experts
 from fnmodels.ops.moe.layer import moe
 from fnmodels.ops.moe.router import choose, sigmoid_top_k, softmax_top_k, top_k_sigmoid, top_k_softmax
@@ -158,14 +158,14 @@ def test_there_and_back(tokens: int, k: int, spread: str, padded: str) -> None:
     back = combine(rows, sent, torch.full((tokens, k), 1 / k, dtype=torch.float64))
     assert off(back, torch.where(valid[:, None], x, 0)) < 1e-15
     for multiple in (1, 4):
-        packed_rows, packed = pack(given, torch.where(valid[:, None], indices, -7), valid, E, multiple=multiple)
+        packed_rows, packed = dispatch_cpu(given, torch.where(valid[:, None], indices, -7), valid, E, multiple=multiple)
         assert torch.equal(packed.counts, sent.counts + -sent.counts % multiple)
         assert torch.equal(packed_rows[packed.real], rows[:kept]) and len(packed_rows) == int(packed.counts.sum())
         # a copy is a row of its own expert, and what becomes of it is not looked at
         of_row = indices.flatten()[packed.choice]
         assert torch.equal(of_row, torch.arange(E).repeat_interleave(packed.counts))
         weights = torch.full((tokens, k), 1 / k, dtype=torch.float64).where(valid[:, None], torch.nan)
-        again = unpack(packed_rows.where(packed.real[:, None], torch.nan), packed, weights)
+        again = combine_cpu(packed_rows.where(packed.real[:, None], torch.nan), packed, weights)
         assert off(again, torch.where(valid[:, None], x, 0)) < 1e-15
 
 
