@@ -26,7 +26,7 @@ from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.moe.layer import MOE_TAPS
 
 from .options import Block, ForwardKwargs, ForwardOptions
-from .tree import Tree, leaves
+from .tree import Tree, flatten, leaves
 
 
 def prepare(
@@ -45,6 +45,11 @@ def prepare(
     whose tables have several axes, the others refuse it. Integers of any type; they become int64. length: see
     `fnmodels.ops.rotary`.
     """
+    if isinstance(config, Tensor) or not isinstance(tokens, Tensor):
+        raise TypeError(
+            f"prepare takes the config first and then tokens, a tensor [B, S]; it got a {type(config).__name__} and a "
+            f"{type(tokens).__name__}."
+        )
     if tokens.ndim not in (2, 3):
         raise ValueError(f"tokens must be [B, S] (or vectors [B, S, D]), not of shape {tuple(tokens.shape)}.")
     shape = tokens.shape[:2]
@@ -109,8 +114,12 @@ def forward(
     output z of attention, and the family's own TAPS, as "layers.3.attention"; "layers.*.attention" for all layers that
     have it.
     """
-    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
-    logits = family_of(config).unembed(params, x, config=config)
+    try:
+        x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
+        logits = family_of(config).unembed(params, x, config=config)
+    except KeyError as error:
+        _name_missing_leaf(params, config, error)
+        raise
     return (logits, tapped) if taps else logits
 
 
@@ -126,8 +135,22 @@ def hidden(
     **options: Unpack[ForwardKwargs],
 ) -> Any:
     """The final hidden states [B, S, D], before `family.unembed` (whose first act is the final norm). As `forward`."""
-    x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
+    try:
+        x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
+    except KeyError as error:
+        _name_missing_leaf(params, config, error)
+        raise
     return (x, tapped) if taps else x
+
+
+def _name_missing_leaf(params: Tree, config: Any, error: KeyError) -> None:
+    """ValueError in a sentence where params lack a leaf of the spec."""
+    missing = flatten(family_of(config).spec(config)).keys() - flatten(params).keys()
+    if missing:
+        raise ValueError(
+            f"params has no {min(missing)!r}, which the {type(config).__module__}.spec of this config has"
+            + (f", and lacks {len(missing) - 1} more of its leaves." if len(missing) > 1 else ".")
+        ) from error
 
 
 def _hidden(
@@ -147,7 +170,14 @@ def _hidden(
             "The model has layers with experts, which must know what is padding: pass the inputs that "
             'fnmodels.prepare returns, which hold "valid" [B, S], instead of bare tokens or vectors.'
         )
-    x = _cleared(family.embed(params, inputs, config=config), valid)
+    x = family.embed(params, inputs, config=config)
+    if x.ndim != 3:
+        raise ValueError(
+            f"The embedded inputs are {list(x.shape)}, not [B, S, D]: the batch dimension is missing. Under vmap pass "
+            "fnmodels.rows(batch), in which every row is a batch of one."
+        )
+    x = _cleared(x, valid)
+    _check_tuple(taps)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
     batch = _Batch(masks, freqs_cis, valid, routing)
@@ -213,7 +243,7 @@ def _run(
     lo, hi = layers.start, layers.stop
     if not 0 <= lo <= hi <= len(kinds):
         raise ValueError(f"Layers {lo} to {hi} are asked for; the model has {len(kinds)}.")
-    wanted = _wanted_taps(family, taps, kinds)
+    wanted = _wanted_taps(family, taps, kinds, layers)
     used = sorted(set(kinds[lo:hi]))
     masks, freqs_cis = batch.masks, batch.freqs_cis
     _check_fit(params["layers"], x, masks, freqs_cis, kinds, used)
@@ -232,7 +262,13 @@ def _run(
         tensors: dict[str, Tensor | None] = {}
         if index in sparse:
             tensors = {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
-        x, aux = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors)
+        result = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors)
+        if not isinstance(result, tuple):
+            raise TypeError(
+                f"The block of kind {kind!r} returned a {type(result).__name__}; a block, and so what layer_fn makes "
+                "of it, returns (x, aux)."
+            )
+        x, aux = result
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
@@ -320,6 +356,11 @@ def _check_fit(
     used: list[str],
 ) -> None:
     """A sentence for what would fail deep in a block, or be broadcast or left out in silence."""
+    for name, given in (("masks", masks), ("freqs_cis", freqs_cis)):
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"{name} must be {{kind: ...}}, as fnmodels.prepare returns it, not a {type(given).__name__}."
+            )
     if isinstance(layers, (list, tuple)) and len(layers) != len(kinds):
         raise ValueError(f"params has {len(layers)} layers, but the config has {len(kinds)}.")
     for kind in used:
@@ -346,6 +387,11 @@ def _check_fit(
                 )
 
 
+def _check_tuple(taps: tuple[str, ...]) -> None:
+    if isinstance(taps, str):
+        raise TypeError(f"taps is the string {taps!r}; it is a tuple of names: taps=({taps!r},).")
+
+
 def _tap_names(family: Family) -> tuple[str, ...]:
     return ("input", "output", *may_have(family, "TAPS"), *ATTENTION_TAPS)
 
@@ -354,7 +400,10 @@ def _layer_taps(family: Family) -> str:
     return "layers.N.NAME (N a layer or *) with NAME one of " + ", ".join(_tap_names(family))
 
 
-def _wanted_taps(family: Family, taps: tuple[str, ...], kinds: tuple[str, ...]) -> frozenset[tuple[int, str]]:
+def _wanted_taps(
+    family: Family, taps: tuple[str, ...], kinds: tuple[str, ...], run: range
+) -> frozenset[tuple[int, str]]:
+    _check_tuple(taps)
     wanted, layers = set(), len(kinds)
     for tap in taps:
         head, _, rest = tap.partition(".")
@@ -365,5 +414,7 @@ def _wanted_taps(family: Family, taps: tuple[str, ...], kinds: tuple[str, ...]) 
         having = {i for i, kind in enumerate(kinds) if name not in MOE_TAPS or _sparse(family, kind)}
         if number != "*" and int(number) not in having:
             raise ValueError(f"The tap {tap!r} is of layers with experts, and layer {number} is none.")
+        if number != "*" and int(number) not in run:
+            raise ValueError(f"The tap {tap!r} is outside of layers {run.start} to {run.stop - 1}, which are run here.")
         wanted |= {(i, name) for i in (having if number == "*" else [int(number)])}
     return frozenset(wanted)

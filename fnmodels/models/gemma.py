@@ -87,7 +87,7 @@ class Config(decoder.BaseConfig):
             fields.expect("hidden_act", activation)
             fields.expect("sliding_window_size", fields.integer("sliding_window", 4096))
         if third:
-            fields.expect("attn_logit_softcapping", None)
+            fields.take("attn_logit_softcapping", None)  # without effect in transformers, whatever it is
         else:
             fields.expect("use_bidirectional_attention", None, False)
         config = Config(

@@ -202,17 +202,14 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]: what a token means plus where it stands; vectors pass through, bare token ids are a ValueError."""
-    tokens = inputs["tokens"] if isinstance(inputs, dict) else inputs
-    if tokens.is_floating_point():
-        return tokens
+    """x [B, S, D]: token embeddings, or vectors instead, plus a vector for each position, which bare tokens lack."""
     if not isinstance(inputs, dict):
         raise ValueError(
             "GPT-2 has a learned vector for each position, so it needs the dict of inputs that `prepare` makes, "
-            "with tokens and positions; bare token ids do not say where they stand."
+            "with tokens and positions; bare token ids or vectors do not say where they stand."
         )
     placed = look_up(params["embed_positions"], inputs["positions"], "positions")
-    return embed_tokens(params["embed_tokens"], tokens) + placed
+    return embed_tokens(params["embed_tokens"], inputs) + placed
 
 
 @with_context

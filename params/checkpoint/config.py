@@ -14,7 +14,7 @@ from typing import Any
 
 from fnmodels.errors import CheckpointError, ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import shown
-from fnmodels.models.common.registry import families, family_for, to_hf
+from fnmodels.models.common.registry import config_class, families, family_for, to_hf
 from params.io.files import plain_file, read_json
 
 CONFIG = "config.json"
@@ -23,13 +23,13 @@ TOKENS_LIMIT = 10_000_000  # forty times the largest published vocabulary
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def load_config(path: str | os.PathLike[str]) -> Any:
-    """The Config of a checkpoint folder; its model_type selects the family. Errors as in `load_pretrained`."""
-    return read_config(path)[0]
+def load_config(path: str | os.PathLike[str], *, family: Any = None) -> Any:
+    """The Config of a checkpoint folder; family and errors as in `load_pretrained`."""
+    return read_config(path, family)[0]
 
 
-def read_config(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
-    """(Config, content of config.json as a dict) of a checkpoint folder."""
+def read_config(path: str | os.PathLike[str], family: Any = None) -> tuple[Any, dict[str, Any]]:
+    """(Config, content of config.json as a dict) of a checkpoint folder. family: None finds it by the model_type."""
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(
@@ -53,7 +53,7 @@ def read_config(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
             raise ConfigError("'model_type' is not there, which is needed.")
         if not isinstance(values["model_type"], str):
             raise ConfigError(f"'model_type' must be a string, not {shown(values['model_type'])}.")
-        config = family_for(values["model_type"]).Config.from_hf(values)
+        config = config_class(family or family_for(values["model_type"])).from_hf(values)
         _check_dtype(values)
         _check_tokens(values)
         _check_architectures(values, to_hf(config).get("architectures"))

@@ -81,6 +81,7 @@ class LoadReport:
 def load_pretrained(
     path: str | os.PathLike[str],
     *,
+    family: Any = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     plan: Tree | None = None,
@@ -91,6 +92,7 @@ def load_pretrained(
 ) -> tuple[Any, Tree]:
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
+    family: the module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
     dtype: None keeps the dtype on disk, except that fp8 and mxfp4 become bf16 (`params.checkpoint.dequantize`);
     otherwise leaves are cast one by one. A Leaf with keep_dtype is loaded in its own dtype, or with None in no narrower
     one. device: None is the CPU.
@@ -112,7 +114,7 @@ def load_pretrained(
         raise TypeError(f"dtype must be None or a floating torch.dtype of 16 bits or more, not {dtype!r}.")
     folder = Path(path)
     with ExitStack() as stack:
-        checked = check_folder(folder, stack, drop)
+        checked = check_folder(folder, stack, drop, family)
         plan, placements = _placed(plan, checked)
         chosen = [parameter for parameter in checked.parameters if placements is None or parameter.path in placements]
         boxes = {
@@ -179,9 +181,9 @@ class CheckedFolder:
     prefix: str
 
 
-def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = ()) -> CheckedFolder:
+def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = (), family: Any = None) -> CheckedFolder:
     """The checks of `load_pretrained`, without reading a tensor; `stack` closes the files. Errors as there."""
-    config, values = read_config(folder)
+    config, values = read_config(folder, family)
     opened = open_folder(folder, stack)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
     found = pair_scales(folder, opened, quantization_of(values))

@@ -1,9 +1,12 @@
 """`prepare`, the errors of the front, and the rule of rows, permute and split. Forward is tested on every family."""
 
 import dataclasses
+import math
 import sys
 import types
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from torch.func import vmap
 from torch.testing import assert_close
 
 import fnmodels
+import params as P
 from fnmodels import llama
 from fnmodels.apply import run_layers
 from fnmodels.ops.rotary import mrope_table
+from fnmodels.tree import leaves
 from tests.support.cases import generic_params
 
 CONFIG = llama.Config(
@@ -119,6 +124,89 @@ def test_forward_refuses() -> None:
         fnmodels.forward(weights, inputs, config=CONFIG)  # masks and tables have no default
 
 
+def test_mistakes_are_answered_by_a_sentence() -> None:
+    weights = generic_params(CONFIG)
+    inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS)
+    run = partial(fnmodels.forward, config=CONFIG)
+    given = (inputs, masks, freqs_cis)
+    with pytest.raises(TypeError, match=r"taps=\('layers.0.output',\)"):
+        run(weights, *given, taps="layers.0.output")
+    with pytest.raises(TypeError, match="The config is a dict; make a Config of it"):
+        fnmodels.forward(weights, *given, config=weights)
+    with pytest.raises(TypeError, match="The config is a dict; make a Config of it"):
+        fnmodels.prepare(CONFIG.to_hf(), TOKENS)
+    with pytest.raises(TypeError, match=r"masks must be {kind: \.\.\.}, as fnmodels.prepare returns it, not a Tensor"):
+        run(weights, inputs, masks["full"].dense(), freqs_cis)
+    with pytest.raises(TypeError, match="prepare takes the config first"):
+        fnmodels.prepare(TOKENS, CONFIG)
+    with pytest.raises(ValueError, match=r"Under vmap pass fnmodels\.rows"):
+        vmap(partial(run, weights))(*given)
+    with pytest.raises(ValueError, match=r"params has no 'norm', which the fnmodels\.models\.llama\.spec"):
+        run({name: value for name, value in weights.items() if name != "norm"}, *given)
+    with pytest.raises(TypeError, match=r"returned a Tensor; a block, .* returns \(x, aux\)"):
+        run(weights, *given, layer_fn=lambda block: lambda *args, **more: block(*args, **more)[0])
+    with pytest.raises(ValueError, match="and a function of your own"):
+        run(weights, *given, kernel="fast")
+    x = weights["embed_tokens"][TOKENS]
+    with pytest.raises(ValueError, match=r"'layers\.1\.output' is outside of layers 0 to 0"):
+        fnmodels.run_layers(weights, x, masks, freqs_cis, 0, 1, config=CONFIG, taps=("layers.1.output",))
+
+
+@pytest.mark.parametrize(
+    ("missing", "use", "words"),
+    [
+        ("block", lambda config, folder: fnmodels.prepare(config, TOKENS), "mine, .*, has no 'block'"),
+        ("freqs_cis", lambda config, folder: fnmodels.prepare(config, TOKENS), "mine, .*, has no 'freqs_cis'"),
+        ("hf_names", lambda config, folder: P.save_pretrained(folder, config, generic_params(CONFIG)), "'hf_names'"),
+        ("to_hf", lambda config, folder: P.save_pretrained(folder, config, generic_params(CONFIG)), "'to_hf'"),
+        (
+            "TAPS",
+            lambda config, folder: taps_of(config),
+            "The tap 'layers.0.mlp' is unknown; there are .*input, output",
+        ),
+    ],
+)
+def test_what_a_family_of_your_own_lacks_is_named(
+    missing: str, use: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = own_family(monkeypatch)
+    if missing == "to_hf":
+        mine.Config.to_hf = property(lambda self: (_ for _ in ()).throw(AttributeError("to_hf")))
+    else:
+        del mine.__dict__[missing]
+    config = mine.Config(**{f: getattr(CONFIG, f) for f in CONFIG.__dataclass_fields__})
+    with pytest.raises((TypeError, ValueError), match=words):
+        use(config, tmp_path / "folder")
+
+
+def taps_of(config: Any) -> Any:
+    return fnmodels.forward(
+        generic_params(CONFIG), *fnmodels.prepare(config, TOKENS), config=config, taps=("layers.0.mlp",)
+    )
+
+
+def test_a_checkpoint_read_by_a_family_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    P.save_pretrained(tmp_path / "folder", CONFIG, weights := generic_params(CONFIG))
+    mine = own_family(monkeypatch)
+    mine.Config.from_hf = staticmethod(
+        lambda values: mine.Config(**{f: getattr(llama.Config.from_hf(values), f) for f in CONFIG.__dataclass_fields__})
+    )
+    config, params = P.load_pretrained(tmp_path / "folder", family=mine)
+    assert type(config) is mine.Config and type(P.load_config(tmp_path / "folder", family=mine)) is mine.Config
+    assert all(torch.equal(x, y) for x, y in zip(leaves(params), leaves(weights), strict=True))
+    with pytest.raises(TypeError, match="math has no class 'Config' with a static method 'from_hf'"):
+        P.load_pretrained(tmp_path / "folder", family=math)
+
+
+def own_family(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Llama's functions in a module outside of the package."""
+    mine = types.ModuleType("mine")
+    mine.__dict__.update({name: getattr(llama, name) for name in dir(llama) if not name.startswith("__")})
+    mine.Config = type("Config", (llama.Config,), {"__module__": "mine"})
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    return mine
+
+
 def test_a_dense_mask_is_a_mask() -> None:
     weights = generic_params(CONFIG)
     inputs, masks, freqs_cis = fnmodels.prepare(CONFIG, TOKENS)
@@ -190,11 +278,8 @@ def test_positions_of_three_axes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_family_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module that defines the Config is the family; here Llama's with an embedding doubled."""
-    mine = types.ModuleType("mine")
-    mine.__dict__.update({name: getattr(llama, name) for name in dir(llama) if not name.startswith("__")})
-    mine.Config = type("Config", (llama.Config,), {"__module__": "mine"})
+    mine = own_family(monkeypatch)
     mine.embed = lambda params, inputs, /, *, config: 2 * llama.embed(params, inputs, config=config)
-    monkeypatch.setitem(sys.modules, "mine", mine)
     config = mine.Config(**{f: getattr(CONFIG, f) for f in CONFIG.__dataclass_fields__})
     weights = generic_params(CONFIG)
     assert fnmodels.family_of(config) is mine

@@ -182,7 +182,6 @@ CONTRADICTIONS = [
 REFUSED = {
     "gemma": {"use_bidirectional_attention"},
     "gemma2": {"use_bidirectional_attention"},
-    "gemma3_text": {"attn_logit_softcapping"},
 }
 
 # fp32 itself gives this variant no 1e-5 over 20 steps: AdamW turns the rounding of small gradients into steps.

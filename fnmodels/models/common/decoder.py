@@ -130,7 +130,7 @@ def freqs_cis_by_window(config: Any, positions: Tensor, *, length: int | Tensor 
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Any) -> Tensor:
-    """x [B, S, D]; vectors instead of tokens pass through."""
+    """x [B, S, D]; vectors instead of tokens are x itself, as in transformers."""
     return embed_tokens(params["embed_tokens"], inputs)
 
 

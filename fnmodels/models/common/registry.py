@@ -135,6 +135,16 @@ def hf_names(config: Any) -> dict[str, Any]:
     return family.hf_names(config)
 
 
+def config_class(family: Family) -> Any:
+    """`family.Config`; TypeError where a user's own family cannot read a config.json."""
+    if not hasattr(getattr(family, "Config", None), "from_hf"):
+        raise TypeError(
+            f"{getattr(family, '__name__', family)!s} has no class 'Config' with a static method 'from_hf', which "
+            "reads a checkpoint's config.json."
+        )
+    return family.Config
+
+
 def to_hf(config: Any) -> dict[str, Any]:
     """`config.to_hf()`; TypeError where a user's own Config has none."""
     if not hasattr(config, "to_hf"):

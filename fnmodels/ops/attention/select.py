@@ -136,7 +136,10 @@ def materialize(
     if callable(kernel):
         return mask
     if kernel not in KERNELS:
-        raise ValueError(f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}.")
+        raise ValueError(
+            f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}, and a function of your own "
+            "(q, k, v, mask, *, scale, softcap, sinks, layout) -> [B, Q, N, Hv]."
+        )
     if isinstance(mask, Plan | ByIndex):
         return mask
     if isinstance(mask, Mask) and layout is not None:

@@ -1,0 +1,70 @@
+"""Logical axes say what a dimension is: sharding and tensor parallelism go by them alone, so a wrong one must be found."""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.models.common.spec import Leaf
+from tests.support.cases import Case, cases
+
+every_case = pytest.mark.parametrize("case", cases(), ids=str)
+
+
+def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
+    """A sentence for each leaf whose axes do not fit its place, or its sizes the config."""
+    matrices: dict[str, set[tuple[str, int]]] = defaultdict(set)  # by layer
+    for path, leaf in flat.items():
+        if len(leaf.shape) > 1:
+            matrices[layer_of(path)] |= set(zip(leaf.axes, leaf.shape, strict=True))
+    faults = []
+    for path, leaf in flat.items():
+        for axis, size in zip(leaf.axes, leaf.shape, strict=True):
+            wanted = {
+                "embed": config.hidden_size,
+                "vocab": config.vocab_size,
+                "heads": config.num_attention_heads * leaf.unit,
+                "kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads) * leaf.unit,
+                "head_dim": config.head_dim,
+            }.get(axis, size)
+            if size != wanted:
+                faults.append(f"{path} has {size} entries along {axis!r}, where the config has {wanted}.")
+        inner = path.removeprefix(layer_of(path)).split(".")
+        on_stream = not {"attention", "mlp"} & set(inner)
+        if len(leaf.shape) == 1 and on_stream and leaf.axes != ("embed",):
+            faults.append(f"{path} is a vector on the residual stream, so its axis is 'embed', not {leaf.axes[0]!r}.")
+        entry = (leaf.axes[0], leaf.shape[0])
+        alone = {"head_dim"} | ({"heads"} if leaf.unit == 1 else set())
+        if len(leaf.shape) == 1 and not on_stream and entry not in matrices[layer_of(path)] and entry[0] not in alone:
+            faults.append(f"{path} has the axis {entry[0]!r} of {entry[1]}, which no matrix of its layer has.")
+        if "norm" in inner[-1] and "attention" in inner:
+            other = {"q": "kv_heads", "k": "heads"}.get(inner[-1][0])
+            if entry[0] in ("embed", other):
+                faults.append(f"{path} is a norm within attention, so its axis is not {entry[0]!r}.")
+    return faults
+
+
+def layer_of(path: str) -> str:
+    """ "layers.3." of "layers.3.mlp.router", and "" outside of layers."""
+    head, _, rest = path.partition(".")
+    return f"{head}.{rest.partition('.')[0]}." if head in ("layers", "mtp") else ""
+
+
+@every_case
+def test_axes_fit_places_and_sizes(case: Case) -> None:
+    faults = wrong_axes(case.config, tree.flatten(fnmodels.family_of(case.config).spec(case.config)))
+    assert not faults, "\n".join(faults)
+
+
+@every_case
+def test_a_norm_with_another_axis_is_found(case: Case) -> None:
+    flat = tree.flatten(fnmodels.family_of(case.config).spec(case.config))
+    norms = {path: leaf for path, leaf in flat.items() if "norm" in path.rpartition(".")[2]}
+    assert norms
+    for path, leaf in norms.items():
+        for axis in {"embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "latent"} - set(leaf.axes):
+            planted = {**flat, path: dataclasses.replace(leaf, axes=(axis,))}
+            assert wrong_axes(case.config, planted), f"{path} as {axis!r} is not found"
