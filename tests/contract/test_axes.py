@@ -1,4 +1,4 @@
-"""Logical axes say what a dimension is: sharding and tensor parallelism go by them alone, so a wrong one must be found."""
+"""Logical axes say what a dimension is. Sharding and tensor parallelism rely on them, so a wrong one must be found."""
 
 import dataclasses
 from collections import defaultdict

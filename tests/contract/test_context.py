@@ -109,6 +109,19 @@ def test_edits_compile_once_for_all_layers_and_strengths() -> None:
 
 
 @every_case
+def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
+    """input + attention + mlp == output, after every norm and multiplier; middle stands between them."""
+    batch, names = batch_of(case.config, ROWS), names_of(case)
+    taps = ("input", "output", *(name for name in ("attention", "middle", "mlp") if name in names))
+    _, found = batch.forward(generic_params(case.config), taps=tuple(f"layers.*.{name}" for name in taps))
+    for index in range(len(fnmodels.family_of(case.config).kinds(case.config))):
+        tap = {name: found[f"layers.{index}.{name}"][batch.valid] for name in taps}
+        assert off(tap["input"] + tap["attention"] + tap["mlp"], tap["output"]) < 1e-6
+        if "middle" in tap:
+            assert off(tap["input"] + tap["attention"], tap["middle"]) < 1e-6
+
+
+@every_case
 def test_a_block_called_alone(case: Case) -> None:
     """`family.block(layer, x, mask, freqs, config=, kind=)` is a pure function that returns (x, aux)."""
     family, params, batch = fnmodels.family_of(case.config), generic_params(case.config), batch_of(case.config, ROWS)

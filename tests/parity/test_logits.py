@@ -1,6 +1,10 @@
 """fp32 logits equal transformers', for every variant of every family and every form of batch."""
 
+import contextlib
 import functools
+import io
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +12,8 @@ import torch
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.errors import UserError
+from params.compare import compare
 from tests.support.cases import (
     Case,
     assert_routed,
@@ -86,11 +92,39 @@ def test_logits(case: Case, kernel: str, form: str) -> None:
         prepared = fnmodels.prepare(case.config, tokens, positions=positions, segment_ids=segment_ids)
         assert_routed(case, params, prepared, MARGIN)
     ours = _ours(case, params, tokens, positions=positions, segment_ids=segment_ids, kernel=kernel)
-    assert_close(ours[valid], theirs[valid])
+    try:
+        assert_close(ours[valid], theirs[valid])
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{first_difference(case)}") from None
     if form in ("plain", "left", "right"):  # one document per row: prepare knows its positions
         same = _ours(case, params, tokens, segment_ids=segment_ids, kernel=kernel)
         if "dynamic" not in case.name and "longrope" not in case.name:
             assert torch.equal(same[valid], ours[valid])
+
+
+def first_difference(case: Case) -> str:
+    """What `python -m params.compare` says of this variant: the first leaf, or first part of a layer, that differs."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+        model_of(case.values).save_pretrained(folder)
+        try:
+            equal = compare(Path(folder))
+        except (UserError, fnmodels.CheckpointError, ValueError) as error:
+            return f"params.compare cannot tell where: {error}"
+    said = printed.getvalue().strip()
+    hint = "Its plain batch is equal: what differs is in masks or positions." if equal else ""
+    return f"python -m params.compare, of the variant saved by save_pretrained, says:\n{said}\n{hint}"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "said"), [("llama", "gated_mlp", r"layers\.0.*mlp"), ("granite", "rms_norm", "layers.0")]
+)
+def test_the_first_difference_is_named(name: str, ours: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in cases() if case.name == name)
+    family = fnmodels.family_of(case.config)
+    plain = getattr(family, ours)
+    monkeypatch.setattr(family, ours, lambda *args, **options: 1.1 * plain(*args, **options))
+    with pytest.raises(AssertionError, match=f"(?s)^off by .*params.compare.*first.*{said}"):
+        test_logits(case, "math", "plain")
 
 
 def test_rows_long_enough_for_tiles() -> None:

@@ -369,12 +369,13 @@ def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None
     assert len(seen) == len(sparse_layers(case.config))
     generator = torch.Generator().manual_seed(0)
     for route, aux, valid in seen:
-        assert aux["counts"].min() > 0, f"an expert without a token: {aux['counts'].tolist()}"
+        seeds = f"SEEDS in tests/variants/{case.family}.py, {{{case.name!r}: seed}}, chooses other tokens"
+        assert aux["counts"].min() > 0, f"an expert without a token: {aux['counts'].tolist()}; {seeds}"
         logits, chosen = aux["router_logits"][valid], aux["expert_indices"][valid].sort(-1).values
         for _ in range(16):
             signs = 2.0 * torch.randint(2, logits.shape, generator=generator) - 1
             moved = route(logits + margin * signs)[1].sort(-1).values
-            assert torch.equal(moved, chosen), f"a choice is closer than {margin}"
+            assert torch.equal(moved, chosen), f"a choice is closer than {margin}; {seeds}"
 
 
 def tokens_of(config: Any, batch: int, length: int, seed: int = 0) -> Tensor:
