@@ -1,4 +1,13 @@
-"""Training as functions: losses, optimizers, schedules and the step."""
+"""Training as functions: losses, optimizers, schedules and the step.
+
+step         `make_step`, `make_eval_step`, `make_forward_only`
+loss_call    one call of a loss on one microbatch         gradients   sums over microbatches
+update       from summed gradients to the next State      state       `State`: step, params, optimizer state
+remat        `layer_fn`: recomputation and compilation    engine      the same for loops of other programs
+
+losses/  optim/  data/  checkpoint/     what the step is made of; `dist/` and `parallel/` run it on many processes
+job/  commands/  eval/  simulate/       programs on top: `python -m train`, whose command line is `cli`
+"""
 
 from pathlib import Path
 from runpy import run_path

@@ -1,5 +1,6 @@
 """Several processes for one run.
 
+spawn         starts the processes of `--mesh` on this machine, without torchrun
 launch        how the processes of one run find each other, again after a restart
 controller    the first process leads and the others follow its commands; worker: one process and its shards
 signals       Ctrl-C and SIGTERM as a request that the loop answers between two steps
