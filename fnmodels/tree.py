@@ -181,8 +181,18 @@ def leaves(tree: Tree) -> list[Any]:
     return [leaf for _, leaf in _walk(tree, "")]
 
 
-def unflatten(flat: dict[str, Any]) -> Tree:
-    """Inverse of `flatten` for dicts and lists: a level whose keys are exactly 0..n-1 becomes a list."""
+def unflatten(flat: dict[str, Any], *, like: Tree | None = None) -> Tree:
+    """Inverse of `flatten` for dicts and lists: a level whose keys are exactly 0..n-1 becomes a list.
+
+    Dicts keep the order of `flat`, or get that of `like`, a tree with the same paths: torch.func.jvp takes no two trees
+    whose dicts differ in order. ValueError where the paths differ.
+    """
+    if like is not None:
+        paths = flatten(like).keys()
+        if different := sorted(paths ^ flat.keys()):
+            where = "is only in `flat`" if different[0] in flat else "is only in `like`"
+            raise ValueError(f"The path {different[0]!r} {where}, which must have the same paths.")
+        flat = {path: flat[path] for path in paths}
     if set(flat) == {""}:
         return flat[""]
     root: dict[str, Any] = {}

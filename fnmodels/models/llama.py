@@ -118,7 +118,7 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
     window = window if on else None
     slides = decoder.sliding_layers(fields, slides)
     if any(slides) and window is None:
-        raise ConfigError("config.json: 'layer_types' has sliding layers, but 'sliding_window' is off.")
+        raise ConfigError("'layer_types' has sliding layers, but 'sliding_window' is off.")
     kinds = [("sliding" if s else "full") + ("" if r else "_nope") for s, r in zip(slides, rope, strict=True)]
     return window if any(slides) else None, tuple(kinds)
 

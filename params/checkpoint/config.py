@@ -32,9 +32,10 @@ def read_config(path: str | os.PathLike[str], family: Any = None) -> tuple[Any, 
     """(Config, content of config.json as a dict) of a checkpoint folder. family: None finds it by the model_type."""
     folder = Path(path)
     if not folder.exists():
-        raise FileNotFoundError(
-            errno.ENOENT, "There is no such checkpoint folder (nothing is ever downloaded)", str(path)
-        )
+        reason = "There is no such checkpoint folder (nothing is ever downloaded"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not folder.parent.exists():
+            reason += f'; if it is a model of the hub, huggingface_hub.snapshot_download("{path}") fetches its folder'
+        raise FileNotFoundError(errno.ENOENT, f"{reason})", str(path))
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "A checkpoint is a folder, not a file", str(path))
     unfinished = sorted(path.name for path in folder.glob(".saving-*"))

@@ -84,3 +84,24 @@ def test_nodes_are_pytrees_of_torch_too() -> None:
     assert _pytree.tree_unflatten(values, spec).rule == "window"
     out = torch.func.vmap(lambda n: n.value.sum())(node)
     assert torch.equal(out, torch.full((2,), 3.0))
+
+
+def test_unflatten_gives_the_order_that_jvp_asks_for() -> None:
+    """Trees of the same keys in another order are refused by torch.func.jvp; `like` settles the order."""
+    params = {"w": [torch.ones(2), torch.ones(2)], "b": torch.ones(2)}
+    flat = tree.flatten(params)
+    reordered = {path: flat[path] for path in sorted(flat, reverse=True)} | {"b": flat["b"]}
+    reordered = {"b": reordered.pop("b"), **reordered}
+
+    def total(values: tree.Tree) -> torch.Tensor:
+        return values["w"][0].sum() * 3 + values["b"].sum()
+
+    with pytest.raises(RuntimeError, match="same python structure"):
+        torch.func.jvp(total, (params,), (tree.unflatten(reordered),))
+    found = tree.unflatten(reordered, like=params)
+    _, tangent = torch.func.jvp(total, (params,), (found,))
+    assert float(tangent) == 8
+    with pytest.raises(ValueError, match="'b' is only in `like`"):
+        tree.unflatten({"w.0": 1, "w.1": 1}, like=params)
+    with pytest.raises(ValueError, match="'c' is only in `flat`"):
+        tree.unflatten(flat | {"c": 1}, like=params)

@@ -7,3 +7,7 @@ tokenizer       trains byte-level BPE; encoder, encoder_pool: tokenize in severa
 tokenized       all sources as token ids, split into training and held-out documents
 rows            rows of one length; sampling: which row comes when; mixture: rows of weighted sources, as a batch
 """
+
+from train.data.sources import of_dataset, read_sources
+
+__all__ = ["of_dataset", "read_sources"]

@@ -115,8 +115,15 @@ def exclude_heldout(sources: Iterable[Source]) -> tuple[Source, ...]:
     return tuple(map(filtered, sources))
 
 
+def combine(texts: DataSources | Source | Iterable[Source]) -> DataSources:
+    """One or several sources as what a run trains on. UserError where one is left with nothing to train on."""
+    if isinstance(texts, DataSources):
+        return texts
+    return DataSources(exclude_heldout([texts] if isinstance(texts, Source) else texts))
+
+
 def of_dataset(dataset: Any, name: str = "dataset", *, weight: Fraction | int = 1, strict: bool = False) -> Source:
-    """A Hugging Face dataset as a source; `DataSources(exclude_heldout([source, ...]))` combines several."""
+    """A Hugging Face dataset as a source, for `tokenize`. UserError as in `read_sources`."""
     return Source(name, Fraction(weight), corpus.of_dataset(dataset, name, strict=strict))
 
 

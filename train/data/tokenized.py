@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -25,7 +26,7 @@ from .encoder import RenderedChat
 from .encoder_pool import ProgressCallback, encode, encode_chats
 from .mixture import Mixture
 from .rows import Batch, Rows, Tokens, all_rows, concatenated, pack_documents, pack_stream, truncate_documents
-from .sources import DataSources, Source
+from .sources import DataSources, Source, combine
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,7 @@ class TokenizedSource:
 
 
 def tokenize(
-    texts: DataSources,
+    texts: DataSources | Source | Iterable[Source],
     tokenizer: Tokenizer,
     end: int | None,
     vocab_size: int,
@@ -97,6 +98,7 @@ def tokenize(
             raise UserError(f"{source.name} holds conversations, which need a chat template and the length of a row")
         return tokenize_chats(source.text, tokenizer, template, length, workers, show)
 
+    texts = combine(texts)
     tokenized = [tokenize_source(source) for source in texts.sources]
     skipped = tuple(entry for source in tokenized for entry in source.skipped)
     if strict and skipped:

@@ -1,6 +1,7 @@
 """Loading of a Hugging Face checkpoint folder for commands: model (adapters too), tokenizer and end-of-text ids."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from params.io.files import read_json
 from train.data.encoder import disable_truncation
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """tokenizer.json of a checkpoint folder, without truncation and padding. UserError where it cannot be read."""
+    folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such checkpoint folder")
     path = folder / "tokenizer.json"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from train.data import cache, tokenized, tokenizer
+from train.data import cache, of_dataset, tokenized, tokenizer
 from train.data.corpus import Corpus, Document
 from train.data.encoder import encode, encode_chats
 from train.data.sources import DataSources, Source
@@ -127,3 +127,18 @@ def test_the_tokenizer_file_is_plain_json():
     text = tokenizer.train_tokenizer(TEXTS, 300).to_str()
     assert json.loads(text)["post_processor"]["type"] == "TemplateProcessing"
     assert Tokenizer.from_str(text).to_str() == text
+
+
+def test_sources_are_taken_alone_in_a_list_or_as_read(tmp_path):
+    words = [{"text": f"the story of {i}\n" * 20} for i in range(60)]
+    made = tokenizer.train_tokenizer((row["text"] for row in words), 300)
+    one = of_dataset(words, "words", weight=2)
+    corpus = one.text
+    two = Source("others", Fraction(1), Corpus(corpus.heldout + corpus.train[:2], corpus.train[:1]))
+    alone = tokenized.tokenize(one, made, 0, 300)
+    read = tokenized.tokenize(DataSources((one,)), made, 0, 300)
+    assert alone.names == ("words",) and alone.fingerprint == read.fingerprint
+    both = tokenized.tokenize([one, two], made, 0, 300)
+    assert both.names == ("words", "others") and both.weights == (2, 1)
+    # neither trains on what the other holds out
+    assert [len(tokens.lengths) for tokens in both.train.sources] == [len(corpus.train) - 1, 1]
