@@ -1,4 +1,4 @@
-"""The Llama lineage: Llama 2 to 3.3 (arXiv 2407.21783), Mistral, Qwen 2 and 3, SmolLM 3.
+"""The Llama lineage: Llama 2 to 3.3 (arXiv 2407.21783), Mistral, Qwen 2 and 3, SmolLM 3, Seed-OSS.
 
 A pre-norm decoder with grouped queries, half-layout rotary embedding and a gated MLP. The members differ in biases,
 normalized queries and keys (Qwen 3), layers that look back a window only, and layers without position (SmolLM 3).
@@ -22,14 +22,18 @@ from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3")
+MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "seed_oss")
 KINDS = ("full", "sliding", "full_nope", "sliding_nope")
 TAPS = ("attention", "middle", "mlp")  # what the sublayers add to the residual stream, and the stream between them
 LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that older files hold
 
 # Where the key is left out; null means as many as there are query heads.
-_KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}
-_ARCHITECTURES = dict(zip(MODEL_TYPES, ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3"), strict=True))
+_KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, "seed_oss": 8}
+_NAMES = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "SeedOss")
+_ARCHITECTURES = dict(zip(MODEL_TYPES, _NAMES, strict=True))
+_POSITIONS = {"llama": 2048, "mistral": 131072, "ministral": 131072, "seed_oss": 524288}
+# Whose files say whether attention has biases, and whether the MLP has.
+_ATTENTION_BIAS, _MLP_BIAS = ("llama", "qwen3", "smollm3", "seed_oss"), ("llama", "smollm3", "seed_oss")
 
 
 @dataclass(frozen=True)
@@ -52,24 +56,25 @@ class Config(decoder.BaseConfig):
             fields,
             MODEL_TYPES,
             theta=2e6 if model_type == "smollm3" else 1e4,
-            max_positions={"llama": 2048, "mistral": 131072, "ministral": 131072}.get(model_type, 32768),
+            max_positions=_POSITIONS.get(model_type, 32768),
             tied=model_type == "smollm3",
             kv_heads=_KV_HEADS.get(model_type, 0),
-            head_dim=128 if model_type == "qwen3" else 0,
+            head_dim=128 if model_type == "qwen3" or (model_type == "seed_oss" and "head_dim" not in values) else 0,
         )
         fields.expect("activation", "swiglu")  # in Falcon 3's files, beside hidden_act
-        has_bias = model_type in ("llama", "qwen3", "smollm3") and fields.boolean("attention_bias", False)
+        seed = model_type == "seed_oss"
+        has_bias = model_type in _ATTENTION_BIAS and fields.boolean("attention_bias", seed)
         if model_type in ("mistral", "ministral"):
             fields.expect("attention_bias", False)
-        if model_type not in ("llama", "smollm3"):
+        if model_type not in _MLP_BIAS:
             fields.expect("mlp_bias", False)
         window, kinds = _layer_kinds(fields, model_type, usual["num_hidden_layers"])
         config = Config(
             **usual,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             qkv_bias=has_bias or model_type == "qwen2",
-            o_bias=has_bias,
-            mlp_bias=model_type in ("llama", "smollm3") and fields.boolean("mlp_bias", False),
+            o_bias=fields.boolean("attention_out_bias", False) if seed else has_bias,
+            mlp_bias=model_type in _MLP_BIAS and fields.boolean("mlp_bias", False),
             qk_norm=model_type == "qwen3",
             sliding_window=window,
             layer_kinds=kinds,
@@ -79,11 +84,13 @@ class Config(decoder.BaseConfig):
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names, own = ["rms_norm_eps", "hidden_act"], dict[str, Any]()
-        if self.model_type in ("llama", "qwen3", "smollm3"):
+        if self.model_type in _ATTENTION_BIAS:
             own["attention_bias"] = self.qkv_bias
-        if self.model_type in ("llama", "smollm3"):
+        if self.model_type == "seed_oss":
+            own["attention_out_bias"] = self.o_bias
+        if self.model_type in _MLP_BIAS:
             names.append("mlp_bias")
-        if self.model_type != "llama":
+        if self.model_type not in ("llama", "seed_oss"):
             names.append("sliding_window")
         slides = [kind.startswith("sliding") for kind in self.layer_kinds]
         if self.model_type in ("ministral", "qwen2", "qwen3", "smollm3"):
@@ -97,7 +104,7 @@ class Config(decoder.BaseConfig):
 
 def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
     """The window and the kind of each layer, from explicit lists or each member's own rule."""
-    if model_type == "llama":
+    if model_type in ("llama", "seed_oss"):
         return None, ("full",) * layers
     window = fields.integer("sliding_window", 0, low=0) or None
     if model_type in ("mistral", "ministral"):  # an absent window is the first release's 4096, an explicit null is none
@@ -151,3 +158,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "seed-oss-36b": {"model_type": "seed_oss", "vocab_size": 155136, "hidden_size": 5120, "intermediate_size": 27648}
+    | {"num_hidden_layers": 64, "num_attention_heads": 80, "rope_theta": 1e7},
+}

@@ -40,6 +40,7 @@ def variants() -> dict[str, dict[str, Any]]:
     long = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.2, 2.0, 3.5, 5.0]}
     uneven = {"hidden_size": 42, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # smollm3's own lie outside of this vocabulary
+    undropped = {"attention_dropout": 0.0, "residual_dropout": 0.0}
     return {
         "llama": _llama(),
         "llama_tied": _llama(tie_word_embeddings=True),
@@ -91,6 +92,10 @@ def variants() -> dict[str, dict[str, Any]]:
             attention_bias=True,
             mlp_bias=True,
             **ids,
+        ),
+        "seed_oss": _other("seed_oss", head_dim=12, **undropped, **ids),
+        "seed_oss_o_bias": _other(
+            "seed_oss", attention_bias=False, attention_out_bias=True, mlp_bias=True, **undropped, **ids
         ),
     }
 
@@ -211,6 +216,35 @@ def published() -> dict[str, dict[str, Any]]:
             "sliding_window": None,
             "use_sliding_window": False,
         },
+        "seed_oss_36b": {
+            "architectures": ["SeedOssForCausalLM"],
+            "model_type": "seed_oss",
+            "attention_bias": True,
+            "attention_dropout": 0.1,
+            "attention_out_bias": False,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "initializer_range": 0.02,
+            "intermediate_size": 27648,
+            "max_position_embeddings": 524288,
+            "mlp_bias": False,
+            "num_attention_heads": 80,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 8,
+            "pad_token_id": 1,
+            "residual_dropout": 0.1,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": {"rope_type": "default"},
+            "rope_theta": 10000000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.55.0",
+            "use_cache": True,
+            "vocab_size": 155136,
+        },
     }
 
 
@@ -222,6 +256,7 @@ def sizes() -> dict[str, int]:
         "qwen2_5_0_5b": 494_032_768,
         "smollm2_135m": 134_515_008,
         "smollm3_3b": 3_075_098_624,
+        "seed_oss_36b": 36_151_104_512,
     }
 
 
@@ -260,6 +295,7 @@ TOTALS: dict[str, int | str] = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
     "smollm3-3b": 3_075_098_624,
+    "seed-oss-36b": 36_151_104_512,
     "falcon3-1b": 1_669_408_768,
     "falcon3-3b": 3_227_655_168,
     "falcon3-7b": 7_455_550_464,

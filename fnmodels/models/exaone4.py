@@ -1,0 +1,124 @@
+"""EXAONE 4.0 (arXiv 2507.11407).
+
+A decoder that normalizes what a sublayer gives rather than what it gets, and queries and keys per head. Where some
+layers look back a window only, the other ones have no position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
+from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.qkv import project_out, project_qkv
+from fnmodels.ops.rotary import apply_rotary
+from fnmodels.tree import Tree
+
+MODEL_TYPES = ("exaone4",)
+KINDS = ("full", "sliding", "full_nope")
+TAPS = ("attention", "middle", "mlp")
+
+
+@dataclass(frozen=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches. Full layers rotate where there is no window, and do not where there is one."""
+
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=2048, kv_heads=32)
+        # an absent window is 4096, an explicit null is none
+        window = None if values.get("sliding_window", 0) is None else fields.integer("sliding_window", 4096)
+        slides = _sliding_layers(fields, window, usual["num_hidden_layers"])
+        config = Config(
+            **usual,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
+            sliding_window=window,
+            layer_kinds=tuple("sliding" if s else "full" if window is None else "full_nope" for s in slides),
+        )
+        return decoder.finished(config, fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect. Raises ConfigError where the model type has no word for this model."""
+        types = decoder.layer_types([kind == "sliding" for kind in self.layer_kinds])
+        names = ("rms_norm_eps", "hidden_act", "sliding_window")
+        return decoder.decoder_to_hf(self, "Exaone4ForCausalLM", *names, layer_types=types)
+
+
+def _sliding_layers(fields: Fields, window: int | None, layers: int) -> list[bool]:
+    """Which layers look back a window only: `layer_types`, or all but every nth by `sliding_window_pattern`.
+
+    The pattern is not compared with the list, which alone is read: transformers writes its default 4 beside any.
+    """
+    pattern, rule = fields.take("sliding_window_pattern", 4), [False] * layers
+    if fields.take("layer_types", None) is None:
+        if window is None or isinstance(pattern, str) or fields.values.get("sliding_window_pattern", 4) is None:
+            raise ConfigError(
+                f"{fields.where} has no 'layer_types', which is needed where 'sliding_window' is null or "
+                "'sliding_window_pattern' is not an integer."
+            )
+        every = fields.integer("sliding_window_pattern", 4)
+        rule = [(i + 1) % every != 0 for i in range(layers)]
+    slides = decoder.sliding_layers(fields, rule)
+    if any(slides) and window is None:
+        raise ConfigError(f"{fields.where}: 'layer_types' has sliding layers, but 'sliding_window' is null.")
+    return slides
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    layer = {
+        "attention": usual_attention(config) | head_norms(config),
+        "post_attention_layernorm": norm(config.hidden_size, "embed"),
+        "mlp": usual_mlp(config),
+        "post_feedforward_layernorm": norm(config.hidden_size, "embed"),
+    }
+    return decoder_leaves(config, [layer for _ in config.layer_kinds])
+
+
+hf_names = decoder.hf_names
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+unembed = decoder.unembed
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    eps, weights = config.rms_norm_eps, layer["attention"]
+    q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
+    q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    attended = rms_norm(project_out(weights, mixed), layer["post_attention_layernorm"], eps=eps)
+    x = ctx.tap("middle", x + ctx.tap("attention", attended))
+    fed = gated_mlp(layer["mlp"], x, activation=config.hidden_act)
+    return x + ctx.tap("mlp", rms_norm(fed, layer["post_feedforward_layernorm"], eps=eps))
+
+
+_EXAONE4 = {"model_type": "exaone4", "vocab_size": 102400, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+_ROPE = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_EXAONE4 |= {"rope_theta": 1e6, "rope_scaling": _ROPE | {"original_max_position_embeddings": 8192}}
+PRESETS: dict[str, dict[str, Any]] = {
+    "exaone-4.0-1.2b": _EXAONE4
+    | {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32}
+    | {"max_position_embeddings": 65536, "sliding_window": None, "layer_types": ["full_attention"] * 30}
+    | {"head_dim": 64, "tie_word_embeddings": True},
+    "exaone-4.0-32b": _EXAONE4
+    | {"hidden_size": 5120, "intermediate_size": 27392, "num_hidden_layers": 64, "num_attention_heads": 40}
+    | {"max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 4, "head_dim": 128},
+}

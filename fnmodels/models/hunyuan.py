@@ -1,0 +1,125 @@
+"""Hunyuan, dense: 0.5B to 7B of Tencent's Hunyuan V1, and its translation models.
+
+The Llama block, where queries and keys are normalized after they have been rotated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.rope_config import parse_rope, rope_values
+from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention, usual_mlp
+from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
+from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.qkv import project_out, project_qkv
+from fnmodels.ops.rotary import Rope, apply_rotary
+from fnmodels.tree import Tree
+
+MODEL_TYPES = ("hunyuan_v1_dense",)
+TAPS = ("attention", "middle", "mlp")
+
+
+@dataclass(frozen=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches."""
+
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    max_position_embeddings: int = 262144
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        sizes = decoder.decoder_sizes(fields, max_positions=2048, tied=False)
+        for name, value in {"attention_head_dim": sizes["head_dim"], "use_qk_norm": True, "use_cla": False}.items():
+            fields.expect(name, value)
+        config = Config(
+            **sizes,
+            rope=_rope(fields, head_dim=sizes["head_dim"], max_positions=sizes["max_position_embeddings"]),
+            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
+            attention_bias=fields.boolean("attention_bias", False),
+            model_type=fields.choice("model_type", MODEL_TYPES),
+        )
+        return decoder.finished(config, fields, ignored=("eod_token_id",))
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect, with the theta that `alpha` makes in place of it."""
+        names = ("rms_norm_eps", "attention_bias", "hidden_act")
+        return decoder.decoder_to_hf(self, "HunYuanDenseV1ForCausalLM", *names)
+
+
+def _rope(fields: Fields, *, head_dim: int, max_positions: int) -> Rope:
+    """As elsewhere, but "dynamic" with an `alpha` is a greater theta at any length, and reads nothing else."""
+    values = rope_values(fields)
+    inner = Fields(values, f"{fields.where}, rope")
+    kinds = {values[name] for name in ("rope_type", "type") if name in values}
+    if kinds != {"dynamic"} or values.get("alpha") is None:
+        return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4)
+    if head_dim % 2 or head_dim == 2:
+        raise ConfigError(f"{inner.where}: 'head_dim' is {head_dim}; with 'alpha' it must be even and more than 2.")
+    inner.expect("partial_rotary_factor", 1, 1.0)
+    theta = inner.number("rope_theta", 1e4) * inner.number("alpha") ** (head_dim / (head_dim - 2))
+    unread = ("rope_type", "type", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    inner.finish(ignored=unread)
+    return Rope(theta)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    bias = config.attention_bias
+    attention = usual_attention(config, qkv_bias=bias, o_bias=bias) | head_norms(config)
+    layer = layer_leaves(config.hidden_size, attention, usual_mlp(config))
+    return decoder_leaves(config, [layer for _ in config.layer_kinds])
+
+
+def hf_names(config: Config) -> dict[str, str]:
+    """{path of a parameter: its name on disk}."""
+    return {
+        path: name.replace(".q_norm.", ".query_layernorm.").replace(".k_norm.", ".key_layernorm.")
+        for path, name in decoder.hf_names(config).items()
+    }
+
+
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+unembed = decoder.unembed
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    eps, weights = config.rms_norm_eps, layer["attention"]
+    q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
+    q = rms_norm(apply_rotary(q, freqs), weights["q_norm"], eps=eps)
+    k = rms_norm(apply_rotary(k, freqs), weights["k_norm"], eps=eps)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+
+
+def _preset(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int = 120818) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocab}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 262144}
+    rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+    rest = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "rope_parameters": rope, "tie_word_embeddings": True}
+    return sizes | rest
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "hunyuan-0.5b": _preset(1024, 3584, 24, 16, 8),
+    "hunyuan-1.8b": _preset(2048, 6144, 32, 16, 4),
+    "hunyuan-4b": _preset(3072, 8192, 36, 32, 8),
+    "hunyuan-7b": _preset(4096, 14336, 32, 32, 8, vocab=128167),
+}
