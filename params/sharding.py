@@ -106,7 +106,7 @@ class Sharding:
         from torch.distributed.tensor import DTensor
 
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
-        made: Tensor = DTensor.from_local(
+        tensor: Tensor = DTensor.from_local(
             local,
             self._mesh(),
             self.placements,
@@ -114,7 +114,7 @@ class Sharding:
             shape=torch.Size(self.shape),
             stride=tuple(strides),
         )
-        return made
+        return tensor
 
     def _mesh(self) -> DeviceMesh:
         if self.mesh is None:

@@ -12,7 +12,7 @@ from fnmodels.inputs import block_mask
 
 @dataclasses.dataclass(frozen=True)
 class Odd(fnmodels.Rule):
-    """Says nothing of itself."""
+    """A rule without bounds: the defaults of `Rule`."""
 
     def __call__(self, q, kv):
         return (q.positions * kv.positions) % 3 > 0
@@ -27,7 +27,7 @@ RULES = {
     "images": fnmodels.Causal() | fnmodels.SameSpan(),
     "odd": Odd(),
 }
-S = 700  # six tiles, the last of them not whole
+S = 700  # six tiles, the last one incomplete
 
 
 def same(mask, batch):
@@ -39,7 +39,7 @@ def same(mask, batch):
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_block_mask_is_what_torch_makes(name, monkeypatch):
-    """Of packed rows, permuted, with padding inside, of fewer queries than keys, and of one row for all."""
+    """Packed rows: permuted, with padding inside, with fewer queries than keys, and one row expanded to all."""
     segments = fnmodels.segments_from_lengths([[300, 3, 140, 200], [S], []], S)
     segments[1, 250:420] = -1
     positions = fnmodels.positions_from_segments(segments, start=torch.tensor([5, 0, 0]))

@@ -37,7 +37,7 @@ def test_head_tail_splits_one_triangle_evenly():
     order = head_tail_order(8, 2)
     assert order.tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     assert imbalance(MASKS["causal"], RANKS, head_tail_order(LENGTH, RANKS)) == 1.0
-    # contiguous shares: rank 3 of 4 holds (256^2 - 192^2) of 256^2 pairs, four times its fair quarter of 1
+    # contiguous shards: rank 3 of 4 has (256^2 - 192^2) of 256^2 pairs, four times its fair quarter of 1
     assert imbalance(MASKS["causal"], RANKS) == pytest.approx(4 * (1 - (3 / 4) ** 2), rel=1e-2)
 
 
@@ -57,7 +57,7 @@ def test_head_tail_does_not_see_documents():
 
 @dataclasses.dataclass(frozen=True)
 class Odd(fnmodels.Rule):
-    """Says nothing of itself."""
+    """A rule without bounds: the defaults of `Rule`."""
 
     def __call__(self, q, kv):
         return (q.positions * kv.positions) % 3 > 0
@@ -77,7 +77,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("piece", [(256, 1024), (4, 16), (1, 1)])
 def test_visible_keys_counts_the_dense_mask(name, piece, monkeypatch):
-    """In text order, permuted, with gaps between positions, and of fewer queries than keys."""
+    """In text order, permuted, with gaps between positions, and with fewer queries than keys."""
     monkeypatch.setattr(sys.modules["fnmodels.inputs.load_balance"], "_PIECE", piece)
     segments = fnmodels.segments_from_lengths([[40, 3, 1, 16], [60], []], 64)
     positions = fnmodels.positions_from_segments(segments, start=torch.tensor([5, 0, 0]))
@@ -180,7 +180,7 @@ def test_what_is_no_permutation_is_refused(order, sentence):
         fnmodels.permute({"tokens": torch.zeros(2, 5)}, order)
 
 
-# Measured for the docs: rows as they are trained on, the share of the busiest rank over the mean one.
+# Measured for the docs, on training rows: load of the busiest rank over the mean load.
 DOCS = Path(__file__).parents[3] / "docs" / "tensor-contract.md"
 MEASURED = {
     "causal, 8,192 tokens": ([8192], fnmodels.Causal()),
@@ -190,7 +190,7 @@ MEASURED = {
 
 
 def measured(lengths, rule, ranks):
-    """Imbalance as the sequence lies, in head-tail order, and in the order made from the mask."""
+    """Imbalance in text order, in head-tail order, and in the order made from the mask."""
     segments = fnmodels.segments_from_lengths([lengths])
     mask = fnmodels.build_mask(rule, fnmodels.positions_from_segments(segments), segments)
     orders = (None, head_tail_order(mask.q_positions.shape[1], ranks), balanced_order(mask, ranks))
@@ -207,7 +207,7 @@ def table():
 
 
 def test_the_table_in_the_docs():
-    """FNMODELS_UPDATE_DOCS=1 writes it."""
+    """FNMODELS_UPDATE_DOCS=1 writes the table."""
     begin, end = "<!-- balance: written by tests/fnmodels/inputs/test_load_balance.py -->\n", "\n<!-- end -->"
     before, rest = DOCS.read_text().split(begin)
     _, after = rest.split(end, 1)
@@ -219,7 +219,7 @@ def test_the_table_in_the_docs():
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_order_made_from_the_mask_is_the_most_even(name):
-    """Within 4%, with blocks of 128: equal shares of a window cannot be more even than that."""
+    """Within 4% with blocks of 128, the best possible with equal shards of a window."""
     lengths, rule = MEASURED[name]
     for ranks in (2, 4, 8):
         contiguous, head_tail, by_mask = measured(lengths, rule, ranks)

@@ -22,11 +22,11 @@ from fnmodels import (
 )
 from fnmodels.inputs.mask import causal_masks
 
-# Pads at both ends, a document that begins in its middle, one of one token, and the order shuffled in row 2.
+# Padding at both ends, a document that begins above position 0, one of one token, and row 2 shuffled.
 SEGMENTS = torch.tensor([[0, 1, 1, 1, 1, 2, 3, 3, 3, 0], [1] * 10, [2, 1, 2, 1, 0, 2, 1, 2, 1, 0]])
 POSITIONS = torch.tensor([[9, 5, 6, 7, 8, 0, 0, 1, 2, 0], [*range(10)], [3, 1, 0, 0, 7, 2, 3, 1, 2, 0]])
 SPANS = torch.tensor([[0, 1, 1, 0, 2, 2, 3, 3, 0, 0], [0, 1, 1, 1, 0, 0, 2, 2, 0, 0], [1, 2, 1, 2, 0, 0, 0, 3, 3, 3]])
-# Of positions of query and key, and whether they share a span.
+# Reference predicates on (query position, key position, whether they share a span).
 RULES: dict[str, tuple[Rule, Callable[[int, int, bool], bool]]] = {
     "causal": (Causal(), lambda q, k, s: k <= q),
     "everything": (Everything(), lambda q, k, s: True),
@@ -78,7 +78,7 @@ def test_rules_are_values() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int8, torch.int32])
 def test_integers_of_any_type_are_made_int64(dtype: torch.dtype) -> None:
-    """In unsigned ones the difference of positions that windows take would wrap around; in int8, 300 would."""
+    """In unsigned dtypes the differences of positions in windows would wrap around; in int8, 300 would."""
     for name in ("window3", "both_sides", "chunk4", "images"):
         rule, seen = RULES[name]
         mask = build_mask(rule, POSITIONS.to(dtype), SEGMENTS.to(dtype), spans=SPANS.to(dtype))
@@ -123,7 +123,7 @@ def test_masks_of_a_decoder() -> None:
         ([[1, 1, 1]], [[0, 1, 2]], (((0, 3),),), True),
         ([[1, 1, 1]], [[5, 6, 7]], (((0, 3),),), True),
         ([[1, 1, 2]], [[0, 1, 0]], (((0, 2), (2, 3)),), False),
-        ([[1, 1, 1, 2, 2]], [[4, 5, 6, 7, 8]], (((0, 3), (3, 5)),), False),  # positions run on over the border
+        ([[1, 1, 1, 2, 2]], [[4, 5, 6, 7, 8]], (((0, 3), (3, 5)),), False),  # positions continue into the next document
         ([[0, 1, 1]], [[0, 0, 1]], (((1, 3),),), False),
         ([[1, 1, 0]], [[0, 1, 2]], (((0, 2),),), False),
         ([[1, 0, 2]], [[0, 1, 0]], (((0, 1), (2, 3)),), False),

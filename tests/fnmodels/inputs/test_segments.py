@@ -41,7 +41,10 @@ def test_lengths_table(lengths, length, want):
 def test_lengths_as_a_tensor_equal_the_list():
     lengths = torch.tensor([[3, 0, 2], [1, 1, 1]], dtype=torch.int32)
     assert segments_from_lengths(lengths, 6).tolist() == segments_from_lengths(lengths.tolist(), 6).tolist()
-    assert segments_from_lengths(lengths, 4).tolist() == [[1, 1, 1, 3], [1, 2, 3, 0]]  # not read: the row is cut
+    assert segments_from_lengths(lengths, 4).tolist() == [
+        [1, 1, 1, 3],
+        [1, 2, 3, 0],
+    ]  # values are not read: the row is truncated
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,7 @@ EOS = [  # tokens, eos ids, valid, segment ids
     ([5, 6, 9, 5, 9, 7, 7], 9, None, [1, 1, 1, 2, 2, 3, 3]),
     ([5, 6, 9, 5, 8, 7, 7], (8, 9), None, [1, 1, 1, 2, 2, 3, 3]),  # several ends, text after the last
     ([5, 6, 9, 5, 8, 7, 7], (8,), None, [1, 1, 1, 1, 1, 2, 2]),
-    ([9, 9, 5], 9, None, [1, 2, 3]),  # an end alone is a document of one token
+    ([9, 9, 5], 9, None, [1, 2, 3]),  # a single end token is a document of one token
     ([5, 5, 5], 9, None, [1, 1, 1]),
     ([5, 9, 0, 0], 9, [1, 1, 0, 0], [1, 1, 0, 0]),
     ([5, 9, 9, 9], 9, [1, 1, 0, 0], [1, 1, 0, 0]),  # padded with the end id
@@ -93,22 +96,22 @@ POSITIONS = [  # positions, valid, segment ids
     ([0, 1, 2, -1, -1], None, [1, 1, 1, 0, 0]),
     ([-1, -1, 0, 1], None, [0, 0, 1, 1]),
     ([0, 0, 0, 0], None, [0, 0, 0, 0]),
-    ([0, 1, 0], None, [1, 1, 2]),  # one last token is a document
+    ([0, 1, 0], None, [1, 1, 2]),  # a single last token is a document
     ([0], None, [1]),
-    ([0, 0, 1], None, [0, 1, 1]),  # what leads to the next token is its document's, repeated or not
+    ([0, 0, 1], None, [0, 1, 1]),  # a token that continues into the next belongs to its document, repeated or not
     ([0, 0, 0, 1, 2], None, [0, 0, 1, 1, 1]),
     ([1, 1, 1, 0, 1, 2], None, [0, 0, 0, 1, 1, 1]),  # left padding as Hugging Face numbers it
     ([0, 1, 0, 0, 0, 1], None, [1, 1, 0, 0, 2, 2]),  # padding between documents
     ([0, 1, 2, 2, 2, 0, 1], None, [1, 1, 1, 0, 0, 2, 2]),
-    ([0, 1, 1, 2], None, [1, 1, 2, 2]),  # repeated, but neither of them alone
-    ([3, 5, 0, 1], None, [1, 2, 3, 3]),  # alone, but not repeated
+    ([0, 1, 1, 2], None, [1, 1, 2, 2]),  # repeated, but neither of them isolated
+    ([3, 5, 0, 1], None, [1, 2, 3, 3]),  # isolated, but not repeated
     ([-1, 0, 0, 1], None, [0, 0, 1, 1]),
     ([0, -1, 1, 2], None, [1, 0, 1, 1]),
     ([0, 1, 2, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]),
     ([0, 1, 2, 3, 4, 5], [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]),
-    ([0, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 1, 2, 2, 3, 4]),  # said to be documents of one token
+    ([0, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 1, 2, 2, 3, 4]),  # valid says that they are documents of one token
     ([1, 1, 0, 1, 2], [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]),
-    ([0, 1, 1, 1, 2, 3], [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1]),  # the document goes on behind its padding
+    ([0, 1, 1, 1, 2, 3], [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1]),  # the document continues after its padding
     ([0, 1, 7, 7, 0, 1], [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 2, 2]),
     ([3, 3], [0, 0], [0, 0]),
     ([7], None, [1]),
@@ -151,7 +154,7 @@ def test_strict_refuses_what_is_not(positions, sentence):
 
 
 def readings(positions: tuple[int, ...]) -> list[list[int]]:
-    """Every way to read a row if each document starts at 0 and padding has position 0 or less, by trying them all."""
+    """All readings of a row in which documents start at 0 and padding has position 0 or less, by brute force."""
     found = []
     for kinds in itertools.product(("pad", "start", "next"), repeat=len(positions)):
         ids, document = [], 0
@@ -236,9 +239,9 @@ RESTART = [  # segment ids, start, positions
     ([1, 1, 1, 2, 2, 3], 4, [4, 5, 6, 0, 1, 0]),
     ([0, 0, 1, 1, 2, 0], 0, [0, 0, 0, 1, 0, 0]),
     ([0, 0, 1, 1, 2, 0], 7, [0, 0, 7, 8, 0, 0]),
-    ([1, 1, 0, 0, 1, 2], 0, [0, 1, 0, 0, 2, 0]),  # the count goes on behind padding
-    ([2, 2, 5, 2], 0, [0, 1, 0, 0]),  # any ids; one that comes back starts again
-    ([-1, 1, 1, -1, 1, 2, -7], 0, [0, 0, 1, 0, 2, 0, 0]),  # what is not above 0 is padding
+    ([1, 1, 0, 0, 1, 2], 0, [0, 1, 0, 0, 2, 0]),  # counting continues after padding
+    ([2, 2, 5, 2], 0, [0, 1, 0, 0]),  # any ids; one that reappears restarts at 0
+    ([-1, 1, 1, -1, 1, 2, -7], 0, [0, 0, 1, 0, 2, 0, 0]),  # ids of 0 and below are padding
     ([0, 0], 3, [0, 0]),
     ([], 3, []),
 ]
@@ -275,7 +278,7 @@ def test_the_table_in_the_docs():
 
 
 def test_order_in_text_table():
-    """Two words, an image of 2 x 2, a word; a second document; padding. In any order of the columns."""
+    """Two words, an image of 2 x 2, a word; a second document; padding. In any order of the tokens."""
     positions = [[0] * 3, [1] * 3, [2, 2, 2], [2, 2, 3], [2, 3, 2], [2, 3, 3], [4] * 3, [7] * 3, [8] * 3, [0] * 3]
     positions, ids = torch.tensor([positions] * 2), torch.tensor([[1] * 7 + [2] * 2 + [0], [3] * 7 + [1] * 2 + [0]])
     want = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 0]] * 2)
@@ -313,10 +316,10 @@ gaps = st.builds(lambda pad, n: pad + pad[-1:] * n, padding, st.integers(0, 3)) 
 @settings(max_examples=200, deadline=None)
 @given(gaps, st.lists(st.tuples(st.integers(0, 9), st.integers(2, 5), gaps), max_size=4))
 def test_padding_is_found_where_it_stands(left, documents):
-    """Negative, or repeated before, between and behind documents of two tokens or more, wherever these begin."""
+    """Padding by negative or repeated positions before, between and after documents of at least two tokens."""
     positions, wanted, end = list(left), [0] * len(left), -1
     for index, (first, length, gap) in enumerate(documents):
-        while first in {p + 1 for p in (*positions[-1:], end) if p >= 0}:  # it would go on from what is before it
+        while first in {p + 1 for p in (*positions[-1:], end) if p >= 0}:  # it would continue the token before it
             first += 10
         end = first + length - 1
         gap = [] if gap[:1] == [end + 1] else gap  # it would be one more token of the document
@@ -352,5 +355,5 @@ def test_one_graph(name):
 
 @pytest.mark.parametrize("name", CONVERTERS)
 def test_values_are_not_read(name):
-    # meta tensors have no values: whatever needs one fails
+    # meta tensors have no values: reading one fails
     assert CONVERTERS[name](torch.zeros(2, 12, dtype=torch.int64, device="meta")).shape == (2, 12)
