@@ -1,6 +1,7 @@
 """The Python blocks of the pages that promise it run as they stand, top to bottom, and print what the page says."""
 
 import contextlib
+import importlib
 import io
 import re
 import sys
@@ -65,6 +66,19 @@ def test_files_and_pages_that_are_named_exist(page: Path) -> None:
     named += [f"docs/{name}" for name in re.findall(r"\]\((\w[\w-]*\.md)", text)]
     absent = [name for name in named if not (ROOT / name).exists() and "NAME" not in name]
     assert not absent
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_names_with_dots_that_are_written_out_exist(page: Path) -> None:
+    optional = {"train.eval.harness.Checkpoint"}  # its module needs the extra `eval`
+    for name in set(re.findall(r"`((?:fnmodels|train|params|P)\.[\w.]*\w)", page.read_text())) - optional:
+        package, *rest = name.split(".")
+        found: Any = importlib.import_module("params" if package == "P" else package)
+        for attribute in rest:
+            if not hasattr(found, attribute):  # a module that is not imported yet
+                assert isinstance(found, ModuleType), name
+                importlib.import_module(f"{found.__name__}.{attribute}")
+            found = getattr(found, attribute)
 
 
 def test_the_page_of_checks_shows_five_bugs_and_names_every_check() -> None:
