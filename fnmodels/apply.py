@@ -26,6 +26,7 @@ from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.moe.layer import MOE_TAPS
 
 from .options import Block, ForwardKwargs, ForwardOptions
+from .run_params import RunParams
 from .tree import Tree, flatten, leaves
 
 
@@ -162,6 +163,8 @@ def _hidden(
     taps: tuple[str, ...],
     options: ForwardOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
+    if isinstance(params, RunParams):
+        return params.run.hidden(params, inputs, masks, freqs_cis, config, taps, options)
     family = family_of(config)
     valid, routing = (inputs.get(n) if isinstance(inputs, Mapping) else None for n in ("valid", "routing"))
     kinds = family.kinds(config)
@@ -215,7 +218,10 @@ def run_layers(
     if lo == 0:  # not later: what an earlier stage made is finite, and stages have the bits of the full model
         x = _cleared(x, _said_by(masks, x) if valid is None else valid)
     batch = _Batch(masks, freqs_cis, valid, routing)
-    x, tapped = _run(params, x, batch, range(lo, hi), config, taps, ForwardOptions(**options))
+    how = ForwardOptions(**options)
+    if isinstance(params, RunParams):
+        how = params.run.adapted(how, masks)
+    x, tapped = _run(params, x, batch, range(lo, hi), config, taps, how)
     return (x, tapped) if taps else x
 
 

@@ -24,6 +24,7 @@ from fnmodels.ops.norm import rms_norm
 
 from .apply import run_layers
 from .options import ForwardKwargs
+from .run_params import with_run
 from .tree import Tree
 
 
@@ -85,7 +86,7 @@ def hidden(
         both = (rms_norm(token, head["enorm"], eps=eps), rms_norm(before, head["hnorm"], eps=eps))
         # The block is of the last layer's kind, and runs in its place.
         out = run_layers(
-            {"layers": {last: head["block"]}},
+            with_run(params, {"layers": {last: head["block"]}}),
             join(linear(torch.cat(both, dim=-1), head["eh_proj"])),
             masks,
             freqs_cis,

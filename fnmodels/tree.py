@@ -117,7 +117,8 @@ def _map(function: Callable[..., Any], tree: Tree, rest: tuple[Tree, ...], path:
         for other in rest:
             if not isinstance(other, dict) or other.keys() != tree.keys():
                 raise ValueError(_differs(path, tree, other))
-        return {k: _map(function, v, tuple(r[k] for r in rest), f"{path}.{k}") for k, v in tree.items()}
+        entries = {k: _map(function, v, tuple(r[k] for r in rest), f"{path}.{k}") for k, v in tree.items()}
+        return tree.with_entries(entries) if hasattr(tree, "with_entries") else entries
     if isinstance(tree, (list, tuple)):
         for other in rest:
             if type(other) is not type(tree) or len(other) != len(tree):

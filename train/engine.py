@@ -31,18 +31,17 @@ from train.dist.dtensor import local_tree
 from train.optim.base import Optimizer
 from train.parallel.agreement import check_same
 from train.parallel.batch_shards import own_parts
-from train.parallel.mesh import Mesh, Strategy, warn_of_group, whole_groups
-from train.parallel.pipeline.staged_loss import staged
+from train.parallel.mesh import Mesh, Parallelism, Strategy, warn_of_group, whole_groups
 from train.parallel.placement import place
-from train.parallel.step import config_for, sums_over
-from train.parallel.update import over_processes, teach, update_over
+from train.parallel.step import batch_check, check_compile, sums_over
+from train.parallel.update import over_processes, sharded_update, update_over
 from train.parallel.whole_model import aux_of_stages, fetching
 
 from .gradients import LossFn, Sums, gradient_sums, joined
 from .loss_call import Batch
 from .state import State, init_state
-from .step import check_limits, check_strategy, make_forward_only
-from .update import update
+from .step import check_strategy, make_forward_only
+from .update import StepOptions, update
 
 
 class Engine:
@@ -61,22 +60,19 @@ class Engine:
         mesh: Mesh | None = None,
         strategy: Strategy | None = None,
     ) -> None:
-        check_limits(clip, balance_rate)
+        self._options = StepOptions(clip=clip, remat=remat, compile=compile, balance_rate=balance_rate)
         check_strategy(mesh, strategy)
-        self.config, self.optimizer, self.clip, self.balance_rate = config, optimizer, clip, balance_rate
-        self.mesh, self.strategy = mesh, strategy
+        self.config, self.optimizer, self.mesh, self.strategy = config, optimizer, mesh, strategy
         self.state: State = init_state(params, optimizer)
-        self._teaching: Any = None
+        self._updates: Any = None
         if mesh is not None:
             warn_of_group()
-            how = strategy or Strategy()
-            teaching = teach(place(mesh, self.state.params, config, how, optimizer.trainable), optimizer)
-            self._teaching = dataclasses.replace(teaching, whole_aux=None)  # it is whole already
-        self._how: dict[str, Any] = {"remat": remat, "compile": compile, "counts": balance_rate is not None}
+            placed = place(mesh, self.state.params, config, strategy or Strategy(), optimizer.trainable)
+            self._updates = dataclasses.replace(sharded_update(placed, optimizer), whole_aux=None)  # it is global here
         self._runs: dict[LossFn, tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]] = {}
         self._infers: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._sums: Sums | None = None  # aux: what this process has of it, and only where the balance needs it
-        self._aux: Tree = None  # whole: of all that was added
+        self._aux: Tree = None  # of all processes, of all that was added
 
     @property
     def params(self) -> Tree:
@@ -91,7 +87,7 @@ class Engine:
         metrics of `optim_step` have the sums of all calls, whatever names each loss has. A call that raises may have
         added some of its microbatches: what was added since the last update is forgotten.
         """
-        if not batches and self.mesh is None:  # over a mesh others may have some: all are told
+        if not batches and self.mesh is None:  # over a mesh others may have some: all raise alike
             raise ValueError("forward_backward needs at least one microbatch.")
         if loss_fn not in self._runs:
             self._runs[loss_fn] = self._summing(loss_fn)
@@ -105,26 +101,31 @@ class Engine:
         if held is not None:
             total, count = total - held.total, count - held.count
         if self.mesh is not None:
-            total, count, aux = over_processes(self._teaching.placed.devices, total, count, aux)
+            total, count, aux = over_processes(self._updates.placed.devices, total, count, aux)
             if aux is not None and whole_aux is not None:
                 aux = whole_aux(aux)
-        mine = None if self.balance_rate is None else joined(None if held is None else held.aux, sums.aux)
+        mine = None if self._options.balance_rate is None else joined(None if held is None else held.aux, sums.aux)
         self._sums, self._aux = dataclasses.replace(sums, aux=mine), joined(held_aux, aux)
         return {"total": total, "count": count} | ({} if aux is None else {"aux": aux})
 
     def _summing(self, loss_fn: LossFn) -> tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]:
         """(`gradient_sums`, what makes its aux that of all stages)."""
         if self.mesh is None:
-            return gradient_sums(loss_fn, self.optimizer, **self._how), None
-        placed = self._teaching.placed
-        config_for(self.mesh, loss_fn, self._how["compile"], placed.strategy, self._how["remat"])
-        run = sums_over(placed, loss_fn, self.optimizer, **self._how)
-        check = staged(loss_fn).check if self.mesh.pp > 1 else None
+            counts = self._options.balance_rate is not None
+            options = {"remat": self._options.remat, "compile": self._options.compile}
+            return gradient_sums(loss_fn, self.optimizer, **options, counts=counts), None
+
+        mesh, placed = self.mesh, self._updates.placed
+        check_compile(Parallelism(mesh, placed.strategy), self._options.compile, self._options.remat)
+        run = sums_over(placed, loss_fn, self.optimizer, self._options)
 
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
-            return run(local_tree(params), own_parts(list(batches), placed, check=check), held, divide=divide)
+            local = local_tree(params)
+            return run(
+                local, own_parts(list(batches), placed, check=batch_check(loss_fn, local, mesh)), held, divide=divide
+            )
 
-        return sums, aux_of_stages(placed) if self.mesh.pp > 1 else None
+        return sums, aux_of_stages(placed) if mesh.pp > 1 else None
 
     def optim_step(self) -> dict[str, Any]:
         """One update with the mean of everything added since the last; the metrics of `make_step`."""
@@ -132,11 +133,11 @@ class Engine:
             raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
         sums, aux = self._sums, self._aux
         self.zero_grad()
-        how: dict[str, Any] = {"clip": self.clip, "balance_rate": self.balance_rate}
         if self.mesh is None:
-            self.state, metrics = update(self.optimizer, self.state, sums, **how)
+            clip, rate = self._options.clip, self._options.balance_rate
+            self.state, metrics = update(self.optimizer, self.state, sums, clip=clip, balance_rate=rate)
         else:
-            self.state, metrics = update_over(self._teaching, self.state, sums, **how)
+            self.state, metrics = update_over(self._updates, self.state, sums, self._options)
         return metrics if aux is None else metrics | {"aux": aux}
 
     def zero_grad(self) -> None:
@@ -148,9 +149,9 @@ class Engine:
 
         Over a mesh, and where it is compiled, give the same function each time: what is made of it is kept with it.
         """
-        compile = self._how["compile"]
-        where: dict[str, Any] = {"mesh": self.mesh, "strategy": self.strategy}
-        run = self._infers.get(function) or make_forward_only(function, compile=compile, **where)
+        compile = self._options.compile
+        run = self._infers.get(function)
+        run = run or make_forward_only(function, compile=compile, mesh=self.mesh, strategy=self.strategy)
         if compile != "none" or self.mesh is not None:
             # What is compiled, or made of stages and schedules, is worth keeping; a function is not, nor what it holds.
             self._infers[function] = run
@@ -158,13 +159,15 @@ class Engine:
             found: list[Any] = run(self.state.params, list(batches))
             return found
         if self.mesh is not None:  # others may have some, and wait
-            devices = self._teaching.placed.devices
+            devices = self._updates.placed.devices
             check_same((), devices, whole_groups(devices))
         return []
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(name on disk, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""
+
         if self.mesh is None:
             return P.export(self.config, self.state.params)
+
         leaves, fetch = fetching(self.state.params)
         return P.export(self.config, tree.unflatten(leaves), fetch)

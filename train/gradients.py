@@ -22,8 +22,7 @@ from fnmodels.tree import Tree
 from train.optim.base import Optimizer, trainable_mask
 
 from .loss_call import Batch, caller
-
-LossFn = Callable[..., tuple[Tensor, ...]]
+from .loss_call import LossFn as LossFn
 
 
 @dataclass

@@ -1,91 +1,80 @@
-"""How a function of (params, batch) is called: once per microbatch, with what the step wraps, compiles or knows.
+"""How a step calls a function of (params, batch): once per microbatch, with remat and compilation around its layers.
 
 Losses and per-token outputs share it, so that what a function computes in training and outside of it is the same call.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fnmodels import document_layout, tree
 from fnmodels.inputs.layout import Layout
-from fnmodels.options import LayerFn
 from fnmodels.tree import Tree
+from train.losses.model_loss import Batch as Batch
+from train.losses.model_loss import ModelLoss, as_loss, is_one_per_shape
 
 from .remat import layer_fn
 
-Batch = Mapping[str, Tensor]
+
+class LossFn(Protocol):
+    """A loss: (params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums.
+
+    It runs the model by fnmodels.hidden or forward with the params that it is given. A functools.partial of a loss of
+    `train.losses`, a lambda, a closure and a function of the caller's own are all called alike.
+    """
+
+    def __call__(self, params: Tree, batch: Batch, /) -> tuple[Any, ...]: ...
 
 
 def caller(
     function: Callable[..., Any], *, remat: str = "none", compile: str = "none", counts: bool = False
 ) -> Callable[[Tree, Batch], Any]:
-    """call(params, batch) -> function(params, batch, ...), with its keywords `layer_fn`, `layout` and `aux` filled in.
+    """call(params, batch) -> function(params, batch), with remat and compilation around the model's layers in it.
 
-    remat, compile: as in `train.make_step`. counts: ask for `aux`. What a functools.partial has bound already stays.
+    remat, compile: as in `train.make_step`. counts: the function's aux must hold the counts of the experts.
     """
+    loss = with_wrappers(as_loss(function), remat, compile)
+    if counts:
+        loss = loss.with_options(counts=True)
+    if compile != "whole":
+        return loss
+    compiled = torch.compile(_with_layout, fullgraph=True)
+    return lambda params, batch: compiled(loss, params, batch, layout_of(batch))
+
+
+def with_wrappers(loss: ModelLoss, remat: str, compile: str) -> ModelLoss:
+    """The loss with remat and compile="block" around its layers; "whole" is the caller's to do."""
     if compile not in ("none", "block", "whole"):
         raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
     wrap = layer_fn(remat, compile)
-    takes = open_keywords(function)
-    if wrap is not None and "layer_fn" not in takes:
-        raise ValueError(
-            f"remat={remat!r} and compile={compile!r} wrap the model's layers, so the function needs a free keyword "
-            "`layer_fn`, which it hands to fnmodels.forward or fnmodels.hidden."
-        )
-    if counts and "aux" not in takes:
-        raise ValueError(
-            "balance_rate needs to know how many tokens each expert gets, so the loss function needs a free keyword "
-            "`aux`, False by default, with which it returns (sum, count, aux) as train.next_token_loss does."
-        )
-    run = torch.compile(function, fullgraph=True) if compile == "whole" else function
-
-    def call(params: Tree, batch: Batch) -> Any:
-        chosen: dict[str, Any] = {} if wrap is None else {"layer_fn": wrap}
-        chosen |= {"aux": True} if counts else {}
-        if "layout" in takes:
-            chosen["layout"] = layout_of(batch, compile != "none")
-        return run(params, batch, **chosen)
-
-    return call
+    if wrap is None:
+        return loss
+    required = None if compile == "whole" else f"remat={remat!r} and compile={compile!r} wrap the model's layers"
+    return loss.with_options(layer_fn=wrap, compiled=compile == "block", required=required)
 
 
-def compiling(function: Callable[..., Any], compile: str) -> Callable[..., Any]:
-    """The function with its layers' blocks compiled, inside of the `layer_fn` that it is given; "none": itself."""
-    if compile == "none":
-        return function
-    compiled, takes = layer_fn("none", "block"), open_keywords(function)
-    assert compiled is not None
-
-    @functools.wraps(function)
-    def run(params: Tree, batch: Batch, *, layer_fn: LayerFn | None = None, layout: Any = None, **more: Any) -> Any:
-        wrap = compiled if layer_fn is None else lambda block: layer_fn(compiled(block))
-        fixed = {"layout": layout if layout and _one_per_shape(layout) else None} if "layout" in takes else {}
-        return function(params, batch, layer_fn=wrap, **fixed, **more)
-
-    return run
+def _with_layout(loss: ModelLoss, params: Tree, batch: Batch, layout: Layout | None) -> Any:
+    return loss.with_options(layout=layout)(params, batch)
 
 
 def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Batch]:
-    """A list as it was cut by the caller; else the batch's rows in `accumulate` parts, the first ones one row longer
-    where it does not divide. Each is a dict."""
+    """A list of microbatches as the caller has cut it; else the batch's rows in `accumulate` microbatches, the first
+    ones one row longer where it does not divide. Each is a dict."""
     if isinstance(batch, (list, tuple)):
         if not batch:
             raise ValueError("The list of microbatches is empty; it needs at least one.")
         if accumulate != 1:
             raise ValueError(f"The batch is a list of {len(batch)} microbatches, so accumulate is 1, not {accumulate}.")
-        return [_as_dict(part, f"Microbatch {i} of the list") for i, part in enumerate(batch)]
-    whole = _as_dict(batch, "A batch that is no list")
+        return [_as_dict(one, f"Microbatch {i} of the list") for i, one in enumerate(batch)]
+    full = _as_dict(batch, "A batch that is no list")
     if accumulate == 1:
-        return [whole]
+        return [full]
     sizes: dict[str, int] = {}
-    for name, tensor in tree.flatten(whole).items():
+    for name, tensor in tree.flatten(full).items():
         if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] < accumulate:
             what = f"whose shape is {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "which is no tensor"
             raise ValueError(
@@ -95,7 +84,7 @@ def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Ba
         sizes[name] = tensor.shape[0]
     if len(set(sizes.values())) > 1:
         raise ValueError(f"accumulate={accumulate} splits a batch by rows, and its entries differ in them: {sizes}.")
-    return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], whole) for i in range(accumulate)]
+    return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], full) for i in range(accumulate)]
 
 
 def _as_dict(batch: Any, what: str) -> dict[str, Tensor]:
@@ -105,26 +94,9 @@ def _as_dict(batch: Any, what: str) -> dict[str, Tensor]:
     return batch if isinstance(batch, dict) else dict(batch)
 
 
-def layout_of(batch: Batch, compiled: bool) -> Layout | None:
-    """Where documents lie, of what says so. compiled: if all batches of this shape for which it is said are alike."""
+def layout_of(batch: Batch) -> Layout | None:
+    """The layout of a batch for compiled code, where all batches of its shape that have one have the same."""
     if "positions" not in batch or "segment_ids" not in batch:
         return None
     layout = document_layout(batch["positions"], batch["segment_ids"])
-    return layout if not compiled or (layout and _one_per_shape(layout)) else None
-
-
-def _one_per_shape(layout: Layout) -> bool:
-    """Whether all batches of this shape for which this is True have equal layouts."""
-    return layout.plain and all(first == (0,) for first in layout.firsts)
-
-
-def open_keywords(function: Callable[..., Any]) -> set[str]:
-    """Which of `layer_fn`, `layout` and `aux` may be passed: keywords that are there and that no partial has bound.
-
-    `aux` changes what is returned, so it is never passed to keywords that a function does not name.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    aux = {p.name for p in parameters if p.name == "aux" and isinstance(p.default, bool)}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return aux | ({"layer_fn", "layout"} - {p.name for p in parameters if p.default not in (None, p.empty)})
-    return aux | {p.name for p in parameters if p.name in ("layer_fn", "layout") and p.default in (None, p.empty)}
+    return layout if layout and is_one_per_shape(layout) else None

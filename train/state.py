@@ -11,7 +11,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 from train.dist.dtensor import like_params, local_tree, map_local
-from train.optim.base import Optimizer
+from train.optim.base import Optimizer, check_optimizer
 
 
 @tree.pytree
@@ -41,8 +41,9 @@ def init_state(params: Tree, optimizer: Optimizer) -> State:
     """A State at step 0. It copies the parameters, so that in-place steps never write into the caller's tensors.
 
     If parameters are DTensors, so are the moments, placed alike. ValueError for one tensor at two paths, which would
-    become two: a tied weight is one leaf.
+    become two: a tied weight is one leaf. TypeError for what is no `train.Optimizer`.
     """
+    check_optimizer(optimizer)
     seen: dict[int, str] = {}
     for path, leaf in tree.flatten(params).items():
         if seen.setdefault(id(leaf), path) != path:

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fnmodels.tree import Tree
-from train.optim.base import Optimizer
+from train.optim.base import Optimizer, check_optimizer
 from train.parallel.eval_steps import make_eval_over, make_forward_over
-from train.parallel.mesh import Mesh, Strategy
+from train.parallel.mesh import Mesh, Parallelism, Strategy
 from train.parallel.step import make_step_over
 
 from .gradients import LossFn, gradient_sums, metrics_of, totals
 from .loss_call import Batch, caller, microbatches
 from .state import State
-from .update import Step, check_state, update
+from .update import Step, StepOptions, check_state, update
 
 
 def make_step(
@@ -74,23 +72,11 @@ def make_step(
     over a mesh, where gathered leaves always have a gradient, this is not checked.
     With an optimizer that has `apply_`, nothing waits for the device but the making of a layout.
     """
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate is {accumulate!r}; it must be a whole number, at least 1.")
-    check_limits(clip, balance_rate)
+    options = StepOptions(accumulate, clip, remat, compile, inplace, balance_rate)
+    check_optimizer(optimizer)
     check_strategy(mesh, strategy)
     if mesh is not None:
-        return make_step_over(
-            mesh,
-            loss_fn,
-            optimizer,
-            accumulate=accumulate,
-            clip=clip,
-            remat=remat,
-            compile=compile,
-            inplace=inplace,
-            balance_rate=balance_rate,
-            strategy=strategy or Strategy(),
-        )
+        return make_step_over(Parallelism(mesh, strategy or Strategy()), loss_fn, optimizer, options)
     sums_of = gradient_sums(loss_fn, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     last: weakref.ref[State] | None = None
 
@@ -104,13 +90,6 @@ def make_step(
         return after, metrics
 
     return step
-
-
-def check_limits(clip: float | None, balance_rate: float | None) -> None:
-    if clip is not None and not (isinstance(clip, (Real, Tensor)) and clip > 0):
-        raise ValueError(f"clip is {clip!r}; it must be a number above 0, or None.")
-    if balance_rate is not None and not (isinstance(balance_rate, (Real, Tensor)) and balance_rate >= 0):
-        raise ValueError(f"balance_rate is {balance_rate!r}; it must be a number, at least 0, or None.")
 
 
 def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
@@ -129,7 +108,7 @@ def make_eval_step(
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
-        return make_eval_over(mesh, loss_fn, compile=compile, strategy=strategy or Strategy())
+        return make_eval_over(Parallelism(mesh, strategy or Strategy()), loss_fn, compile)
     call = caller(loss_fn, compile=compile)
 
     @torch.no_grad()
@@ -151,7 +130,7 @@ def make_forward_only(
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
-        return make_forward_over(mesh, function, compile=compile, strategy=strategy or Strategy())
+        return make_forward_over(Parallelism(mesh, strategy or Strategy()), function, compile)
     call = caller(function, compile=compile)
 
     @torch.no_grad()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,6 +18,28 @@ from train.loss_call import Batch
 from train.losses.moe_balance import moved_biases
 from train.optim.base import Optimizer, apply_updates, clip_factor, global_norm, trainable_mask, with_paths
 from train.state import State, consume
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of `train.make_step` beside the loss, the optimizer and the mesh. ValueError for one out of range."""
+
+    accumulate: int = 1
+    clip: float | None = None
+    remat: str = "none"
+    compile: str = "none"
+    inplace: bool = True
+    balance_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        accumulate, clip, rate = self.accumulate, self.clip, self.balance_rate
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"accumulate is {accumulate!r}; it must be a whole number, at least 1.")
+        if clip is not None and not (isinstance(clip, (Real, Tensor)) and clip > 0):
+            raise ValueError(f"clip is {clip!r}; it must be a number above 0, or None.")
+        if rate is not None and not (isinstance(rate, (Real, Tensor)) and rate >= 0):
+            raise ValueError(f"balance_rate is {rate!r}; it must be a number, at least 0, or None.")
+
 
 Step = Callable[[State, Batch | Sequence[Batch]], tuple[State, dict[str, Any]]]
 
@@ -66,9 +90,10 @@ def update(
 
 
 def _check_reached(sums: Sums) -> None:
-    """Of a leaf that the loss does not see the gradient would be 0, and weight decay would shrink it unseen.
+    """A trainable parameter that the loss does not depend on would get a zero gradient, and weight decay would silently
+    shrink it.
 
-    Where no token counts there is nothing to learn, and experts are given nothing: that says nothing of the loss.
+    Where no token counts, experts get no token and no gradient: that says nothing about the loss.
     """
     if sums.unreached and sums.count > 0:
         some = ", ".join(sorted(sums.unreached)[:3])

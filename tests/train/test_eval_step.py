@@ -117,8 +117,8 @@ def test_what_does_not_go_is_named() -> None:
         step(init_state(PARAMS, optimizer), PACKED)
     with pytest.raises(ValueError, match="compile is 'all'"):
         make_forward_only(LOGPROBS, compile="all")
-    with pytest.raises(ValueError, match="the function needs a free keyword `layer_fn`"):
-        make_forward_only(lambda params, batch: 0, compile="block")
+    with pytest.raises(ValueError, match="the loss must run the model by fnmodels"):
+        make_forward_only(lambda params, batch: 0, compile="block")(PARAMS, WHOLE)
     with pytest.raises(ValueError, match=r"must return \(sum, count\)"):
         make_eval_step(lambda params, batch: 0.0)(PARAMS, WHOLE)
 

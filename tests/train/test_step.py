@@ -11,7 +11,9 @@ from torch._dynamo.testing import CompileCounter
 
 import fnmodels
 from fnmodels import llama, tree
+from fnmodels.ops.attention import select
 from train.engine import Engine
+from train.losses.model_loss import run_options
 from train.losses.next_token import next_token_loss
 from train.optim.adamw import adamw, sgd
 from train.optim.base import Optimizer
@@ -40,8 +42,9 @@ def toy_block(layer, x, mask, freqs):
     return x + torch.tanh(F.linear(x, layer["w"], layer["b"])), {}
 
 
-def toy_loss(params, batch, *, layer_fn=None):
-    block = toy_block if layer_fn is None else layer_fn(toy_block)
+def toy_loss(params, batch, block=toy_block):
+    layer_fn = run_options(params).layer_fn
+    block = block if layer_fn is None else layer_fn(block)
     x = batch["x"]
     for layer in params["layers"]:
         x, _ = block(layer, x, None, None)
@@ -352,13 +355,12 @@ class Calls:
     def __init__(self):
         self.made = 0
 
-    def __call__(self, params, batch, *, layer_fn=None):
+    def __call__(self, params, batch):
         def block(*args):
             self.made += 1
             return toy_block(*args)
 
-        wrapped = block if layer_fn is None else layer_fn(block)
-        return toy_loss(params, batch, layer_fn=lambda _: wrapped)
+        return toy_loss(params, batch, block)
 
 
 @pytest.mark.parametrize(
@@ -473,24 +475,44 @@ def test_inductor(compile):
     assert_close(compiled.params, plain.params, atol=1e-5)
 
 
-def test_the_layout_goes_to_losses_that_take_one(counter):
-    seen = []
+def logits_loss(params, batch):
+    """A loss of a user's own, which names no option."""
+    given = {name: batch[name] for name in ("positions", "segment_ids")}
+    prepared = fnmodels.prepare(MODEL, batch["tokens"], **given)
+    logits = fnmodels.forward(params, *prepared, config=MODEL)
+    labels = batch["labels"].flatten()
+    return F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"), (labels != -100).sum()
 
-    def loss(params, batch, *, layout=None, layer_fn=None):
-        seen.append(layout)
-        return toy_loss(params, batch, layer_fn=layer_fn)
 
-    more = {name: model_batch()[name] for name in ("positions", "segment_ids")}
-    plain = {name: model_batch(packed=False)[name] for name in ("positions", "segment_ids")}
-    batch = {name: value[:2] for name, value in toy_batch().items()}
-    run(loss, sgd(0.1), toy_params(), [batch | more, batch | plain, batch])
-    assert seen[0].rows == (((0, 5), (5, 9)), ((0, 7),)) and seen[1].plain and seen[2] is None
-    seen.clear()
-    run(loss, sgd(0.1), toy_params(), [batch | more, batch | plain], compile="block")
-    assert seen[0] is None and seen[1].plain
-    bound = functools.partial(loss, layout="mine")
-    run(bound, sgd(0.1), toy_params(), [batch | more])
-    assert seen[-1] == "mine"
+def cast_loss(params, batch):
+    """What a tree.map makes of the params is run as they are."""
+    return next_token_loss(tree.map(lambda p: p.to(p.dtype), params), batch, config=MODEL)
+
+
+FORMS = {
+    "partial": MODEL_LOSS,
+    "lambda": lambda params, batch: next_token_loss(params, batch, config=MODEL),
+    "cast": cast_loss,
+    "own": logits_loss,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_loss_gets_layouts_and_wrappers(form, monkeypatch):
+    """The layout of packed rows, and remat, reach the layers of losses that name neither."""
+    seen, prepared = [], select.materialize
+    noted = lambda *args, **more: seen.append(args[2]) or prepared(*args, **more)  # noqa: E731
+    monkeypatch.setattr(fnmodels.apply, "materialize", noted)
+    batches = [model_batch(), model_batch(packed=False)]
+    run(FORMS[form], sgd(0.1), model_params(), batches)
+    assert seen[0].rows == fnmodels.document_layout(batches[0]["positions"], batches[0]["segment_ids"]).rows
+    assert not seen[0].plain and seen[-1].plain
+    monkeypatch.undo()
+    plain, _ = run(FORMS[form], sgd(0.1), model_params(), batches)
+    wrapped, _ = run(FORMS[form], sgd(0.1), model_params(), batches, remat="full")
+    assert same_bits(wrapped.params, plain.params)
+    expected, _ = run(MODEL_LOSS, sgd(0.1), model_params(), batches)
+    assert_close(plain.params, expected.params, atol=0.0 if form != "own" else 1e-5)
 
 
 @pytest.mark.parametrize(("begins", "wrappers"), [([0] * 5, 2), ([1, 2, 3, 4, 5], 2), ([0, 0, 7, 8, 9], 4)], ids=str)
@@ -536,9 +558,17 @@ def test_wrong_options_are_named(wrong, named):
 
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"compile": "block"}])
 def test_wrapping_layers_needs_a_loss_that_lets_it(options):
-    with pytest.raises(ValueError, match="layer_fn"):
-        make_step(lambda params, batch: toy_loss(params, batch), sgd(1.0), **options)
-    make_step(lambda params, batch, **more: toy_loss(params, batch, **more), sgd(1.0), **options)
+    """Params of another type than the step's carry no options, and a loss of other layers does not read them."""
+    step = make_step(lambda params, batch: toy_loss(dict(params), batch), sgd(1.0), **options)
+    with pytest.raises(ValueError, match="wrap the model's layers, so the loss must run the model by fnmodels"):
+        step(init_state(toy_params(), sgd(1.0)), toy_batch())
+
+
+@pytest.mark.parametrize("optimizer", [(), (sgd(1.0).init, sgd(1.0).update)])
+def test_a_tuple_is_no_optimizer(optimizer):
+    for make in (lambda: make_step(toy_loss, optimizer), lambda: init_state(toy_params(), optimizer)):
+        with pytest.raises(TypeError, match="is a tuple; it must be a"):
+            make()
 
 
 @pytest.mark.parametrize(

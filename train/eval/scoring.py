@@ -10,9 +10,10 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
 from train.losses.lm_head import CHUNK
-from train.losses.next_token import hidden_states
+from train.losses.next_token import model_states
 from train.losses.softmax_stats import scores
 from train.losses.token_chunks import per_token
 
@@ -74,7 +75,7 @@ def _score_batch(params: Tree, config: Any, rows: list[tuple[list[int], int]]) -
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     # Rope tables that depend on the length use each row's own, not that of the padded batch.
     length = batch["segment_ids"].sum(1)
-    x = hidden_states(params, batch, config=config, kernel="auto", layout=layout, layer_fn=None, length=length)
+    x = model_states(params, batch, config=config, length=length, options=ForwardOptions(layout=layout)).x
     family, valid = fnmodels.family_of(config), batch["labels"] != IGNORE
 
     def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

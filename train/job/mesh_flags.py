@@ -11,6 +11,7 @@ from fnmodels.inputs.load_balance import head_tail_order
 from train.dist.torchrun import rank_and_world_size
 from train.optim.base import supports_shards
 from train.parallel import Mesh, Strategy
+from train.parallel.mesh import Parallelism
 from train.parallel.pipeline.gradients import SCHEDULES, check_microbatches
 from train.parallel.pipeline.stages import pipeline_of
 from train.parallel.placement import rules_of
@@ -99,7 +100,7 @@ def resolve_mesh(
             "order": None
         } | strategy_flags  # every rank then has all positions, and some kernels need documents in order
     strategy = Strategy(**strategy_flags)
-    why = not_compiled(mesh, strategy)
+    why = not_compiled(Parallelism(mesh, strategy))
     if settings.compile == "block" and why is not None:
         raise UserError(f"{mesh_flag}: {why}: leave --compile block out")
     if several and settings.compile == "block" and settings.remat == "selective":

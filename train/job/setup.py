@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 import fnmodels
 from fnmodels import tree
 from fnmodels.errors import UserError
-from fnmodels.inputs.layout import Layout
 from fnmodels.models.common.registry import may_have
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
@@ -234,10 +233,8 @@ def loss_function(config: Any, spec: Tree, dtype: torch.dtype, **terms: Any) -> 
     """
     casts = tree.map(lambda leaf: leaf.dtype.is_floating_point and not leaf.keep_dtype, spec)
 
-    def loss(
-        params: Tree, batch: Batch, *, layout: Layout | None = None, layer_fn: Any = None, aux: bool = is_routed(config)
-    ) -> tuple[Any, ...]:
+    def loss(params: Tree, batch: Batch) -> tuple[Any, ...]:
         cast = tree.map(lambda param, casts: param.to(dtype) if casts else param, params, casts)
-        return next_token_loss(cast, batch, config=config, layout=layout, layer_fn=layer_fn, aux=aux, **terms)
+        return next_token_loss(cast, batch, config=config, aux=is_routed(config), **terms)
 
     return loss

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.inputs.layout import Layout
-from fnmodels.options import Experts, Kernel
+from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.dist.dtensor import is_dtensor
 
 from .cross_entropy import counted
 from .lm_head import CHUNK, head_name
+from .model_loss import beside
 from .moe_balance import Balance
-from .next_token import hidden_states, states_and_routers
+from .next_token import model_states
 from .policy import Sums, same_shape
 from .token_chunks import per_token
 from .vocab_parallel import Part, Vocab, opened
@@ -35,74 +36,31 @@ def distill(
     teacher_config: Any = None,
     direction: str = "forward",
     temperature: float = 1.0,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    layer_fn: Any = None,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
-    experts: str | Experts = "auto",
     balance: Balance | None = None,
     aux: bool = False,
+    **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Sums]:
     """(sum over the labels that count of the divergence from the teacher in nats, count, {agree}): for `make_step`.
 
-    teacher: parameters of a model with the same vocabulary, over a mesh whole in every process, and of a pipeline run
-    by the last stage; teacher_config: its config where it is another one. direction, temperature: see
+    teacher: parameters of a model with the same vocabulary, in full in every process of a mesh, and run by the last
+    stage of a pipeline; teacher_config: its config where it is another one. direction, temperature: see
     `distillation_loss`. agree: tokens for which both find the same one likeliest. The rest is as in `next_token_loss`:
     labels say where something is learnt, and never what; balance and aux are of the student's routers, whose sums stand
     beside `agree`. Both models' logits exist for `chunk` tokens at a time, in the backward too; chunk=None holds all,
-    in plain operations. Where the head is a `Vocab` (tensor parallelism) each process makes its part of both models'
+    in plain operations. Where the head is a `Vocab` (tensor parallelism) each process makes its shard of both models'
     logits.
     """
-    theirs: dict[str, Any] = {"teacher": teacher, "teacher_config": teacher_config}
-    check_teacher(config, direction=direction, temperature=temperature, **theirs)
-    how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "length": length, "experts": experts}
-    x, added, sums = states_and_routers(params, batch, balance=balance, aux=aux, layer_fn=layer_fn, **how)
-    terms: dict[str, Any] = {"direction": direction, "temperature": temperature, "chunk": chunk}
-    total, count, agree = head_distill(params, x, batch, **theirs, **terms, **how)
-    return total if added is None else total + added, count, agree | sums
-
-
-def check_teacher(
-    config: Any, *, teacher: Tree, teacher_config: Any = None, direction: str = "forward", temperature: float = 1.0
-) -> None:
-    """ValueError for what a student of `config` cannot learn from."""
     theirs = config if teacher_config is None else teacher_config
-    if theirs.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"The teacher's vocabulary has {theirs.vocab_size} entries, the student's {config.vocab_size}."
-        )
-    _check(direction, temperature)
-    for path, leaf in tree.flatten(teacher).items():
-        if is_dtensor(leaf):
-            raise ValueError(
-                f"The teacher's {path} is a DTensor; each process needs all of its leaves, as plain tensors."
-            )
-
-
-def head_distill(
-    params: Tree,
-    x: Tensor,
-    batch: Mapping[str, Tensor],
-    *,
-    config: Any,
-    teacher: Tree,
-    teacher_config: Any = None,
-    direction: str = "forward",
-    temperature: float = 1.0,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    chunk: int | None = CHUNK,
-    length: int | Tensor | None = None,
-    experts: str | Experts = "auto",
-) -> tuple[Tensor, Tensor, Sums]:
-    """As `distill`, from the student's hidden states x [B, S, D] (before the final norm); experts are the teacher's."""
-    theirs = config if teacher_config is None else teacher_config
-    with torch.no_grad():  # experts that are divided are the student's alone
-        own = experts if isinstance(experts, str) else "auto"
-        how: dict[str, Any] = {"kernel": kernel, "layout": layout, "length": length, "experts": own}
-        y = hidden_states(teacher, batch, config=theirs, layer_fn=None, **how)
-    table, part = params.get(head_name(config)), None
+    check_teacher(config, theirs, teacher, direction, temperature)
+    given, reported = ForwardOptions(**options), aux or balance is not None
+    found = model_states(params, batch, config=config, length=length, balance=balance, aux=reported, options=given)
+    # A function that computes experts is the student's, whose experts may be sharded.
+    own = dataclasses.replace(given, layer_fn=None, experts=given.experts if isinstance(given.experts, str) else "auto")
+    with torch.no_grad():
+        y = model_states(beside(params, teacher), batch, config=theirs, length=length, options=own).x
+    x, table, part = found.x, params.get(head_name(config)), None
     if isinstance(table, Vocab):
         part, name = table.part, head_name(theirs)
         params, x = opened(params, head_name(config), x)
@@ -115,17 +73,32 @@ def head_distill(
     def one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             wanted = logits(teacher, y, theirs)
-        found = logits(params, x, config)
+        student = logits(params, x, config)
         if part is not None:
-            return _of_parts(found, wanted, part, direction, temperature)
-        divergence = token_divergence(found, wanted, direction=direction, temperature=temperature)
-        return divergence, found.argmax(-1) == wanted.argmax(-1)
+            return _of_parts(student, wanted, part, direction, temperature)
+        divergence = token_divergence(student, wanted, direction=direction, temperature=temperature)
+        return divergence, student.argmax(-1) == wanted.argmax(-1)
 
     divergence, agree = per_token(one, (x, y), batch["labels"].shape, chunk)
     valid, weights = counted(batch["labels"], batch.get("weights")), batch.get("weights")
     if weights is not None:
         divergence = divergence * torch.where(valid, weights, 0.0)
-    return torch.where(valid, divergence, 0.0).sum(), valid.sum(), {"agree": (agree & valid).sum()}
+    total, count, *sums = found.added_to(torch.where(valid, divergence, 0.0).sum(), valid.sum())
+    return total, count, {"agree": (agree & valid).sum()} | (sums[0] if sums else {})
+
+
+def check_teacher(config: Any, theirs: Any, teacher: Tree, direction: str, temperature: float) -> None:
+    """ValueError for a teacher of the config `theirs` from which a student of `config` cannot learn."""
+    if theirs.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"The teacher's vocabulary has {theirs.vocab_size} entries, the student's {config.vocab_size}."
+        )
+    _check(direction, temperature)
+    for path, leaf in tree.flatten(teacher).items():
+        if is_dtensor(leaf):
+            raise ValueError(
+                f"The teacher's {path} is a DTensor; each process needs all of its leaves, as plain tensors."
+            )
 
 
 def distillation_loss(

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
 import fnmodels
-from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.options import Experts, Kernel
+from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels
 from .lm_head import CHUNK, head_name
 from .moe_balance import Balance
-from .next_token import hidden_states, states_and_routers
+from .next_token import model_states
 from .softmax_stats import Scores, scores
 from .token_chunks import per_token
 from .vocab_parallel import Vocab, opened
@@ -35,22 +34,17 @@ def token_logprobs(
     *,
     config: Any,
     temperature: float = 1.0,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    layer_fn: Any = None,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
-    experts: str | Experts = "auto",
+    **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logp, entropy, valid), each [B, S]: nats in fp32 at least, 0 where `valid` (labels that are not -100) is False.
 
-    batch, kernel, layout, layer_fn, length, experts: as in `next_token_loss`. temperature: divides the logits, as in
-    sampling. chunk: how many tokens' logits [chunk, V] are held at once, in the backward too; None: all, in plain
-    operations.
+    batch, length, options: as in `next_token_loss`. temperature: divides the logits, as in sampling. chunk: how many
+    tokens' logits [chunk, V] are held at once, in the backward too; None: all, in plain operations.
     """
-    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
-    x = hidden_states(params, batch, config=config, **how, experts=experts)
-    return head_logprobs(params, x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
+    found = model_states(params, batch, config=config, length=length, options=ForwardOptions(**options))
+    return head_logprobs(params, found.x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
 
 
 def routed_logprobs(
@@ -59,13 +53,10 @@ def routed_logprobs(
     *,
     config: Any,
     temperature: float = 1.0,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    layer_fn: Any = None,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
-    experts: str | Experts = "auto",
     balance: Balance | None = None,
+    **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """(logp, entropy, valid, added, sums): `token_logprobs` of a model with experts, for losses made of it.
 
@@ -73,13 +64,11 @@ def routed_logprobs(
     `next_token_loss`. Both are of the labels that count, neither -100 nor of weight 0, so mark there what the loss does
     not learn from; a loss with another count (of answers, of pairs) adds `added * count / valid.sum()`.
     """
-    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
-    x, added, sums = states_and_routers(
-        params, batch, balance=balance or Balance(), aux=True, config=config, **how, experts=experts
-    )
-    assert added is not None
-    found = head_logprobs(params, x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
-    return *found, added, sums
+    terms, given = balance or Balance(), ForwardOptions(**options)
+    found = model_states(params, batch, config=config, length=length, balance=terms, aux=True, options=given)
+    assert found.added is not None and found.sums is not None
+    logprobs = head_logprobs(params, found.x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
+    return *logprobs, found.added, found.sums
 
 
 def head_logprobs(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +23,14 @@ Adding = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Balance:
-    """Coefficients of what is added to the loss for the routers' sake, each of a mean over layers and tokens.
+    """Coefficients of the balance terms that are added to the loss, each of a mean over layers and tokens.
 
     sequence: `balance_loss` of each row. batch: that of all rows of one call together, so that it depends on how a
     batch is split for accumulation, as the others do not. z: `router_z_loss`. scores: see `balance_loss`. over: adds up
     whole numbers over processes that have other tokens of the same rows, across: over those that have other rows of the
-    same batch (a step over a mesh sets them); the terms are then this process' parts of those of the rows, or of the
-    batch.
+    same batch; the terms are then this process' parts of those of the rows, or of the batch. share: of the model's
+    layers with experts, those that this process runs, as a pipeline stage; None: all. A run over a mesh sets these
+    three.
     """
 
     sequence: float = 0.0
@@ -39,6 +39,7 @@ class Balance:
     scores: str = "softmax"
     over: Adding | None = None
     across: Adding | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("sequence", "batch", "z"):
@@ -137,7 +138,6 @@ def balance_terms(
     sum of all processes is.
     """
     over = balance.over
-    how: dict[str, Any] = {"scores": balance.scores, "over": over}
     if over is not None and (balance.sequence or balance.batch or balance.z):
         labelled = over(labelled)
 
@@ -145,10 +145,14 @@ def balance_terms(
         return [value for tap, value in tapped.items() if tap.endswith(f".{name}")]
 
     logits, indices = of("router_logits"), of("expert_indices")
+    if not logits:  # a pipeline stage without experts
+        return torch.zeros((), device=valid.device), {}
     aux: dict[str, Tensor] = {"counts": torch.stack(of("counts"))}
     total = torch.zeros((), dtype=torch.promote_types(logits[0].dtype, torch.float32), device=valid.device)
     if balance.sequence:
-        losses = [balance_loss(x, i, valid, **how) for x, i in zip(logits, indices, strict=True)]
+        losses = [
+            balance_loss(x, i, valid, scores=balance.scores, over=over) for x, i in zip(logits, indices, strict=True)
+        ]
         aux["sequence_balance"] = (torch.stack(losses).mean(0) * labelled).sum()
         total = total + balance.sequence * aux["sequence_balance"]
     if balance.batch:
@@ -162,7 +166,9 @@ def balance_terms(
         losses = [router_z_loss(x, valid, over=over) for x in logits]
         aux["router_z"] = (torch.stack(losses).mean(0) * labelled).sum()
         total = total + balance.z * aux["router_z"]
-    return total, aux
+    if balance.share is None:
+        return total, aux
+    return total * balance.share, {n: v if n == "counts" else v * balance.share for n, v in aux.items()}
 
 
 def _in_turn(first: Adding | None, second: Adding | None) -> Adding | None:

@@ -1,25 +1,22 @@
-"""The loss of heads that predict further tokens (`fnmodels.mtp`), beside that of the next one."""
+"""The loss of multi-token prediction heads (`fnmodels.mtp`), added to the next-token loss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-import fnmodels
 from fnmodels import mtp
-from fnmodels.inputs.layout import Layout
-from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.options import Experts, Kernel
+from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
-from .cross_entropy import counted
 from .lm_head import CHUNK, head_loss
-from .moe_balance import Balance, balance_terms
-from .next_token import check_batch, replayed
+from .model_loss import keywords
+from .moe_balance import Balance
+from .next_token import model_states
 from .vocab_parallel import Vocab
 
 
@@ -44,86 +41,65 @@ def mtp_loss(
     *,
     config: Any,
     weight: float = 0.3,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    layer_fn: Any = None,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
-    experts: str | Experts = "auto",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     balance: Balance | None = None,
     aux: bool = False,
+    **options: Unpack[ForwardKwargs],
 ) -> tuple[Any, ...]:
-    """(sum, count[, aux]) as `next_token_loss`, plus `weight` times the mean over heads of their sums.
+    """(sum, count[, aux]) as `next_token_loss`, plus `weight` times the mean over the MTP heads of their sums.
 
     The count is that of the next tokens' labels: a head that sees less far from the end of a document is not divided by
     less (arXiv 2412.19437, equations 24 and 25; there the weight is 0.3, and 0.1 for the last part of training).
     batch: what `look_ahead` returns; its `routing`, if any, is that of the model's own layers, and heads choose for
-    themselves. experts: see `fnmodels.forward`. label_smoothing, z_loss: of all heads, the next token's too, see
-    `cross_entropy`. balance: for the routers of the model's own layers. aux: with counts of
-    the heads behind those of the layers, so that `make_step(balance_rate=...)` moves their biases too.
+    themselves. options: as in `fnmodels.forward`. label_smoothing, z_loss: of all heads, the next token's too, see
+    `cross_entropy`. balance: for the routers of the model's own layers. aux: with counts of the heads behind those of
+    the layers, so that `make_step(balance_rate=...)` moves their biases too.
     """
     check_ahead(batch, config)
-    check_batch(batch)
-    inputs, masks, freqs_cis = fnmodels.prepare(
-        config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=length
-    )
-    how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "layer_fn": layer_fn}
-    how["experts"] = experts
-    names = ("router_logits", "expert_indices", "counts") if aux or balance is not None else ()
-    # Some tap is always asked for, so that it returns a pair.
-    taps = ("hidden", *(f"layers.*.{name}" for name in names))
-    x, tapped = fnmodels.hidden(params, replayed(inputs, batch), masks, freqs_cis, **how, taps=taps)
-    terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-    total, count, *of_heads = heads_loss(
-        params, x, batch, masks, freqs_cis, **how, **terms, weight=weight, chunk=chunk, counts=bool(names)
-    )
-    if not names:
-        return total, count
-    labelled = counted(batch["labels"], batch.get("weights")).sum(1)
-    added, sums = balance_terms(tapped, inputs["valid"], labelled, balance or Balance())
-    sums["counts"] = torch.cat((sums["counts"], *of_heads))
-    return (total + added, count, sums) if aux else (total + added, count)
-
-
-def heads_loss(
-    params: Tree,
-    x: Tensor,
-    batch: Mapping[str, Tensor],
-    masks: Mapping[str, MaskLike],
-    freqs_cis: Mapping[str, Tensor],
-    *,
-    config: Any,
-    weight: float = 0.3,
-    chunk: int | None = CHUNK,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    counts: bool = False,
-    **how: Any,
-) -> tuple[Tensor, ...]:
-    """(sum, count) of `mtp_loss` from the model's states x, `fnmodels.hidden`; with counts also those [heads, E] of the
-    heads' experts. how: kernel, layout, layer_fn and experts, of `fnmodels.mtp.hidden`."""
+    given = ForwardOptions(**options)
+    found = model_states(params, batch, config=config, length=length, balance=balance, aux=aux, options=given)
     table = params["embed_tokens"]
-    columns = isinstance(table, Vocab) and table.region.sequence
-    how["apart"] = (table.region.cut, table.region.join) if columns else None
-    how["taps"] = ("output", "counts") if counts else ("output",)  # some tap, so that it returns a pair
-    states, tapped = mtp.hidden(params, x, batch["next_tokens"], masks, freqs_cis, config=config, **how)
-    given: dict[str, Any] = {"config": config, "chunk": chunk, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    total, count = head_loss(params, x, batch["labels"], **given, weights=batch.get("weights"))
+    split = (table.region.cut, table.region.join) if isinstance(table, Vocab) and table.region.sequence else None
+    states, tapped = mtp.hidden(
+        found.params,
+        found.x,
+        batch["next_tokens"],
+        found.masks,
+        found.freqs_cis,
+        config=config,
+        apart=split,
+        taps=("output",) if found.sums is None else ("output", "counts"),  # one at least, so that it returns a pair
+        **keywords(given),
+    )
+    terms: dict[str, Any] = {
+        "config": config,
+        "chunk": chunk,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+    }
+    total, count = head_loss(params, found.x, batch["labels"], **terms, weights=batch.get("weights"))
     further = []
     for k, state in enumerate(states):
         weights = batch["next_weights"][..., k] if "weights" in batch else None
         labels = batch["next_labels"][..., k]
-        further.append(head_loss(mtp.view(params, k), state, labels, **given, weights=weights)[0])
+        further.append(head_loss(mtp.view(params, k), state, labels, **terms, weights=weights)[0])
     total = total + weight / len(further) * torch.stack(further).sum()
-    if not counts:
-        return total, count
-    return total, count, torch.stack([tapped[f"mtp.{k}.counts"] for k in range(len(states))])
+    if found.sums is not None:
+        of_heads = torch.stack([tapped[f"mtp.{k}.counts"] for k in range(len(states))])
+        of_layers = [found.sums["counts"]] if "counts" in found.sums else []
+        found.sums["counts"] = torch.cat((*of_layers, of_heads))
+    return found.added_to(total, count)
 
 
 def check_ahead(batch: Mapping[str, Tensor], config: Any) -> None:
-    """ValueError for a batch without what `look_ahead` adds, of as many heads as the config has."""
+    """ValueError for a model without MTP heads, or a batch without what `look_ahead` adds for as many as it has."""
+    if not getattr(config, "num_nextn_predict_layers", 0):
+        raise ValueError(
+            f"mtp_loss is for models with heads that predict further tokens; {config.model_type} has none."
+        )
     needed = ("next_tokens", "next_labels", *(("next_weights",) if "weights" in batch else ()))
     missing = [name for name in needed if name not in batch]
     if missing:

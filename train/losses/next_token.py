@@ -1,21 +1,27 @@
-"""The next token's loss of a model: (sum, count), so that whoever splits a batch divides once by the global count."""
+"""The next-token loss of a model: (sum, count), so that whatever splits a batch divides once by the global count."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 from torch import Tensor
 
 import fnmodels
-from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.registry import may_have
-from fnmodels.options import Experts, Kernel
+from fnmodels.options import ForwardKwargs, ForwardOptions
+from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels, counted
 from .lm_head import CHUNK, head_loss
+from .model_loss import RouterTerms, RunOptions, keywords
 from .moe_balance import Balance, balance_terms
+
+ROUTER_TAPS = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts")
 
 
 def next_token_loss(
@@ -23,33 +29,31 @@ def next_token_loss(
     batch: Mapping[str, Tensor],
     *,
     config: Any,
-    kernel: Kernel = "auto",
-    layout: Layout | None = None,
-    layer_fn: Any = None,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
-    experts: str | Experts = "auto",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     balance: Balance | None = None,
     aux: bool = False,
+    **options: Unpack[ForwardKwargs],
 ) -> tuple[Any, ...]:
     """(sum of the tokens' cross entropies in nats, fp32 at least; count of labels that count, int64[, aux]).
 
     batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
     shifted), int64, and -100 is ignored. Where it has `weights` [B, S], as `fnmodels.pack` makes them, each token's
     loss is multiplied by its own, and a label of weight 0 does not count. Where it has `routing`, int64 [B, S, sparse
-    layers, k], the experts are those, as in `fnmodels.forward`. kernel, layout, layer_fn, experts: see there. length:
-    see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing, z_loss: see `cross_entropy`. balance: what a model
-    with experts adds to the sum. aux: return sums of what its routers did too: {"counts": [sparse layers, E] tokens per
-    expert, and for coefficients of `balance` that are not 0 "sequence_balance", "batch_balance", "router_z"}.
+    layers, k], the experts are those, as in `fnmodels.forward`. options: see there; without a layout one is made
+    where the batch can be read on the host. length: see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing,
+    z_loss: see `cross_entropy`. balance: what a model with experts adds to the sum. aux: return sums of what its
+    routers did too: {"counts": [sparse layers, E] tokens per expert, and for coefficients of `balance` that are not 0
+    "sequence_balance", "batch_balance", "router_z"}.
     """
-    how: dict[str, Any] = {"config": config, "kernel": kernel, "layout": layout, "layer_fn": layer_fn, "length": length}
-    how["experts"] = experts
-    x, added, sums = states_and_routers(params, batch, balance=balance, aux=aux, **how)
+    found = model_states(
+        params, batch, config=config, length=length, balance=balance, aux=aux, options=ForwardOptions(**options)
+    )
     total, count = head_loss(
         params,
-        x,
+        found.x,
         batch["labels"],
         config=config,
         chunk=chunk,
@@ -57,50 +61,65 @@ def next_token_loss(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
-    total = total if added is None else total + added
-    return (total, count, sums) if aux else (total, count)
+    return found.added_to(total, count)
 
 
-def states_and_routers(
-    params: Tree, batch: Mapping[str, Tensor], *, balance: Balance | None, aux: bool, config: Any, **how: Any
-) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """(`hidden_states`, what `balance` adds to a loss's sum, sums of what the routers did).
+@dataclass(frozen=True)
+class ModelStates:
+    """What a loss makes of a batch before its head.
 
-    None and {} where neither `balance` nor `aux` asks for them. ValueError for a model without experts.
+    x [B, S, D]: `fnmodels.hidden`. masks, freqs_cis: of `fnmodels.prepare`. params: with the options of their run.
+    added: what `balance` adds to a loss's sum, 0-d; None without it. sums: of what the routers did; None where nothing
+    asks for them.
     """
-    if not aux and balance is None:
-        return hidden_states(params, batch, config=config, **how), None, {}
-    if not may_have(fnmodels.family_of(config), "ROUTED"):
-        raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
-    taps = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts")
-    x, tapped = hidden_states(params, batch, config=config, **how, taps=taps)
-    labelled = counted(batch["labels"], batch.get("weights")).sum(1)
-    return x, *balance_terms(tapped, batch["segment_ids"] > 0, labelled, balance or Balance())
+
+    x: Tensor
+    masks: Mapping[str, MaskLike]
+    freqs_cis: Mapping[str, Tensor]
+    params: RunParams
+    added: Tensor | None = None
+    sums: dict[str, Tensor] | None = None
+
+    def added_to(self, total: Tensor, count: Tensor) -> tuple[Any, ...]:
+        """(sum, count[, aux]) of a loss, of the sum and count that its head made."""
+        total = total if self.added is None else total + self.added
+        return (total, count) if self.sums is None else (total, count, self.sums)
 
 
-def hidden_states(
+def model_states(
     params: Tree,
     batch: Mapping[str, Tensor],
     *,
     config: Any,
-    kernel: Kernel,
-    layout: Layout | None,
-    layer_fn: Any,
     length: int | Tensor | None,
-    experts: str | Experts = "auto",
-    taps: tuple[str, ...] = (),
-) -> Any:
-    """`fnmodels.hidden` of a batch as `next_token_loss` takes it, after a check of its keys and labels."""
+    options: ForwardOptions,
+    balance: Balance | None = None,
+    aux: bool = False,
+) -> ModelStates:
+    """The model's states of a batch as `next_token_loss` takes it, after a check of its keys and labels.
+
+    balance, aux: as there. ValueError for these with a model without experts.
+    """
     check_batch(batch)
+    given = params if isinstance(params, RunParams) else RunParams(params, RunOptions())
+    run: Any = given.run
+    length = length if run.length is None else run.length(config, batch["positions"], length)
     inputs, masks, freqs_cis = fnmodels.prepare(
-        config,
-        batch["tokens"],
-        positions=batch["positions"],
-        segment_ids=batch["segment_ids"],
-        length=length,
+        config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=length
     )
-    how: dict[str, Any] = {"kernel": kernel, "layout": layout, "layer_fn": layer_fn, "experts": experts, "taps": taps}
-    return fnmodels.hidden(params, replayed(inputs, batch), masks, freqs_cis, config=config, **how)
+    inputs = {**inputs, "routing": batch["routing"]} if "routing" in batch else inputs
+    how, aux = keywords(options), aux or run.counts
+    if not aux and balance is None:
+        x = fnmodels.hidden(given, inputs, masks, freqs_cis, config=config, **how)
+        return ModelStates(x, masks, freqs_cis, given)
+    if not may_have(fnmodels.family_of(config), "ROUTED"):
+        raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
+    terms = RouterTerms(balance or Balance(), counted(batch["labels"], batch.get("weights")).sum(1), aux)
+    noted = RunParams(given, dataclasses.replace(run, routers=terms))
+    x, tapped = fnmodels.hidden(noted, inputs, masks, freqs_cis, config=config, taps=ROUTER_TAPS, **how)
+    local = terms.balance if run.balance is None else run.balance(terms.balance)
+    added, sums = balance_terms(tapped, inputs["valid"], terms.labelled, local)
+    return ModelStates(x, masks, freqs_cis, given, added if balance is not None else None, sums if aux else None)
 
 
 def check_batch(batch: Mapping[str, Tensor]) -> None:
@@ -109,8 +128,3 @@ def check_batch(batch: Mapping[str, Tensor]) -> None:
     if missing:
         raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
     check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
-
-
-def replayed(inputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What `prepare` made of the batch, with the choice of experts that the batch may hold."""
-    return {**inputs, "routing": batch["routing"]} if "routing" in batch else inputs

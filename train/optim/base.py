@@ -32,7 +32,11 @@ OnFull = Callable[[str, Callable[[Tensor], Tensor], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The functions of an optimizer that a train step calls.
+    """What a train step needs of an optimizer: one of your own is `train.Optimizer(init, update)`, two pure functions.
+
+    def init(params): return {"sum": tree.map(torch.zeros_like, params)}
+    def update(grads, opt_state, params): ...           # None in grads: a parameter that does not train
+    step = train.make_step(loss_fn, train.Optimizer(init, update))
 
     init(params) -> opt_state, which keeps its structure through all updates.
     update(grads, opt_state, params) -> (updates, opt_state): pure; `updates` are to be added to the parameters.
@@ -56,6 +60,15 @@ class Optimizer:
     rates: Callable[[Tree], dict[str, float | Tensor]] | None = None
     elementwise: bool = False
     for_shards: Callable[[OnFull], Optimizer] | None = None
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """TypeError for what is no `Optimizer`."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"The optimizer is a {type(optimizer).__name__}; it must be a train.Optimizer, as train.adamw(1e-3) makes "
+            "one, or train.Optimizer(init, update) of two functions of your own."
+        )
 
 
 def sharded_version(optimizer: Optimizer, on_full: OnFull) -> Optimizer | None:

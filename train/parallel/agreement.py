@@ -49,12 +49,12 @@ def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequ
     high, low = ends.tolist()
     if high == -low >= 0:
         return
-    told = sorted(_everyone((dist.get_rank(), of_each, wrong), groups), key=lambda one: one[0])
-    for rank, _, fault in told:
+    reports = sorted(everyone((dist.get_rank(), of_each, wrong), groups), key=lambda one: one[0])
+    for rank, _, fault in reports:
         if fault:
             raise ValueError(f"Process {rank}: {fault}")
-    first, its, _ = told[0]
-    other, theirs, _ = next(one for one in told if one[1] != its)
+    first, its, _ = reports[0]
+    other, theirs, _ = next(one for one in reports if one[1] != its)
     names = {path for (_, path), _ in its.items() ^ theirs.items()}
     raise ValueError(
         f"Processes {first} and {other} were given different batches: their {' and '.join(sorted(names))} differ. Over "
@@ -64,9 +64,9 @@ def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequ
 
 
 @dataclass(frozen=True, order=True)
-class Told:
-    """What a process says: its number, which rows it should have, and of its microbatches the entries with their kinds,
-    the number and a sum of what they are; or what is wrong with them."""
+class Report:
+    """What a process reports: its rank, which rows it should have, and of its microbatches the entries with their
+    kinds, the number and a checksum; or what is wrong with them."""
 
     rank: int
     row: int
@@ -93,10 +93,10 @@ def agreed(
         whole = given()
         parts = cut(whole)
         names = tuple(sorted({_kind(name, x) for part in whole for name, x in tree.flatten(part).items()}))
-        mine = Told(dist.get_rank(), row, names, len(whole), _sum(whole))
+        mine = Report(dist.get_rank(), row, names, len(whole), _sum(whole))
     except Exception as error:  # whatever it is: the others would wait
-        mine = Told(dist.get_rank(), row, wrong=_words(error))
-    _check(sorted(_everyone(mine, groups)), str(mesh_of(devices)))
+        mine = Report(dist.get_rank(), row, wrong=_words(error))
+    _check(sorted(everyone(mine, groups)), str(mesh_of(devices)))
     return parts
 
 
@@ -110,22 +110,22 @@ def _kind(name: str, x: Tensor) -> str:
     return f"{name} ({str(x.dtype).removeprefix('torch.')}{each})"
 
 
-def _everyone(mine: T, groups: Sequence[Any]) -> list[T]:
-    """What every process has."""
-    told = [mine]
+def everyone(mine: T, groups: Sequence[Any]) -> list[T]:
+    """What every process of `groups` has, in one list."""
+    gathered = [mine]
     for group in groups:
         found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, told, group=group)
-        told = [one for of_process in found for one in of_process]
-    return told
+        dist.all_gather_object(found, gathered, group=group)
+        gathered = [one for of_process in found for one in of_process]
+    return gathered
 
 
-def _check(told: Sequence[Told], mesh: str) -> None:
-    first = told[0]
-    for one in told:
+def _check(reports: Sequence[Report], mesh: str) -> None:
+    first = reports[0]
+    for one in reports:
         if one.wrong:
             raise ValueError(f"Process {one.rank}: {one.wrong}")
-    for one in told:
+    for one in reports:
         if one.count != first.count:
             raise ValueError(
                 f"Process {first.rank} gives {first.count} microbatches and process {one.rank} {one.count}: layers are "
@@ -136,7 +136,7 @@ def _check(told: Sequence[Told], mesh: str) -> None:
                 f"Process {first.rank} gives {', '.join(first.names)}, and process {one.rank} {', '.join(one.names)}: "
                 "the microbatches of all must have the same entries, of the same kinds."
             )
-        same = next(other for other in told if other.row == one.row)
+        same = next(other for other in reports if other.row == one.row)
         if one.sum != same.sum:
             raise ValueError(
                 f"Processes {same.rank} and {one.rank} share rows over the mesh {mesh}, differing in pp, cp or tp "

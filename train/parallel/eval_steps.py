@@ -1,17 +1,18 @@
-"""Over a mesh, what learns nothing: losses, and functions of each token, whole in every process.
+"""Evaluation and functions of tokens over a mesh, without gradients; results are the same in every process.
 
     evaluate = train.make_eval_step(loss_fn, mesh=mesh)
     run = train.make_forward_only(functools.partial(token_logprobs, config=config), mesh=mesh)
-    logp, entropy, valid = run(state.params, batch)           # [B, S] of the whole batch
+    logp, entropy, valid = run(state.params, batch)           # [B, S] of the global batch
 
-Each process is given the whole batch, takes its part as in a step, and what comes of it is joined. With
-`Strategy(rows="own")` it is given its rows, and gets what comes of these.
+Each process is given the global batch, takes its part as in a step, and the results are joined. With
+`Strategy(rows="own")` it is given its own rows, and gets the results of these.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,16 +23,16 @@ from fnmodels.tree import Tree
 from train.dist.collectives import all_gather
 from train.dist.dtensor import local_tree
 from train.gradients import LossFn, metrics_of, totals
-from train.loss_call import Batch, caller
-from train.optim.base import with_paths
-from train.parallel.pipeline.staged_loss import staged, staged_outputs
+from train.loss_call import Batch
+from train.optim.base import trainable_mask, with_paths
 from train.parallel.pipeline.stages import stage_loss, stage_outputs
 
 from .batch_shards import own_parts
-from .mesh import ROWS, Mesh, Strategy
+from .compose import compose
+from .mesh import ROWS, Parallelism
 from .padding import PLACES, unpadded
-from .placement import Placed, place
-from .step import config_for, config_in, placed_loss
+from .placement import Placed
+from .step import batch_check, check_compile, placed_for
 from .update import over_processes
 from .whole_model import aux_of_stages
 
@@ -42,15 +43,17 @@ T = TypeVar("T")
 
 
 def make_eval_over(
-    mesh: Mesh, loss_fn: LossFn, *, compile: str, strategy: Strategy
+    parallelism: Parallelism, loss_fn: LossFn, compile: str
 ) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
     """`train.make_eval_step` over a mesh."""
-    config = config_for(mesh, loss_fn, compile, strategy)
+    mesh = parallelism.mesh
 
     def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], tuple[Any, ...]]:
+        composed = compose(placed, compile=compile)
+        loss = composed.loss(loss_fn)
         if mesh.pp == 1:
-            return functools.partial(totals, caller(placed_loss(loss_fn, placed, compile)))
-        run, whole_aux = stage_loss(loss_fn, placed, compile), aux_of_stages(placed)
+            return functools.partial(totals, loss)
+        run, whole_aux = stage_loss(loss, placed, composed), aux_of_stages(placed)
 
         def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
             total, count, aux = run(params, parts)
@@ -58,45 +61,46 @@ def make_eval_over(
 
         return sums
 
-    made = _once(mesh, loss_fn, config, strategy, make)
-    check = staged(loss_fn).check if mesh.pp > 1 else None
+    made = _once(parallelism, loss_fn, compile, make)
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
-        placed, run = made(params)
-        parts = own_parts(batch, placed, check=check)
-        return metrics_of(*over_processes(placed.devices, *run(local_tree(params), parts)))
+        placed, run = made(params, batch)
+        local = local_tree(params)
+        parts = own_parts(batch, placed, check=batch_check(loss_fn, local, mesh))
+        return metrics_of(*over_processes(placed.devices, *run(local, parts)))
 
     return eval_step
 
 
 def make_forward_over(
-    mesh: Mesh, function: Callable[..., Any], *, compile: str, strategy: Strategy
+    parallelism: Parallelism, function: Callable[..., Any], compile: str
 ) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
     """`train.make_forward_only` over a mesh, of functions whose tensors are [B, ...], over cp [B, S, ...].
 
-    Where rows were padded, what is as long as these then are is cut: that is no size of the model (`clear_length`).
+    Where rows were padded, tensors of the padded length are cut: that is no size of the model (`clear_length`).
     """
-    config = config_for(mesh, function, compile, strategy)
+    mesh = parallelism.mesh
 
     def make(placed: Placed) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
+        composed = compose(placed, compile=compile)
+        call = composed.loss(function)
         if mesh.pp > 1:
-            return stage_outputs(function, placed, compile)
-        call = caller(placed_loss(function, placed, compile))
+            return stage_outputs(call, placed, composed)
         return lambda params, parts: [call(params, part) for part in parts]
 
-    made = _once(mesh, function, config, strategy, make)
-    check = staged_outputs(function).check if mesh.pp > 1 else None
+    made = _once(parallelism, function, compile, make)
 
     @torch.no_grad()
     def run(params: Tree, batch: Batch | Sequence[Batch]) -> Any:
-        placed, call = made(params)
-        many = isinstance(batch, (list, tuple))
+        placed, call = made(params, batch)
+        many, local = isinstance(batch, (list, tuple)), local_tree(params)
         given: Sequence[Batch] = batch if many else [batch]  # type: ignore[list-item,assignment]  # as in `microbatches`
-        parts = [dict(part) for part in own_parts(given, placed, check=check, places=mesh.cp > 1)]
+        checked = own_parts(given, placed, check=batch_check(function, local, mesh), places=mesh.cp > 1)
+        parts = [dict(part) for part in checked]
         places = [part.pop(PLACES, None) for part in parts]
-        found = call(local_tree(params), parts)
-        divided = [name for name in ROWS if placed.devices[name].size() > 1 and strategy.rows == "whole"]
+        found = call(local, parts)
+        divided = [name for name in ROWS if placed.devices[name].size() > 1 and placed.strategy.rows == "whole"]
         joined = []
         for one, part, at, whole in zip(found, parts, places, given, strict=True):
             rows, columns = part["tokens"].shape[:2]
@@ -110,26 +114,28 @@ def make_forward_over(
 
 
 def _once(
-    mesh: Mesh, function: Callable[..., Any], config: Any, strategy: Strategy, make: Callable[[Placed], T]
-) -> Callable[[Tree], tuple[Placed, T]]:
-    """made(params) -> (where they lie, what `make` makes of it), made anew for params that lie elsewhere."""
+    parallelism: Parallelism, function: Callable[..., Any], compile: str, make: Callable[[Placed], T]
+) -> Callable[[Tree, Any], tuple[Placed, T]]:
+    """made(params, batch) -> (where they lie, what `make` makes of it), made anew for params that lie elsewhere."""
+    check_compile(parallelism, compile)
     known: list[tuple[Placed, T]] = []
 
-    def made(params: Tree) -> tuple[Placed, T]:
+    def made(params: Tree, batch: Any) -> tuple[Placed, T]:
         if not known or not known[0][0].is_of(params):
-            placed = place(mesh, params, config, strategy, _learning(function))
+            placed = placed_for(function, parallelism, params, batch, lambda values: tree.map(lambda _: True, values))
+            trained = functools.partial(trained_in, placed.config)
+            placed = replace(placed, trains=trainable_mask(local_tree(params), trained))
             known[:] = [(placed, make(placed))]
         return known[0]
 
     return made
 
 
-def _learning(function: Callable[..., Any]) -> Callable[[Tree], Tree]:
-    """Which leaves training would send in another dtype: those that learn, as far as the config tells."""
-    config = config_in(function)
+def trained_in(config: Any, params: Tree) -> Tree:
+    """Which parameters training would send in another dtype: the trainable ones, as far as the config tells."""
     spec = {} if config is None else tree.flatten(family_of(config).spec(config))
     fixed = {path for path, leaf in spec.items() if not leaf.trainable}
-    return lambda params: with_paths(lambda path, _: path not in fixed, params)
+    return with_paths(lambda path, _: path not in fixed, params)
 
 
 def _joined(x: Tensor, rows: int, places: Tensor | None, divided: Sequence[str], devices: DeviceMesh) -> Tensor:

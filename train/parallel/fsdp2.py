@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from fnmodels import tree
 from fnmodels.options import Block, LayerFn
+from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
+from train.losses.model_loss import RunOptions
 
 from .mesh import mesh_of
 
@@ -67,7 +69,7 @@ class Model(Branch):
         self.kept = {parameter for path, parameter in self.named_parameters() if leaves[path].keep_dtype}
 
     def forward(self, function: Callable[..., Any], *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
-        """function(params, ..., layer_fn=...), in whose params each layer is its module, called around the block.
+        """function(params, ...), in whose params each layer is its module, which fnmodels calls around the block.
 
         layer_fn: one more wrapper, which sees the layer's tensors: remat inside of FSDP's hooks, as FSDP2 wants it.
         """
@@ -78,7 +80,7 @@ class Model(Branch):
 
         branches = {n: c.tree() for n, c in self._modules.items() if isinstance(c, Branch) and n != "layers"}
         given = {**self._parameters, **branches, "layers": layers_of(self)}
-        return function(given, *args, layer_fn=through_modules, **more)
+        return function(RunParams(given, RunOptions(layer_fn=through_modules)), *args, **more)
 
 
 def layers_of(model: Model) -> list[nn.Module]:

@@ -137,6 +137,14 @@ class Strategy:
     split: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Parallelism:
+    """How many processes share what, and how."""
+
+    mesh: Mesh
+    strategy: Strategy = Strategy()
+
+
 def warn_of_group() -> None:
     """For whoever is a guest in another program's process group."""
     warnings.warn(

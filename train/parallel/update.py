@@ -24,9 +24,9 @@ from train.losses.moe_balance import moved_biases
 from train.optim.base import OnFull, Optimizer, sharded_version, wide_dtype, with_paths
 from train.parallel.pipeline.stages import counted_elsewhere
 from train.state import State, consume
-from train.update import update
+from train.update import StepOptions, update
 
-from .fsdp import Part, gather
+from .fsdp import ParamShard, gather
 from .mesh import DATA, whole_groups
 from .placement import Placed
 from .whole_model import aux_of_stages
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Teaching:
-    """What updates need to know of the processes' parts."""
+class ShardedUpdate:
+    """What updates need to know of the processes' shards."""
 
     placed: Placed
     optimizer: Optimizer  # of the parts
@@ -45,45 +45,37 @@ class Teaching:
     whole_aux: Callable[[Tree], Tree] | None  # of the aux of stages
 
 
-def teach(placed: Placed, optimizer: Optimizer) -> Teaching:
-    """ValueError for an optimizer that needs more than the parts, or matrices put together from them."""
+def sharded_update(placed: Placed, optimizer: Optimizer) -> ShardedUpdate:
+    """ValueError for an optimizer that needs more than the shards, or matrices put together from them."""
     parted = sharded_version(optimizer, _on_matrices(placed.shards))
     if parted is None:
         check_whole(placed.shards)
     staged = placed.devices["pp"].size() > 1
-    trains, elsewhere = tree.flatten(placed.trains), counted_elsewhere(placed) if staged else frozenset[str]()
-    learning = {path: how for path, how in tree.flatten(placed.shards).items() if trains[path]}
-    once = [path.partition(".")[0] not in elsewhere for path in learning]
-    norm_of = norm_over(list(learning.values()), placed.devices, once)
-    return Teaching(placed, parted or optimizer, norm_of, aux_of_stages(placed) if staged else None)
+    trained, elsewhere = tree.flatten(placed.trains), counted_elsewhere(placed) if staged else frozenset[str]()
+    trainable = {path: how for path, how in tree.flatten(placed.shards).items() if trained[path]}
+    once = [path.partition(".")[0] not in elsewhere for path in trainable]
+    norm_of = norm_over(list(trainable.values()), placed.devices, once)
+    return ShardedUpdate(placed, parted or optimizer, norm_of, aux_of_stages(placed) if staged else None)
 
 
-def update_over(
-    teaching: Teaching,
-    state: State,
-    sums: Sums,
-    *,
-    clip: float | None,
-    inplace: bool = True,
-    balance_rate: float | None,
-) -> tuple[State, dict[str, Any]]:
+def update_over(updates: ShardedUpdate, state: State, sums: Sums, options: StepOptions) -> tuple[State, dict[str, Any]]:
     """`train.update.update` with the sums that each process has."""
-    held, placed = local_tree(state), teaching.placed
+    held, placed = local_tree(state), updates.placed
     everyone = _global(sums, placed.devices)
     after, metrics = update(
-        teaching.optimizer,
+        updates.optimizer,
         held,
         everyone,
-        clip=clip,
-        inplace=inplace,
-        balance_rate=balance_rate,
-        norm_of=teaching.norm_of,
+        clip=options.clip,
+        inplace=options.inplace,
+        balance_rate=options.balance_rate,
+        norm_of=updates.norm_of,
         biases_of=functools.partial(_moved_parts, placed.shards),
     )
-    if teaching.whole_aux is not None and "aux" in metrics:
-        metrics["aux"] = teaching.whole_aux(metrics["aux"])
+    if updates.whole_aux is not None and "aux" in metrics:
+        metrics["aux"] = updates.whole_aux(metrics["aux"])
     result = tree.map(placed_like, after, state)
-    if inplace:
+    if options.inplace:
         consume(state)
     return result, metrics
 
@@ -169,7 +161,7 @@ def _moved_parts(shards: Tree, params: Tree, counts: Tensor, rate: float, skip: 
     placed = tree.flatten(shards)
 
     def whole(path: str, x: Tensor) -> Tensor:
-        return gather([Part(x, placed[path], x.dtype)])[0] if path.endswith(".selection_bias") else x
+        return gather([ParamShard(x, placed[path], x.dtype)])[0] if path.endswith(".selection_bias") else x
 
     moved = moved_biases(with_paths(whole, params), counts, rate, skip)
     return {path: x[placed[path].local_box()].contiguous() for path, x in moved.items()}

@@ -11,7 +11,6 @@ import fnmodels
 from fnmodels import tree
 from tests.support.cases import batch_of, cases, generic_params, segments
 from train import Balance, adamw, distill, distillation_loss, init_state, make_step, next_token_loss
-from train.parallel.pipeline.staged_loss import staged
 
 CONFIG = next(case for case in cases() if case.name == "llama").config
 TEACHER_CONFIG = next(case for case in cases() if case.name == "qwen3").config
@@ -141,8 +140,6 @@ def test_what_cannot_be_learnt_from_is_named() -> None:
     other = fnmodels.models.llama.Config(CONFIG.vocab_size + 1, 8, 8, 1, 2, 2)
     with pytest.raises(ValueError, match="teacher's vocabulary has"):
         distill(params, batch, config=CONFIG, teacher=params, teacher_config=other)
-    with pytest.raises(ValueError, match="teacher's vocabulary has"):  # in all stages, and not the last alone
-        staged(functools.partial(distill, config=CONFIG, teacher=params, teacher_config=other))
     with pytest.raises(ValueError, match="temperature is 0"):
         distill(params, batch, config=CONFIG, teacher=params, temperature=0.0)
     with pytest.raises(ValueError, match="balance and aux are for models with experts, and llama has none"):

@@ -37,9 +37,8 @@ from tests.support.ranks_pool import Ranks
 from train import make_eval_step
 from train.dist import collectives
 from train.dist.region import Region
-from train.parallel import NAMES, Mesh, fsdp, update
+from train.parallel import NAMES, Mesh, compose, fsdp, update
 from train.parallel import batch_shards as parts
-from train.parallel import step as steps
 from train.parallel.agreement import check_same
 from train.parallel.context import api as context
 from train.parallel.context import ring
@@ -317,7 +316,7 @@ def unpermuted_table(patch: pytest.MonkeyPatch) -> None:
 
 def balance_of_columns(patch: pytest.MonkeyPatch) -> None:
     """Each rank takes its columns for whole rows."""
-    patch.setattr(steps, "whole_balance", lambda balance, _: balance)
+    patch.setattr(compose, "whole_balance", lambda balance, _: balance)
 
 
 def heads_in_another_order(patch: pytest.MonkeyPatch) -> None:
@@ -333,14 +332,14 @@ def heads_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 def mean_of_experts(patch: pytest.MonkeyPatch) -> None:
     """The gradient of experts, which is whole where they lie, is divided by the ranks whose tokens it is of."""
-    joined = fsdp._joined
+    gathered = fsdp._gather_alike
 
-    def run(parts: list[fsdp.Part], *how: Any) -> list[Tensor]:
+    def run(parts: list[fsdp.ParamShard], *how: Any) -> list[Tensor]:
         where = [dict(zip((n for n, _ in p.sharding.sizes), p.sharding.dims, strict=True)) for p in parts]
-        pairs = zip(joined(parts, *how), where, strict=True)
+        pairs = zip(gathered(parts, *how), where, strict=True)
         return [(x + x.detach()) / 2 if dims["ep"] is not None else x for x, dims in pairs]
 
-    patch.setattr(fsdp, "_joined", run)
+    patch.setattr(fsdp, "_gather_alike", run)
 
 
 def weights_once(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import warnings
@@ -25,7 +24,6 @@ from tests.train.parallel.test_stages import even
 from train.dist.dtensor import local_tree
 from train.engine import Engine
 from train.parallel import Mesh, Strategy
-from train.parallel.pipeline import gradients as pp
 from train.parallel.pipeline.stages import stage_plan
 from train.parallel.placement import rules_of, shardings
 
@@ -52,7 +50,7 @@ def rollouts(config: Any) -> list[list[dict[str, Tensor]]]:
     return [[tree.map(lambda t: torch.cat((t, t)), part) for part in parts], shorter]
 
 
-def judged(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def with_policy_data(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """With what a policy loss reads."""
     given = []
     for batch in batches:
@@ -61,36 +59,29 @@ def judged(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return given
 
 
-def policy(config: Any) -> tuple[Any, pp.Staged]:
-    """A clipped policy gradient as a function of (params, batch), and as what stages run."""
-
-    def judge(scores: tuple[Tensor, Tensor, Tensor], batch: Any) -> tuple[Any, ...]:
-        logp, entropy, valid = scores
-        more: dict[str, Any] = {"entropy": entropy, "entropy_bonus": 0.1}
-        total, count, metrics = train.policy_loss(logp, batch["old_logp"], batch["advantages"], valid, **more)
-        return total, 1.3 * count, metrics  # a count that is no whole number, as a sum of weights
-
-    def whole(params: Any, batch: Any) -> tuple[Any, ...]:
-        return judge(train.token_logprobs(params, batch, config=config, kernel="math"), batch)
-
-    def head(params: Any, x: Tensor, batch: Any) -> tuple[Any, ...]:
-        return judge(train.head_logprobs(params, x, batch["labels"], config=config), batch)
-
-    return whole, pp.Staged(config, head, "math", aux=True)
+def judged(scores: tuple[Tensor, ...], batch: Any) -> tuple[Any, ...]:
+    """A clipped policy gradient. Its count is no whole number, as a sum of weights."""
+    logp, entropy, valid = scores
+    more: dict[str, Any] = {"entropy": entropy, "entropy_bonus": 0.1}
+    total, count, metrics = train.policy_loss(logp, batch["old_logp"], batch["advantages"], valid, **more)
+    return total, 1.3 * count, metrics
 
 
-def routed(config: Any) -> tuple[Any, pp.Staged]:
+def policy(config: Any) -> Any:
+    """A policy gradient as a function of (params, batch)."""
+    return lambda params, batch: judged(train.token_logprobs(params, batch, config=config, kernel="math"), batch)
+
+
+def routed(config: Any) -> Any:
     """As `policy`, with what the routers did."""
-    balance, staged = train.Balance(sequence=0.3, z=0.1), policy(config)[1]
+    balance = train.Balance(sequence=0.3, z=0.1)
 
-    def whole(params: Any, batch: Any) -> tuple[Any, ...]:
-        found = train.routed_logprobs(params, batch, config=config, kernel="math", balance=balance)
-        logp, entropy, valid, added, sums = found
-        more: dict[str, Any] = {"entropy": entropy, "entropy_bonus": 0.1}
-        total, count, metrics = train.policy_loss(logp, batch["old_logp"], batch["advantages"], valid, **more)
-        return total + added, 1.3 * count, metrics | sums
+    def loss(params: Any, batch: Any) -> tuple[Any, ...]:
+        *scores, added, sums = train.routed_logprobs(params, batch, config=config, kernel="math", balance=balance)
+        total, count, metrics = judged(tuple(scores), batch)
+        return total + added, count, metrics | sums
 
-    return whole, dataclasses.replace(staged, balance=balance)
+    return loss
 
 
 def renamed(loss: Any) -> Any:
@@ -120,7 +111,7 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
     made = iter([where.distribute(flat[path][where.local_box()].clone()) for path, where in tree.flatten(plan).items()])
     given = tree.map(lambda _: next(made), plan)
     sparse = name == "deepseek_v3"
-    loss, of_stages = routed(config) if sparse else policy(config)
+    loss = routed(config) if sparse else policy(config)
     logprobs = functools.partial(train.token_logprobs, config=config, kernel="math")
     before = surroundings()
     with warnings.catch_warnings(record=True) as warned:
@@ -129,15 +120,15 @@ def driven(name: str, text: str, strategy: dict[str, Any], clip: float | None) -
     assert ["is used as it is" in str(w.message) for w in warned if w.category is UserWarning] == [True]
     theirs, shards = Engine(config, whole, optimizer, clip=clip), tree.flatten(shardings(given))
     found: dict[str, float] = {}
-    both = [(of_stages, loss)] * 2  # one of the lists has a loss with other metrics, all but one
+    both = [loss] * 2  # one of the lists has a loss with other metrics, all but one
     if sparse:
         plain = functools.partial(train.next_token_loss, config=config, kernel="math", aux=True)
-        both[0], sizes = (plain, plain), [1, 6]
+        both[0], sizes = plain, [1, 6]
     else:
-        both[1], sizes = (dataclasses.replace(of_stages, head=renamed(of_stages.head)), renamed(loss)), [3, 3]
+        both[1], sizes = renamed(loss), [3, 3]
     for _ in range(2):
-        for batches, (ours_of, theirs_of), size in zip(map(judged, rollouts(config)), both, sizes, strict=True):
-            added, expected = ours.forward_backward(batches, ours_of), theirs.forward_backward(batches, theirs_of)
+        for batches, of, size in zip(map(with_policy_data, rollouts(config)), both, sizes, strict=True):
+            added, expected = ours.forward_backward(batches, of), theirs.forward_backward(batches, of)
             assert added["aux"].keys() == expected["aux"].keys() and len(expected["aux"]) == size
             for key, value in tree.flatten(expected).items():
                 far = (tree.flatten(added)[key].double() - value).abs().max() / value.abs().max()
@@ -219,7 +210,11 @@ def own(text: str) -> dict[str, float]:
     with pytest.raises(ValueError, match="has no tokens; its keys"):
         ours.infer([without(mine[0], "tokens")] if last else mine[:1], logprobs)
     if mesh.pp > 1:
-        picky = dataclasses.replace(pp.staged(loss), check=functools.partial(unread, last))
+
+        def picky(params: Any, batch: Any) -> Any:
+            unread(last, batch)
+            return loss(params, batch)
+
         with pytest.raises(ValueError, match=f"Process {dist.get_world_size() // 2 - 1}: KeyError: 'advantages'"):
             ours.forward_backward(mine[:1], picky)
     return found

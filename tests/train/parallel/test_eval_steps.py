@@ -17,7 +17,8 @@ from train import make_eval_step, make_forward_only, token_logprobs
 from train.dist.dtensor import local_tree
 from train.parallel import Mesh, Strategy
 from train.parallel.batch_shards import own_columns
-from train.parallel.fsdp import gathering_stages
+from train.parallel.eval_steps import trained_in
+from train.parallel.fsdp import gather_layers, sharded_params
 from train.parallel.placement import place, shardings
 
 
@@ -67,17 +68,15 @@ def narrow() -> bool:
     """A router's bias, which no gradient teaches, is sent in its own dtype, in evaluation and over stages too."""
     config, mesh = config_of("deepseek"), Mesh(fsdp=2)
     how = Strategy(gather_dtype=torch.bfloat16)
-    from train.parallel.eval_steps import _learning
-
     params = placed("deepseek", mesh)
-    trains = place(mesh, params, config, how, _learning(loss_of("deepseek"))).trains
+    trains = place(mesh, params, config, how, functools.partial(trained_in, config)).trains
     seen: dict[str, torch.dtype] = {}
 
     def block(layer: Any) -> None:
         seen.update((path, leaf.dtype) for path, leaf in tree.flatten(layer).items())
 
-    around, _ = gathering_stages(shardings(params), dtype=how.gather_dtype, trains=trains)
-    around(block)(local_tree(params)["layers"][1])
+    given = sharded_params(shardings(params), dtype=how.gather_dtype, trains=trains)
+    gather_layers(block)(given(local_tree(params))["layers"][1])
     assert seen.pop("mlp.selection_bias") == torch.float32 and set(seen.values()) == {torch.bfloat16}
     return all(on != path.endswith("selection_bias") for path, on in tree.flatten(trains).items())
 

@@ -22,6 +22,7 @@ from fnmodels import tree
 from tests.support.cases import cases, generic_params, positions_of, segments, tokens_of
 from tests.support.ranks_pool import Ranks
 from train.gradients import gradient_sums
+from train.losses.model_loss import as_loss
 from train.losses.moe_balance import Balance
 from train.optim.base import with_paths
 from train.parallel import padding
@@ -95,7 +96,7 @@ def gradients(name: str, layers: int, schedule: str, balance: bool = False, drop
     pipe = pp.pipeline(config, size, schedule)
     params = pp.share(generic_params(config), config, pipe, dist.get_rank())
     before = tree.map(torch.clone, params)
-    of = pp.gradient_sums(loss, optimizer, pipe, counts=balance)
+    of = pp.gradient_sums(as_loss(loss).with_options(counts=balance), optimizer, pipe)
     with mock.patch.object(staged_loss._Carry, "apply", lambda x, _: x) if dropped else contextlib.nullcontext():
         of(params, split)
         sums = of(params, split)  # again: nothing of the first step is left behind
@@ -169,7 +170,7 @@ def lengths(name: str, schedule: str) -> list[float]:
             without(params, parts)
     kept = [schedule() is not None for schedule in schedules]
     assert kept == [False, True, False, True], kept
-    of_rows = dataclasses.replace(pp.staged(loss), head=lambda params, x, batch: x[:, 0])
+    of_rows = lambda params, batch: states_of(config, params, batch)[:, 0]  # noqa: E731
     with pytest.raises(ValueError, match="of 1 rows was padded to 2"):  # on both ranks, one of which alone has the rows
         pp.outputs(of_rows, pipe)(params, first)
     _, grads = expected(loss, config, [*first, *second])
@@ -317,6 +318,18 @@ def test_layers_of_stages() -> None:
     assert pp.pipeline(config, 2, split=[1, 6]).layers == ((0, 1), (1, 7))
 
 
+def states_of(config: Any, params: Any, batch: Batch, **how: Any) -> Tensor:
+    """The final hidden states, as a function of one's own makes them."""
+    given = {name: batch[name] for name in ("positions", "segment_ids")}
+    prepared = fnmodels.prepare(config, batch["tokens"], **given)
+    found: Tensor = fnmodels.hidden(params, *prepared, config=config, kernel="math", **how)
+    return found
+
+
+def recorded_of(config: Any, function: Any) -> None:
+    pp.microbatches(as_loss(function), pp.pipeline(config, 2, "GPipe"), generic_params(config), [batch_of(config, 1)])
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -329,9 +342,13 @@ def test_layers_of_stages() -> None:
         (lambda c: pp.pipeline(c, 2, split=[2, 1]), r"split is \[2, 1\]; it must be 2 numbers"),
         (lambda c: pp.share({"layers": {"0": {}}}, c, pp.pipeline(c, 2), 0), "need layer 1"),
         (lambda c: pp.check_microbatches(pp.pipeline(c, 2, "DualPipeV"), 3), "stages, 4, not 3"),
-        (lambda c: pp.staged(train.next_token_loss), "functools.partial"),
-        (lambda c: pp.staged(functools.partial(train.mtp_loss, config=c)), "llama has none"),
-        (lambda c: pp.staged(functools.partial(train.next_token_loss, config=c, layout=1)), "leave them open"),
+        (lambda c: train.mtp_loss({}, batch_of(c, 1), config=c), "llama has none"),
+        (lambda c: recorded_of(c, lambda params, batch: None), "must run the model by fnmodels.hidden"),
+        (
+            lambda c: recorded_of(c, lambda params, batch: states_of(config_of("llama_tied", 5), params, batch)),
+            "another",
+        ),
+        (lambda c: recorded_of(c, lambda *of: states_of(c, *of, taps=("layers.1.output",))), "cannot read the tap"),
         (
             lambda c: pp.padded({"tokens": torch.zeros(2, 3), "weights": torch.zeros(2)}, 4),
             r"weights is \[2\] beside tokens \[2, 3\]",
@@ -350,19 +367,19 @@ DEEP = [case for case in cases() if len(fnmodels.family_of(case.config).kinds(ca
 def test_shares_of_every_family_are_the_whole(case: Any) -> None:
     """Each leaf is on one rank, a tied embedding on two; and stage after stage makes the bits of the whole."""
     config, params = case.config, generic_params(case.config)
-    family, pipe = fnmodels.family_of(config), pp.pipeline(config, 2, "GPipe")
+    pipe = pp.pipeline(config, 2, "GPipe")
     shares = [pp.share(params, config, pipe, rank) for rank in range(2)]
     paths = [(rank, path) for rank in range(2) for path in tree.flatten(shares[rank])]
     once = [path for rank, path in paths if path.split(".")[0] not in pp.copies(config, pipe, rank)]
     assert sorted(once) == sorted(tree.flatten(params))
     batch = batch_of(config, 1)
-    head = lambda params, x, _: (family.unembed(params, x, config=config), x)  # noqa: E731
-    loss = pp.Staged(config, head, "math", 24)
-    (part,) = pp.microbatches(loss, pipe, [batch])
-    (x, _), _ = pp.run_stage(shares[0], None, part, *pipe.layers[0], loss=loss)
-    (logits, _), _ = pp.run_stage(shares[1], x, part, *pipe.layers[1], loss=loss)
     given = {name: batch[name] for name in ("positions", "segment_ids")}
     prepared = fnmodels.prepare(config, batch["tokens"], **given, length=24)
+    logits_of = lambda params, _: fnmodels.forward(params, *prepared, config=config, kernel="math")  # noqa: E731
+    loss, result = as_loss(logits_of), lambda logits: (logits, None, {})
+    (part,) = pp.microbatches(loss, pipe, shares[0], [batch])
+    (x, _), _ = pp.run_stage(loss, shares[0], None, part, pipe, 0)
+    (logits, _), _ = pp.run_stage(loss, shares[1], x, part, pipe, 1, result=result)
     assert torch.equal(logits, fnmodels.forward(params, *prepared, config=config, kernel="math"))
 
 

@@ -117,10 +117,8 @@ def longest(devices: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return length
 
 
-def whole_balance(balance: Balance | None, devices: DeviceMesh) -> Balance | None:
+def whole_balance(balance: Balance, devices: DeviceMesh) -> Balance:
     """The balance terms of rows, and of a batch, whose tokens the processes share: each one's part of their means."""
-    if balance is None:
-        return None
     return dataclasses.replace(balance, over=_adding(devices, ("cp",)), across=_adding(devices, ROWS))
 
 

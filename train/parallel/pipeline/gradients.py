@@ -1,7 +1,7 @@
 """Pipelines: a stage is a slice of the params tree and a pure function, run by torch's own schedules.
 
     pipe = pipeline(config, 2, "Interleaved1F1B")                 # which layers, in which order, on which rank
-    mine = share(params, config, pipe, rank)                      # a rank's part of any tree like the params
+    mine = share(params, config, pipe, rank)                      # a rank's share of any tree like the params
     sums = gradient_sums(loss_fn, optimizer, pipe, group)         # `train.gradients.gradient_sums`, over the stages
     found = sums(mine, fnmodels.split(batch, 4))                  # four microbatches
 
@@ -11,7 +11,7 @@ states and their gradients travels.
 Losses are sums, made by the last stage; nothing here divides them, and nothing adds up over the ranks but the gradient
 of a tied embedding. What is found along the way (counts of experts) stays with the rank whose layers it is about.
 
-What a pipeline is lies in `schedule`, `share`, `staged` and `microbatch`, torch's part in `passes`; all is found here.
+`schedule`, `tree_split`, `staged_loss` and `microbatch` hold what a pipeline is, `runner` torch's part in it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fnmodels import tree
-from fnmodels.options import LayerFn
 from fnmodels.tree import Tree
 from train.dist.collectives import maximum
 from train.gradients import Sums, joined
-from train.loss_call import Batch
+from train.losses.model_loss import Batch, as_loss
 from train.optim.base import Optimizer, trainable_mask, wide_dtype
 from train.parallel.padding import clear_length, padded, unpadded
 
 from .microbatch import microbatches
 from .runner import Found, runner
 from .schedule import LOOPED, SCHEDULES, SINGLE, SPLITTING, VEE, Pipeline, check_microbatches, pipeline
-from .staged_loss import run_stage, staged, staged_outputs
+from .staged_loss import run_stage
 from .tree_split import copies, ends, share
-from .types import Microbatch, Staged
+from .types import ALONE, Microbatch, StageHooks
 
 __all__ = [
     "LOOPED",
@@ -49,7 +48,7 @@ __all__ = [
     "VEE",
     "Microbatch",
     "Pipeline",
-    "Staged",
+    "StageHooks",
     "check_microbatches",
     "copies",
     "ends",
@@ -61,38 +60,30 @@ __all__ = [
     "pipeline",
     "run_stage",
     "share",
-    "staged",
-    "staged_outputs",
 ]
 
 
 def gradient_sums(
-    loss_fn: Callable[..., Any] | Staged,
+    loss_fn: Callable[..., Any],
     optimizer: Optimizer,
     pipe: Pipeline,
     group: dist.ProcessGroup | None = None,
     *,
-    layer_fn: LayerFn | None = None,
-    outside: Callable[[Tree], Tree] | None = None,
-    leaving: Callable[[Tensor], Tensor] | None = None,
-    counts: bool = False,
-    dtype: torch.dtype | None = None,
+    hooks: StageHooks = ALONE,
 ) -> Callable[..., Sums]:
     """sums(params, parts, into=None) -> Sums of this rank of a list of microbatches, added to `into` (and used up).
 
-    loss_fn: see `staged`. group: the ranks of the pipeline; None: all. params: this rank's `share`. parts: dicts of
-    [B, S], the same on every rank, of any sizes; see `microbatches`.
-    layer_fn: as in `fnmodels.forward`. outside, leaving: see `run_stage`. dtype: of hidden states between stages; None:
-    that of the layers' weights.
+    loss_fn: (params, batch) -> (sum, count[, aux]), which runs the model once; or a `ModelLoss` of it, with options.
+    group: the ranks of the pipeline; None: all. params: this rank's `share`. parts: dicts of [B, S], the same on every
+    rank, of any sizes; see `microbatches`.
 
     total: the last stage's sum, and what each rank's layers add to the loss; count: the last stage's, 0 elsewhere. Both
-    are to be added up over the ranks. grads: of the local leaves that train, in fp32 at least, never divided; those of
-    a tied embedding are the sum of both ends', on both of their ranks. aux, with counts: {"counts": [sparse layers of
-    this rank, E], and of the balance terms this rank's part}; with `Staged.aux` the head's metrics on the last rank.
+    are to be added up over the ranks. grads: of the local trainable parameters, in fp32 at least, never divided; those
+    of a tied embedding are the sum of both ends', on both of their ranks. aux, where the loss has one: the last rank's,
+    and on every rank what its own layers add to it: {"counts": [sparse layers of this rank, E], balance terms}.
     """
-    loss = staged(loss_fn)
-    run = runner(loss, pipe, group, layer_fn, outside, leaving, counts, dtype)
-    tied, kind = frozenset.intersection(*ends(loss.config)), _kind_of_count(group)
+    run = runner(as_loss(loss_fn), pipe, group, hooks)
+    tied, agreed = frozenset.intersection(*ends(pipe.config)), _agreed_kinds(group)
 
     def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = False) -> Sums:
         leaves: dict[str, nn.Parameter] = {}
@@ -109,10 +100,9 @@ def gradient_sums(
             return leaves[path]
 
         total, count, found = _summed(*run(tree.map(leaf, params), parts, True))
-        count = kind(count)
+        count, aux = agreed(count, found)
         grads = {path: _gradient(leaf) for path, leaf in leaves.items()}
         _sum_ends([grad for path, grad in grads.items() if path.partition(".")[0] in tied], pipe, group)
-        aux = found if counts or loss.aux else None
         if into is None:
             return Sums(total, count, aux, list(grads.values()), False)
         into.total, into.count, into.aux = into.total + total, into.count + count, joined(into.aux, aux)
@@ -124,61 +114,52 @@ def gradient_sums(
 
 
 def loss_sums(
-    loss_fn: Callable[..., Any] | Staged,
+    loss_fn: Callable[..., Any],
     pipe: Pipeline,
     group: dist.ProcessGroup | None = None,
     *,
-    layer_fn: LayerFn | None = None,
-    outside: Callable[[Tree], Tree] | None = None,
-    leaving: Callable[[Tensor], Tensor] | None = None,
-    counts: bool = False,
-    dtype: torch.dtype | None = None,
+    hooks: StageHooks = ALONE,
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
     """sums(params, parts) -> (sum, count, aux) without gradients, otherwise as `gradient_sums`."""
-    loss = staged(loss_fn)
-    run, kind = runner(loss, _forward(pipe), group, layer_fn, outside, leaving, counts, dtype), _kind_of_count(group)
+    run, agreed = runner(as_loss(loss_fn), _forward(pipe), group, hooks), _agreed_kinds(group)
 
     @torch.no_grad()
     def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
         total, count, found = _summed(*run(params, parts, False))
-        return total, kind(count), found if counts or loss.aux else None
+        return total, *agreed(count, found)
 
     return sums
 
 
 def outputs(
-    function: Callable[..., Any] | Staged,
+    function: Callable[..., Any],
     pipe: Pipeline,
     group: dist.ProcessGroup | None = None,
     *,
-    layer_fn: LayerFn | None = None,
-    outside: Callable[[Tree], Tree] | None = None,
-    leaving: Callable[[Tensor], Tensor] | None = None,
-    dtype: torch.dtype | None = None,
+    hooks: StageHooks = ALONE,
     multiple: int = 1,
 ) -> Callable[[Tree, Sequence[Batch]], list[Any] | None]:
     """run(params, parts) -> what the function returns of each microbatch, in the last stage's rank; None elsewhere.
 
-    function: see `staged_outputs`; its tensors [B, S, ...] are cut where a microbatch was padded (`unpadded`), and what
-    cannot be cut all ranks refuse. multiple: of what lengths must be. No gradients.
+    function: of (params, batch), as a loss; its tensors [B, S, ...] are cut where a microbatch was padded (`unpadded`),
+    and what cannot be cut all ranks refuse. multiple: of what lengths must be. No gradients.
     """
-    given = staged_outputs(function)
 
-    def head(params: Tree, x: Tensor, batch: Batch, **more: Any) -> tuple[Tensor, Any]:
-        return x.new_zeros(()), given.head(params, x, batch, **more)
+    def result(found: Any) -> tuple[Tensor, Any, dict[str, Tensor]]:
+        return torch.zeros((), device=next(iter(tree.leaves(found))).device), found, {}
 
-    run = runner(replace(given, head=head, aux=False), _forward(pipe), group, layer_fn, outside, leaving, False, dtype)
+    run = runner(as_loss(function), _forward(pipe), group, hooks, result)
 
     @torch.no_grad()
     def found(params: Tree, parts: Sequence[Batch]) -> list[Any] | None:
         sizes = [tuple(part["tokens"].shape[:2]) for part in parts]
         longest = max((size[1] for size in sizes), default=0)
         if len({length for _, length in sizes}) > 1:
-            longest = clear_length(longest, multiple, given.config)
+            longest = clear_length(longest, multiple, pipe.config)
             parts = [padded(part, longest) for part in parts]
         losses, of_stages = run(params, parts, False)
         larger = (max(rows for rows, _ in sizes), longest)
-        cut, said = None, list[str | None]([None])
+        cut, fault = None, list[str | None]([None])
         try:
             if losses:
                 cut = [
@@ -186,13 +167,13 @@ def outputs(
                     for size, (out, _) in zip(sizes, of_stages[-1], strict=True)
                 ]
         except ValueError as error:
-            said = [str(error)]
+            fault = [str(error)]
         if len({rows for rows, _ in sizes}) > 1:  # the last stage alone sees what the function returns
             of_all = dist.group.WORLD if group is None else group
             assert of_all is not None
-            dist.broadcast_object_list(said, dist.get_global_rank(of_all, pipe.ranks[-1]), group=of_all)
-        if said[0] is not None:
-            raise ValueError(said[0])
+            dist.broadcast_object_list(fault, dist.get_global_rank(of_all, pipe.ranks[-1]), group=of_all)
+        if fault[0] is not None:
+            raise ValueError(fault[0])
         return cut
 
     return found
@@ -236,20 +217,23 @@ def _summed(losses: Sequence[Tensor], found: Found) -> tuple[Tensor, Tensor, dic
     return total, count, _joined([[sums for _, sums in of_stage] for of_stage in found])
 
 
-def _kind_of_count(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
-    """The count in fp64 where that of the last stage is no whole number: as one, the others would all divide by less.
+def _agreed_kinds(
+    group: dist.ProcessGroup | None,
+) -> Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor] | None]]:
+    """(count, aux) as all ranks have them: they tell each other once what the last stage's are.
 
-    They tell each other once.
+    A count that is no whole number is fp64 in all, or the others would divide by less. aux is None where no rank has
+    any.
     """
     known: list[bool] = []
 
-    def kind(count: Tensor) -> Tensor:
+    def agreed(count: Tensor, aux: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
         if not known:
-            broken = torch.tensor(count.is_floating_point(), dtype=torch.long, device=count.device)
-            known.append(bool(maximum(broken, group)))
-        return count.double() if known[0] else count
+            flags = torch.tensor([count.is_floating_point(), bool(aux)], dtype=torch.long, device=count.device)
+            known.extend(bool(flag) for flag in maximum(flags, group).tolist())
+        return count.double() if known[0] else count, aux if known[1] else None
 
-    return kind
+    return agreed
 
 
 def _joined(of_stages: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:

@@ -1,49 +1,82 @@
-"""What every stage of a pipeline needs of a part of the batch, and what is refused before anything is sent."""
+"""Microbatches of a pipeline: padded to one shape, and checked before anything is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
 
-import fnmodels
+import torch
+
 from fnmodels.inputs.packing import IGNORE
-from train.loss_call import Batch, layout_of
-from train.losses.next_token import replayed
+from fnmodels.tree import Tree
+from train.losses.model_loss import Batch, ModelLoss, as_loss
 from train.parallel.padding import check_entries, padded
 
 from .schedule import Pipeline, check_microbatches
-from .types import Microbatch, Staged
+from .types import Microbatch
 
 
-def microbatches(loss: Staged, pipe: Pipeline, parts: Sequence[Batch]) -> list[Microbatch]:
-    """The parts, prepared. ValueError in a sentence, the same on every rank since all have the same parts.
+def microbatches(loss: ModelLoss, pipe: Pipeline, params: Tree, parts: Sequence[Batch]) -> list[Microbatch]:
+    """The microbatches, prepared. ValueError in a sentence, the same on every rank since all have the same ones.
 
-    Every stage expects hidden states of one shape. So parts of fewer rows, or of less length, are padded to what the
-    largest has, which changes no result.
+    Every stage expects hidden states of one shape. So microbatches of fewer rows, or of less length, are padded to what
+    the largest has, which changes no result.
     """
     check_microbatches(pipe, len(parts))
-    return [_microbatch(loss, part) for part in bucketed(parts)]
+    return [_microbatch(loss, pipe, params, part) for part in bucketed(parts)]
 
 
 def bucketed(parts: Sequence[Batch]) -> list[Batch]:
-    """The parts, all as long as the longest, and of as many rows as the one that has most."""
+    """The microbatches, all as long as the longest, and of as many rows as the one that has most."""
     rows, longest = (max(part["tokens"].shape[dim] for part in parts) for dim in (0, 1))
     return [padded(part, longest, rows) for part in parts]
 
 
-def _microbatch(loss: Staged, batch: Batch) -> Microbatch:
+def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Batch) -> Microbatch:
     check_entries(batch, "tokens", "positions", "segment_ids")
-    check_ids(batch, loss.config.vocab_size)
-    if loss.check is not None:
-        loss.check(batch)
-    inputs, masks, freqs_cis = fnmodels.prepare(
-        loss.config,
-        batch["tokens"],
-        positions=batch["positions"],
-        segment_ids=batch["segment_ids"],
-        length=loss.length_of(batch["positions"]),
-    )
-    layout = layout_of(batch, loss.compiled)
-    return Microbatch(batch, replayed(inputs, batch), masks, freqs_cis, layout)
+    check_ids(batch, pipe.config.vocab_size)
+    found = recorded(loss, params, batch)
+    if found is None:
+        raise ValueError(
+            "Over a pipeline the last stage runs the loss on the states of all layers, so the loss must run the model "
+            "by fnmodels.hidden or forward with the params that it is given."
+        )
+    if found.config != pipe.config:
+        raise ValueError("The loss runs the model with another config than that of the pipeline.")
+    layers = [tap for tap in found.taps if tap != "hidden"]
+    if layers and found.routers is None:
+        raise ValueError(
+            f"Over a pipeline the last stage sees its own layers alone, so the loss cannot read the tap {layers[0]!r}; "
+            'there is "hidden", and train.routed_logprobs for what routers do.'
+        )
+    return found
+
+
+class _Reached(BaseException):
+    """The loss has called the model: no error, so that no `except Exception` of the loss stops it."""
+
+
+def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microbatch | None:
+    """The call of fnmodels.hidden that a function of (params, batch) makes, where it stops; None: it makes none.
+
+    params: what this process holds, of which nothing is gathered.
+    """
+    loss, found = as_loss(function), list[Microbatch]()
+
+    def stop(given: Any, inputs: Any, masks: Any, freqs_cis: Any, config: Any, taps: Any, options: Any) -> NoReturn:
+        run = given.run
+        layout = run.layout_of(options, masks)
+        found.append(Microbatch(batch, inputs, masks, freqs_cis, layout, config, taps, options, run.routers))
+        raise _Reached
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        try:
+            replace(loss.with_options(stage=stop, required=None), params=None)(params, batch)
+        except _Reached:
+            return found[0]
+    return None
 
 
 def check_ids(batch: Batch, size: int) -> None:

@@ -1,11 +1,12 @@
 """The passes of one rank's stages through a batch, by torch's own schedules.
 
-A schedule is told no more of a microbatch than its number. So nothing passes through torch's chunking, which cuts what
-has no batch dimension in silence; and a mask may be of any form.
+A schedule sees no more of a microbatch than its number. So nothing passes through torch's chunking, which silently cuts
+what has no batch dimension; and a mask may be of any form.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,22 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.registry import may_have
-from fnmodels.options import LayerFn
 from fnmodels.tree import Tree
-from train.loss_call import Batch
+from train.losses.model_loss import Batch, ModelLoss
 
 from .microbatch import microbatches
 from .schedule import SINGLE, Pipeline
-from .staged_loss import run_stage
+from .staged_loss import Result, loss_result, run_stage
 from .tree_split import check_share, cut, width_of
-from .types import Microbatch, Staged
+from .types import Microbatch, StageHooks
 
 
 class _Stage(nn.Module):
-    """What torch's stages want: a module, whose parameters are the leaves of `params` that train.
+    """The module that torch's stages expect, whose parameters are the trainable leaves of `params`.
 
     index: the number of a microbatch, which is all that the schedule cuts up.
     """
@@ -61,37 +59,29 @@ Run = Callable[[Tree, Sequence[Batch], bool], tuple[list[Tensor], Found]]
 
 
 def runner(
-    loss: Staged,
+    loss: ModelLoss,
     pipe: Pipeline,
     group: dist.ProcessGroup | None,
-    layer_fn: LayerFn | None,
-    outside: Callable[[Tree], Tree] | None,
-    leaving: Callable[[Tensor], Tensor] | None,
-    counts: bool,
-    dtype: torch.dtype | None,
+    hooks: StageHooks,
+    result: Result = loss_result,
 ) -> Run:
     """run(params, parts, train) -> (losses of the last stage, `Found`); gradients are left in the leaves."""
     if dist.get_world_size(group) != pipe.size:
         raise ValueError(f"The pipeline has {pipe.size} ranks, but its process group {dist.get_world_size(group)}.")
-    if (counts or loss.balance is not None) and not may_have(fnmodels.family_of(loss.config), "ROUTED"):
-        raise ValueError(f"balance and counts are for models with experts, and {loss.config.model_type} has none.")
-    stages, width = pipe.stages(dist.get_rank(group)), width_of(loss.config)
-    how: dict[str, Any] = {"loss": loss, "layer_fn": layer_fn, "outside": outside, "counts": counts}
-    how["leaving"] = leaving
+    stages, width = pipe.stages(dist.get_rank(group)), width_of(pipe.config)
     made: dict[Any, tuple[list[_Stage], Any]] = {}
 
     def run(params: Tree, parts: Sequence[Batch], train: bool) -> tuple[list[Tensor], Found]:
-        check_share(params, loss.config, pipe, stages)
-        ready = microbatches(loss, pipe, parts)
-        cuts = [cut(params, loss.config, pipe, (stage,)) for stage in stages]
+        check_share(params, pipe.config, pipe, stages)
+        ready = microbatches(loss, pipe, params, parts)
+        cuts = [cut(params, pipe.config, pipe, (stage,)) for stage in stages]
         sizes, device = ready[0].batch["tokens"].shape[:2], ready[0].batch["tokens"].device
-        state = torch.empty(
-            *sizes, width, dtype=dtype or _main_dtype(params["layers"]), device="meta", requires_grad=train
-        )
+        dtype = hooks.dtype or _main_dtype(params["layers"])
+        state = torch.empty(*sizes, width, dtype=dtype, device="meta", requires_grad=train)
         key = (len(ready), state.shape, state.dtype, device, train)
         if key not in made:
             made.clear()  # torch keeps what each microbatch is received in: lengths that vary would fill the memory
-            modules = [_Stage(_of_layers(run_stage, *pipe.layers[stage], **how)) for stage in stages]
+            modules = [_Stage(functools.partial(_run, loss, pipe, stage, hooks, result)) for stage in stages]
             made[key] = modules, _schedule(pipe, modules, stages, len(ready), state, device, group, train)
         modules, schedule = made[key]
         for module, part in zip(modules, cuts, strict=True):
@@ -107,8 +97,17 @@ def runner(
     return run
 
 
-def _of_layers(run: Callable[..., Any], lo: int, hi: int, **how: Any) -> Callable[..., Any]:
-    return lambda params, x, part: run(params, x, part, lo, hi, **how)
+def _run(
+    loss: ModelLoss,
+    pipe: Pipeline,
+    stage: int,
+    hooks: StageHooks,
+    result: Result,
+    params: Tree,
+    x: Tensor | None,
+    part: Microbatch,
+) -> tuple[tuple[Tensor, Any], dict[str, Tensor]]:
+    return run_stage(loss, params, x, part, pipe, stage, hooks=hooks, result=result)
 
 
 def _schedule(
@@ -141,10 +140,10 @@ def _schedule(
     ]
     kind: Any = get_schedule_class(pipe.schedule)
     # Losses are sums: torch would divide the gradients by the number of microbatches.
-    how: dict[str, Any] = {"n_microbatches": count, "loss_fn": _the_loss, "scale_grads": False}
-    if pipe.schedule in SINGLE:
-        return kind(made[0], **how)
-    schedule = kind(made, **how)
+    single = pipe.schedule in SINGLE
+    schedule = kind(made[0] if single else made, n_microbatches=count, loss_fn=_the_loss, scale_grads=False)
+    if single:
+        return schedule
     if not train:
         from torch.distributed.pipelining import schedules
 

@@ -19,11 +19,12 @@ SPLITTING = ("InterleavedZeroBubble", *VEE)  # the backward pass, into that of i
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Where the layers are.
+    """Where the layers of a model are.
 
     schedule: one of SCHEDULES. layers: of each stage, [lo, hi). ranks: of each stage, its rank in the pipeline's group.
     """
 
+    config: Any
     schedule: str
     layers: tuple[tuple[int, int], ...]
     ranks: tuple[int, ...]
@@ -71,7 +72,7 @@ def pipeline(
         ranks = (*range(size), *reversed(range(size)))
     else:
         ranks = tuple(stage % size for stage in range(stages))
-    return Pipeline(schedule, tuple(itertools.pairwise(bounds)), ranks)
+    return Pipeline(config, schedule, tuple(itertools.pairwise(bounds)), ranks)
 
 
 def check_microbatches(pipe: Pipeline, count: int) -> None:

@@ -1,9 +1,12 @@
-"""A loss in the form that a pipeline can run: some layers here, and behind the last of them a head."""
+"""One stage's part of a loss: its layers, and on the last stage the loss itself on the states of all of them.
+
+Every stage calls the loss. Where that calls fnmodels.hidden, the stage runs its own layers on what it received; the
+last one returns their states to the loss, and the others stop there.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -11,180 +14,109 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.options import LayerFn
-from fnmodels.tree import Tree
-from train.loss_call import Batch
-from train.losses.cross_entropy import check_labels, counted
-from train.losses.distillation import check_teacher, distill, head_distill
-from train.losses.lm_head import head_loss
-from train.losses.logprobs import head_logprobs, token_logprobs
+from fnmodels import tree
+from fnmodels.run_params import RunParams
+from train.gradients import checked_loss
+from train.losses.model_loss import ModelLoss, keywords
 from train.losses.moe_balance import Balance, balance_terms
-from train.losses.multi_token import check_ahead, heads_loss, mtp_loss
-from train.losses.next_token import next_token_loss
 
 from .joint_node import together
+from .schedule import Pipeline
 from .tree_split import numbered
-from .types import Microbatch, Staged
+from .types import ALONE, Microbatch, StageHooks
+
+Out = tuple[Tensor, Any]  # what the next stage, or the loss, is made of, and what is beside it
+Result = Callable[[Any], tuple[Tensor, Any, dict[str, Tensor]]]
 
 
-def staged(loss_fn: Callable[..., Any] | Staged) -> Staged:
-    """Of functools.partial(train.next_token_loss, config=config, ...), or of `train.mtp_loss` or `train.distill`.
-
-    What is `Staged` is returned as it is.
-    """
-    if isinstance(loss_fn, Staged):
-        return loss_fn
-    if isinstance(loss_fn, functools.partial) and loss_fn.func is mtp_loss:
-        return _further(loss_fn)
-    if isinstance(loss_fn, functools.partial) and loss_fn.func is distill:
-        return _taught(loss_fn)
-    given, terms = _bound(loss_fn, next_token_loss, head_loss)
-
-    def head(params: Tree, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        return head_loss(params, x, batch["labels"], weights=batch.get("weights"), **terms)
-
-    return Staged(given["config"], head, check=_labelled, **_of_layers_in(given))
+def loss_result(found: Any) -> tuple[Tensor, Any, dict[str, Tensor]]:
+    """(sum, count, aux) of what a loss returned."""
+    total, count, *aux = checked_loss(found)
+    return total, count, tree.map(Tensor.detach, aux[0]) if aux else {}
 
 
-def _further(loss_fn: Callable[..., Any]) -> Staged:
-    """Of heads that predict further tokens, whose layers run behind the last stage's."""
-    given, terms = _bound(loss_fn, mtp_loss, heads_loss)
-    config = terms["config"]
-    if not getattr(config, "num_nextn_predict_layers", 0):
-        raise ValueError(
-            f"mtp_loss is for models with heads that predict further tokens; {config.model_type} has none."
-        )
+class _Done(BaseException):
+    """A stage that is not the last has run its layers: the loss goes no further."""
 
-    def check(batch: Batch) -> None:
-        _labelled(batch)
-        check_ahead(batch, config)
-
-    return Staged(config, functools.partial(heads_loss, **terms), check=check, layered=True, **_of_layers_in(given))
-
-
-def _taught(loss_fn: Callable[..., Any]) -> Staged:
-    """Of a student, whose last stage runs all of the teacher."""
-    given, terms = _bound(loss_fn, distill, head_distill)
-    config = terms["config"]
-    named = ("teacher", "teacher_config", "direction", "temperature")
-    check_teacher(config, **{name: terms[name] for name in named if name in terms})
-    second = terms.get("teacher_config") or config
-    head = functools.partial(head_distill, **terms)
-    return Staged(config, head, check=_labelled, aux=True, teacher_config=second, **_of_layers_in(given))
-
-
-def _labelled(batch: Batch) -> None:
-    if "labels" not in batch:
-        raise ValueError(f"The batch has no labels; its keys are {sorted(batch)}.")
-    check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
-
-
-def staged_outputs(function: Callable[..., Any] | Staged) -> Staged:
-    """Of functools.partial(train.token_logprobs, config=config, ...); its head returns what the function does."""
-    if isinstance(function, Staged):
-        return function
-    given, terms = _bound(function, token_logprobs, head_logprobs)
-
-    def head(params: Tree, x: Tensor, batch: Batch) -> Any:
-        return head_logprobs(params, x, batch["labels"], **terms)
-
-    return Staged(given["config"], head, check=_labelled, **_of_layers_in(given))
-
-
-def _bound(
-    function: Callable[..., Any], whole: Callable[..., Any], head: Callable[..., Any]
-) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """(what a functools.partial of `whole` has bound, that of it which `head` takes). ValueError for anything else."""
-    given = function.keywords if isinstance(function, functools.partial) else {}
-    if not isinstance(function, functools.partial) or function.func is not whole or "config" not in given:
-        raise ValueError(
-            "Over a pipeline the layers run on other ranks than the head, so the function must be "
-            f"functools.partial(train.{whole.__name__}, config=config, ...), or a train.parallel.pipeline.types.Staged."
-        )
-    if given.get("layer_fn") is not None or given.get("layout") is not None:
-        raise ValueError("Over a pipeline layer_fn and layout are the step's to set, so the loss must leave them open.")
-    return given, {name: given[name] for name in inspect.signature(head).parameters if name in given}
-
-
-def _of_layers_in(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in ("kernel", "length", "experts", "balance") if name in given}
+    def __init__(self, out: Out, sums: dict[str, Tensor]) -> None:
+        self.out, self.sums = out, sums
 
 
 def run_stage(
-    params: Tree,
+    loss: ModelLoss,
+    params: Mapping[str, Any],
     x: Tensor | None,
     part: Microbatch,
-    lo: int,
-    hi: int,
-    /,
+    pipe: Pipeline,
+    stage: int,
     *,
-    loss: Staged,
-    layer_fn: LayerFn | None = None,
-    outside: Callable[[Tree], Tree] | None = None,
-    leaving: Callable[[Tensor], Tensor] | None = None,
-    counts: bool = False,
-) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
-    """((x [B, S, D], term), sums) of layers lo <= i < hi; of the last stage ((sum, count), sums). x None: the first.
+    hooks: StageHooks = ALONE,
+    result: Result = loss_result,
+) -> tuple[Out, dict[str, Tensor]]:
+    """((x [B, S, D], term), sums) of a stage's layers; of the last stage ((sum, count), sums). x None: the first.
 
-    term: what these layers add to the loss, whose gradient x has in tow; the last stage's is in its sum.
-
-    params: the stage's part. outside: makes of its leaves outside of the layers what is read (gathers them). leaving:
-    makes x whole where `layer_fn` leaves it in parts (`TensorParallel.whole`), for the next stage.
-    counts: return the counts of the experts. The terms of loss.balance are in sums as parts of means over all layers.
+    term: what these layers add to the loss, whose gradient travels with x; the last stage's is in its sum. sums: aux of
+    these layers, and on the last stage of the loss: counts of their experts, and balance terms as parts of means over
+    all layers. params: the stage's share. result: (sum, count, aux) of what the loss function returns.
     """
-    config, family = loss.config, fnmodels.family_of(loss.config)
-    rest = {name: value for name, value in params.items() if name != "layers"}
-    rest = rest if outside is None or not rest else outside(rest)
-    x = family.embed(rest, part.inputs, config=config) if x is None else x
-    names = ("router_logits", "expert_indices", "counts") if counts or loss.balance is not None else ()
-    found = fnmodels.run_layers(
-        {"layers": numbered(params["layers"])},
-        x,
-        part.masks,
-        part.freqs_cis,
-        lo,
-        hi,
-        config=config,
-        kernel=loss.kernel,
-        layout=part.layout,
-        layer_fn=layer_fn,
-        valid=part.inputs["valid"],
-        routing=part.batch.get("routing"),
-        experts=loss.experts,
-        taps=tuple(f"layers.*.{name}" for name in names),
-    )
-    x, tapped = found if names else (found, {})
-    added, sums = _balance(loss, part, tapped)
-    if hi == len(family.kinds(config)):
-        more: dict[str, Any] = {}
-        if loss.teacher_config is not None:
-            length = loss.length_of(part.batch["positions"])
-            more = {"kernel": loss.kernel, "layout": part.layout, "length": length}
-        if loss.layered:
-            more = {"masks": part.masks, "freqs_cis": part.freqs_cis, "layout": part.layout, "layer_fn": layer_fn}
-            more |= {"kernel": loss.kernel, "experts": loss.experts, "counts": bool(names)}
-        total, count, *metrics = loss.head(together(rest), x, part.batch, **more)
-        if loss.layered and names:
-            sums["counts"] = torch.cat((sums["counts"], metrics.pop(0)))
-        if loss.aux:
-            sums |= {name: value.detach() for name, value in metrics[0].items()}
-        return (total if added is None else total + added, count), sums
-    x = x if leaving is None else leaving(x)
-    if added is None:
-        return (x, torch.zeros((), device=x.device)), sums
-    return (_Carry.apply(x, added), added.detach()), sums
+    config, family, last = pipe.config, fnmodels.family_of(pipe.config), len(pipe.layers) - 1
+    lo, hi = pipe.layers[stage]
+
+    def run(given: RunParams, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        states = family.embed(given, part.inputs, config=config) if x is None else x
+        own: Any = given.run
+        options = own.adapted(dataclasses.replace(part.options, layout=part.layout), part.masks)
+        inputs = part.inputs if isinstance(part.inputs, Mapping) else {}
+        found = fnmodels.run_layers(
+            {"layers": numbered(given["layers"])},
+            states,
+            part.masks,
+            part.freqs_cis,
+            lo,
+            hi,
+            config=config,
+            valid=inputs.get("valid"),
+            routing=inputs.get("routing"),
+            taps=tuple(tap for tap in part.taps if tap != "hidden"),
+            **keywords(options),
+        )
+        states, tapped = found if isinstance(found, tuple) else (found, {})
+        if stage == last:
+            return states, tapped | ({"hidden": states} if "hidden" in part.taps else {})
+        raise done(states, tapped)
+
+    def done(states: Tensor, tapped: Mapping[str, Tensor]) -> _Done:
+        states = states if hooks.full_states is None else hooks.full_states(states)
+        routers = part.routers
+        if routers is None:
+            return _Done((states, torch.zeros((), device=states.device)), {})
+        terms = balance_of_layers(routers.balance)
+        added, sums = balance_terms(tapped, part.inputs["valid"], routers.labelled, terms)
+        aux = tree.map(Tensor.detach, sums) if routers.aux else {}
+        if not added.requires_grad:
+            return _Done((states, added), aux)
+        return _Done((_Carry.apply(states, added), added.detach()), aux)
+
+    def balance_of_layers(balance: Balance) -> Balance:
+        own = loss.options.balance
+        sparse = [kind.endswith("_moe") for kind in family.kinds(config)]
+        share = sum(sparse[lo:hi]) / max(1, sum(sparse))
+        return dataclasses.replace(balance if own is None else own(balance), share=share)
+
+    staged = loss.with_options(stage=run, balance=balance_of_layers)
+    try:
+        total, beside, sums = result(staged(_joint(params, stage == last, hooks), part.batch))
+    except _Done as here:
+        return here.out, here.sums
+    return (total, beside), sums
 
 
-def _balance(loss: Staged, part: Microbatch, tapped: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """What these layers add to the loss, and the sums of it: their share of `balance_terms`' means over all layers."""
-    here = sum(tap.endswith(".counts") for tap in tapped)
-    if not here:
-        return None, {}
-    labelled = counted(part.batch["labels"], part.batch.get("weights")).sum(1)
-    added, sums = balance_terms(tapped, part.inputs["valid"], labelled, loss.balance or Balance())
-    share = here / sum(kind.endswith("_moe") for kind in fnmodels.family_of(loss.config).kinds(loss.config))
-    sums = {name: value.detach() * (1 if name == "counts" else share) for name, value in sums.items()}
-    return (None if loss.balance is None else added * share), sums
+def _joint(params: Mapping[str, Any], last: bool, hooks: StageHooks) -> dict[str, Any]:
+    """The params with leaves that a split backward pass must find in one node."""
+    layers, rest = params["layers"], {name: value for name, value in params.items() if name != "layers"}
+    if hooks.split_backward:
+        layers = {number: together(layer) for number, layer in layers.items()}
+    return {**(together(rest) if last else rest), "layers": layers}
 
 
 class _Carry(torch.autograd.Function):

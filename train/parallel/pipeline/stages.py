@@ -1,17 +1,14 @@
-"""A mesh with `pp`: the sums of a pipeline in the place of one process' own, over all the other dimensions.
+"""A mesh with `pp`: the sums of a pipeline whose stages share their layers over all the other dimensions.
 
     placements = stage_plan(params.plan(spec, rules_of(mesh, config), devices), config, devices, strategy)
     state = init_state(init_stage(config, 0, placements), optimizer)
     step = make_step(loss_fn, optimizer, accumulate=4, mesh=mesh, strategy=strategy)     # four microbatches
 
-Leaves lie on the whole mesh; those of a layer exist where the layer runs, and are no copies over `pp`.
+Parameters lie on the whole mesh; those of a layer exist where the layer runs, and are not replicated over `pp`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,42 +16,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import params as P
 from fnmodels import family_of, tree
-from fnmodels.options import Block
 from fnmodels.tree import Tree
 from params.initialize import draw
 from train.dist.collectives import broadcast
 from train.gradients import Sums
-from train.loss_call import Batch
+from train.losses.model_loss import Batch, ModelLoss
 from train.optim.base import Optimizer
-from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
-from train.parallel.expert import expert_parallel
-from train.parallel.fsdp import gathering_stages
+from train.parallel.compose import Composed
 from train.parallel.mesh import Mesh, Strategy, mesh_of
-from train.parallel.placement import Placed, rules_of
-from train.parallel.tensor.api import tensor_parallel
-from train.remat import layer_fn
+from train.parallel.placement import Placed
 
 from .gradients import (
     SPLITTING,
     Pipeline,
-    Staged,
+    StageHooks,
     copies,
     gradient_sums,
     loss_sums,
     outputs,
     pipeline,
     share,
-    staged,
-    staged_outputs,
 )
-from .joint_node import as_one
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-LossFn = Callable[..., Any] | Staged
 
 
 def pipeline_of(config: Any, mesh: Mesh, strategy: Strategy) -> Pipeline:
@@ -77,17 +63,10 @@ def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
     return tree.map(lambda _: next(made), placements)
 
 
-def stage_sums(
-    loss_fn: LossFn, optimizer: Optimizer, placed: Placed, *, remat: str, compile: str, counts: bool
-) -> Callable[..., Sums]:
+def stage_sums(loss: ModelLoss, optimizer: Optimizer, placed: Placed, composed: Composed) -> Callable[..., Sums]:
     """`train.gradients.gradient_sums` of this process."""
-    loss, pipe, how = _staged(loss_fn, placed, compile, remat)
-    group = placed.devices.get_group("pp")
-    return gradient_sums(loss, optimizer, pipe, group, counts=counts or _wants_aux(loss_fn), **how)
-
-
-def _wants_aux(loss_fn: LossFn) -> bool:
-    return not isinstance(loss_fn, Staged) and inspect.signature(loss_fn).parameters["aux"].default is True
+    pipe, hooks = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy), _hooks(placed, composed)
+    return gradient_sums(loss, optimizer, pipe, placed.devices.get_group("pp"), hooks=hooks)
 
 
 def counted_elsewhere(placed: Placed) -> frozenset[str]:
@@ -97,19 +76,20 @@ def counted_elsewhere(placed: Placed) -> frozenset[str]:
 
 
 def stage_loss(
-    loss_fn: LossFn, placed: Placed, compile: str
+    loss: ModelLoss, placed: Placed, composed: Composed
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
-    """`pipeline.loss_sums` of this process, without gradients."""
-    loss, pipe, how = _staged(loss_fn, placed, compile)
-    return loss_sums(loss, pipe, placed.devices.get_group("pp"), counts=_wants_aux(loss_fn), **how)
+    """`gradients.loss_sums` of this process, without gradients."""
+    pipe, hooks = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy), _hooks(placed, composed)
+    return loss_sums(loss, pipe, placed.devices.get_group("pp"), hooks=hooks)
 
 
-def stage_outputs(function: LossFn, placed: Placed, compile: str) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
+def stage_outputs(
+    function: ModelLoss, placed: Placed, composed: Composed
+) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
     """What `function` returns of each microbatch, in the processes of all stages, without gradients."""
-    whole_function, pipe, how = _staged(staged_outputs(function), placed, compile)
-    group = placed.devices.get_group("pp")
-    columns = placed.devices["tp"].size() if placed.strategy.sequence else 1
-    run = outputs(whole_function, pipe, group, **how, multiple=columns)
+    pipe, group = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy), placed.devices.get_group("pp")
+    multiple = placed.devices["tp"].size() if placed.strategy.sequence else 1
+    run = outputs(function, pipe, group, hooks=_hooks(placed, composed), multiple=multiple)
     last, here = pipe.ranks[-1], placed.devices.get_local_rank("pp")
 
     def everywhere(params: Tree, parts: Sequence[Batch]) -> list[Any]:
@@ -122,54 +102,8 @@ def stage_outputs(function: LossFn, placed: Placed, compile: str) -> Callable[[T
     return everywhere
 
 
-def _staged(
-    loss_fn: LossFn, placed: Placed, compile: str, remat: str = "none"
-) -> tuple[Staged, Pipeline, dict[str, Any]]:
-    """The loss, where its layers are, and what makes whole what lies in parts.
-
-    Each way of sharing is what it is without stages, from the inside out: attention, experts, parts of layers,
-    compilation of these, gathering.
-    """
-    config, devices, strategy = placed.config, placed.devices, placed.strategy
-    mesh, loss = mesh_of(devices), staged(loss_fn)
-    loss = dataclasses.replace(loss, balance=whole_balance(loss.balance, devices), compiled=compile == "block")
-    if any(asks_length(loss.length, of) for of in (config, loss.teacher_config)):
-        loss = dataclasses.replace(loss, length=longest(devices))
-    if mesh.cp > 1:
-        group = devices.get_group("cp")
-        kernel = context_kernel(strategy.context, group, inner=_name("kernel", loss.kernel))
-        loss = dataclasses.replace(loss, kernel=kernel)
-    if mesh.ep > 1:
-        inner = _name("experts", loss.experts)
-        loss = dataclasses.replace(loss, experts=expert_parallel(devices.get_group("ep"), inner=inner))
-    tensor = None
-    if mesh.tp > 1:
-        whole = P.plan(family_of(config).spec(config), rules_of(mesh, config), devices)
-        tensor = tensor_parallel(config, whole, sequence=strategy.sequence)
-    gathers, gathered = gathering_stages(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
-    wraps = [one for one in (layer_fn("none", compile), gathers, layer_fn(remat, "none")) if one is not None]
-    if strategy.schedule in SPLITTING and (mesh.world > mesh.pp or remat != "none"):
-        wraps.append(as_one)
-
-    def around(block: Block) -> Block:
-        for one in wraps:
-            block = one(block)
-        return block
-
-    def outside(params: Tree) -> Tree:
-        params = gathered(params)
-        return params if tensor is None else tensor.outside(params)
-
-    how = {
-        "layer_fn": around if tensor is None else functools.partial(tensor.layer_fn, around=around),
-        "outside": outside,
-        "leaving": None if tensor is None else tensor.whole,
-        "dtype": strategy.gather_dtype,
-    }
-    return loss, pipeline_of(config, mesh, strategy), how
-
-
-def _name(what: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"Over this mesh `{what}` is the step's to set: the loss must name how one process does it.")
-    return value
+def _hooks(placed: Placed, composed: Composed) -> StageHooks:
+    split = placed.strategy.schedule in SPLITTING and (
+        placed.devices.size() > placed.devices["pp"].size() or composed.remat
+    )
+    return StageHooks(composed.full_states, placed.strategy.gather_dtype, split)

@@ -33,11 +33,13 @@ from torch import Tensor
 
 from fnmodels import family_of, tree
 from fnmodels.options import Block, ForwardOptions, LayerFn
+from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from params import lora
 from train.dist import collectives
 from train.dist.dtensor import is_dtensor
 from train.dist.region import Region
+from train.losses.model_loss import RunOptions
 from train.losses.vocab_parallel import Vocab
 
 from .leaf_roles import DIVIDED, Use, check_divided, divided_dims, uses_of
@@ -60,15 +62,11 @@ class TensorParallel:
     dim: str  # of the mesh
 
     def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """function(params, ..., layer_fn=) on this process' part: of a loss function another, with the same keywords.
+        """function(params, ...) on this process' shards; the result takes a `layer_fn` (remat) too."""
 
-        A `layer_fn` that the result is given goes around this one's: remat, or `gather.gathering`, for FSDP besides.
-        """
-
-        @functools.wraps(function)
         def run(params: Tree, *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
-            wrap = functools.partial(self.layer_fn, around=layer_fn)
-            return function(self.outside(params), *args, layer_fn=wrap, **more)
+            options = RunOptions(layer_fn=functools.partial(self.layer_fn, around=layer_fn))
+            return function(RunParams(self.outside(params), options), *args, **more)
 
         return run
 

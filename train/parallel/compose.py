@@ -1,0 +1,107 @@
+"""How a mesh runs a loss: tensor, sequence, context and expert parallelism, FSDP, compilation and remat, composed once.
+
+The step of one stage and the pipeline read the same `Composed`: options for the calls of the model, and a map from the
+shards that a process holds to the params that the loss is given. From the inside out a block is tensor parallel,
+compiled, gathered, rematerialised.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+import params as P
+from fnmodels import family_of
+from fnmodels.options import Block
+from fnmodels.tree import Tree
+from train.losses.model_loss import ModelLoss, RunOptions, as_loss
+from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
+from train.parallel.tensor.api import TensorParallel, tensor_parallel
+from train.remat import layer_fn
+
+from .expert import expert_parallel
+from .fsdp import gather_layers, sharded_params
+from .mesh import Mesh, mesh_of
+from .placement import Placed, rules_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """options: `RunOptions` of a loss over the mesh. params: from `local_tree(params)` to what the loss is given.
+
+    full_states: makes hidden states [B, S, D] of those that `sequence` shards, for another stage; None: they are full.
+    remat: whether layers are recomputed.
+    """
+
+    options: RunOptions
+    params: Callable[[Tree], Tree]
+    full_states: Callable[[Tensor], Tensor] | None
+    remat: bool
+
+    def loss(self, function: Callable[..., Any]) -> ModelLoss:
+        """function(params, batch) as one of the shards of both that a process has."""
+        return ModelLoss(as_loss(function).function, self.options, self.params)
+
+
+def compose(placed: Placed, *, remat: str = "none", compile: str = "none", counts: bool = False) -> Composed:
+    """The `Composed` of a mesh and strategy. remat, compile: as in `train.make_step`; counts: see `RunOptions`."""
+    devices, strategy, config = placed.devices, placed.strategy, placed.config
+    mesh = mesh_of(devices)
+    tensor: TensorParallel | None = None
+    if mesh.tp > 1:
+        shards = placed.shards
+        if mesh.pp > 1:  # a stage has some layers' leaves, and roles are those of all
+            shards = P.plan(family_of(config).spec(config), rules_of(mesh, config), devices)
+        tensor = tensor_parallel(config, shards, sequence=strategy.sequence)
+    gathered = sharded_params(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
+    wraps = [layer_fn("none", compile), gather_layers, layer_fn(remat, "none")]
+
+    def around(block: Block) -> Block:
+        for wrap in wraps:
+            block = block if wrap is None else wrap(block)
+        return block
+
+    def params(held: Tree) -> Tree:
+        given = gathered(held)
+        return given if tensor is None else tensor.outside(given)
+
+    options = RunOptions(
+        layer_fn=around if tensor is None else functools.partial(tensor.layer_fn, around=around),
+        compiled=compile == "block",
+        counts=counts,
+        required=f"Over the mesh {mesh} layers are gathered where they run",
+        balance=lambda balance: whole_balance(balance, devices),
+        length=functools.partial(_global_length, longest(devices)),
+    )
+    if mesh.cp > 1:
+        kernel = functools.partial(context_kernel, strategy.context, devices.get_group("cp"))
+        options = replace(options, kernel=_around_name("kernel", mesh, kernel))
+    if mesh.ep > 1:
+        experts = functools.partial(expert_parallel, devices.get_group("ep"))
+        options = replace(options, experts=_around_name("experts", mesh, experts))
+    return Composed(options, params, None if tensor is None else tensor.whole, remat != "none")
+
+
+def _global_length(longest: Callable[[Tensor], Tensor], config: Any, positions: Tensor, length: Any) -> Any:
+    return longest(positions) if asks_length(length, config) else length
+
+
+def _around_name(what: str, mesh: Mesh, make: Callable[..., T]) -> Callable[[Any], T]:
+    """What replaces the loss' own choice of `what`, made once for each name that it may give."""
+    made = functools.cache(lambda inner: make(inner=inner))
+
+    def of(inner: Any) -> T:
+        if not isinstance(inner, str):
+            raise ValueError(
+                f"Over the mesh {mesh} `{what}` is the step's to set, so the loss must leave it, or name how one "
+                "process does it."
+            )
+        return made(inner)
+
+    return of
