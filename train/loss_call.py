@@ -50,11 +50,13 @@ def with_wrappers(loss: ModelLoss, remat: str, compile: str) -> ModelLoss:
     """The loss with remat and compile="block" around its layers; "whole" is the caller's to do."""
     if compile not in ("none", "block", "whole"):
         raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
-    wrap = layer_fn(remat, compile)
-    if wrap is None:
+    compiled, recomputed = layer_fn("none", compile), layer_fn(remat, "none")
+    if compile == "block" and remat == "selective":  # compiled together: what is kept are operators of the graph
+        compiled, recomputed = layer_fn(remat, compile), None
+    if compiled is None and recomputed is None:
         return loss
     required = None if compile == "whole" else f"remat={remat!r} and compile={compile!r} wrap the model's layers"
-    return loss.with_options(layer_fn=wrap, compiled=compile == "block", required=required)
+    return loss.with_options(inner=compiled, outer=recomputed, compiled=compile == "block", required=required)
 
 
 def _with_layout(loss: ModelLoss, params: Tree, batch: Batch, layout: Layout | None) -> Any:

@@ -61,8 +61,8 @@ def head_loss(
     check_weights(weights, labels)
     terms, count = Terms(label_smoothing, z_loss, rows), count_labels(labels, weights)
     family = fnmodels.family_of(config)
-    # The head never reads the layers, and what is not handed in gets no gradient buffer.
-    rest = {name: value for name, value in params.items() if name != "layers"}
+    # The head never reads the layers and the MTP heads, and what is not handed in gets no gradient buffer.
+    rest = {name: value for name, value in params.items() if name not in ("layers", "mtp")}
     flat = tree.flatten(rest)
     leaves = list(flat.values())
 

@@ -1,7 +1,7 @@
 """The one form of a loss: a function of (params, batch), and how the run calls the model inside of it.
 
     loss = ModelLoss(functools.partial(next_token_loss, config=config))
-    loss = loss.with_options(layer_fn=layer_fn("full", "none"))       # one process; a mesh and a pipeline set more
+    loss = loss.with_options(outer=layer_fn("full", "none"))       # one process; a mesh and a pipeline set more
     total, count = loss(params, batch)
 
 The options travel with the params (`fnmodels.run_params`), so that a partial, a lambda, a closure and a user's own
@@ -11,6 +11,7 @@ loss, which call fnmodels.hidden or forward with the params that they are given,
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.ops.moe.experts import readable
-from fnmodels.options import Experts, ForwardOptions, Kernel, LayerFn
+from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 
@@ -48,7 +49,8 @@ class RouterTerms:
 class RunOptions:
     """How a run calls the model inside of a loss. Each field is unset where one process runs the layers as they are.
 
-    layer_fn: goes around the model's blocks (remat, compilation, gathering), inside of one that the loss gives.
+    inner, outer: go around the model's blocks, inside (compilation) and outside (gathering, remat) of a layer_fn that
+        the loss gives. tensor: (block, around=those three) -> the block on tensor-parallel shards.
     layout: for a loss that gives none; None: made here from the masks, where their values can be read on the host.
     compiled: the blocks are compiled, so that only layouts that all batches of one shape share are made.
     counts: losses of models with experts return aux with counts, whether or not they were called with aux=True.
@@ -59,7 +61,9 @@ class RunOptions:
     required: the options that must reach the model's layers, as part of a sentence; None: none must.
     """
 
-    layer_fn: LayerFn | None = None
+    inner: LayerFn | None = None
+    outer: LayerFn | None = None
+    tensor: Callable[..., Block] | None = None
     layout: Layout | None = None
     compiled: bool = False
     counts: bool = False
@@ -78,9 +82,24 @@ class RunOptions:
             self.reached.append(True)
         kernel = options.kernel if self.kernel is None else self.kernel(options.kernel)
         experts = options.experts if self.experts is None else self.experts(options.experts)
-        layer_fn = _composed(options.layer_fn, self.layer_fn)
+        layer_fn = self._around(options.layer_fn)
         layout = self.layout_of(options, masks)
         return dataclasses.replace(options, kernel=kernel, layout=layout, layer_fn=layer_fn, experts=experts)
+
+    @property
+    def layer_fn(self) -> LayerFn | None:
+        """What goes around the model's blocks."""
+        return self._around(None)
+
+    def _around(self, own: LayerFn | None) -> LayerFn | None:
+        wraps = [wrap for wrap in (self.inner, own, self.outer) if wrap is not None]
+
+        def around(block: Block) -> Block:
+            return functools.reduce(lambda inner, wrap: wrap(inner), wraps, block)
+
+        if self.tensor is not None:
+            return functools.partial(self.tensor, around=around)
+        return around if wraps else None
 
     def layout_of(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> Layout | None:
         """The layout of a call: the caller's, or the run's, or made from the masks."""
@@ -197,9 +216,3 @@ def readable_layout(masks: Mapping[str, MaskLike]) -> Layout | None:
 def is_one_per_shape(layout: Layout) -> bool:
     """Whether all batches of this shape for which this is True have equal layouts."""
     return layout.plain and all(first == (0,) for first in layout.firsts)
-
-
-def _composed(outer: LayerFn | None, inner: LayerFn | None) -> LayerFn | None:
-    if outer is None or inner is None:
-        return outer or inner
-    return lambda block: outer(inner(block))

@@ -60,19 +60,20 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
             shards = P.plan(family_of(config).spec(config), rules_of(mesh, config), devices)
         tensor = tensor_parallel(config, shards, sequence=strategy.sequence)
     gathered = sharded_params(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
-    wraps = [layer_fn("none", compile), gather_layers, layer_fn(remat, "none")]
+    recomputed = layer_fn(remat, "none")
 
-    def around(block: Block) -> Block:
-        for wrap in wraps:
-            block = block if wrap is None else wrap(block)
-        return block
+    def outer(block: Block) -> Block:
+        gathered_block = gather_layers(block)
+        return gathered_block if recomputed is None else recomputed(gathered_block)
 
     def params(held: Tree) -> Tree:
         given = gathered(held)
         return given if tensor is None else tensor.outside(given)
 
     options = RunOptions(
-        layer_fn=around if tensor is None else functools.partial(tensor.layer_fn, around=around),
+        inner=layer_fn("none", compile),
+        outer=outer,
+        tensor=None if tensor is None else tensor.layer_fn,
         compiled=compile == "block",
         counts=counts,
         required=f"Over the mesh {mesh} layers are gathered where they run",

@@ -156,7 +156,7 @@ def gathering(
     in which floating leaves are sent and used, None for their own; `trains`, a tree of bools, keeps what has no
     gradient (a router's bias) in its own.
     """
-    loss = as_loss(function).with_options(layer_fn=gather_layers, required="Layers are gathered where they run")
+    loss = as_loss(function).with_options(outer=gather_layers, required="Layers are gathered where they run")
     return replace(loss, params=sharded_params(shards, dtype=dtype, trains=trains))
 
 

@@ -80,7 +80,7 @@ class Model(Branch):
 
         branches = {n: c.tree() for n, c in self._modules.items() if isinstance(c, Branch) and n != "layers"}
         given = {**self._parameters, **branches, "layers": layers_of(self)}
-        return function(RunParams(given, RunOptions(layer_fn=through_modules)), *args, **more)
+        return function(RunParams(given, RunOptions(outer=through_modules)), *args, **more)
 
 
 def layers_of(model: Model) -> list[nn.Module]:

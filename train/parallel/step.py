@@ -137,7 +137,7 @@ def sums_over(placed: Placed, loss_fn: LossFn, optimizer: Optimizer, options: St
     loss = composed.loss(loss_fn)
     if placed.devices["pp"].size() > 1:
         return stage_sums(loss, optimizer, placed, composed)
-    return gradient_sums(replace(loss, function=_with_a_graph(loss.function)), optimizer)
+    return gradient_sums(_with_a_graph(loss), optimizer)
 
 
 def _with_a_graph(function: Callable[..., Any]) -> LossFn:

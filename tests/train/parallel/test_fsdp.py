@@ -60,14 +60,14 @@ def narrow(strategy: dict[str, Any]) -> dict[str, Any]:
     seen: dict[str, set[str]] = {"layer": set(), "bias": set(), "outside": set()}
     inner = loss_of("deepseek")
 
-    def loss(params: Any, rows: Any, *, layer_fn: Any = None) -> Any:
+    def loss(params: Any, rows: Any) -> Any:
         def watch(block: Any) -> Any:
             def run(layer: Any, *args: Any, **more: Any) -> Any:
                 for path, leaf in tree.flatten(layer).items():
                     seen["bias" if path.endswith("selection_bias") else "layer"].add(str(leaf.dtype))
                 return block(layer, *args, **more)
 
-            return layer_fn(run)
+            return run
 
         seen["outside"] |= {str(leaf.dtype) for name, part in params.items() if name != "layers" for leaf in [part]}
         return inner(params, rows, layer_fn=watch)
@@ -225,8 +225,8 @@ def skipped() -> dict[str, bool]:
     optimizer, params = optimizer_of(name), placed(name, mesh)
     inner = loss_of(name)
 
-    def loss(params: Any, rows: Any, *, layer_fn: Any = None) -> Any:
-        total, count = inner(params, rows, layer_fn=layer_fn)
+    def loss(params: Any, rows: Any) -> Any:
+        total, count = inner(params, rows)
         return total * (float("inf") if dist.get_rank() == 1 else 1.0), count
 
     state, metrics = make_step(loss, optimizer, clip=1.0, mesh=mesh)(init_state(params, optimizer), batch())
@@ -336,7 +336,7 @@ def refusals() -> None:
         (Mesh(pp=2), Strategy(schedule="DualPipeV"), "schedule='DualPipeV' takes each layer's backward pass in two"),
     ):
         refuse(said, state, batch(), compile="block", mesh=other, strategy=how)
-    refuse("needs a free keyword `layer_fn`", state, batch(), loss=lambda params, batch: None)
+    refuse("so the loss must run the model", state, batch(), loss=lambda params, batch: None)
     whole = adafactor(spec=spec_of(name))
     refuse("needs whole leaves, and embed_tokens is divided over fsdp", init_state(params, whole), batch(), whole)
     other = init_state(placed(name, mesh, Rules(spread="fsdp")), sgd(0.1))

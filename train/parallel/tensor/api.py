@@ -65,7 +65,7 @@ class TensorParallel:
         """function(params, ...) on this process' shards; the result takes a `layer_fn` (remat) too."""
 
         def run(params: Tree, *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
-            options = RunOptions(layer_fn=functools.partial(self.layer_fn, around=layer_fn))
+            options = RunOptions(outer=layer_fn, tensor=self.layer_fn)
             return function(RunParams(self.outside(params), options), *args, **more)
 
         return run
