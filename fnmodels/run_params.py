@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils import _pytree
 
 from .inputs.mask import MaskLike
 from .options import ForwardOptions
-from .tree import Tree
+from .tree import Tree, pytree_dict
 
 
 class Run(Protocol):
@@ -39,6 +38,7 @@ class Run(Protocol):
         ...
 
 
+@pytree_dict
 class RunParams(dict[str, Any]):
     """A params tree with the `Run` that adapts calls with it. `fnmodels.tree.map` of one (a cast, say) is one again."""
 
@@ -46,7 +46,7 @@ class RunParams(dict[str, Any]):
         super().__init__(params)
         self.run = run
 
-    def with_entries(self, entries: Mapping[str, Any]) -> RunParams:
+    def with_entries(self, entries: Mapping[str, Any], /) -> RunParams:
         """Other params for the same run."""
         return RunParams(entries, self.run)
 
@@ -54,15 +54,3 @@ class RunParams(dict[str, Any]):
 def with_run(params: Tree, entries: dict[str, Any]) -> dict[str, Any]:
     """`entries` for the run of `params`, where these have one."""
     return params.with_entries(entries) if isinstance(params, RunParams) else entries
-
-
-def _flatten(params: RunParams) -> tuple[list[Any], tuple[tuple[str, ...], Run]]:
-    return list(params.values()), (tuple(params), params.run)
-
-
-def _unflatten(values: Any, context: tuple[tuple[str, ...], Run]) -> RunParams:
-    names, run = context
-    return RunParams(dict(zip(names, values, strict=True)), run)
-
-
-_pytree.register_pytree_node(RunParams, _flatten, _unflatten)

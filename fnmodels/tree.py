@@ -10,12 +10,13 @@ import builtins
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.utils import _pytree
 
 Tree = Any
 _T = TypeVar("_T")
+_D = TypeVar("_D", bound="WithEntries")
 
 # Programs saved by torch.export name classes by module; a module that moved keeps the name it had then.
 _SAVED_MODULES = {
@@ -31,6 +32,14 @@ _LOADED_MODULES = {saved: module for module, saved in _SAVED_MODULES.items()}
 def static(**kwargs: Any) -> Any:
     """A dataclass field that is static, hashable context (a rule, a size), not a child of the tree."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+class WithEntries(Protocol):
+    """A dict that carries something beside its entries, which `map` and torch's pytrees hand on."""
+
+    def values(self) -> Any: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def with_entries(self, entries: dict[str, Any], /) -> Any: ...
 
 
 def pytree(cls: type[_T]) -> type[_T]:
@@ -61,6 +70,20 @@ def pytree(cls: type[_T]) -> type[_T]:
         to_dumpable_context=_to_json,
         from_dumpable_context=_from_json,
     )
+    return cls
+
+
+def pytree_dict(cls: type[_D]) -> type[_D]:
+    """Class decorator: a dict with a method `with_entries` becomes a node of torch's own pytrees."""
+
+    def unflatten(values: Any, context: tuple[tuple[str, ...], _D]) -> Any:
+        names, like = context
+        return like.with_entries(dict(zip(names, values, strict=True)))
+
+    def flatten(node: _D) -> tuple[list[Any], tuple[tuple[str, ...], _D]]:
+        return list(node.values()), (tuple(node), node.with_entries({}))
+
+    _pytree.register_pytree_node(cls, flatten, unflatten)
     return cls
 
 

@@ -23,7 +23,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike
-from fnmodels.ops.moe.experts import readable
+from fnmodels.inputs.values import readable
 from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
