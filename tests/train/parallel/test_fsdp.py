@@ -69,8 +69,9 @@ def narrow(strategy: dict[str, Any]) -> dict[str, Any]:
 
             return run
 
-        seen["outside"] |= {str(leaf.dtype) for name, part in params.items() if name != "layers" for leaf in [part]}
-        return inner(params, rows, layer_fn=watch)
+        found = inner(params, rows, layer_fn=watch)  # before it the step may stop here, to see which model this is
+        seen["outside"] |= {str(leaf.dtype) for name, leaf in params.items() if name != "layers"}
+        return found
 
     mesh = Mesh(fsdp=2)
     params, optimizer = placed("deepseek", mesh), optimizer_of("deepseek")
