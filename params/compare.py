@@ -305,8 +305,12 @@ def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tapped["embed"] = args[0] if args else kwargs["hidden_states"]
 
+    # Our taps hold what is added to the residual stream; Granite multiplies what a sublayer returns.
+    multiplier = getattr(model.config, "residual_multiplier", 1.0)
+
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
+        value = value if tap.endswith(".output") else value * multiplier
         tapped[tap] = value if value.ndim == 3 else value.view(*tokens.shape, -1)  # experts may see rows of tokens
 
     layers = _layers(model)

@@ -3,6 +3,7 @@
 The functions alone are tested in tests/fnmodels/ops/test_moe.py and tests/train/losses/test_moe_balance.py.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fnmodels
+import params as P
 import train
 from fnmodels import tree
 from fnmodels.models.common import context
+from fnmodels.models.common.spec import moe_leaves
 from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.experts import loop_experts
 from fnmodels.ops.moe.router import RouterDtypes
@@ -251,6 +254,24 @@ def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
     for got, want in seen:
         for name, x, y in zip(("param", "logits", "weights"), got, want, strict=True):
             assert x.dtype == y.dtype and torch.equal(x, y), f"{name}: {x.dtype}, declared {y.dtype}"
+
+
+def test_a_router_may_stay_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`RouterDtypes(param="wide")` and `moe_leaves(wide_router=True)` belong together; one alone is found."""
+    case = next(case for case in STRUCTURES if case.name == "glm4_moe")
+    family, wide = fnmodels.family_of(case.config), functools.partial(moe_leaves, wide_router=True)
+    declared = dataclasses.replace(family.ROUTER, param="wide")
+    monkeypatch.setattr(variants_of(case.family), "ROUTER", declared)
+    monkeypatch.setattr(family, "ROUTER", declared)
+    try:
+        with pytest.raises(AssertionError, match=r"^param: torch\.bfloat16, declared torch\.float32"):
+            test_routers_keep_to_the_declared_dtypes(case)
+        monkeypatch.setattr("fnmodels.models.common.moe.moe_leaves", wide)
+        generic_params.cache_clear()
+        test_routers_keep_to_the_declared_dtypes(case)
+        assert P.init(case.config, 0, dtype=torch.bfloat16)["layers"][-1]["mlp"]["router"].dtype == torch.float32
+    finally:
+        generic_params.cache_clear()
 
 
 @every_structure

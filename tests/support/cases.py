@@ -153,11 +153,17 @@ def generic(name: str, tensor: Tensor) -> Tensor:
 
 @functools.cache
 def generic_params(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """The parameter tree of `config` with generic values. Shared between tests, which must not write to it."""
+    """The parameter tree of `config` with generic values. Shared between tests, which must not write to it.
+
+    As in a model of this dtype: a leaf with keep_dtype is in no narrower one than its own.
+    """
+
+    def value(path: str, leaf: P.Leaf) -> Tensor:
+        kept = torch.promote_types(dtype, leaf.dtype) if leaf.keep_dtype else dtype
+        return generic(path, torch.empty(leaf.shape, device="meta")).to(kept)
+
     spec = tree.flatten(fnmodels.family_of(config).spec(config))
-    return tree.unflatten(
-        {path: generic(path, torch.empty(leaf.shape, device="meta")).to(dtype) for path, leaf in spec.items()}
-    )
+    return tree.unflatten({path: value(path, leaf) for path, leaf in spec.items()})
 
 
 @dataclass(frozen=True)

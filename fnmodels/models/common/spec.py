@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -202,12 +202,14 @@ def moe_leaves(
     shared_gate: bool = False,
     selection_bias: bool = False,
     router_bias: bool = False,
+    wide_router: bool = False,
 ) -> dict[str, Any]:
     """A router over `experts` gated MLPs of width `inner`, with the biases of both.
 
     shared: width of the expert that every token passes through, 0: there is none; shared_gate: it has a gate. The
     selection bias is state that no gradient teaches (see `train.update_bias`). The router's own axis is "router": what
-    splits the experts over devices leaves it whole.
+    splits the experts over devices leaves it whole. wide_router: its parameters stay fp32 where the model is cast; such
+    a family declares `RouterDtypes(param="wide", projection="wide", ...)`.
     """
     stacks: dict[str, Any] = {
         "gate_proj": weight((experts, inner, width), ("expert", "expert_mlp", "embed"), std),
@@ -218,9 +220,10 @@ def moe_leaves(
         sizes = {"gate_bias": (inner, "expert_mlp"), "up_bias": (inner, "expert_mlp"), "down_bias": (width, "embed")}
         for name, (size, axis) in sizes.items():
             stacks[name] = Leaf((experts, size), torch.float32, ("expert", axis), Constant(0.0), decay=False)
-    leaves: dict[str, Any] = {"router": weight((experts, width), ("router", "embed"), std), "experts": stacks}
+    router = replace(weight((experts, width), ("router", "embed"), std), keep_dtype=wide_router)
+    leaves: dict[str, Any] = {"router": router, "experts": stacks}
     if router_bias:
-        leaves["router_bias"] = bias(experts, "router")
+        leaves["router_bias"] = replace(bias(experts, "router"), keep_dtype=wide_router)
     if selection_bias:
         leaves["selection_bias"] = Leaf(
             (experts,), torch.float32, ("router",), Constant(0.0), trainable=False, decay=False, keep_dtype=True

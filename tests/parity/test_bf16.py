@@ -1,0 +1,120 @@
+"""Where bf16 rounds: each norm bit for bit as transformers', and a layer no further from fp32 than theirs."""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels import tree
+from fnmodels.models.common import decoder
+from fnmodels.ops import mla, norm
+from params.compare import _batches, _ours, _theirs
+from tests.support.cases import Case, cases, is_routed, richest, seed_of, tokens_of
+from tests.support.oracle import model_of, params_of
+
+BY_TYPE = [case for case in richest(lambda case: case.config.model_type) if case.values is not None]
+every_type = pytest.mark.parametrize("case", BY_TYPE, ids=str)
+
+Norm = Callable[[Tensor], Tensor]
+
+
+@functools.cache
+def reference(case: Case) -> Any:
+    """The reference in bf16, to which nothing is written."""
+    return model_of(case.values).bfloat16()
+
+
+def tokens(case: Case) -> Tensor:
+    return tokens_of(case.config, 2, 24, seed=seed_of(case))
+
+
+def norms_of_reference(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
+    """{name of a norm's weight on disk: (input, output)} of one forward in bf16."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    model, handles = reference(case), []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if "norm" in type(module).__name__.lower() and isinstance(weight, Tensor) and weight.ndim == 1:
+
+            def note(_: Any, given: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
+                found[f"{name}.weight"] = (given[0], output)
+
+            handles.append(module.register_forward_hook(note))
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens(case), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def our_norms(case: Case, params: Any) -> dict[str, Norm]:
+    """{path of a norm's weight: the function of its input alone that our forward applies}."""
+    paths = {id(leaf): path for path, leaf in tree.flatten(params).items()}
+    found: dict[str, Norm] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (fnmodels.family_of(case.config), decoder, mla):
+            for name, function in inspect.getmembers(module, inspect.isfunction):
+                if function.__module__ == norm.__name__ and "norm" in name:
+
+                    def watched(x: Tensor, *args: Any, function: Any = function, **options: Any) -> Tensor:
+                        if id(args[0]) in paths:
+                            found[paths[id(args[0])]] = lambda x: function(x, *args, **options)
+                        return function(x, *args, **options)
+
+                    patch.setattr(module, name, watched)
+        prepared = fnmodels.prepare(case.config, tokens(case))
+        with torch.no_grad():
+            fnmodels.forward(params, *prepared, config=case.config, kernel="math")
+    return found
+
+
+@every_type
+def test_norms_round_as_in_transformers(case: Case) -> None:
+    params = params_of(reference(case), case.config)
+    stored = fnmodels.family_of(case.config).hf_names(case.config)
+    theirs, compared = norms_of_reference(case), 0
+    for path, function in our_norms(case, params).items():
+        if stored[path] in theirs:
+            x, wanted = theirs[stored[path]]
+            same = float((function(x) == wanted).float().mean())
+            assert same > 0.999, f"{path}: {1 - same:.1%} of the elements are rounded otherwise than in transformers"
+            compared += 1
+    assert compared >= 1 + case.config.num_hidden_layers, compared
+
+
+@every_type
+def test_a_layer_is_as_close_to_fp32_as_transformers(case: Case) -> None:
+    """The first layer's parts in bf16 against the reference's in fp32; without experts, whose choice may differ."""
+    model, ids = reference(case), tokens(case)
+    batch = next(iter(_batches(case.config, ids.shape[1])))
+    with torch.no_grad():
+        theirs = _theirs(model, ids, batch)
+        exact = _theirs(copy.deepcopy(model).float(), ids, batch)
+        ours = _ours(case.config, params_of(model, case.config), ids, batch)
+    taps = [tap for tap in ("layers.0.attention", "layers.0.output") if tap in ours and tap in theirs]
+    taps = [tap for tap in taps if not is_routed(case.config) or tap.endswith("attention")]
+    assert taps or is_routed(case.config)
+    for tap in taps:
+        off, usual = (float((found[tap].float() - exact[tap]).square().mean().sqrt()) for found in (ours, theirs))
+        assert off <= 1.3 * usual, f"{tap}: {off / usual:.2f} times as far from fp32 as transformers in bf16"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "twin"),
+    [("llama", "rms_norm", norm.rms_norm_fp32_weight), ("olmo2", "rms_norm_fp32_weight", norm.rms_norm)],
+)
+def test_a_norm_swapped_with_its_twin_is_found(
+    name: str, ours: str, twin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in cases() if case.name == name)
+    monkeypatch.setattr(fnmodels.family_of(case.config), ours, twin)
+    with pytest.raises(AssertionError, match="are rounded otherwise than in transformers"):
+        test_norms_round_as_in_transformers(case)
