@@ -232,7 +232,7 @@ def _operands(x: Any, y: Any) -> tuple[Tensor, Tensor] | None:
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return None
     x, y = (x, y) if x.ndim >= y.ndim else (y, x)
-    return (x, y) if 0 < y.ndim < x.ndim and y.shape == x.shape[-y.ndim :] else None
+    return (x, y) if y.ndim < x.ndim and y.shape == x.shape[x.ndim - y.ndim :] else None
 
 
 def _product(input: Any, other: Any) -> Rule:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import linear
+from .norm import upcast
 
 # By Hugging Face's names; further ones (quick_gelu, ...) are added with the families that use them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,3 +41,23 @@ def plain_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Ten
     """down(activation(up(x))), without a gate (arXiv 1706.03762); x [..., D]. The biases are optional leaves."""
     up = linear(x, layer["up_proj"], layer.get("up_bias"))
     return linear(ACTIVATIONS[activation](up), layer["down_proj"], layer.get("down_bias"))
+
+
+def xielu_mlp(layer: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """down(xielu(up(x))), with the activation's own parameters beside the projections; x [..., D]."""
+    scalars = (layer[f"xielu_{name}"] for name in ("alpha_p", "alpha_n", "beta", "eps"))
+    return linear(xielu(linear(x, layer["up_proj"]), *scalars), layer["down_proj"])
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """A parabola for x > 0, and beside it the integral of an ELU (arXiv 2411.13010); in fp32 at least.
+
+    alpha_p, alpha_n [1]: curvatures of both sides before softplus. beta [] is the slope at 0, and eps [] < 0 the
+    greatest argument of expm1, so that it stays finite where x > 0.
+    """
+    wide = upcast(x)
+    zero = torch.zeros_like(wide[..., :1])  # one number for each row, whose sum with a parameter `per_sample` follows
+    alpha_p, alpha_n, beta, eps = (zero + upcast(scalar) for scalar in (alpha_p, alpha_n, beta, eps))
+    positive, negative = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+    below = (torch.expm1(torch.minimum(wide, eps)) - wide) * negative
+    return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)

@@ -222,13 +222,17 @@ def test_one_adapted_leaf(case: Case) -> None:
 
 
 def shards_of(params: Any) -> Any:
-    """The tree in which a layer is two: half of the rows of each of its leaves, and the other half."""
-    halves = [tuple(tree.map(lambda t, i=i: t.tensor_split(2)[i], layer) for i in (0, 1)) for layer in params["layers"]]
+    """The tree in which a layer is two: one half of the rows of each leaf and the other half; of a scalar, it and 0."""
+
+    def half(t: Tensor, i: int) -> Tensor:
+        return t.tensor_split(2)[i] if t.ndim else t * (1 - i)
+
+    halves = [tuple(tree.map(lambda t, i=i: half(t, i), layer) for i in (0, 1)) for layer in params["layers"]]
     return {**params, "layers": halves}
 
 
 def gather(*shards: Tensor) -> Tensor:
-    return torch.cat(shards)
+    return torch.cat(shards) if shards[0].ndim else shards[0]
 
 
 @every_structure

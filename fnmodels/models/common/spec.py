@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,3 +243,14 @@ def plain_mlp_leaves(width: int, inner: int, *, std: float, biases: bool = True)
         "down_proj": weight((width, inner), ("embed", "mlp"), std),
     }
     return leaves | {"up_bias": bias(inner, "mlp"), "down_bias": bias(width, "embed")} if biases else leaves
+
+
+def xielu_leaves() -> dict[str, Leaf]:
+    """What `ops.mlp.xielu` reads: two curvatures that are trained, before softplus, and two constants of the files."""
+    curvatures = {"xielu_alpha_p": math.log(math.expm1(0.8)), "xielu_alpha_n": math.log(math.expm1(0.8 - 0.5))}
+    leaves = {name: norm(1, "activation", value) for name, value in curvatures.items()}
+    constants = {"xielu_beta": 0.5, "xielu_eps": -1e-6}
+    return leaves | {
+        name: Leaf((), torch.float32, (), Constant(value), trainable=False, decay=False)
+        for name, value in constants.items()
+    }

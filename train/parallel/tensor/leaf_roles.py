@@ -17,8 +17,10 @@ from train.dist.region import Region
 DIVIDED = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
 # Leaves of an attention that are used between its linear maps, or make what is.
 _ATTENTION = ("heads", "kv_heads", "latent", "head_dim")
+# Those of an MLP: its width, and the parameters of its activation.
+_MLP = ("mlp", "activation")
 # The axes of layers. A leaf with another one would be taken for one of the stream, and its gradient might be partial.
-_KNOWN = {*DIVIDED, *_ATTENTION, "embed", "expert", "router", "one"}
+_KNOWN = {*DIVIDED, *_ATTENTION, *_MLP, "embed", "expert", "router", "one"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ def _use(path: str, leaf: Leaf, is_part: bool, divided: frozenset[str], region: 
 
 def _is_inside(leaf: Leaf, divided: frozenset[str]) -> bool:
     axes = leaf.axes
-    return ("heads" in divided and any(axis in _ATTENTION for axis in axes)) or ("mlp" in divided and "mlp" in axes)
+    attention, mlp = (any(axis in known for axis in axes) for known in (_ATTENTION, _MLP))
+    return ("heads" in divided and attention) or ("mlp" in divided and mlp)
 
 
 def _adapted(use: Use, inside: bool) -> dict[str, Use]:
