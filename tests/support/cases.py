@@ -375,7 +375,8 @@ def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None
     assert len(seen) == len(sparse_layers(case.config))
     generator = torch.Generator().manual_seed(0)
     for route, aux, valid in seen:
-        seeds = f"SEEDS in tests/variants/{case.family}.py, {{{case.name!r}: seed}}, chooses other tokens"
+        how = f"python -m tests.support.find_seeds {case.config.model_type} finds one"
+        seeds = f"SEEDS in tests/variants/{case.family}.py, {{{case.name!r}: seed}}, chooses other tokens; {how}"
         assert aux["counts"].min() > 0, f"an expert without a token: {aux['counts'].tolist()}; {seeds}"
         logits, chosen = aux["router_logits"][valid], aux["expert_indices"][valid].sort(-1).values
         for _ in range(16):
