@@ -1,0 +1,125 @@
+"""Nemotron-4 and Minitron (arXiv 2402.16819, 2406.11704, 2407.14679).
+
+A pre-norm decoder with LayerNorms whose weights are stored less 1, grouped queries, rotary embedding on half of each
+head, and an MLP without a gate whose activation is the square of relu.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.rope_config import rope_to_hf
+from fnmodels.models.common.spec import bias, decoder_leaves, norm, plain_mlp_leaves, usual_attention
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
+from fnmodels.ops.norm import layer_norm, upcast
+from fnmodels.ops.qkv import project_out, project_qkv
+from fnmodels.ops.rotary import Rope, apply_rotary
+from fnmodels.tree import Tree
+
+MODEL_TYPES = ("nemotron",)
+TAPS = ("attention", "middle", "mlp")
+
+
+@dataclass(frozen=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches."""
+
+    rope: Rope = Rope(partial=0.5)  # noqa: RUF009 - frozen
+    norm_eps: float = 1e-5
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "relu2"
+    max_position_embeddings: int = 4096
+    initializer_range: float = 0.0134
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        usual = decoder.base_fields(fields, MODEL_TYPES, partial=0.5, max_positions=4096)
+        usual["initializer_range"] = fields.number("initializer_range", 0.0134, above=-1e-9)
+        usual["hidden_act"] = fields.choice("hidden_act", tuple(ACTIVATIONS), "relu2")
+        epsilon = fields.number("norm_eps", 1e-5)
+        # Second names in published files and in conversions, which transformers does not read.
+        fields.expect("kv_channels", usual["head_dim"])
+        fields.expect("layer_norm_eps", epsilon)
+        fields.expect("rope_percent", usual["rope"].partial)
+        config = Config(
+            **usual,
+            norm_eps=epsilon,
+            attention_bias=fields.boolean("attention_bias", False),
+            mlp_bias=fields.boolean("mlp_bias", False),
+        )
+        return decoder.finished(config, fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        # The partial factor is always written: left out, it would be a half.
+        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
+        names = ("norm_eps", "attention_bias", "mlp_bias", "hidden_act")
+        return decoder.decoder_to_hf(self, "NemotronForCausalLM", *names, rope_parameters=rope)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]. The weights of LayerNorms are stored less 1."""
+    D, std = config.hidden_size, config.initializer_range
+    layer = {
+        **_norm_leaves("input_layernorm", D),
+        "attention": usual_attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias),
+        **_norm_leaves("post_attention_layernorm", D),
+        "mlp": plain_mlp_leaves(D, config.intermediate_size, std=std, biases=config.mlp_bias),
+    }
+    return decoder_leaves(config, [layer for _ in config.layer_kinds]) | _norm_leaves("norm", D)
+
+
+def _norm_leaves(name: str, size: int) -> Tree:
+    """A LayerNorm's weight, which begins at 0, and its bias beside it."""
+    return {name: norm(size, "embed", value=0.0), f"{name}_bias": bias(size, "embed")}
+
+
+hf_names = decoder.hf_names
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+
+
+def _norm(owner: Tree, name: str, x: Tensor, config: Config) -> Tensor:
+    """LayerNorm of x [..., D] by 1 + weight, in fp32. transformers adds the 1 in the weight's own dtype."""
+    return layer_norm(x, 1 + upcast(owner[name]), owner[f"{name}_bias"], eps=config.norm_eps)
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    weights = layer["attention"]
+    q, k, v = project_qkv(weights, _norm(layer, "input_layernorm", x, config), head_dim=config.head_dim)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = _norm(layer, "post_attention_layernorm", x, config)
+    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head: logits [B, S, V]."""
+    return linear(_norm(params, "norm", x, config), decoder.head(params, config))
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+PRESETS = {
+    name: {"model_type": "nemotron", "vocab_size": 256000, "head_dim": head_dim} | dict(zip(_SIZES, sizes, strict=True))
+    for name, head_dim, *sizes in (
+        ("minitron-4b", 128, 3072, 9216, 32, 24, 8),
+        ("minitron-8b", 128, 4096, 16384, 32, 48, 8),
+        ("nemotron-4-15b", 128, 6144, 24576, 32, 48, 8),
+        ("nemotron-4-340b", 192, 18432, 73728, 96, 96, 8),
+    )
+}
