@@ -22,6 +22,7 @@ from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence
 from train.losses.lm_head import head_loss
 from train.losses.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
+from train.losses.model_loss import ModelLoss, beside, run_options
 from train.losses.moe_balance import Balance, balance_loss, router_z_loss, update_bias
 from train.losses.multi_token import look_ahead, mtp_loss
 from train.losses.next_token import next_token_loss
@@ -40,6 +41,7 @@ from train.step import make_eval_step, make_forward_only, make_step
 
 __all__ = [
     "Balance",
+    "ModelLoss",
     "Optimizer",
     "Saver",
     "State",
@@ -48,6 +50,7 @@ __all__ = [
     "apply_updates",
     "averaged",
     "balance_loss",
+    "beside",
     "chain",
     "checkpoint",
     "clip_by_global_norm",
@@ -77,6 +80,7 @@ __all__ = [
     "random_state",
     "routed_logprobs",
     "router_z_loss",
+    "run_options",
     "set_random_state",
     "sgd",
     "sharded",

@@ -43,9 +43,9 @@ def make_step(
 ) -> Step:
     """A function step(state, batch) -> (state, metrics).
 
-    loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Where it has a keyword `layer_fn`
-        the step passes remat and compile="block" there, and where it has `layout`, the batch's
-        `fnmodels.document_layout`, made on the host. What a functools.partial has bound already stays.
+    loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Any function that runs the model by
+        fnmodels.hidden or forward with the params that it is given: these carry what the step adds (remat, compilation,
+        layouts, a mesh), see `train.losses.model_loss`. Options that the loss gives itself are kept, or wrapped.
     batch: a dict of [B, S], or of [1, T] with packed documents; or a list of such, of any lengths: microbatches that
         the caller has cut, which make one step together.
     accumulate: the rows of the batch are taken in this many parts, as equal as can be; gradients are summed in fp32 at
@@ -59,8 +59,8 @@ def make_step(
     inplace: the State that goes in is used up and its tensors are written (see `State`). False leaves it as it was, at
         the cost of a copy of parameters and optimizer state.
     balance_rate: after each update every layer's `selection_bias` goes up by this for experts that got fewer tokens of
-        the batch than the mean, down for the others (`update_bias`). The loss function must then have a keyword `aux`
-        and give counts [sparse layers, E] in its aux, as `next_token_loss` does. None: the biases stay.
+        the batch than the mean, down for the others (`update_bias`). The loss function must then
+        give counts [sparse layers, E] in its aux, as `next_token_loss` does. None: the biases stay.
     mesh: over many processes, see `train.parallel.step`: the State's leaves are DTensors, the batch is the whole one in
         every process, and so are the metrics. strategy: how they share the work, where there is a choice.
 
@@ -123,10 +123,9 @@ def make_forward_only(
 ) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
     """A function run(params, batch) -> function(params, batch) without gradients; of a list, the list of results.
 
-    function: `token_logprobs`, a loss, anything of (params, batch). Its keywords `layer_fn` and `layout` are filled in
-    as `make_step` does, and what it returns is passed on as it is. compile, mesh, strategy: as in `make_step`; over a
-    mesh that divides batches it must return tensors [B, S, ...], and over `pp` it must be a functools.partial of
-    `token_logprobs`, or a `train.parallel.pipeline.types.Staged`.
+    function: `token_logprobs`, a loss, anything of (params, batch) that runs the model as a loss does; what it returns
+    is passed on as it is. compile, mesh, strategy: as in `make_step`; over a mesh that shards batches it must return
+    tensors [B, S, ...].
     """
     check_strategy(mesh, strategy)
     if mesh is not None:

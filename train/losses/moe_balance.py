@@ -119,7 +119,7 @@ def moved_biases(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dic
     if len(paths) != len(counts):
         raise ValueError(
             f"balance_rate moves a selection_bias of each layer with experts: there are {len(paths)} of them, and "
-            f"{len(counts)} such layers."
+            f"the loss returns counts of {len(counts)} such layers: its aux must hold counts [layers with experts, E]."
         )
     return {
         path: torch.where(skip, flat[path], update_bias(flat[path], of_layer, rate))

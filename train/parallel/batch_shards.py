@@ -37,7 +37,8 @@ def own_parts(
 ) -> list[Batch]:
     """This process' microbatches, of what it is given: see `Strategy.rows`. ValueError in all processes alike.
 
-    check: `Staged.check`, for rows that a process has for itself. places: give each the entry PLACES too.
+    check: raises for a batch that the loss cannot read, for rows that a process has for itself. places: give each the
+    entry PLACES too.
     """
     how, devices = placed.strategy, placed.devices
     columns: dict[str, Any] = {"order": how.order, "config": placed.config, "sequence": how.sequence}

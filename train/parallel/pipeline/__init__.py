@@ -4,10 +4,10 @@
     tree_split      the slice of a params tree that a rank holds: `share`
     gradients       gradients, losses and outputs of this rank's stages: `gradient_sums`
     runner          torch's schedules run over the stages; microbatch: what every stage needs of one microbatch
-    staged_loss     a loss split into layers and a head; joint_node: one graph node for split backward passes
+    staged_loss     one stage's part of a loss; joint_node: one graph node for split backward passes
     stages          pipeline stages inside a mesh with the other dimensions
     timeline        how long ranks wait under a schedule, and how many activations they hold
-    types           `Staged` and `Microbatch`
+    types           `Microbatch` and `StageHooks`
 
 This file imports nothing: `train.parallel.mesh` reads `schedule`, and must stay cheap to import.
 """
