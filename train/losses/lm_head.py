@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.ops.torch_internals import alone
 from fnmodels.tree import Tree
 
 from .cross_entropy import Terms, check_labels, check_weights, count_labels, cross_entropy_sum, loss_and_slope, wide_of
@@ -80,8 +81,13 @@ def head_loss(
         return _HeadLoss.apply(head, chunk, needs, terms, targets, factors, tokens, *leaves)[0], count
     loss = torch.zeros((), dtype=wide_of(x), device=x.device)
 
+    fused = not torch.is_grad_enabled() and alone(tokens, *leaves)
+
     def one(x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        return cross_entropy_sum(head(leaves, x), labels, weights, terms)
+        logits = head(leaves, x)
+        if fused:  # the formula of `_HeadLoss`, so that evaluation has the bits of the training forward
+            return loss_and_slope(logits, labels, weights, terms)[0]
+        return cross_entropy_sum(logits, labels, weights, terms)
 
     for part in zip(*(t.split(chunk, 1) for t in (tokens, targets, factors)), strict=True):
         loss = loss + (checkpoint(one, *part, use_reentrant=False) if torch.compiler.is_compiling() else one(*part))
