@@ -69,57 +69,57 @@ class _Parser(Parser):
 
 
 def parser() -> Parser:
-    made = _Parser(
+    command = _Parser(
         prog=main_job(),
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
+    command.add_argument(
         "--run",
         type=Path,
         required=True,
         metavar="DIR",
         help="the run folder: new or empty, or with --resume an existing run",
     )
-    made.add_argument(
+    command.add_argument(
         "--config",
         type=Path,
         metavar="TOML",
         help="a TOML file of settings, named as the flags below with _ for -; flags override it; each run writes one",
     )
-    made.add_argument(
+    command.add_argument(
         "--resume",
         action="store_true",
         help="continue from the last saved step of the run in DIR; its settings are the defaults, and flags must agree",
     )
-    made.add_argument(
+    command.add_argument(
         "--mesh",
         metavar="AXES",
         help="how processes share the work, as fsdp=2,tp=2 of pp, dp, fsdp, ep, cp, tp; they are started here, or by "
         "torchrun --nproc-per-node 4 -m train -- and the flags",
     )
-    made.add_argument(
+    command.add_argument(
         "--nproc",
         type=value_of(integer(1)),
         metavar="NUMBER",
         help="the number of processes; by default that of the mesh, which it must equal",
     )
     for name, (setting_type, text) in MESH_FLAGS.items():
-        made.add_argument(flag(name), type=value_of(setting_type), metavar=setting_type.metavar, help=text)
-    made.add_argument(
+        command.add_argument(flag(name), type=value_of(setting_type), metavar=setting_type.metavar, help=text)
+    command.add_argument(
         "--sequence",
         action="store_true",
         help="tp: shard the sequence dimension between its sublayers too (sequence parallelism)",
     )
-    made.add_argument(
+    command.add_argument(
         "--timeout",
         type=value_of(MINUTES),
         default=30.0,
         metavar="MINUTES",
         help="several processes: how long they wait for one that hangs (default 30)",
     )
-    groups = {name: made.add_argument_group(name) for name in GROUPS}
+    groups = {name: command.add_argument_group(name) for name in GROUPS}
     for entry in fields(Settings):
         setting_type, default = entry.metadata["type"], getattr(DEFAULT, entry.name)
         shown = "" if default is None else f" (default {as_flag(default)})"
@@ -130,33 +130,33 @@ def parser() -> Parser:
             metavar=setting_type.metavar,
             help=entry.metadata["help"] + shown,
         )
-    return made
+    return command
 
 
 def run(arguments: argparse.Namespace, defaults: Settings, argv: Sequence[str]) -> int:
     flags = vars(arguments)
     nproc = flags.pop("nproc")
-    given = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
+    job_flags = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
     mesh_flags = {name: flags.pop(name) for name in ("sequence", *MESH_FLAGS)}
     limit = datetime.timedelta(minutes=flags.pop("timeout"))
     from train.job.mesh_flags import process_count
     from train.job.processes import controller, launch
 
-    needed = 1 if nproc is None and is_started() else process_count(given["mesh"], nproc)
+    needed = 1 if nproc is None and is_started() else process_count(job_flags["mesh"], nproc)
     if needed > 1 and not is_started():
         from train.job.processes import spawn
 
         return spawn.start(partial(main, defaults=defaults), argv, needed)
     from train.job.run import Options, train_run
 
-    options = Options(flags=flags, mesh_flags=mesh_flags, **given)
+    options = Options(flags=flags, mesh_flags=mesh_flags, **job_flags)
     rank, processes = rank_and_world_size()
     if processes == 1:
         return train_run(options, defaults)
-    with launch.process_group(limit) as held:
+    with launch.process_group(limit) as timeout:
         if rank:
-            return controller.follow(held)
-        return controller.lead(partial(train_run, replace(options, limit=held), defaults))
+            return controller.follow(timeout)
+        return controller.lead(partial(train_run, replace(options, limit=timeout), defaults))
 
 
 def main(argv: Sequence[str] | None = None, *, defaults: Settings = DEFAULT) -> int:

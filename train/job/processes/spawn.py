@@ -1,7 +1,7 @@
-"""Starts the processes of `--mesh` on this machine, as torchrun would, and passes requests to stop on to the first one.
+"""Starts the processes of --mesh on this machine with torch's elastic launcher, and forwards stop requests to rank 0.
 
-A terminal sends Ctrl-C to all processes at once, a service manager SIGTERM. The started processes block both: the
-process that started them answers, with STOP to the first one, which stops as a run by one process does.
+A terminal sends Ctrl-C to all processes at once, a service manager SIGTERM. The started processes block both; the
+starting process handles them and sends STOP, upon which rank 0 stops as a run in one process does.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .launch import PEER_LOST
 from .signals import STOP, counted_requests
 
 BLOCKED = {signal.SIGINT, signal.SIGTERM, STOP}
-GRACE = 10.0  # seconds that a second request leaves the processes; one that waits for another hears no signal
+GRACE = 10.0  # seconds until a second request kills the processes, as one blocked in a collective handles no signal
 
 Main = Callable[[Sequence[str]], int]
 
 
 def start(main: Main, argv: Sequence[str], processes: int) -> int:
-    """Runs main(argv) in each of the processes; returns the exit code of all.
+    """Runs main(argv), which must be picklable, in `processes` processes; returns the exit code of the run.
 
-    main: picklable. UserError names a process that was killed.
+    UserError where a process was killed by a signal, or all lost their connections.
     """
     others = set(multiprocessing.active_children())
     with counted_requests() as requests, _without_logs(), ThreadPoolExecutor(1) as launcher:
-        # The thread blocks the signals, which a new process inherits; this one hears them.
+        # The thread blocks the signals, which new processes inherit; the main thread receives them.
         done = launcher.submit(_launch, main, list(argv), processes)
         _pass_on(requests, done, lambda: set(multiprocessing.active_children()) - others, processes)
     try:
@@ -54,7 +54,7 @@ def start(main: Main, argv: Sequence[str], processes: int) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:
-            return 130 if failure.exitcode == 130 else 2  # it has printed why
+            return 130 if failure.exitcode == 130 else 2  # the process has printed the reason
         if requests():
             raise KeyboardInterrupt from error
         name = signal.Signals(-failure.exitcode).name
@@ -65,7 +65,7 @@ def start(main: Main, argv: Sequence[str], processes: int) -> int:
 
 
 def _pass_on(requests: Callable[[], int], done: Future[Any], children: Callable[[], set[Any]], processes: int) -> None:
-    """Waits for the processes; sends them a STOP for each request, and kills them where the second does not help."""
+    """Waits for the processes; sends a STOP per request, and kills them GRACE seconds after the second."""
     passed, deadline, started = 0, float("inf"), False
     while not done.done():
         wait([done], timeout=0.1)
@@ -83,7 +83,7 @@ def _pass_on(requests: Callable[[], int], done: Future[Any], children: Callable[
 
 
 def _launch(main: Main, argv: list[str], processes: int) -> dict[int, int]:
-    resource_tracker.ensure_running()  # first, since its start unblocks signals
+    resource_tracker.ensure_running()  # before blocking signals, as its start unblocks them
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     config = LaunchConfig(
         min_nodes=1,
@@ -110,7 +110,7 @@ def _process(main: Main, argv: list[str]) -> int:
     try:
         if rank == 0:
             signal.signal(STOP, signal.default_int_handler)
-        # The launcher ends the others by SIGTERM; they ignore it where the first one can end them, see `follow`.
+        # The launcher ends other ranks with SIGTERM; they ignore it while rank 0 can end them, see `follow`.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM if rank else STOP})
         code = main(argv)
     except KeyboardInterrupt:
@@ -122,16 +122,18 @@ def _process(main: Main, argv: list[str]) -> int:
     ended.set()
     if code not in (0, PEER_LOST):
         sys.exit(code)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # by which the launcher ends those that have returned
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGTERM}
+    )  # with which the launcher ends processes that have returned
     return code
 
 
-def _end_with_parent(first: bool, ended: threading.Event) -> None:
-    """A run whose starting process was killed is asked to stop, and none of its processes outlives it."""
+def _end_with_parent(is_rank_0: bool, ended: threading.Event) -> None:
+    """Stops the run and ends this process when the process that started it is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    if first:
+    if is_rank_0:
         os.kill(os.getpid(), STOP)
     ended.wait()
     os._exit(1)
