@@ -2,7 +2,8 @@
 
     mesh            the sizes of the mesh dimensions, `Mesh(fsdp=2, tp=2)`, and `Strategy`: how they share work
     placement       sharding rules of a mesh, and the shardings of placed parameters
-    step            `train.make_step(..., mesh=mesh)`: composes the parallelisms below around one loss
+    step            `train.make_step(..., mesh=mesh)`
+    compose         all the parallelisms below around one loss, as options that travel with its params
     update          from summed gradients to the next State: global norm, updates of local shards
     eval_steps      evaluation and per-token outputs over a mesh
     agreement       checks that all ranks were given the same batch, or batches that fit together
