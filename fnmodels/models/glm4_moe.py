@@ -1,7 +1,8 @@
-"""GLM-4.5 to 4.7 with experts (arXiv 2508.06471): GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7.
+"""GLM-4.5 to 4.7 with experts (arXiv 2508.06471), and dots.llm1 (arXiv 2506.05767).
 
-A pre-norm decoder with grouped queries, half-layout rotary embedding of the first half of each head, a few dense layers
-and then sparse ones, which route as DeepSeek V3 does. Its heads that predict further tokens: `fnmodels.mtp`.
+A pre-norm decoder with grouped queries, half-layout rotary embedding of the first half of each head (dots.llm1: of all
+of it), a few dense layers and then sparse ones, which route as DeepSeek V3 does. GLM's heads that predict further
+tokens: `fnmodels.mtp`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
@@ -27,14 +29,16 @@ from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("glm4_moe",)
+MODEL_TYPES = ("glm4_moe", "dots1")
 KINDS = ("full", "full_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # what files may hold or not, and the field that counts it
 
-_PARTIAL = 0.5  # the share of a head that rotates, where config.json does not say
+_PARTIAL = 0.5  # the share of a head that rotates, where config.json of GLM does not say
+# What is not said, or null, in config.json of dots.llm1.
+_DOTS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_nextn_predict_layers": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,7 @@ class Config(decoder.BaseConfig):
     rope: Rope = Rope(partial=_PARTIAL)  # noqa: RUF009 - frozen
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # of q, k and v
+    o_bias: bool = False
     use_qk_norm: bool = False
     num_nextn_predict_layers: int = 0  # heads in params["mtp"], which the forward pass does not use
 
@@ -62,30 +67,52 @@ class Config(decoder.BaseConfig):
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = Fields(values)
-        usual = decoder.base_fields(fields, MODEL_TYPES, partial=_PARTIAL, max_positions=131072, kv_heads=8)
-        usual |= mixture.grouped_from_hf(fields, usual["num_hidden_layers"], dense=1, scale=1.0)
+        dots = values.get("model_type") == "dots1"
+        fields = Fields(values | {name: _DOTS[name] for name in _DOTS if values.get(name) is None} if dots else values)
+        if dots:
+            fields.expect("num_nextn_predict_layers", 0)
+            fields.expect("use_qk_norm", True)
+        partial, positions, kv_heads = (None, 2048, 32) if dots else (_PARTIAL, 131072, 8)
+        usual = decoder.base_fields(fields, MODEL_TYPES, partial=partial, max_positions=positions, kv_heads=kv_heads)
+        how = {"dense": 0, "scoring": ("sigmoid", "noaux_tc")} if dots else {"dense": 1}
+        usual |= mixture.grouped_from_hf(fields, usual["num_hidden_layers"], scale=1.0, **how)
+        if dots:
+            _refuse_windows(fields, usual["num_hidden_layers"])
+        bias = fields.boolean("attention_bias", False)
         config = Config(
             **usual,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            attention_bias=fields.boolean("attention_bias", False),
-            use_qk_norm=fields.boolean("use_qk_norm", False),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6 if dots else 1e-5),
+            attention_bias=bias,
+            o_bias=dots and bias,
+            use_qk_norm=dots or fields.boolean("use_qk_norm", False),
         )
         return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json in the current dialect."""
-        names = ("rms_norm_eps", "attention_bias", "use_qk_norm", "hidden_act", "num_nextn_predict_layers")
-        own = mixture.grouped_to_hf(self)
-        own["rope_parameters"] = rope_to_hf(self.rope) | {
-            "partial_rotary_factor": self.rope.partial
-        }  # even where it is 1
-        return decoder.decoder_to_hf(self, "Glm4MoeForCausalLM", *names, **own)
+        """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
+        names, own = ("rms_norm_eps", "attention_bias", "hidden_act"), mixture.grouped_to_hf(self)
+        if self.model_type == "dots1":
+            return decoder.decoder_to_hf(self, "Dots1ForCausalLM", *names, sliding_window=None, **own)
+        names += ("use_qk_norm", "num_nextn_predict_layers")
+        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # even where it is 1
+        return decoder.decoder_to_hf(self, "Glm4MoeForCausalLM", *names, rope_parameters=rope, **own)
+
+
+def _refuse_windows(fields: Fields, layers: int) -> None:
+    """UnsupportedError where a layer of dots.llm1 would look back a window only, as no published model does."""
+    has_window = fields.values.get("sliding_window", 4096) is not None
+    first = fields.integer("max_window_layers", 62, low=0)
+    if any(decoder.sliding_layers(fields, [has_window and i >= first for i in range(layers)])):
+        raise UnsupportedError(
+            f"{fields.where}: 'layer_types', or 'sliding_window' with 'max_window_layers' {first}, has sliding layers; "
+            "no published dots1 has, and they are not supported."
+        )
+    fields.take("sliding_window", None)
 
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    attention = usual_attention(config, qkv_bias=config.attention_bias)
+    attention = usual_attention(config, qkv_bias=config.attention_bias, o_bias=config.o_bias)
     attention |= head_norms(config) if config.use_qk_norm else {}
 
     def layer(kind: str) -> Tree:
@@ -125,3 +152,12 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **how)
     fed = ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, wide_router=ROUTER.wide_projection)
     return x + ctx.tap("mlp", fed)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dots.llm1": {"model_type": "dots1", "vocab_size": 152064, "hidden_size": 4096, "intermediate_size": 10944}
+    | {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 32, "moe_intermediate_size": 1408}
+    | {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
+    | {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_theta": 1e7, "max_position_embeddings": 32768}
+    | {"rms_norm_eps": 1e-5},
+}

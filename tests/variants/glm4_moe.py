@@ -1,10 +1,10 @@
-"""Tiny configurations of the GLM-4.5 family, one per way in which its maths can differ; its published sizes."""
+"""Tiny configurations of GLM-4.5 and dots.llm1, one per way in which their maths can differ; their published sizes."""
 
 from typing import Any
 
 from fnmodels.ops.moe.router import RouterDtypes
 
-SEEDS = {"glm4_moe": 5, "glm4_moe_qk_norm": 7}
+SEEDS = {"glm4_moe": 5, "glm4_moe_qk_norm": 7, "dots1": 4}
 
 TINY: dict[str, Any] = {
     "model_type": "glm4_moe",
@@ -39,6 +39,12 @@ def _glm(rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0} | rope, **changes}
 
 
+def _dots(**changes: Any) -> dict[str, Any]:
+    values = TINY | {"model_type": "dots1", "n_shared_experts": 2, "attention_bias": False, "sliding_window": None}
+    del values["num_nextn_predict_layers"]
+    return {**values, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, **changes}
+
+
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     yarn: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
@@ -53,6 +59,10 @@ def variants() -> dict[str, dict[str, Any]]:
             attention_bias=False,
             norm_topk_prob=False,
             tie_word_embeddings=True,
+        ),
+        "dots1": _dots(),
+        "dots1_groups_bias": _dots(
+            n_group=4, topk_group=2, attention_bias=True, norm_topk_prob=False, tie_word_embeddings=True
         ),
     }
 
@@ -96,22 +106,54 @@ def published() -> dict[str, dict[str, Any]]:
             "use_qk_norm": True,
             "vocab_size": 151552,
         },
+        "dots_llm1": {
+            "architectures": ["Dots1ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "first_k_dense_replace": 1,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 10944,
+            "max_position_embeddings": 32768,
+            "model_type": "dots1",
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 62,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": None,
+            "rope_theta": 10000000,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "noaux_tc",
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "vocab_size": 152064,
+        },
     }
 
 
 def sizes() -> dict[str, int]:
     """{name: how many parameters}, counted by hand from the shapes.
 
-    3,988,069,792 of them are the MTP module, whose copies of embedding and head on disk make the files' 358B. Published
-    as 355B.
+    3,988,069,792 of GLM 4.7's are the MTP module, whose copies of embedding and head on disk make the files' 358B.
+    Published as 355B and 142B.
     """
-    return {"glm_4_7": 356_785_898_816}
+    return {"glm_4_7": 356_785_898_816, "dots_llm1": 142_774_381_696}
 
 
 # What each preset has as published.
 TOTALS: dict[str, int | str] = {
     "glm-4.5": 358_337_791_296 - 2 * 151552 * 5120,
     "glm-4.5-air": 110_468_824_832 - 2 * 151552 * 4096,
+    "dots.llm1": 142_774_381_696,
 }
 
 # Fields that are refused whatever they say: alone they contradict others, or no published model has them.

@@ -114,9 +114,14 @@ def shared_from_hf(fields: Fields, layers: int, *, dense: int, scale: float, hea
     }
 
 
-def grouped_from_hf(fields: Fields, layers: int, *, dense: int, scale: float) -> dict[str, Any]:
-    """As `shared_from_hf`, where a sigmoid and a bias choose among groups, and there are heads for further tokens."""
-    fields.expect("scoring_func", "sigmoid")
+def grouped_from_hf(
+    fields: Fields, layers: int, *, dense: int, scale: float, scoring: tuple[str, ...] = ("sigmoid",)
+) -> dict[str, Any]:
+    """As `shared_from_hf`, where a sigmoid and a bias choose among groups, and there are heads for further tokens.
+
+    scoring: the family's words for the sigmoid.
+    """
+    fields.expect("scoring_func", *scoring)
     fields.expect("topk_method", "noaux_tc")
     heads = fields.integer("num_nextn_predict_layers", 1, low=0, high=HEADS_LIMIT)
     return shared_from_hf(fields, layers, dense=dense, scale=scale, heads=heads) | {
