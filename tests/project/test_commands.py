@@ -38,7 +38,7 @@ MISTAKES = [
     ("train", "--run {}/new --steps", "--steps: expected one argument"),
     ("train", "--run {}/new --learning-rate inf", "--learning-rate: 'inf' is not a number from 0"),
     ("train", "--run {}/new --dtype int8", "'int8' is not one of bfloat16, float32"),
-    ("train", "--run {}/new --mesh fsdp=2", "--mesh fsdp=2"),
+    ("train", "--run {}/new --mesh fsdp=2 --nproc 3", "--nproc 3"),
     ("train", "--run {}/new --mesh x", "--mesh x"),
     ("train", "--run {}/new --data {}/nowhere", "--data {}/nowhere"),
     ("train", "--run {}/new --data {}/text --init {}/nowhere", "{}/nowhere: there is no such checkpoint folder"),

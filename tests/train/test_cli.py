@@ -59,7 +59,7 @@ def errors(path):
         "short data": ([*run, "--data", str(path / "short")], "too little text"),
         "adapters of nothing": ([*run, "--lora", "r=2,targets=q_proj"], "name one with --init"),
         "no tokenizer": ([*run, "--init", str(path / "nothing")], "has no tokenizer.json"),
-        "mesh": ([*run, "--mesh", "fsdp=2"], "--mesh fsdp=2"),
+        "mesh": ([*run, "--mesh", "fsdp=2", "--nproc", "3"], "--nproc 3"),
         "nothing to resume": (
             ["--run", str(path / "noting"), "--resume"],
             f"there is no such folder, so --resume has no run to continue: leave it out to start one; "
@@ -95,7 +95,7 @@ def test_a_mistake_leaves_nothing_that_was_not_there(tmp_path):
         (tmp_path / "run").mkdir(exist_ok=True)
         for name in left:
             (tmp_path / "run" / name).touch()
-        assert main(["--run", str(tmp_path / "run"), "--mesh", "fsdp=2"]) == 2
+        assert main(["--run", str(tmp_path / "run"), "--mesh", "fsdp=2", "--nproc", "3"]) == 2
         assert [path.name for path in (tmp_path / "run").iterdir()] == left
 
 
