@@ -90,7 +90,8 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
-        names, own = ("rms_norm_eps", "attention_bias", "hidden_act"), mixture.grouped_to_hf(self)
+        names: tuple[str, ...] = ("rms_norm_eps", "attention_bias", "hidden_act")
+        own = mixture.grouped_to_hf(self)
         if self.model_type == "dots1":
             return decoder.decoder_to_hf(self, "Dots1ForCausalLM", *names, sliding_window=None, **own)
         names += ("use_qk_norm", "num_nextn_predict_layers")
