@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 
 from tests.support.forks import Forks
+from tests.support.selection import model_types_of
 from tests.support.status import Status
 
 hypothesis.settings.register_profile("fnmodels", deadline=None, derandomize=True)
@@ -15,6 +16,12 @@ hypothesis.settings.load_profile("fnmodels")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Status())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`-k MODEL_TYPE` selects every test of a type: of its variants, its presets, its family, whatever their names."""
+    if hasattr(item, "callspec"):
+        item.extra_keyword_matches |= model_types_of(item.callspec.params)
 
 
 @pytest.hookimpl(wrapper=True)
