@@ -34,7 +34,10 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
                 faults.append(f"{path} has {size} entries along {axis!r}, where the config has {wanted}.")
         inner = path.removeprefix(layer_of(path)).split(".")
         on_stream = not {"attention", "mlp"} & set(inner)
-        if len(leaf.shape) == 1 and on_stream and leaf.axes != ("embed",):
+        if len(leaf.shape) == 1 and path == "lm_head_bias":
+            if leaf.axes != ("vocab",):
+                faults.append(f"{path} is added to logits, so its axis is 'vocab', not {leaf.axes[0]!r}.")
+        elif len(leaf.shape) == 1 and on_stream and leaf.axes != ("embed",):
             faults.append(f"{path} is a vector on the residual stream, so its axis is 'embed', not {leaf.axes[0]!r}.")
         entry = (leaf.axes[0], leaf.shape[0])
         alone = {"head_dim"} | ({"heads"} if leaf.unit == 1 else set())

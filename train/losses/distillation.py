@@ -22,7 +22,7 @@ from .moe_balance import Balance
 from .next_token import model_states
 from .policy import Sums, same_shape
 from .token_chunks import per_token
-from .vocab_parallel import Part, Vocab, opened
+from .vocab_parallel import HEAD_BIAS, Part, Vocab, opened
 
 DIRECTIONS = ("forward", "reverse")
 
@@ -64,7 +64,8 @@ def distill(
     if isinstance(table, Vocab):
         part, name = table.part, head_name(theirs)
         params, x = opened(params, head_name(config), x)
-        teacher = {**teacher, name: teacher[name][part.first : part.first + part.rows]}
+        rows = slice(part.first, part.first + part.rows)
+        teacher = {**teacher, **{key: teacher[key][rows] for key in (name, HEAD_BIAS) if key in teacher}}
 
     def logits(weights: Tree, x: Tensor, config: Any) -> Tensor:
         rows = x if x.ndim == 3 else x[None]  # a chunk is a row of its own

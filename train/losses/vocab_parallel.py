@@ -20,6 +20,8 @@ from fnmodels.tree import Tree, pytree, static
 from train.dist import collectives
 from train.dist.region import Region
 
+HEAD_BIAS = "lm_head_bias"  # the entry of params with a head's bias [V], which is sharded as the head's rows are
+
 
 @pytree
 @dataclass(frozen=True, eq=False)
@@ -41,11 +43,14 @@ class Vocab:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """F.embedding(ids, self) and F.linear(x, self); torch raises for every other function, naming this class."""
+        """F.embedding(ids, self) and F.linear(x, self, bias); torch raises for other functions, naming this class.
+
+        bias: None, or this process' part [V / size].
+        """
         if func is F.embedding and isinstance(args[1], cls):
             return args[1].look_up(args[0])
-        if func is F.linear and isinstance(args[1], cls) and args[2:] in ((), (None,)):
-            return args[1].logits(args[0])
+        if func is F.linear and isinstance(args[1], cls):
+            return args[1].logits(args[0], *args[2:])
         return NotImplemented
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -56,9 +61,9 @@ class Vocab:
         rows = F.embedding(local, self.weight)
         return collectives.leave(rows.where(own[..., None], 0), self.region.group)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[B, S, V] of the stream x, the same in all processes."""
-        part = F.linear(self.region.enter(x), self.weight)
+    def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[B, S, V] of the stream x, the same in all processes; bias [V / size]."""
+        part = F.linear(self.region.enter(x), self.weight, bias)
         return collectives.join(part, -1, self.region.group)
 
 
@@ -113,5 +118,5 @@ def opened(params: Mapping[str, Tree], name: str, x: Tensor) -> tuple[dict[str, 
     region: Region = head.region
     rest = {key: value for key, value in params.items() if isinstance(value, Tensor)}
     if not region.sequence:  # under it they were made so before: all of the stream's gradients are partial there
-        rest = {key: region.shared(value) for key, value in rest.items()}
+        rest = {key: value if key == HEAD_BIAS else region.shared(value) for key, value in rest.items()}
     return {**rest, name: head.weight}, region.enter(x)

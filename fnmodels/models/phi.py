@@ -1,0 +1,139 @@
+"""Phi-1, Phi-1.5 and Phi-2 (arXiv 2306.11644, 2309.05463).
+
+Attention and MLP read one LayerNorm side by side. Rotary embedding turns a part of each head, every projection has a
+bias, and so has the head, also where its weight is the embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.rope_config import rope_to_hf
+from fnmodels.models.common.spec import bias, decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
+from fnmodels.ops.norm import layer_norm
+from fnmodels.ops.qkv import project_out, project_qkv
+from fnmodels.ops.rotary import Rope, apply_rotary
+from fnmodels.tree import Tree
+
+MODEL_TYPES = ("phi",)
+TAPS = ("attention", "mlp")
+LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that older files hold
+
+# The names on disk, where they are not the usual ones.
+_ON_DISK = {
+    ".o_proj.": ".dense.",
+    ".up_proj.": ".fc1.",
+    ".down_proj.": ".fc2.",
+    ".q_norm.": ".q_layernorm.",
+    ".k_norm.": ".k_layernorm.",
+    "model.norm.": "model.final_layernorm.",
+}
+
+
+@dataclass(frozen=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches."""
+
+    rope: Rope = Rope(partial=0.5)  # noqa: RUF009 - frozen
+    layer_norm_eps: float = 1e-5
+    qk_layernorm: bool = False
+    hidden_act: str = "gelu_new"
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_dim * self.num_attention_heads != self.hidden_size:
+            raise ConfigError(
+                f"This family divides hidden_size {self.hidden_size} among {self.num_attention_heads} heads; "
+                f"head_dim {self.head_dim} says otherwise."
+            )
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        usual = decoder.base_fields(fields, MODEL_TYPES, partial=0.5, max_positions=2048)
+        usual["hidden_act"] = fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu_new")
+        config = Config(
+            **usual,
+            layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
+            qk_layernorm=fields.boolean("qk_layernorm", False),
+        )
+        return decoder.finished(config, fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        # The partial factor is always written: left out, it would be a half.
+        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
+        names = ("layer_norm_eps", "qk_layernorm", "hidden_act")
+        return decoder.decoder_to_hf(self, "PhiForCausalLM", *names, rope_parameters=rope)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]. The head's bias is a parameter of its own where its weight is tied."""
+    D, H = config.hidden_size, config.head_dim
+    attention = usual_attention(config, qkv_bias=True, o_bias=True)
+    if config.qk_layernorm:
+        attention |= layer_norm_leaves("q_norm", H, "head_dim") | layer_norm_leaves("k_norm", H, "head_dim")
+    layer = {
+        **layer_norm_leaves("input_layernorm", D, "embed"),
+        "attention": attention,
+        "mlp": plain_mlp_leaves(D, config.intermediate_size, std=config.initializer_range),
+    }
+    tree = decoder_leaves(config, [layer for _ in config.layer_kinds], norm_bias=True)
+    return tree | {"lm_head_bias": bias(config.vocab_size, "vocab")}
+
+
+def hf_names(config: Config) -> dict[str, str]:
+    """{path of a parameter: its name on disk}."""
+    names = decoder.hf_names(config)
+    for ours, theirs in _ON_DISK.items():
+        names = {path: name.replace(ours, theirs) for path, name in names.items()}
+    return names | {"lm_head_bias": "lm_head.bias"}
+
+
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    eps, weights = config.layer_norm_eps, layer["attention"]
+    normed = layer_norm(x, layer["input_layernorm"], layer["input_layernorm_bias"], eps=eps)
+    q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
+    if config.qk_layernorm:
+        q = layer_norm(q, weights["q_norm"], weights["q_norm_bias"], eps=eps)
+        k = layer_norm(k, weights["k_norm"], weights["k_norm_bias"], eps=eps)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    x = x + ctx.tap("attention", project_out(weights, mixed))
+    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and head with its bias: logits [B, S, V]."""
+    normed = layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps)
+    return linear(normed, decoder.head(params, config), params["lm_head_bias"])
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "partial_rotary_factor")
+PRESETS = {
+    name: {"model_type": "phi", "vocab_size": 51200, **dict(zip(_SIZES, sizes, strict=True))}
+    for name, *sizes in (
+        ("phi-1", 2048, 8192, 24, 32, 0.5),
+        ("phi-1.5", 2048, 8192, 24, 32, 0.5),
+        ("phi-2", 2560, 10240, 32, 32, 0.4),
+    )
+}
