@@ -69,7 +69,8 @@ def test_a_missing_and_an_unexpected_tensor_are_both_named(case: Case, tmp_path:
 
 @every_structure
 def test_loading_in_another_precision(case: Case, tmp_path: Path) -> None:
-    """L7: cast where asked, leaf by leaf, but for the bias of a choice, which is fp32 even of files in bf16 alone."""
+    """L7: cast where asked, leaf by leaf, but for what keeps its dtype, which is fp32 even of files in bf16 alone."""
+    spec = tree.flatten(fnmodels.family_of(case.config).spec(case.config))
     wide = generic_params(case.config)
     narrow = tree.map(Tensor.bfloat16, wide)
     for stored, asked in ((wide, torch.bfloat16), (narrow, torch.bfloat16), (narrow, None)):
@@ -77,5 +78,5 @@ def test_loading_in_another_precision(case: Case, tmp_path: Path) -> None:
         _, weights = P.load_pretrained(tmp_path / f"{asked}", dtype=asked)
         wanted = tree.flatten(stored)
         for path, tensor in tree.flatten(weights).items():
-            dtype = torch.float32 if path.endswith(".selection_bias") else torch.bfloat16
+            dtype = torch.float32 if spec[path].keep_dtype else torch.bfloat16
             assert tensor.dtype == dtype and torch.equal(tensor, wanted[path].to(dtype)), path

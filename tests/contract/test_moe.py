@@ -228,7 +228,8 @@ def declared_routing(
     weights = scores.gather(-1, indices)
     weights = weights.softmax(-1) if name == "top_k_softmax" else weights
     if how.get("renormalize", False):
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if name == "sigmoid_top_k" else 0))
+        total = weights.sum(-1, keepdim=True) + (1e-20 if name == "sigmoid_top_k" else 0)
+        weights = weights / total.clamp(min=how.get("norm_min", 0.0))
     weights = (weights * how.get("scale", 1.0)).to(kinds[dtypes.output])
     return layer["router"].to(kinds[dtypes.param]), logits, weights
 

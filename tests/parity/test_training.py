@@ -25,7 +25,7 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     decays = _decays(case)
     groups = [
         {
-            "params": [p for name, p in model.named_parameters() if decays[name] is on],
+            "params": [p for name, p in model.named_parameters() if decays.get(name) is on],
             "weight_decay": DECAY if on else 0.0,
         }
         for on in (True, False)
@@ -66,7 +66,7 @@ def _decays(case: Case) -> dict[str, bool]:
             for name in storage.disk_names(names[path]):
                 owner, _ = numbered[int(saved[name].flatten()[0])]
                 assert decays.setdefault(owner, leaf.decay) == leaf.decay
-    assert decays.keys() == dict(model.named_parameters()).keys()
+    assert decays.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return decays
 
 

@@ -143,12 +143,14 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    # a bias of an expert's choice competes with scores between 0 and 1, and none should be out of reach
+    if name.endswith(("selection_bias", "correction_bias")):
+        return 0.1 * noise
     if tensor.ndim >= 2:
         return noise * (1.3 / math.sqrt(tensor.shape[-1]))
     if "norm" in name.lower() or ".ln_" in name:
         return 1 + 0.3 * noise
-    # a bias of an expert's choice competes with scores between 0 and 1, and none should be out of reach
-    return (0.1 if name.endswith(("selection_bias", "correction_bias")) else 0.3) * noise
+    return 0.3 * noise
 
 
 @functools.cache

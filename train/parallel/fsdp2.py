@@ -60,13 +60,16 @@ class Branch(nn.Module):
 class Model(Branch):
     """A whole tree of parameters with its "layers".
 
-    spec: the family's, which says what has a gradient, and what no policy may cast: `kept`, which learns nothing.
+    spec: the family's, which says what has a gradient, and what no policy may cast: `kept`, which is not trained, and
+    `wide`, paths of what is.
     """
 
     def __init__(self, params: Tree, spec: Tree) -> None:
         super().__init__(params, tree.map(lambda leaf: leaf.trainable, spec))
         leaves = tree.flatten(spec)
-        self.kept = {parameter for path, parameter in self.named_parameters() if leaves[path].keep_dtype}
+        keeps = {path: parameter for path, parameter in self.named_parameters() if leaves[path].keep_dtype}
+        self.kept = {parameter for path, parameter in keeps.items() if not leaves[path].trainable}
+        self.wide = [path for path in keeps if leaves[path].trainable]
 
     def forward(self, function: Callable[..., Any], *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
         """function(params, ...), in whose params each layer is its module, which fnmodels calls around the block.
@@ -96,7 +99,8 @@ def shard(
     Its policy: parameters are gathered in `dtype` (None: their own), gradients are reduced in fp32, and what goes into
     a layer is left as it is, rotary tables in fp32 among it. Gradients are summed and not averaged, for losses are
     sums. reshard: `fully_shard`'s reshard_after_forward. What keeps its dtype (`selection_bias`) is left out, and
-    stays a whole tensor in every process. ValueError for a mesh with more dimensions than these two: nothing would add
+    stays a whole tensor in every process. ValueError for a `dtype` where a trained parameter keeps its own (ERNIE 4.5's
+    router), which fully_shard would cast, and for a mesh with more dimensions than these two: nothing would add
     up the gradients of their processes.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -109,6 +113,11 @@ def shard(
             "train.make_step(..., mesh=mesh), which knows all dimensions, or a mesh of dp and fsdp."
         )
     mesh = devices["dp", "fsdp"] if devices["dp"].size() > 1 else devices["fsdp"]
+    if dtype is not None and model.wide:
+        raise ValueError(
+            f"{model.wide[0]} stays in fp32 in any model, and fully_shard would gather it in {dtype} with its layer: "
+            "leave dtype out, or take train.make_step(..., mesh=mesh)."
+        )
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for parameter in model.kept:
         parameter.data = parameter.data.to(devices.device_type)  # as fully_shard does with the others

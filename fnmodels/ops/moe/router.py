@@ -7,7 +7,7 @@ chosen by index. torch.topk breaks ties. With `indices` (a replay) nothing is ch
 scores of those experts; the choice itself has no gradient. Logits must be finite.
 
     function         scores           chosen by              weights                          used by
-    softmax_top_k    softmax over E   score                  score, renormalized if asked     Mixtral, Qwen, DeepSeek V2
+    softmax_top_k    softmax over E   score + bias, groups   score, renormalized if asked     Mixtral, Qwen, ERNIE 4.5
     top_k_softmax    logits           logit                  softmax over the chosen logits   gpt-oss
     sigmoid_top_k    sigmoid          score + bias, groups   score, renormalized if asked     DeepSeek V3, GLM 4.5
     top_k_sigmoid    logits           logit                  sigmoid of the chosen logits     Llama 4
@@ -55,7 +55,9 @@ def softmax_top_k(
     indices: Tensor | None = None,
     *,
     k: int,
+    bias: Tensor | None = None,
     renormalize: bool = False,
+    norm_min: float = 0.0,
     scale: float = 1.0,
     expert_scale: Tensor | None = None,
     groups: int = 1,
@@ -64,14 +66,16 @@ def softmax_top_k(
 ) -> tuple[Tensor, Tensor]:
     """The k most probable experts (arXiv 2101.03961).
 
-    renormalize: the k weights add up to 1 before `scale`. expert_scale [E] multiplies each expert's weight. groups:
-    only experts of the `kept_groups` groups with the greatest single score can be chosen (arXiv 2405.04434).
+    bias [E] takes part in the choice only. renormalize: the k weights are divided by their sum, or by `norm_min` if
+    that is greater, before `scale`. expert_scale [E] multiplies each expert's weight. groups: only experts of the
+    `kept_groups` groups with the greatest single score can be chosen (arXiv 2405.04434).
     """
     scores = upcast(logits).softmax(-1)
     if indices is None:
+        wanted = scores if bias is None else scores + bias
         # A group's score is its best expert's (DeepSeek V3 adds the best two instead).
-        indices = choose(scores, k, groups=groups, kept_groups=kept_groups, best=1)
-    weights = _weights(scores, indices, renormalize=renormalize, eps=0.0, scale=scale)
+        indices = choose(wanted, k, groups=groups, kept_groups=kept_groups, best=1)
+    weights = _weights(scores, indices, renormalize=renormalize, eps=0.0, scale=scale, norm_min=norm_min)
     if expert_scale is not None:
         weights = weights * upcast(expert_scale)[indices]
     return weights.to(dtype or weights.dtype), indices
@@ -138,8 +142,11 @@ def choose(scores: Tensor, k: int, *, groups: int = 1, kept_groups: int = 1, bes
     return scores.topk(k, dim=-1).indices
 
 
-def _weights(scores: Tensor, indices: Tensor, *, renormalize: bool, eps: float, scale: float) -> Tensor:
+def _weights(
+    scores: Tensor, indices: Tensor, *, renormalize: bool, eps: float, scale: float, norm_min: float = 0.0
+) -> Tensor:
     weights = scores.gather(-1, indices)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+        total = weights.sum(-1, keepdim=True) + eps
+        weights = weights / (total.clamp(min=norm_min) if norm_min else total)
     return weights * scale if scale != 1.0 else weights

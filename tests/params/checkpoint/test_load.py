@@ -179,7 +179,7 @@ def test_nothing_is_left_unfilled(
         lambda leaf: torch.full(leaf.shape, float("nan"), dtype=leaf.dtype), P.abstract(config, dtype=dtype)
     )
     tree.map(lambda slot, leaf: slot.copy_(leaf), target, loaded)
-    expected = tree.map(lambda leaf: leaf.to(dtype or leaf.dtype), params)
+    expected = tree.map(lambda leaf, slot: leaf.to(slot.dtype), params, target)
     ready = fnmodels.prepare(config, tokens_of(config, 2, 9))
     outputs = [fnmodels.forward(weights, *ready, config=config) for weights in (target, loaded, expected)]
     assert torch.isfinite(outputs[0]).all()

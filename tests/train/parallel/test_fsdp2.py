@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fnmodels
 from fnmodels import tree
-from tests.support.cases import generic_params
+from tests.support.cases import cases, generic_params
 from tests.support.one_process import batch, config_of, loss_of, spec_of
 from tests.support.ranks_pool import Ranks, devices
 from train.parallel import Mesh
@@ -62,6 +63,17 @@ def refusal() -> str:
 def test_a_mesh_whose_gradients_nothing_would_sum_is_refused(ranks: Ranks) -> None:
     """Rows are taken over ep too, and each process would have the gradients of its own."""
     assert all("a mesh of dp and fsdp" in said for said in ranks(2)(refusal))
+
+
+def wide_router_refusal() -> None:
+    config = next(case.config for case in cases() if case.name == "ernie4_5_moe")
+    model = Model(tree.map(torch.clone, generic_params(config)), fnmodels.family_of(config).spec(config))
+    with pytest.raises(ValueError, match=r"layers\.\d\.mlp\.router stays in fp32 in any model"):
+        shard(model, devices(Mesh(fsdp=2)), dtype=torch.bfloat16)
+
+
+def test_a_trained_parameter_that_stays_in_fp32_is_refused_under_a_policy_for_bf16(ranks: Ranks) -> None:
+    ranks(2)(wide_router_refusal)
 
 
 def test_weights_are_bf16_and_tables_biases_of_choice_and_gradients_fp32(ranks: Ranks) -> None:

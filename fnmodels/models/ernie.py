@@ -1,0 +1,170 @@
+"""ERNIE 4.5: the dense 0.3B, and 21B-A3B and 300B-A47B with experts.
+
+The Llama block with interleaved rotary embedding. Layers with experts route by a softmax and a bias of the choice, in
+fp32 down to the router's weight, and have a shared expert or none.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.models.common import decoder
+from fnmodels.models.common import moe as mixture
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_attention, usual_mlp
+from fnmodels.models.common.storage import Stored, TensorSlice
+from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops.moe.layer import MOE_TAPS
+from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
+from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.qkv import project_out, project_qkv
+from fnmodels.ops.rotary import apply_rotary_interleaved
+from fnmodels.tree import Tree, flatten
+
+MODEL_TYPES = ("ernie4_5", "ernie4_5_moe")
+KINDS = ("full", "full_moe")
+ROUTED = True
+ROUTER = RouterDtypes(param="wide", projection="wide", score="wide", output="model")
+TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+# The block that predicts a further token in the files of 21B, which transformers does not read either.
+LEFTOVERS = (r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",)
+
+
+@dataclass(frozen=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches; intermediate_size is that of dense layers. Models with experts have no biases."""
+
+    tie_word_embeddings: bool = True
+    rms_norm_eps: float = 1e-5
+    use_bias: bool = False
+    moe_intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    num_shared_experts: int = 0  # the shared expert is as wide as so many
+    moe_norm_min: float = 1e-12  # what the weights of the chosen experts are divided by at least
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "full_moe" in self.layer_kinds:
+            mixture.check_experts(self.num_experts, self.num_experts_per_tok)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
+        fields, sparse = Fields(values), values.get("model_type") == "ernie4_5_moe"
+        head_dim = 0 if sparse or "head_dim" in values else 128  # an explicit null is hidden_size / heads
+        sizes = {"kv_heads": 4 if sparse else 2, "head_dim": head_dim}
+        usual = decoder.base_fields(fields, MODEL_TYPES, theta=5e5, max_positions=131072, tied=True, **sizes)
+        fields.expect("use_rmsnorm", True)
+        if sparse:
+            fields.expect("use_bias", False)
+            usual |= _experts(fields, usual["num_hidden_layers"])
+        eps, bias = fields.number("rms_norm_eps", 1e-5), fields.boolean("use_bias", False)
+        config = Config(**usual, rms_norm_eps=eps, use_bias=bias)
+        # how a trainer limits an expert's tokens, and the block that is not read
+        return decoder.finished(config, fields, ("moe_capacity", "num_nextn_predict_layers") if sparse else ())
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
+        names: tuple[str, ...] = ("rms_norm_eps", "use_bias", "hidden_act")
+        if self.model_type == "ernie4_5":
+            return decoder.decoder_to_hf(self, "Ernie4_5ForCausalLM", *names)
+        sparse = [i for i, kind in enumerate(self.layer_kinds) if kind == "full_moe"] or [self.num_hidden_layers]
+        own = {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}
+        own |= {"moe_layer_interval": sparse[1] - sparse[0] if len(sparse) > 1 else 1}
+        own |= {"moe_num_experts": self.num_experts, "moe_k": self.num_experts_per_tok}
+        own |= {"moe_num_shared_experts": self.num_shared_experts}
+        names += ("moe_intermediate_size", "moe_norm_min")
+        return decoder.decoder_to_hf(self, "Ernie4_5_MoeForCausalLM", *names, **own)
+
+
+def _experts(fields: Fields, layers: int) -> dict[str, Any]:
+    """The fields of experts, and which layers have them."""
+    for name, value in {"moe_gate": "topk", "moe_gate_act": "softmax", "moe_use_aux_free": True}.items():
+        fields.expect(name, value)
+    fields.expect("moe_norm_gate_logits", True)
+    first, every = fields.integer("moe_layer_start_index", 1, low=0), fields.integer("moe_layer_interval", 1)
+    last = fields.integer("moe_layer_end_index", -1, low=-1)
+    last = layers - 1 if last == -1 else last
+    sparse = [first <= i <= last and (i + 1) % every == 0 for i in range(layers)]
+    high = mixture.experts_limit(layers)
+    return {
+        "num_experts": fields.integer("moe_num_experts", 64, high=high),
+        "num_experts_per_tok": fields.integer("moe_k", 6, high=high),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size", 1536),
+        "num_shared_experts": fields.integer("moe_num_shared_experts", 2, low=0),
+        "moe_norm_min": fields.number("moe_norm_min", 1e-12),
+        "layer_kinds": tuple("full_moe" if s else "full" for s in sparse),
+    }
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, std, bias = config.hidden_size, config.initializer_range, config.use_bias
+
+    def layer(kind: str) -> Tree:
+        mlp: Tree = usual_mlp(config, biases=bias)
+        if kind == "full_moe":
+            inner, shared = config.moe_intermediate_size, config.num_shared_experts
+            count, width = config.num_experts, shared * inner
+            mlp = moe_leaves(D, count, inner, std=std, shared=width, selection_bias=True, wide_router=True)
+        return layer_leaves(D, usual_attention(config, qkv_bias=bias, o_bias=bias), mlp)
+
+    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}; experts are a tensor each, and a bias of their choice is [1, E]."""
+    count = config.num_experts
+    names = {
+        p: mixture.moe_name(p.replace(".shared_expert.", ".shared_experts."), count) for p in flatten(spec(config))
+    }
+    for path in names:
+        if path.endswith(".selection_bias"):
+            name = f"model.{path.removesuffix('selection_bias')}moe_statics.e_score_correction_bias"
+            names[path] = TensorSlice(name, 0, count, count, row_vector=True)
+    return names
+
+
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+unembed = decoder.unembed
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    eps, weights, mlp = config.rms_norm_eps, layer["attention"], layer["mlp"]
+    q, k, v = project_qkv(weights, rms_norm(x, layer["input_layernorm"], eps=eps), head_dim=config.head_dim)
+    q, k = apply_rotary_interleaved(q, freqs), apply_rotary_interleaved(k, freqs)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
+    if kind == "full":
+        return x + ctx.tap("mlp", gated_mlp(mlp, normed, activation=config.hidden_act))
+    chosen, dtype = config.num_experts_per_tok, ROUTER.output_dtype(x.dtype)
+    how = functools.partial(softmax_top_k, k=chosen, renormalize=True, norm_min=config.moe_norm_min, dtype=dtype)
+    route = functools.partial(how, bias=mlp["selection_bias"])
+    fed = ctx.moe(mlp, normed, route, act=config.hidden_act, wide_router=ROUTER.wide_projection)
+    return x + ctx.tap("mlp", fed)
+
+
+_MOE = {"model_type": "ernie4_5_moe", "vocab_size": 103424, "moe_num_experts": 64}
+PRESETS: dict[str, dict[str, Any]] = {
+    "ernie-4.5-0.3b": {"model_type": "ernie4_5", "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072}
+    | {"num_hidden_layers": 18, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128},
+    "ernie-4.5-21b-a3b": _MOE
+    | {"hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28, "num_attention_heads": 20}
+    | {"num_key_value_heads": 4, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_shared_experts": 2},
+    "ernie-4.5-300b-a47b": _MOE
+    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 54, "num_attention_heads": 64}
+    | {"num_key_value_heads": 8, "moe_intermediate_size": 3584, "moe_k": 8, "moe_num_shared_experts": 0}
+    | {"moe_layer_start_index": 3, "tie_word_embeddings": False},
+}
