@@ -6,22 +6,19 @@ from typing import Any
 
 import torch
 
-from fnmodels import document_layout
 from fnmodels.tree import Tree
 from train.data.rows import Batch, select_rows
+from train.losses.model_loss import as_loss
 
 EVAL_BATCH_ROWS = 8
 
 
 def heldout_loss(loss: Callable[..., tuple[Any, ...]], params: Tree, rows: Batch) -> float:
-    """Mean loss over `rows` in nats per target. `loss(params, batch, layout=...)` returns (sum, count, ...)."""
-    total, count = 0.0, 0
+    """Mean loss over `rows` in nats per target. `loss(params, batch)` returns (sum, count, ...)."""
+    total, count, run = 0.0, 0, as_loss(loss)
     with torch.no_grad():
         for indices in torch.arange(len(rows["tokens"])).split(EVAL_BATCH_ROWS):
-            batch = select_rows(rows, indices)
-            batch_sum, batch_count, *_ = loss(
-                params, batch, layout=document_layout(batch["positions"], batch["segment_ids"])
-            )
+            batch_sum, batch_count, *_ = run(params, select_rows(rows, indices))
             total, count = total + float(batch_sum), count + int(batch_count)
     return total / max(count, 1)
 
