@@ -315,7 +315,11 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
     assert torch.equal(family.unembed(weights, hidden, config=case.config), whole)
     chunks = [family.unembed(weights, part, config=case.config) for part in hidden.split(3, dim=1)]
     assert off(torch.cat(chunks, dim=1), whole) < 1e-6
-    assert torch.equal(fnmodels.forward(weights, {**inputs, "tokens": x}, masks, freqs_cis, **options), whole)
+    soft = {**inputs, "tokens": torch.randn(x.shape, generator=torch.Generator().manual_seed(0))}  # instead of tokens
+    last = fnmodels.run_layers(
+        weights, family.embed(weights, soft, config=case.config), masks, freqs_cis, 0, layers, **options
+    )
+    assert torch.equal(fnmodels.hidden(weights, soft, masks, freqs_cis, **options), last)
     with pytest.raises(ValueError, match=f"the model has {layers}"):
         fnmodels.run_layers(weights, x, masks, freqs_cis, 0, layers + 1, **options)
 

@@ -21,6 +21,7 @@ from tests.support.one_process import even
 from tests.support.ranks_pool import Ranks, devices
 from train import look_ahead, mtp_loss, next_token_loss
 from train.dist import collectives
+from train.dist.region import Region
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh
 from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel
@@ -320,6 +321,13 @@ def test_what_cannot_run_is_told(name: str, axes: dict[str, str], sequence: bool
     placements = plan(fnmodels.family_of(config).spec(config), Rules(axes), sizes)
     with pytest.raises(ValueError, match=words):
         tensor_parallel(config, placements, sequence=sequence)
+
+
+def test_taps_of_single_heads_are_refused() -> None:
+    """q, k, v and z of one process are of its heads only."""
+    wrapper = TensorParallel(Region(None, 0, 2, False), {}, frozenset({"heads"}), "tp")
+    with pytest.raises(ValueError, match="The taps q, z are of single heads"):
+        wrapper.layer_fn(functools.partial(fnmodels.llama.block, taps=("mlp", "q", "z")))
 
 
 def test_kv_heads_that_would_be_cut_are_told() -> None:

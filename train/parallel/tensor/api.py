@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import family_of, tree
+from fnmodels.models.common.context import ATTENTION_TAPS
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
@@ -78,6 +79,12 @@ class TensorParallel:
         """
         if not isinstance(block, functools.partial) or block.args:
             raise TypeError("Tensor parallelism wraps the family's own block: apply other wrappers after it.")
+        within = set(ATTENTION_TAPS) & set(block.keywords.get("taps", ()))
+        if within and "heads" in self.divided:
+            raise ValueError(
+                f"The taps {', '.join(sorted(within))} are of single heads, of which each process has some; ask for "
+                "them without tensor parallelism."
+            )
         own: Block = functools.partial(self._run, block.func, tuple(block.keywords.items()))
         own = own if around is None else around(own)
         if not self.region.sequence:
