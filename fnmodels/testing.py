@@ -406,8 +406,8 @@ def _assert_same_function(
     got, want = first(subject.params), second(subject.params)
     _assert_close(got, want, subject.tolerance, f"{sentence}, in the logits")
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(0), dtype=want.dtype).to(want.device)
-    slopes = [torch.func.grad(lambda p, f=f: (f(p) * weights).sum())(subject.params) for f in (first, second)]
-    for (path, ours), theirs in zip(tree.flatten(slopes[0]).items(), tree.leaves(slopes[1]), strict=True):
+    gradients = [torch.func.grad(lambda p, f=f: (f(p) * weights).sum())(subject.params) for f in (first, second)]
+    for (path, ours), theirs in zip(tree.flatten(gradients[0]).items(), tree.leaves(gradients[1]), strict=True):
         _assert_close(ours, theirs, 10 * subject.tolerance, f"{sentence}, in the gradient of {path!r}")
 
 

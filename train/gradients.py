@@ -99,10 +99,10 @@ def _gradients(
     if not leaves:
         raise ValueError("No leaf trains: params need a floating leaf that the optimizer's spec does not freeze.")
     total, count, *aux = checked_loss(call(given, batch))
-    slope = 1 / valid_count(total, count).to(total.dtype) if divide else None
+    scale = 1 / valid_count(total, count).to(total.dtype) if divide else None
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:
-        found = torch.autograd.grad(total, leaves, slope, allow_unused=True)
+        found = torch.autograd.grad(total, leaves, scale, allow_unused=True)
     if all(grad is None for grad in found) and count > 0:  # of a part without tokens a loss may be a plain 0
         raise ValueError(
             "The loss does not depend on any leaf that trains: it must be computed from the params that the loss "

@@ -15,7 +15,7 @@ from fnmodels.inputs.packing import IGNORE
 
 from .vocab_parallel import Part
 
-ROWS = 64  # tokens; see `loss_and_slope`
+ROWS = 64  # tokens; see `loss_and_grad`
 
 
 @dataclass(frozen=True)
@@ -109,29 +109,30 @@ def check_weights(weights: Tensor | None, labels: Tensor) -> None:
         raise ValueError(f"weights must be {list(labels.shape)} like the labels, not {list(weights.shape)}.")
 
 
-def loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def loss_and_grad(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """(sum of the losses, its gradient in the logits' dtype); logits [1, T, V], not part of any graph."""
     if logits.dtype == wide_of(logits) or logits.device.type != "cpu" or terms.part is not None:
-        loss, slope = _rows_loss_and_slope(logits, labels, weights, terms)
-        return loss, slope.to(logits.dtype)
+        loss, grad_logits = _rows_loss_and_grad(logits, labels, weights, terms)
+        return loss, grad_logits.to(logits.dtype)
     # On a CPU the fp32 copy of bf16 logits must stay in the cache, or it costs four times as much as the rest.
-    loss, slope = torch.zeros((), dtype=wide_of(logits)), torch.empty_like(logits)
-    for rows, target, factor, into in zip(*(t.split(ROWS, 1) for t in (logits, labels, weights, slope)), strict=True):
-        part, made = _rows_loss_and_slope(rows, target, factor, terms)
+    loss, grad_logits = torch.zeros((), dtype=wide_of(logits)), torch.empty_like(logits)
+    blocks = (t.split(ROWS, 1) for t in (logits, labels, weights, grad_logits))
+    for rows, target, factor, into in zip(*blocks, strict=True):
+        part, made = _rows_loss_and_grad(rows, target, factor, terms)
         loss += part
         into.copy_(made)
-    return loss, slope
+    return loss, grad_logits
 
 
-def _rows_loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """As `loss_and_slope`, at once and with the gradient in fp32 at least.
+def _rows_loss_and_grad(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """As `loss_and_grad`, at once and with the gradient in fp32 at least.
 
     One softmax gives both: log(sum(exp)) is the largest logit less the log of the largest probability. That costs two
     cheap maxima where a log-softmax would cost a second pass of exponentials.
     """
     valid, spread = labels != IGNORE, terms.label_smoothing
     z, target = logits.to(wide_of(logits)), torch.where(valid, labels, 0)
-    slope = torch.full_like(target, spread - 1, dtype=z.dtype)
+    grad_logits = torch.full_like(target, spread - 1, dtype=z.dtype)
     if terms.part is None:
         p, vocabulary = torch.softmax(z, -1), z.shape[-1]
         total = z.amax(-1) - p.amax(-1).log()  # log(sum(exp(z)))
@@ -143,11 +144,11 @@ def _rows_loss_and_slope(logits: Tensor, labels: Tensor, weights: Tensor, terms:
         p, vocabulary = (z - total[..., None]).exp(), terms.part.vocabulary
         losses = total - (1 - spread) * at - spread * mean
         target, own = terms.part.local(target)
-        slope = slope * own
+        grad_logits = grad_logits * own
     if terms.z_loss:
         losses = losses + terms.z_loss * total.square()
         p.mul_((1 + 2 * terms.z_loss * total)[..., None])
-    p.scatter_add_(-1, target[..., None], slope[..., None])
+    p.scatter_add_(-1, target[..., None], grad_logits[..., None])
     if spread:
         p.sub_(spread / vocabulary)
     factors = torch.where(valid, weights, 0.0)

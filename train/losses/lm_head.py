@@ -20,7 +20,7 @@ from fnmodels.inputs.packing import IGNORE
 from fnmodels.ops.torch_internals import alone
 from fnmodels.tree import Tree
 
-from .cross_entropy import Terms, check_labels, check_weights, count_labels, cross_entropy_sum, loss_and_slope, wide_of
+from .cross_entropy import Terms, check_labels, check_weights, count_labels, cross_entropy_sum, loss_and_grad, wide_of
 from .vocab_parallel import Vocab, opened
 
 CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
@@ -86,7 +86,7 @@ def head_loss(
     def one(x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         logits = head(leaves, x)
         if fused:  # the formula of `_HeadLoss`, so that evaluation has the bits of the training forward
-            return loss_and_slope(logits, labels, weights, terms)[0]
+            return loss_and_grad(logits, labels, weights, terms)[0]
         return cross_entropy_sum(logits, labels, weights, terms)
 
     for part in zip(*(t.split(chunk, 1) for t in (tokens, targets, factors)), strict=True):
@@ -123,13 +123,13 @@ class _HeadLoss(torch.autograd.Function):
             ins = [t.detach().requires_grad_(n) for t, n in zip((x[:, lo : lo + chunk], *leaves), needs, strict=True)]
             with torch.enable_grad():
                 logits = head(ins[1:], ins[0])
-            part, slope = loss_and_slope(
+            part, grad_logits = loss_and_grad(
                 logits.detach(), labels[:, lo : lo + chunk], weights[:, lo : lo + chunk], terms
             )
             loss = loss + part
             wanted = [i for i, n in enumerate(needs) if n]
-            grads = torch.autograd.grad(logits, [ins[i] for i in wanted], slope, allow_unused=True)
-            del logits, slope
+            grads = torch.autograd.grad(logits, [ins[i] for i in wanted], grad_logits, allow_unused=True)
+            del logits, grad_logits
             for i, grad in zip(wanted, grads, strict=True):
                 if grad is None:
                     continue
@@ -150,18 +150,18 @@ class _HeadLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         size = len(ctx.needs)
         labels, weights, *saved = ctx.saved_tensors
         primals, firsts = saved[:size], saved[size:]
-        of_loss, *of_firsts = slopes
+        of_loss, *of_firsts = grad_outputs
         if all(s is None for s in of_firsts):
             grads = [None if d.numel() == 0 or of_loss is None else d * of_loss.to(d.dtype) for d in firsts]
             return *(None,) * _STATICS, *grads
         outputs, pull, *_ = torch.func.vjp(_dense(ctx.head, labels, weights, ctx.needs, ctx.terms), *primals)
         given = [
             torch.zeros_like(out) if s is None or s.shape != out.shape else s
-            for s, out in zip(slopes, outputs, strict=True)
+            for s, out in zip(grad_outputs, outputs, strict=True)
         ]
         return *(None,) * _STATICS, *pull(tuple(given))
 

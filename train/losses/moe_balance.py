@@ -86,7 +86,7 @@ def router_z_loss(logits: Tensor, valid: Tensor, *, over: Adding | None = None) 
 
 
 def _cleared(logits: Tensor, valid: Tensor) -> Tensor:
-    """In fp32 at least, and 0 at padding before anything is made of it: a slope of 0 times that of NaN is NaN."""
+    """In fp32 at least, and 0 at padding before anything is made of it: a gradient of 0 times that of NaN is NaN."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).where(valid[..., None], 0)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 Sums = dict[str, Tensor]
 
-# The largest log of a ratio. That is 5e8 then, far beyond every clip; it would be inf soon, and the slope of what is
+# The largest log of a ratio. That is 5e8 then, far beyond every clip; it would be inf soon, and the gradient of what is
 # clipped 0 times inf: one such token would cost the whole step.
 FURTHEST = 20.0
 

@@ -18,7 +18,7 @@ class Scores(torch.autograd.Function):
     """(logp, entropy) [T] of logits [T, V] and labels [T], as `logprobs` gives them, from the logits alone.
 
     Plain operations keep four more tensors of the logits' size for the backward. Here it makes the probabilities again,
-    some rows at a time, since the slope of both is known: of logp 1(label) - p, of the entropy H -p (log p + H). Second
+    some rows at a time: the gradient of logp is 1(label) - p, that of the entropy H is -p (log p + H). Second
     derivatives, jvp and vmap are those of plain operations.
     """
 
@@ -40,18 +40,18 @@ class Scores(torch.autograd.Function):
     def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor) -> tuple[Tensor, None, None]:
         logits, labels = ctx.saved_tensors
         if torch.is_grad_enabled():  # asked for with create_graph: plain operations, which have a graph
-            return _slope(logits, labels, of_logp, of_entropy, ctx.temperature), None, None
-        slope = of_logp.new_empty(logits.shape, dtype=logits.dtype)
-        for z, target, *slopes, into in _blocks(logits, labels, of_logp, of_entropy, slope):
-            into.copy_(_slope(z, target, slopes[0], slopes[1], ctx.temperature))
-        return slope, None, None
+            return _grad_logits(logits, labels, of_logp, of_entropy, ctx.temperature), None, None
+        grad_logits = of_logp.new_empty(logits.shape, dtype=logits.dtype)
+        for z, target, *grads, into in _blocks(logits, labels, of_logp, of_entropy, grad_logits):
+            into.copy_(_grad_logits(z, target, grads[0], grads[1], ctx.temperature))
+        return grad_logits, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         logits, labels = ctx.saved_tensors
         one, zero = torch.ones_like(labels, dtype=_wide(logits)), torch.zeros_like(labels, dtype=_wide(logits))
         moved = tangent.to(_wide(logits))
-        of_logp, of_entropy = (_slope(logits, labels, *g, ctx.temperature) for g in ((one, zero), (zero, one)))
+        of_logp, of_entropy = (_grad_logits(logits, labels, *g, ctx.temperature) for g in ((one, zero), (zero, one)))
         return (of_logp * moved).sum(-1), (of_entropy * moved).sum(-1)
 
 
@@ -65,7 +65,7 @@ def scores(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, 
     return torch.where(valid, logp, 0.0), torch.where(valid, entropy, 0.0)
 
 
-def _slope(logits: Tensor, labels: Tensor, of_logp: Tensor, of_entropy: Tensor, temperature: float) -> Tensor:
+def _grad_logits(logits: Tensor, labels: Tensor, of_logp: Tensor, of_entropy: Tensor, temperature: float) -> Tensor:
     """The gradient of the logits, in their dtype, where those of logp and entropy are given."""
     wide, valid = logits.to(_wide(logits)), labels != IGNORE
     every = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
@@ -73,9 +73,9 @@ def _slope(logits: Tensor, labels: Tensor, of_logp: Tensor, of_entropy: Tensor, 
     entropy = _entropy(p, every)
     of_logp, of_entropy = (torch.where(valid, g, 0.0)[..., None] for g in (of_logp, of_entropy))
     # -p (of_logp + of_entropy (log p + entropy)), in two passes over the vocabulary
-    slope = p * torch.addcmul(-of_logp - of_entropy * entropy, every, -of_entropy)
-    slope.scatter_add_(-1, torch.where(valid, labels, 0)[..., None], of_logp)
-    return (slope if temperature == 1 else slope / temperature).to(logits.dtype)
+    grad_logits = p * torch.addcmul(-of_logp - of_entropy * entropy, every, -of_entropy)
+    grad_logits.scatter_add_(-1, torch.where(valid, labels, 0)[..., None], of_logp)
+    return (grad_logits if temperature == 1 else grad_logits / temperature).to(logits.dtype)
 
 
 def _entropy(p: Tensor, logp: Tensor) -> Tensor:

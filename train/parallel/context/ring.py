@@ -66,13 +66,13 @@ def _passing(tensor: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """(scores [B, G, Q R, K], -inf where masked; the softcap's slope there)."""
-    scores, slope = upcast(q @ k.mT) * scale, None
+    """(scores [B, G, Q R, K], -inf where masked; the softcap's derivative there)."""
+    scores, derivative = upcast(q @ k.mT) * scale, None
     if softcap is not None:
         bent = torch.tanh(scores / softcap)
-        scores, slope = softcap * bent, 1 - bent.square()
+        scores, derivative = softcap * bent, 1 - bent.square()
     split = scores.unflatten(2, (allowed.shape[2], -1))
-    return split.masked_fill(~allowed[:, :, :, None], -torch.inf).flatten(2, 3), slope
+    return split.masked_fill(~allowed[:, :, :, None], -torch.inf).flatten(2, 3), derivative
 
 
 def _finite(top: Tensor) -> Tensor:
@@ -143,10 +143,10 @@ class _Ring(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if slope is None:
+    def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
             return (None,) * 9
-        *grads, d_sinks = _RingBackward.apply(*ctx.how, slope, *ctx.saved_tensors)
+        *grads, d_sinks = _RingBackward.apply(*ctx.how, grad_output, *ctx.saved_tensors)
         return *(None,) * 5, *grads, d_sinks if ctx.needs_input_grad[-1] else None
 
     jvp = vmap = _REFUSED
@@ -162,7 +162,7 @@ class _RingBackward(torch.autograd.Function):
         scale: float,
         softcap: float | None,
         repeats: int,
-        slope: Tensor,
+        grad_output: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -172,11 +172,11 @@ class _RingBackward(torch.autograd.Function):
         total: Tensor,
     ) -> tuple[Tensor, ...]:
         widths, size = (k.shape[-1], v.shape[-1]), QUERIES * repeats
-        delta = (upcast(slope) * upcast(out)).sum(-1, keepdim=True)
+        delta = (upcast(grad_output) * upcast(out)).sum(-1, keepdim=True)
         d_q = torch.zeros_like(upcast(q))
         both = torch.cat((k, v), -1)
         d_both = torch.zeros_like(upcast(both))
-        of_rows = [t.split(size, 2) for t in (q, slope, top, total, delta, d_q)]
+        of_rows = [t.split(size, 2) for t in (q, grad_output, top, total, delta, d_q)]
         for turn, part in zip(seen, _passing(both, group), strict=True):
             keys, values = part.split(widths, -1)
             for allowed, query, d_out, most, norm, mean, d_query in zip(turn, *of_rows, strict=True):

@@ -26,8 +26,8 @@ def order(pipe: Pipeline, rank: int, count: int) -> list[Action]:
     sizes: dict[str, Any] = {"num_stages": len(pipe.layers), "group_size": pipe.size, "group_rank": rank}
     stages = [SimpleNamespace(stage_index=stage, submod=nn.Module(), **sizes) for stage in pipe.stages(rank)]
     schedule: Any = get_schedule_class(pipe.schedule)(stages, n_microbatches=count, loss_fn=lambda *_: None)
-    told = [action for action in schedule.pipeline_order[rank] if action is not None]
-    acts = [act for action in told for act in (action.sub_actions or (action,))]
+    scheduled = [action for action in schedule.pipeline_order[rank] if action is not None]
+    acts = [act for action in scheduled for act in (action.sub_actions or (action,))]
     return [(act.computation_type.value, act.stage_index, act.microbatch_index) for act in acts]
 
 
