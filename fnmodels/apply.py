@@ -21,7 +21,7 @@ from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.segments import integers
 from fnmodels.models.common.context import ATTENTION_TAPS
-from fnmodels.models.common.registry import Family, family_of, field_of, may_have
+from fnmodels.models.common.registry import DecoderConfig, Family, family_of, field_of, may_have
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.moe.layer import MOE_TAPS
 
@@ -31,7 +31,7 @@ from .tree import Tree, flatten, leaves
 
 
 def prepare(
-    config: Any,
+    config: DecoderConfig,
     tokens: Tensor,
     *,
     positions: Tensor | None = None,
@@ -99,7 +99,7 @@ def forward(
     freqs_cis: Mapping[str, Tensor],
     /,
     *,
-    config: Any,
+    config: DecoderConfig,
     taps: tuple[str, ...] = (),
     **options: Unpack[ForwardKwargs],
 ) -> Any:
@@ -131,7 +131,7 @@ def hidden(
     freqs_cis: Mapping[str, Tensor],
     /,
     *,
-    config: Any,
+    config: DecoderConfig,
     taps: tuple[str, ...] = (),
     **options: Unpack[ForwardKwargs],
 ) -> Any:
@@ -144,7 +144,7 @@ def hidden(
     return (x, tapped) if taps else x
 
 
-def _name_missing_leaf(params: Tree, config: Any, error: KeyError) -> None:
+def _name_missing_leaf(params: Tree, config: DecoderConfig, error: KeyError) -> None:
     """ValueError in a sentence where params lack a leaf of the spec."""
     missing = flatten(family_of(config).spec(config)).keys() - flatten(params).keys()
     if missing:
@@ -159,7 +159,7 @@ def _hidden(
     inputs: Tree,
     masks: Mapping[str, MaskLike],
     freqs_cis: Mapping[str, Tensor],
-    config: Any,
+    config: DecoderConfig,
     taps: tuple[str, ...],
     options: ForwardOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -203,7 +203,7 @@ def run_layers(
     hi: int,
     /,
     *,
-    config: Any,
+    config: DecoderConfig,
     valid: Tensor | None = None,
     routing: Tensor | None = None,
     taps: tuple[str, ...] = (),
@@ -240,7 +240,7 @@ def _run(
     x: Tensor,
     batch: _Batch,
     layers: range,
-    config: Any,
+    config: DecoderConfig,
     taps: tuple[str, ...],
     options: ForwardOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -282,7 +282,7 @@ def _run(
 
 
 def _ready_masks(
-    family: Family, config: Any, masks: Mapping[str, MaskLike], x: Tensor, options: ForwardOptions
+    family: Family, config: DecoderConfig, masks: Mapping[str, MaskLike], x: Tensor, options: ForwardOptions
 ) -> dict[str, MaskLike]:
     """Each kind's mask in the form that the kernel reads, made once for all layers and once for kinds that share it."""
     softcap, sinks = field_of(config, "attention_softcap"), may_have(family, "SINKS")
@@ -295,7 +295,7 @@ def _ready_masks(
 
 
 def _bound_blocks(
-    family: Family, config: Any, kinds: list[str], taps: tuple[str, ...], options: ForwardOptions
+    family: Family, config: DecoderConfig, kinds: list[str], taps: tuple[str, ...], options: ForwardOptions
 ) -> dict[str, Block]:
     """{kind: a callable (layer, x, mask, freqs, **tensors) -> (x, aux)}; what is bound is hashable."""
     inner = ForwardOptions(options.kernel, options.layout, None, options.experts, options.context)
@@ -344,8 +344,8 @@ def _valid(valid: Tensor | None, masks: Mapping[str, MaskLike], x: Tensor) -> Te
     return found
 
 
-def _check_routing(routing: Tensor, x: Tensor, sparse: int, config: Any) -> None:
-    chosen = config.num_experts_per_tok if sparse else 0
+def _check_routing(routing: Tensor, x: Tensor, sparse: int, config: DecoderConfig) -> None:
+    chosen = field_of(config, "num_experts_per_tok") if sparse else 0
     if routing.shape != (*x.shape[:2], sparse, chosen) or routing.dtype != torch.int64:
         raise ValueError(
             f"routing must be int64 [B, S, layers with experts, experts of a token] = "

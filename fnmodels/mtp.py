@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.registry import RMSNormConfig, family_of
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
 
@@ -52,7 +52,7 @@ def hidden(
     freqs_cis: Mapping[str, Tensor],
     /,
     *,
-    config: Any,
+    config: RMSNormConfig,
     taps: tuple[str, ...] = (),
     apart: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
     **options: Unpack[ForwardKwargs],

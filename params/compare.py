@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fnmodels import family_of, forward, prepare, tree
 from fnmodels.errors import MismatchError, UnsupportedError, UserError
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.models.common.storage import extract_parameter
 from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
@@ -183,7 +183,7 @@ class Batch:
     segment_ids: Tensor
 
 
-def _batches(config: Any, length: int) -> list[Batch]:
+def _batches(config: DecoderConfig, length: int) -> list[Batch]:
     """The plain arrangement, then the others on which transformers is right.
 
     The first row always reaches the largest position, and the shifted arrangement is last: transformers' dynamic rope
@@ -201,7 +201,7 @@ def _batches(config: Any, length: int) -> list[Batch]:
     return [batch for batch in found if batch.form not in _THEIR_MISTAKES.get(config.model_type, ())]
 
 
-def _unreached(config: Any, length: int) -> list[str]:
+def _unreached(config: DecoderConfig, length: int) -> list[str]:
     """Features of the model that have no effect on rows of up to `length` positions."""
     found = []
     for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
@@ -266,7 +266,7 @@ def _on_disk(model: Any) -> dict[str, Tensor]:
     return dict(loading.revert_weight_conversion(model, named | saved))
 
 
-def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _leaf_faults(config: DecoderConfig, theirs: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Differences in name or shape between the tensors on disk that our spec expects and the reference's."""
     ours = {name: pieces[0].disk_shape for name, pieces in by_name(stored_leaves(config)).items()}
     faults = []
@@ -280,7 +280,7 @@ def _leaf_faults(config: Any, theirs: Mapping[str, tuple[int, ...]]) -> list[str
     return faults
 
 
-def _value_faults(config: Any, params: Tree, theirs: Mapping[str, Tensor]) -> dict[str, float]:
+def _value_faults(config: DecoderConfig, params: Tree, theirs: Mapping[str, Tensor]) -> dict[str, float]:
     """{path: largest difference} of the leaves whose values differ from the reference's."""
     flat = tree.flatten(params)
     pairs = {
@@ -289,7 +289,7 @@ def _value_faults(config: Any, params: Tree, theirs: Mapping[str, Tensor]) -> di
     return {path: _off(flat[path], leaf) for path, leaf in pairs.items() if not torch.equal(flat[path], leaf)}
 
 
-def _ours(config: Any, params: Tree, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
+def _ours(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     """{tap: activation} of our model."""
     names = ("output", *(name for name in ("attention", "mlp") if name in may_have(family_of(config), "TAPS")))
     taps = ("embed", *(f"layers.*.{name}" for name in names))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.registry import DecoderConfig, family_of
 from fnmodels.models.common.spec import Constant, Leaf
 from fnmodels.tree import Tree
 from params.sharding import plan_by_path
@@ -30,7 +29,7 @@ def _check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def init(
-    config: Any,
+    config: DecoderConfig,
     seed: int,
     *,
     dtype: torch.dtype | None = None,
@@ -80,13 +79,13 @@ def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None)
     return out
 
 
-def abstract(config: Any, *, dtype: torch.dtype | None = None) -> Tree:
+def abstract(config: DecoderConfig, *, dtype: torch.dtype | None = None) -> Tree:
     """The parameter tree on the meta device: shapes and dtypes without memory."""
     _check_dtype(dtype)
     spec = family_of(config).spec(config)
     return tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf_dtype(leaf, dtype), device="meta"), spec)
 
 
-def count(config: Any) -> int:
+def count(config: DecoderConfig) -> int:
     """The number of parameters (elements of all leaves); a tied head counts once."""
     return sum(math.prod(leaf.shape) for leaf in tree.leaves(family_of(config).spec(config)))

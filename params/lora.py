@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
-from fnmodels.models.common.registry import family_of, hf_names
+from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.common.storage import Stored
 from fnmodels.tree import Tree, pytree, static
@@ -80,7 +80,7 @@ class Lora:
 
 
 def add(
-    config: Any,
+    config: DecoderConfig,
     params: Tree,
     *,
     rank: int,
@@ -154,7 +154,7 @@ def _on_same_mesh(weight: Tensor, leaves: tuple[Leaf, Leaf], *make: Callable[[Bo
     return distributed[0], distributed[1]
 
 
-def spec(config: Any, params: Tree) -> Tree:
+def spec(config: DecoderConfig, params: Tree) -> Tree:
     """The family's spec for `params` with adapters: only a and b are trainable, and weight decay applies to them."""
     leaves = tree.flatten(family_of(config).spec(config))
 
@@ -166,7 +166,7 @@ def spec(config: Any, params: Tree) -> Tree:
     return map_leaves(frozen, params)
 
 
-def save_adapters(path: str | os.PathLike[str], config: Any, params: Tree, *, base: str = "") -> None:
+def save_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: Tree, *, base: str = "") -> None:
     """Write the adapters into the folder `path` in PEFT's format: adapter_config.json, adapter_model.safetensors.
 
     base: PEFT's `base_model_name_or_path`. All adapters must share rank and scale (ValueError).
@@ -219,7 +219,7 @@ def save_adapters(path: str | os.PathLike[str], config: Any, params: Tree, *, ba
         temporary.rmdir()
 
 
-def load_adapters(path: str | os.PathLike[str], config: Any, params: Tree) -> Tree:
+def load_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: Tree) -> Tree:
     """`params` with the adapters of a folder in PEFT's format: plain LoRA on linear weights of this model.
 
     ConfigError or UnsupportedError for a config that is not plain LoRA; MismatchError names every tensor that is
@@ -278,7 +278,7 @@ def _read_config(file: Path) -> tuple[int, float]:
     return rank, float(alpha)
 
 
-def _targets(config: Any, params: Tree, targets: tuple[str, ...]) -> dict[str, Leaf]:
+def _targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]) -> dict[str, Leaf]:
     """{path: leaf} of the linear weights that match `targets`; ValueError as in `add`."""
     leaves = tree.flatten(family_of(config).spec(config))
     if _adapters(params):
@@ -321,7 +321,7 @@ def _adapters(params: Tree) -> dict[str, Lora]:
     return found
 
 
-def _modules(config: Any, paths: Iterable[str], *, strict: bool = True) -> dict[str, str]:
+def _modules(config: DecoderConfig, paths: Iterable[str], *, strict: bool = True) -> dict[str, str]:
     """{path: the module in transformers whose weight it is}, from the names on disk."""
     names: dict[str, Stored] = hf_names(config)
     found = {}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import MismatchError
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.models.common.storage import join
 from fnmodels.tree import Tree
 from params.io.safetensors_file import NAMES, LazyTensor
@@ -17,7 +18,9 @@ from .shard_index import as_lines
 from .tensor_map import Piece, by_name, dtype_class, duplicate_names, stored_leaves
 
 
-def export(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+def export(
+    config: DecoderConfig, params: Tree, fetch: Callable[[str], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, tensor) of every tensor in a checkpoint of `config`: the inverse of `load_pretrained`.
 
     For passing new weights to an inference engine. A leaf that is one tensor on disk is detached, not copied; fused or
@@ -32,7 +35,9 @@ def export(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = No
     return ((name, tensor.make()) for name, tensor in tensors.items())
 
 
-def lazy_tensors(config: Any, params: Tree, fetch: Callable[[str], Tensor] | None = None) -> dict[str, LazyTensor]:
+def lazy_tensors(
+    config: DecoderConfig, params: Tree, fetch: Callable[[str], Tensor] | None = None
+) -> dict[str, LazyTensor]:
     """{name on disk: tensor, made when it is written}, in the order of the spec. Errors as in `export`."""
     flat = tree.flatten(params)
     _check(config, flat, meta=fetch is not None)
@@ -69,7 +74,7 @@ def _lazy_tensor(
     return LazyTensor(flat[pieces[0].path].dtype, pieces[0].disk_shape, make)
 
 
-def _check(config: Any, flat: dict[str, Any], *, meta: bool) -> None:
+def _check(config: DecoderConfig, flat: dict[str, Any], *, meta: bool) -> None:
     parameters = stored_leaves(config)
     leaves = {parameter.path: parameter.leaf for parameter in parameters}
     faults = [f"{path}: missing; expected {list(leaf.shape)}" for path, leaf in leaves.items() if path not in flat]

@@ -19,7 +19,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.models.common.config_json import quantization_of
-from fnmodels.models.common.registry import family_of, may_have
+from fnmodels.models.common.registry import DecoderConfig, family_of, may_have
 from fnmodels.models.common.storage import (
     Single,
     Stack,
@@ -172,7 +172,7 @@ class CheckedFolder:
     redundant tensor: name of the tensor it must equal}. prefix: the first component that the names on disk omit.
     """
 
-    config: Any
+    config: DecoderConfig
     files: tuple[TensorFile, ...]
     parameters: tuple[StoredLeaf, ...]
     found: Found

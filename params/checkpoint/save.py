@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import FormatError, MismatchError
-from fnmodels.models.common.registry import to_hf
+from fnmodels.models.common.registry import DecoderConfig, to_hf
 from fnmodels.tree import Tree
 from params.io.files import sync
 from params.io.safetensors_file import LazyTensor, write_tensors
@@ -38,7 +38,7 @@ _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 
 def save_pretrained(
-    path: str | os.PathLike[str], config: Any, params: Tree, *, max_shard_size: int | str = "5GB"
+    path: str | os.PathLike[str], config: DecoderConfig, params: Tree, *, max_shard_size: int | str = "5GB"
 ) -> None:
     """Write config.json and model.safetensors into the folder `path` (made if needed), replacing an older model there.
 
@@ -74,7 +74,7 @@ def save_pretrained(
         _move_into_place(folder, temporary)
 
 
-def config_text(config: Any, dtype: torch.dtype) -> str:
+def config_text(config: DecoderConfig, dtype: torch.dtype) -> str:
     """The text of config.json; dtype: that of most elements of the model."""
     return _json(to_hf(config) | {"dtype": str(dtype).removeprefix("torch.")})
 

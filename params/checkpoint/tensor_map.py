@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.registry import family_of, hf_names, may_have
+from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names, may_have
 from fnmodels.models.common.spec import Leaf
 from fnmodels.models.common.storage import Single, Stack, Stored, disk_name, disk_names, disk_shape
 
@@ -44,7 +44,7 @@ class Piece:
         return flat[self.path] if self.index is None else flat[self.path][self.index]
 
 
-def stored_leaves(config: Any, prefix: str = "") -> tuple[StoredLeaf, ...]:
+def stored_leaves(config: DecoderConfig, prefix: str = "") -> tuple[StoredLeaf, ...]:
     """All parameters, in the order of the spec. prefix: is removed from the names on disk (see `missing_prefix`)."""
     names, leaves = hf_names(config), tree.flatten(family_of(config).spec(config))
     return tuple(StoredLeaf(path, leaf, _strip_prefix(names[path], prefix)) for path, leaf in leaves.items())
@@ -83,12 +83,12 @@ def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> s
     return prefix if common and bare else ""
 
 
-def is_leftover(config: Any, name: str) -> bool:
+def is_leftover(config: DecoderConfig, name: str) -> bool:
     """Whether `name` is a buffer in old files of the family that is not a parameter (its LEFTOVERS, if any)."""
     return any(re.fullmatch(pattern, name) for pattern in may_have(family_of(config), "LEFTOVERS"))
 
 
-def tied_names(config: Any, prefix: str = "") -> dict[str, str]:
+def tied_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:
     """{name of a redundant tensor, which files may hold or not: name of the tensor it must equal}.
 
     A tied head, and everything in `duplicate_names`. prefix: as in `stored_leaves`.
@@ -103,7 +103,7 @@ def tied_names(config: Any, prefix: str = "") -> dict[str, str]:
     return tied | {head: embedding.removeprefix(prefix)}
 
 
-def duplicate_names(config: Any, prefix: str = "") -> dict[str, str]:
+def duplicate_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:
     """{name of a duplicate tensor: name of the original} by the family's `hf_copies`; prefix as in `stored_leaves`.
 
     Files may omit them. A save writes them, because other programs read them.
@@ -114,7 +114,7 @@ def duplicate_names(config: Any, prefix: str = "") -> dict[str, str]:
 
 
 def drop_optional(
-    config: Any, drop: Collection[str], found: Container[str], prefix: str = ""
+    config: DecoderConfig, drop: Collection[str], found: Container[str], prefix: str = ""
 ) -> tuple[Any, frozenset[str]]:
     """(config without the optional parts that are not loaded, names on disk that are skipped for it).
 

@@ -24,7 +24,16 @@ from fnmodels.ops.rotary import Rope, no_rotation, rotary_table
 from fnmodels.tree import Tree, flatten
 
 from .config_json import LAYERS_LIMIT, Fields, quantization, shown
-from .registry import FAMILY_DEFAULTS, family_of, field_of
+from .registry import (
+    FAMILY_DEFAULTS,
+    DecoderConfig,
+    LayerNormConfig,
+    RMSNormConfig,
+    TwoRopesConfig,
+    UsualConfig,
+    family_of,
+    field_of,
+)
 from .rope_config import rope_from_hf, rope_to_hf
 from .spec import Leaf, decoder_leaves, layer_leaves, usual_attention, usual_mlp
 from .storage import TensorSlice, fuse
@@ -97,14 +106,14 @@ def finished(config: C, fields: Fields, ignored: Sequence[str] = ()) -> C:
     return config
 
 
-def kinds(config: Any) -> tuple[str, ...]:
+def kinds(config: UsualConfig) -> tuple[str, ...]:
     """The kind of each layer, the keys of masks and freqs_cis."""
     found: tuple[str, ...] = config.layer_kinds
     return found
 
 
 def attention_masks(
-    config: Any, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
+    config: UsualConfig, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
     """{kind: mask}: causal, and within `sliding_window` for kinds that begin with "sliding".
 
@@ -114,7 +123,7 @@ def attention_masks(
     return causal_masks(config.layer_kinds, window, positions, segment_ids, create=create)
 
 
-def freqs_cis(config: Any, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 table [B, S, R/2, 2]} of `config.rope`; R is 0 for kinds that end in "_nope".
 
     length: an int or [B], which scalings for long sequences need; see `fnmodels.ops.rotary`.
@@ -123,41 +132,43 @@ def freqs_cis(config: Any, positions: Tensor, *, length: int | Tensor | None = N
     return {kind: none if kind.endswith("_nope") else table for kind in sorted(set(config.layer_kinds))}
 
 
-def freqs_cis_by_window(config: Any, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+def freqs_cis_by_window(
+    config: TwoRopesConfig, positions: Tensor, *, length: int | Tensor | None = None
+) -> dict[str, Tensor]:
     """As `freqs_cis`, where "sliding" layers rotate by `config.local_rope` and "full" ones by `config.rope`."""
     ropes = {"full": config.rope, "sliding": config.local_rope}
     return {k: rotary_table(ropes[k], config.head_dim, positions, length) for k in sorted(set(config.layer_kinds))}
 
 
-def embed(params: Tree, inputs: Tree, /, *, config: Any) -> Tensor:
+def embed(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Tensor:
     """x [B, S, D]; vectors instead of tokens are x itself, as in transformers."""
     return embed_tokens(params["embed_tokens"], inputs)
 
 
-def head(params: Tree, config: Any) -> Tensor:
+def head(params: Tree, config: DecoderConfig) -> Tensor:
     """The head's weight [V, D]; a tied head reads the embedding's one leaf."""
     weight: Tensor = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
     return weight
 
 
-def unembed(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:
+def unembed(params: Tree, x: Tensor, /, *, config: RMSNormConfig) -> Tensor:
     """Final RMSNorm and head: logits [B, S, V]."""
     return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head(params, config))
 
 
-def unembed_layer_norm(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:
+def unembed_layer_norm(params: Tree, x: Tensor, /, *, config: LayerNormConfig) -> Tensor:
     """Final LayerNorm and head: logits [B, S, V]."""
     normed = layer_norm(x, params["norm"], params.get("norm_bias"), eps=config.layer_norm_eps)
     return linear(normed, head(params, config))
 
 
-def spec(config: Any) -> Tree:
+def spec(config: UsualConfig) -> Tree:
     """The parameters of a decoder with a norm before each sublayer, grouped queries, a gated MLP and no biases."""
     layer = layer_leaves(config.hidden_size, usual_attention(config), usual_mlp(config))
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
 
-def hf_names(config: Any) -> dict[str, Any]:
+def hf_names(config: DecoderConfig) -> dict[str, Any]:
     """{path of a parameter: its name on disk}."""
     return {path: decoder_name(path) for path in flatten(family_of(config).spec(config))}
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from typing import Any, Protocol, cast
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor
 
 from fnmodels.errors import UnsupportedError
+from fnmodels.ops.rotary import Rope
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 
@@ -25,6 +27,8 @@ class DecoderConfig(Protocol):
 
     `from_hf(values)` makes it of a config.json, `to_hf()` is the way back.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def vocab_size(self) -> int: ...
@@ -46,6 +50,34 @@ class DecoderConfig(Protocol):
     def model_type(self) -> str: ...
 
     def to_hf(self) -> dict[str, Any]: ...
+
+
+class UsualConfig(DecoderConfig, Protocol):
+    """What the functions of `decoder` and `spec` read besides: a decoder with grouped queries and a rotary table."""
+
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def rope(self) -> Rope: ...
+    @property
+    def layer_kinds(self) -> tuple[str, ...]: ...
+
+
+class RMSNormConfig(UsualConfig, Protocol):
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
+class LayerNormConfig(UsualConfig, Protocol):
+    @property
+    def layer_norm_eps(self) -> float: ...
+
+
+class TwoRopesConfig(UsualConfig, Protocol):
+    @property
+    def local_rope(self) -> Rope: ...  # of layers with a window
 
 
 # Fields that a Config may have; for one without, these values hold.

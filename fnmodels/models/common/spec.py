@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fnmodels.models.common.registry import DecoderConfig, UsualConfig
 from fnmodels.tree import Tree
 
 
@@ -79,7 +80,7 @@ def layer_norm_leaves(name: str, size: int, axis: str) -> dict[str, Leaf]:
     return {name: norm(size, axis), f"{name}_bias": bias(size, axis)}
 
 
-def decoder_leaves(config: Any, layers: list[Tree], *, norm_bias: bool = False) -> Tree:
+def decoder_leaves(config: DecoderConfig, layers: list[Tree], *, norm_bias: bool = False) -> Tree:
     """A decoder's parameters, weights [out, in]: embedding, `layers`, final norm, and a head that is not the embedding.
 
     config has vocab_size, hidden_size, initializer_range and tie_word_embeddings. norm_bias: the norm has one.
@@ -99,7 +100,7 @@ def layer_leaves(width: int, attention: Tree, mlp: Tree, *, norm_bias: bool = Fa
     return {**first, "attention": attention, **second, "mlp": mlp}
 
 
-def usual_attention(config: Any, *, qkv_bias: bool = False, o_bias: bool = False) -> dict[str, Leaf]:
+def usual_attention(config: UsualConfig, *, qkv_bias: bool = False, o_bias: bool = False) -> dict[str, Leaf]:
     """`attention_leaves` of the config's sizes."""
     heads, kv_heads, std = config.num_attention_heads, config.num_key_value_heads, config.initializer_range
     return attention_leaves(
@@ -107,17 +108,17 @@ def usual_attention(config: Any, *, qkv_bias: bool = False, o_bias: bool = False
     )
 
 
-def usual_mlp(config: Any, *, biases: bool = False) -> dict[str, Leaf]:
+def usual_mlp(config: UsualConfig, *, biases: bool = False) -> dict[str, Leaf]:
     """`gated_mlp_leaves` of the config's sizes."""
     return gated_mlp_leaves(config.hidden_size, config.intermediate_size, std=config.initializer_range, biases=biases)
 
 
-def head_norms(config: Any, value: float = 1.0) -> dict[str, Leaf]:
+def head_norms(config: UsualConfig, value: float = 1.0) -> dict[str, Leaf]:
     """Norms of queries and keys, one weight [H] for all heads each."""
     return {name: norm(config.head_dim, "head_dim", value) for name in ("q_norm", "k_norm")}
 
 
-def joint_head_norms(config: Any) -> dict[str, Leaf]:
+def joint_head_norms(config: UsualConfig) -> dict[str, Leaf]:
     """Norms of queries and keys over all heads together, weights [N H] and [G H]."""
     H = config.head_dim
     heads, kv_heads = config.num_attention_heads * H, config.num_key_value_heads * H
