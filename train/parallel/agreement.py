@@ -1,8 +1,8 @@
-"""What all processes must agree on before a step: that they were given the same, or what goes together.
+"""Collective checks before a step: every rank was given the same batch, or batches that fit together.
 
-Of a whole batch every process sees whether it will do; that it is the same in all, one sum says. Of others' rows, with
-`Strategy(rows="own")`, it knows nothing: so each says what it was given and what is wrong with it, in one message. All
-go on or raise alike.
+A global batch is valid or invalid on all ranks alike, and one reduction of a checksum shows that it is the same on all.
+With `Strategy(rows="own")` a rank cannot see the rows of the others, so each rank sends a `Report` of its own batch and
+of any error. All ranks then continue, or all raise.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ T = TypeVar("T")
 
 
 def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequence[Any]) -> None:
-    """ValueError, in all processes of `groups` alike, where they were not given the same batch, or lists of batches.
+    """Raises ValueError on all ranks of `groups` if they were not given the same batch, or list of batches.
 
-    Each takes its part: of batches that differ they would learn something that is nobody's batch. One message of two
-    numbers; who differs in what is asked only then. Floats may be computed, and differ in the last bit: see `_sum`.
+    Each rank takes its shard, so batches that differ would mix silently. The check is one reduction of two integers;
+    only after a mismatch do ranks exchange details. Only shapes are compared for floating-point tensors, which may be
+    computed and differ in the last bit.
     """
     of_each: dict[tuple[str, str], int] = {}
     wrong = ""
@@ -40,7 +41,7 @@ def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequ
         parts = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {"whole": batch}
         entries = {(str(n), path): x for n, part in parts.items() for path, x in tree.flatten(part).items()}
         of_each = {name: _add(0, name[1], x) for name, x in entries.items()}
-    except Exception as error:  # the others would wait
+    except Exception as error:  # raising here alone would leave the other ranks waiting
         wrong = _words(error)
     mine = -1 if wrong else zlib.crc32(repr(sorted(of_each.items())).encode())
     ends = torch.tensor([mine, -mine], device=devices.device_type)
@@ -65,8 +66,7 @@ def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequ
 
 @dataclass(frozen=True, order=True)
 class Report:
-    """What a process reports: its rank, which rows it should have, and of its microbatches the entries with their
-    kinds, the number and a checksum; or what is wrong with them."""
+    """A rank's row shard, entries with kinds, number of microbatches and checksum, or the error."""
 
     rank: int
     row: int
@@ -83,10 +83,10 @@ def agreed(
     row: int,
     groups: Sequence[Any],
 ) -> list[Batch]:
-    """cut(given()), once all processes of `groups` have told that theirs will do. row: which rows this process has.
+    """Returns cut(given()) once all ranks of `groups` have reported that theirs succeeded. row: this rank's row shard.
 
-    ValueError in all of them where the functions of one raise anything, where the microbatches are not equally many or
-    have other entries, or where processes that share rows were given different ones.
+    ValueError on all ranks if either function raises on any of them, if the number or the entries of the microbatches
+    differ, or if ranks that share rows were given different ones.
     """
     parts: list[Batch] = []
     try:
@@ -94,7 +94,7 @@ def agreed(
         parts = cut(whole)
         names = tuple(sorted({_kind(name, x) for part in whole for name, x in tree.flatten(part).items()}))
         mine = Report(dist.get_rank(), row, names, len(whole), _sum(whole))
-    except Exception as error:  # whatever it is: the others would wait
+    except Exception as error:  # any error: raising here alone would leave the other ranks waiting
         mine = Report(dist.get_rank(), row, wrong=_words(error))
     _check(sorted(everyone(mine, groups)), str(mesh_of(devices)))
     return parts
@@ -105,13 +105,13 @@ def _words(error: Exception) -> str:
 
 
 def _kind(name: str, x: Tensor) -> str:
-    """With what a function of the batch may refuse in one process alone: its type, and what each token has of it."""
+    """Name, dtype and per-token shape of an entry: what a function of the batch may reject on one rank alone."""
     each = f" {list(x.shape[2:])} per token" if x.ndim > 2 else ""
     return f"{name} ({str(x.dtype).removeprefix('torch.')}{each})"
 
 
 def everyone(mine: T, groups: Sequence[Any]) -> list[T]:
-    """What every process of `groups` has, in one list."""
+    """All-gathers one object per rank over `groups`, into one list."""
     gathered = [mine]
     for group in groups:
         found: list[Any] = [None] * dist.get_world_size(group)
@@ -145,7 +145,7 @@ def _check(reports: Sequence[Report], mesh: str) -> None:
 
 
 def _sum(parts: Sequence[Batch]) -> int:
-    """Of shapes, and of the numbers that are whole: others may be computed, and differ in the last bit."""
+    """Checksum of all shapes, and of the elements of non-float tensors; floats may differ in the last bit."""
     found = 0
     for part in parts:
         for path, tensor in sorted(tree.flatten(part).items()):
@@ -161,5 +161,5 @@ def _add(found: int, path: str, tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """What holds them, without a copy."""
+    """The tensor's bytes, without a copy if it is contiguous on the CPU."""
     return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()

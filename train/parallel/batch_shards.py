@@ -1,7 +1,7 @@
-"""Which rows and columns of a batch are this process': of the whole, which all are given, or of rows that it has.
+"""The batch shard of a rank: its rows and sequence positions, from the global batch or from its own rows.
 
-Nothing is sent but what processes must agree on first (`given`): what a mesh cannot divide, all refuse alike, before
-one waits for another.
+The only communication is the check in `agreement`: all ranks reject a batch that the mesh cannot shard, before one
+waits for another.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def own_parts(
     check: Callable[[Batch], None] | None = None,
     places: bool = False,
 ) -> list[Batch]:
-    """This process' microbatches, of what it is given: see `Strategy.rows`. ValueError in all processes alike.
+    """This rank's microbatches of the batch that it is given; see `Strategy.rows`. ValueError on all ranks alike.
 
-    check: raises for a batch that the loss cannot read, for rows that a process has for itself. places: give each the
-    entry PLACES too.
+    check: raises for a batch that the loss cannot read; used with rows="own". places: adds the entry PLACES to each
+    microbatch.
     """
     how, devices = placed.strategy, placed.devices
     columns: dict[str, Any] = {"order": how.order, "config": placed.config, "sequence": how.sequence}
@@ -54,7 +54,7 @@ def own_parts(
     needed = ("tokens", "positions", "segment_ids") if devices["pp"].size() > 1 else ("tokens",)
 
     def cut(parts: Sequence[Batch]) -> list[Batch]:
-        # Whatever would be refused later, or would fail there, would be so in this process alone.
+        # All checks come first: a later error would be raised on this rank alone.
         for part in parts:
             check_entries(part, *needed)
             check_shapes(part)
@@ -69,7 +69,7 @@ def own_parts(
 
 
 def _with_places(batch: Any) -> Any:
-    """The batch, or each in a list, with the columns where its tokens are."""
+    """The batch, or each one in a list, with PLACES: the index of every token in its row, [B, S]."""
     if isinstance(batch, (list, tuple)):
         return [_with_places(part) for part in batch]
     check_entries(batch, "tokens")
@@ -78,7 +78,7 @@ def _with_places(batch: Any) -> Any:
 
 
 def _check_division(own: Batch, mesh: Mesh, accumulate: int) -> None:
-    """ValueError for rows that the microbatches of a pipeline do not divide: it would compute padding for them."""
+    """ValueError if the rows are no multiple of `accumulate`: the pipeline would compute padding instead."""
     rows = len(next(iter(own.values())))
     if rows % accumulate:
         raise ValueError(
@@ -89,9 +89,9 @@ def _check_division(own: Batch, mesh: Mesh, accumulate: int) -> None:
 
 
 def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False) -> Any:
-    """This process' rows and columns of the whole batch, or of each microbatch in a list: `own_columns` of `own_rows`.
+    """`own_columns` of `own_rows` of the global batch, or of each microbatch in a list.
 
-    ValueError, in all processes alike, for tokens and labels anywhere in it that the model of `config` does not know.
+    ValueError, on all ranks alike, for tokens or labels outside of the vocabulary of `config`.
     """
     if isinstance(batch, (list, tuple)):
         return [own_part(part, devices, order=order, config=config, sequence=sequence) for part in batch]
@@ -103,17 +103,17 @@ def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any 
 def own_columns(
     rows: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False
 ) -> Any:
-    """This process' columns of its rows. ValueError where cp does not divide them.
+    """This rank's positions of its rows. ValueError if cp does not divide the sequence length.
 
-    sequence: tp divides each one's columns further, and rows of any length are padded to what both divide.
+    sequence: tp shards the sequence dimension further; rows of any length are padded to a multiple of cp x tp.
     """
     mesh = mesh_of(devices)
     if sequence and mesh.tp > 1 and "tokens" in rows:
-        # Before cp takes its columns: padding between those of two processes would cut documents in two.
+        # Before cp shards positions: padding between two ranks' positions would split documents.
         rows = _divisible(rows, mesh.cp * mesh.tp, config)
     if mesh.cp == 1:
         return rows
-    # A part could not count them from its own columns.
+    # A rank could not derive positions and segments from its shard of the sequence.
     check_entries(rows, "tokens", "positions", *(("segment_ids",) if order == "mask" else ()))
     return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=order, config=config)
 
@@ -130,7 +130,7 @@ def _divisible(rows: Batch, ranks: int, config: Any) -> Batch:
 
 
 def own_rows(batch: Any, devices: DeviceMesh) -> Any:
-    """This process' rows of the whole batch. ValueError where they do not divide."""
+    """This rank's rows of the global batch. ValueError if the number of ranks does not divide the rows."""
     index, number = _row_of(devices)
     for path, tensor in tree.flatten(batch).items():
         if not tensor.ndim or tensor.shape[0] % number:
@@ -143,7 +143,7 @@ def own_rows(batch: Any, devices: DeviceMesh) -> Any:
 
 
 def _row_of(devices: DeviceMesh) -> tuple[int, int]:
-    """(which part of the rows this process has, how many there are)."""
+    """(index of this rank's row shard, number of row shards)."""
     names = [name for name in ROWS if name in (devices.mesh_dim_names or ())]
     index, number = 0, 1
     for name in names:

@@ -1,8 +1,8 @@
-"""How a mesh runs a loss: tensor, sequence, context and expert parallelism, FSDP, compilation and remat, composed once.
+"""Composes tensor, sequence, context and expert parallelism, FSDP, compilation and remat around one loss.
 
-The step of one stage and the pipeline read the same `Composed`: options for the calls of the model, and a map from the
-shards that a process holds to the params that the loss is given. From the inside out a block is tensor parallel,
-compiled, gathered, rematerialised.
+The step of one stage and the pipeline read the same `Composed`: options for the model's calls, and a map from the
+shards that a rank holds to the params that the loss receives. A block is wrapped, from the inside out, in tensor
+parallelism, compilation, the FSDP all-gather, and rematerialisation.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Composed:
-    """options: `RunOptions` of a loss over the mesh. params: from `local_tree(params)` to what the loss is given.
+    """options: `RunOptions` of a loss over the mesh. params: maps `local_tree(params)` to the params of the loss.
 
-    full_states: makes hidden states [B, S, D] of those that `sequence` shards, for another stage; None: they are full.
-    remat: whether layers are recomputed.
+    full_states: gathers hidden states [B, S, D] that `sequence` shards, for the next stage; None: they are full
+    already. remat: whether layers are recomputed in backward.
     """
 
     options: RunOptions
@@ -45,7 +45,7 @@ class Composed:
     remat: bool
 
     def loss(self, function: Callable[..., Any]) -> ModelLoss:
-        """function(params, batch) as one of the shards of both that a process has."""
+        """function(params, batch) as a `ModelLoss` of this rank's shards of both."""
         return ModelLoss(as_loss(function).function, self.options, self.params)
 
 
@@ -56,7 +56,7 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
     tensor: TensorParallel | None = None
     if mesh.tp > 1:
         shards = placed.shards
-        if mesh.pp > 1:  # a stage has some layers' leaves, and roles are those of all
+        if mesh.pp > 1:  # a stage holds some layers only, and roles are derived from all
             shards = P.plan(family_of(config).spec(config), rules_of(mesh, config), devices)
         tensor = tensor_parallel(config, shards, sequence=strategy.sequence)
     gathered = sharded_params(placed.shards, dtype=strategy.gather_dtype, trains=placed.trains)
@@ -94,7 +94,7 @@ def _global_length(longest: Callable[[Tensor], Tensor], config: Any, positions: 
 
 
 def _around_name(what: str, mesh: Mesh, make: Callable[..., T]) -> Callable[[Any], T]:
-    """What replaces the loss' own choice of `what`, made once for each name that it may give."""
+    """A function from the loss' name for `what` to its version over the mesh, made once per name."""
     made = functools.cache(lambda inner: make(inner=inner))
 
     def of(inner: Any) -> T:

@@ -1,11 +1,11 @@
-"""Evaluation and functions of tokens over a mesh, without gradients; results are the same in every process.
+"""Evaluation and per-token functions over a mesh, without gradients; every rank gets the same results.
 
     evaluate = train.make_eval_step(loss_fn, mesh=mesh)
     run = train.make_forward_only(functools.partial(token_logprobs, config=config), mesh=mesh)
     logp, entropy, valid = run(state.params, batch)           # [B, S] of the global batch
 
-Each process is given the global batch, takes its part as in a step, and the results are joined. With
-`Strategy(rows="own")` it is given its own rows, and gets the results of these.
+Each rank is given the global batch, computes its shard as in a step, and the results are all-gathered. With
+`Strategy(rows="own")` it is given its own rows and gets the results of these.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ def make_eval_over(
 def make_forward_over(
     parallelism: Parallelism, function: Callable[..., Any], compile: str
 ) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
-    """`train.make_forward_only` over a mesh, of functions whose tensors are [B, ...], over cp [B, S, ...].
+    """`train.make_forward_only` over a mesh; the function returns tensors [B, ...], over cp [B, S, ...].
 
-    Where rows were padded, tensors of the padded length are cut: that is no size of the model (`clear_length`).
+    If rows were padded, tensors of the padded length are cut back: `clear_length` makes it differ from every model
+    dimension.
     """
     mesh = parallelism.mesh
 
@@ -116,7 +117,7 @@ def make_forward_over(
 def _once(
     parallelism: Parallelism, function: Callable[..., Any], compile: str, make: Callable[[Placed], T]
 ) -> Callable[[Tree, Any], tuple[Placed, T]]:
-    """made(params, batch) -> (where they lie, what `make` makes of it), made anew for params that lie elsewhere."""
+    """made(params, batch) -> (their `Placed`, make(placed)), cached until the placement of the params changes."""
     check_compile(parallelism, compile)
     known: list[tuple[Placed, T]] = []
 
@@ -132,14 +133,17 @@ def _once(
 
 
 def trained_in(config: Any, params: Tree) -> Tree:
-    """Which parameters training would send in another dtype: the trainable ones, as far as the config tells."""
+    """A tree of bools: the parameters that training sends in `gather_dtype`, as far as the config is known."""
     spec = {} if config is None else tree.flatten(family_of(config).spec(config))
     fixed = {path for path, leaf in spec.items() if not leaf.trainable}
     return with_paths(lambda path, _: path not in fixed, params)
 
 
 def _joined(x: Tensor, rows: int, places: Tensor | None, divided: Sequence[str], devices: DeviceMesh) -> Tensor:
-    """What the processes that divide rows have of a tensor, with its columns where they were."""
+    """All-gathers a tensor over the ranks that shard rows and positions, and restores the order of positions.
+
+    ValueError if its leading dimensions are not those of the batch shard.
+    """
     wanted = [rows] if places is None else [*places.shape]
     if (divided or places is not None) and list(x.shape[: len(wanted)]) != wanted:
         what = "[B, S, ...]" if places is not None else "[B, ...]"
@@ -152,6 +156,6 @@ def _joined(x: Tensor, rows: int, places: Tensor | None, divided: Sequence[str],
         order = all_gather(places, 1, group).argsort(1)
         x = all_gather(x, 1, group)
         x = x[torch.arange(len(x), device=x.device)[:, None], order]
-    for name in reversed(divided):  # the last one divided what the others left
+    for name in reversed(divided):  # the innermost mesh dimension shards last
         x = all_gather(x, 0, devices.get_group(name))
     return x

@@ -1,11 +1,12 @@
-"""Expert parallelism: each rank holds some experts of every layer, and tokens travel to theirs and back.
+"""Expert parallelism: each rank holds some experts of every layer, and all-to-alls carry tokens there and back.
 
     experts = expert_parallel(mesh["ep"].get_group())        # once
     total, count = next_token_loss(params, rows_of_this_rank, config=config, experts=experts)
 
-Of an expert's leaves rank r of n has the r-th n-th along dimension 0, of all other parameters the whole. Ranks have
-tokens of their own, any number of them (GShard, arXiv 2006.16668). Losses are sums: an expert's gradient is whole where
-it lies, made of all ranks' tokens; those of other parameters, and counts of tokens, are to be summed over the ranks.
+Rank r of n holds the r-th of n equal shards of the experts' parameters along dimension 0, and all other parameters in
+full. Each rank has its own tokens, any number of them (GShard, arXiv 2006.16668). Losses are sums: the gradient of an
+expert is complete on its rank, made of all ranks' tokens; gradients of other parameters, and counts of tokens, are to
+be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
 
 
 def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Experts:
-    """An `experts=` for `fnmodels.forward` whose experts the ranks of `group` hold, in order and equally many.
+    """An `experts=` for `fnmodels.forward` with experts sharded evenly, in order, over the ranks of `group`.
 
-    inner: how a rank computes its own, see `fnmodels.ops.moe.experts`. Every rank must call it for every layer, with
-    tokens
-    or without. How many rows come is read on the host, so that it runs in eager mode and not under vmap.
+    inner: how a rank computes its own experts, see `fnmodels.ops.moe.experts`. Every rank must call it for every layer,
+    with or without tokens. The host reads the number of received rows, so it runs in eager mode and not under vmap.
     """
     ranks = group.size()
 
@@ -50,7 +50,7 @@ def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Ex
         counts = dispatched.counts.view(ranks, here)
         coming = collectives.all_to_all(counts, group, split=0, join=0)  # [ranks, experts here]
         sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
-        padding = len(rows) - sum(sent)  # whose rows stand last and stay here
+        padding = len(rows) - sum(sent)  # padding rows come last and are not sent
         got = collectives.exchange(rows[: len(rows) - padding], sent, received, group)
         ids = torch.arange(here, device=x.device).repeat(ranks)
         expert = ids.repeat_interleave(coming.flatten(), output_size=len(got))[:, None]
@@ -58,9 +58,9 @@ def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Ex
         ones, real = got.new_ones(len(got), 1), torch.ones(len(got), dtype=torch.bool, device=x.device)
         back = collectives.exchange(local(experts, got, ones, expert, real, act=act), received, sent, group)
         if not len(x):
-            # Nothing to combine, but backwards send messages too, and this rank must not leave them out: its weights
-            # need a gradient as those of the others, and what is recomputed for remat ends with the last tensor that
-            # was kept, which must come after the message.
+            # There is nothing to combine, but backward runs the collectives too, so this rank must take part: its
+            # weights need a gradient, and remat recomputes only up to the last saved tensor, which must therefore come
+            # after the exchange.
             return (back * weights.sum()).to(x.dtype)
         return combine(F.pad(back, (0, 0, 0, padding)) if padding else back, dispatched, weights)
 

@@ -2,16 +2,16 @@
 
     held = local_tree(params)                                     # DTensors -> plain tensors, the same memory
     loss_fn = gathering(functools.partial(next_token_loss, config=config), shardings(params))
-    total, count = loss_fn(held, rows)                            # of this process' rows: sums are local
-    grads = torch.autograd.grad(total, tree.leaves(held))         # of the sum over all processes, each its shard
+    total, count = loss_fn(held, rows)                            # of this rank's rows: sums are local
+    grads = torch.autograd.grad(total, tree.leaves(held))         # of the sum over all ranks, each rank its shard
 
-Layers gather inside of the rematerialised region, so that backward gathers them again. Nothing here is unknown to a
-transform, so that torch.func goes through: `torch.func.jvp(loss, (held,), (tangents,))` is this process' share of the
-directional derivative, and forward over reverse gives its shard of the Hessian times a vector.
+Layers gather inside the rematerialised region, so backward gathers them again. All operations are known to torch.func:
+`torch.func.jvp(loss, (held,), (tangents,))` is this rank's summand of the directional derivative, and forward over
+reverse gives its shard of a Hessian-vector product.
 
-Gradients are sums over tokens. A parameter that is sharded over processes with different tokens gets its shard of the
-sum (reduce-scatter), and a replicated one the full sum (all-reduce); in HSDP the all-reduce is of the shard. What `tp`
-and `ep` shard stays so, for the wrapper inside of this one: tokens come to it.
+Gradients are sums over tokens. A parameter that is sharded over ranks with different tokens gets its shard of the sum
+(reduce-scatter), and a replicated one the full sum (all-reduce); HSDP all-reduces the shard. Parameters stay sharded
+over `tp` and `ep`, whose wrappers run inside this one.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from .mesh import DATA
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """This process' shard of a parameter, how the others lie, and the dtype in which the model sees the parameter."""
+    """This rank's shard of a parameter, its sharding, and the dtype in which the model sees the parameter."""
 
     local: Tensor
     sharding: Sharding
     dtype: torch.dtype
 
     def to(self, dtype: torch.dtype) -> ParamShard:
-        """The parameter in another dtype, as a loss that computes in it casts its params."""
+        """The parameter in another dtype, for a loss that casts its params."""
         return replace(self, dtype=dtype)
 
 
 def gather(shards: Sequence[ParamShard]) -> list[Tensor]:
-    """The full parameters, differentiably; of one that `tp` or `ep` shard too, this process' shard over these.
+    """The full parameters, differentiably; those that `tp` or `ep` shard too stay sharded over these.
 
-    Shards that lie alike travel together: a layer is one message, and so are its gradients.
+    Shards with one placement are gathered together: a layer takes one all-gather, and its gradients one reduction.
     """
     alike: dict[Any, list[int]] = {}
     for index, shard in enumerate(shards):
@@ -67,7 +67,7 @@ def gather(shards: Sequence[ParamShard]) -> list[Tensor]:
 
 
 def _placement(shard: ParamShard) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], torch.dtype]:
-    """(mesh dimensions that replicate, those to gather over, what else must be equal to travel together, dtype)."""
+    """(mesh dimensions that replicate, those to gather over, dtype and requires_grad of the shard, target dtype)."""
     how, x = shard.sharding, shard.local
     data = [(name, dim) for (name, n), dim in zip(how.sizes, how.dims, strict=True) if n > 1 and name in DATA]
     copied = tuple(name for name, dim in data if dim is None)
@@ -82,21 +82,21 @@ def _gather_alike(
     xs = [shard.local for shard in shards]
     if xs[0].is_floating_point() and xs[0].requires_grad:
         xs = [x.to(wide_dtype(x.dtype)) for x in xs]  # gradients are summed in fp32 at least
-    if not gathered:  # nothing to send on the way in, so nothing to copy
+    if not gathered:  # forward sends nothing, so no flat copy is needed
         for group in copied:
             xs = enter_all(xs, group)
         return [x.to(dtype) for x in xs]
     flat = torch.cat([x.flatten() for x in xs])
     for group in copied:
         flat = enter(flat, group)
-    for group, _ in reversed(gathered):  # the last dimension of the mesh divided what the others left
+    for group, _ in reversed(gathered):  # the innermost mesh dimension shards last
         flat = all_gather(flat[None], 0, group, dtype=dtype)
     pieces, names = flat.split([x.numel() for x in xs], -1), [name for _, name in gathered]
     return [_assembled(piece, shard, names) for piece, shard in zip(pieces, shards, strict=True)]
 
 
 def _assembled(piece: Tensor, shard: ParamShard, names: list[str]) -> Tensor:
-    """The parameter of [n, m, ..., elements], the flat shards along these mesh dimensions."""
+    """The parameter from `piece` [n, m, ..., elements], its flat shards along the mesh dimensions `names`."""
     x = piece.unflatten(-1, shard.local.shape)
     dims = {name: dim for (name, _), dim in zip(shard.sharding.sizes, shard.sharding.dims, strict=True)}
     for axis in reversed(range(len(names))):
@@ -111,7 +111,7 @@ def _known(dim: int | None) -> int:
 
 
 def gather_layers(block: Block) -> Block:
-    """A `layer_fn`: the block with the `ParamShard`s of its layer gathered; other leaves are passed on."""
+    """A `layer_fn` that gathers the `ParamShard`s of its layer before the block; other leaves are unchanged."""
 
     def run(layer: Tree, *args: Any, **more: Any) -> Any:
         return block(_gathered(layer), *args, **more)
@@ -122,10 +122,10 @@ def gather_layers(block: Block) -> Block:
 def sharded_params(
     shards: Tree, *, dtype: torch.dtype | None = None, trains: Tree | None = None
 ) -> Callable[[Tree], Tree]:
-    """params(held) -> what a loss is given: layers as `ParamShard`s, for `gather_layers`, and all else gathered.
+    """params(held) -> the params of a loss: layers as `ParamShard`s, for `gather_layers`, all else gathered.
 
-    held: `local_tree` of the params that lie as `shards` says, or of a pipeline stage's share of them. Blocks of MTP
-    heads are layers too. dtype, trains: see `gathering`.
+    held: `local_tree` of params with the shardings `shards`, or of a pipeline stage's share of them. Blocks of MTP
+    heads count as layers. dtype, trains: see `gathering`.
     """
     places = tree.flatten(shards)
     chosen = dict.fromkeys(places, True) if trains is None else tree.flatten(trains)
@@ -150,11 +150,11 @@ def sharded_params(
 def gathering(
     function: Callable[..., Any], shards: Tree, *, dtype: torch.dtype | None = None, trains: Tree | None = None
 ) -> ModelLoss:
-    """function(params, batch) on the shards that a process holds: `local_tree(params)`.
+    """function(params, batch) on a rank's shards, `local_tree(params)`.
 
-    Leaves outside of "layers" are gathered at the start, each layer's when it runs. shards: `shardings(params)`. dtype:
-    in which floating leaves are sent and used, None for their own; `trains`, a tree of bools, keeps what has no
-    gradient (a router's bias) in its own.
+    Parameters outside "layers" are gathered at the start, each layer's when it runs. shards: `shardings(params)`.
+    dtype: in which floating-point parameters are gathered and used, None for their own. trains: a tree of bools;
+    parameters without a gradient (a router's bias) keep their own dtype.
     """
     loss = as_loss(function).with_options(outer=gather_layers, required="Layers are gathered where they run")
     return replace(loss, params=sharded_params(shards, dtype=dtype, trains=trains))

@@ -1,13 +1,13 @@
-"""The same functions behind modules, for FSDP2 and whatever else expects an nn.Module with hooks and parameters.
+"""Modules over a params tree, for FSDP2 (`fully_shard`) and other code that expects hooks on an nn.Module.
 
-    model = Model(params, spec)                                   # a module per dict of the tree, and nothing else
+    model = Model(params, spec)                                   # a module per dict of the tree
     shard(model, mesh.device_mesh(), dtype=torch.bfloat16)        # torch's fully_shard, of each layer and of the rest
     total, count = model(functools.partial(next_token_loss, config=config), rows)
-    (total / global_count).backward()                             # gradients are sums over all processes
+    (total / global_count).backward()                             # gradients are sums over all ranks
     torch.optim.AdamW(model.parameters()).step()
 
-A module holds parameters and computes nothing: called, it hands the tree of them to the function that it is given. So
-hooks that gather parameters run around a layer as around any module, and inside of them the block sees plain tensors.
+A module holds parameters and computes nothing itself: its forward passes their tree to the function that it is given.
+Hooks that gather parameters therefore run around each layer, and the block inside sees plain tensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class Branch(nn.Module):
-    """A dict or list of parameters, their names those of the tree: "attention.q_proj". No copies are made.
+    """A dict or list of parameters, named as in the tree: "attention.q_proj". Parameters share the tree's memory.
 
-    trains: for each parameter whether it has a gradient.
+    trains: a tree of bools, whether each parameter has a gradient.
     """
 
     def __init__(self, values: Tree, trains: Tree) -> None:
@@ -47,7 +47,7 @@ class Branch(nn.Module):
                 self.add_module(name, Branch(value, learns))
 
     def tree(self) -> Tree:
-        """The parameters as they are now: parts, or inside of FSDP's hooks whole."""
+        """The current parameters: shards, or full tensors inside FSDP's hooks."""
         branches = {name: child.tree() for name, child in self._modules.items() if isinstance(child, Branch)}
         values: dict[str, Any] = {**self._parameters, **branches}
         return values if self.kind is dict else [values[name] for name in sorted(values, key=int)]
@@ -58,10 +58,10 @@ class Branch(nn.Module):
 
 
 class Model(Branch):
-    """A whole tree of parameters with its "layers".
+    """A full params tree with its "layers".
 
-    spec: the family's, which says what has a gradient, and what no policy may cast: `kept`, which is not trained, and
-    `wide`, paths of what is.
+    spec: the family's, which decides what has a gradient, and what must keep its dtype: `kept`, parameters that are not
+    trainable, and `wide`, paths of trainable ones.
     """
 
     def __init__(self, params: Tree, spec: Tree) -> None:
@@ -72,9 +72,10 @@ class Model(Branch):
         self.wide = [path for path in keeps if leaves[path].trainable]
 
     def forward(self, function: Callable[..., Any], *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
-        """function(params, ...), in whose params each layer is its module, which fnmodels calls around the block.
+        """function(params, ...) with each layer as its module, which fnmodels calls around the block.
 
-        layer_fn: one more wrapper, which sees the layer's tensors: remat inside of FSDP's hooks, as FSDP2 wants it.
+        layer_fn: one more wrapper around the block, on the layer's tensors: remat inside FSDP's hooks, as FSDP2
+        requires.
         """
 
         def through_modules(block: Block) -> Block:
@@ -87,21 +88,20 @@ class Model(Branch):
 
 
 def layers_of(model: Model) -> list[nn.Module]:
-    """A module per layer."""
+    """The modules of the layers, in order."""
     return list(model.get_submodule("layers").children())
 
 
 def shard(
     model: Model, devices: DeviceMesh, *, dtype: torch.dtype | None = None, reshard: bool | int | None = None
 ) -> None:
-    """torch's `fully_shard` of each layer and of the rest, over `fsdp`, and copied over `dp` (HSDP) where that is more.
+    """torch's `fully_shard` of each layer and of the rest over `fsdp`, replicated over `dp` (HSDP) if dp > 1.
 
-    Its policy: parameters are gathered in `dtype` (None: their own), gradients are reduced in fp32, and what goes into
-    a layer is left as it is, rotary tables in fp32 among it. Gradients are summed and not averaged, for losses are
-    sums. reshard: `fully_shard`'s reshard_after_forward. What keeps its dtype (`selection_bias`) is left out, and
-    stays a whole tensor in every process. ValueError for a `dtype` where a trained parameter keeps its own (ERNIE 4.5's
-    router), which fully_shard would cast, and for a mesh with more dimensions than these two: nothing would add
-    up the gradients of their processes.
+    Parameters are gathered in `dtype` (None: their own), gradients are reduced in fp32, and inputs of a layer, such as
+    rotary tables in fp32, are not cast. Gradients are summed and not averaged, since losses are sums. reshard:
+    `fully_shard`'s reshard_after_forward. Untrainable parameters that keep their dtype (`selection_bias`) are left out
+    and stay replicated. ValueError for a `dtype` if a trainable parameter keeps its own (ERNIE 4.5's router), which
+    fully_shard would cast, and for a mesh with further dimensions, over which gradients would not be summed.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -125,7 +125,7 @@ def shard(
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=model.kept)
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)  # or a factor would need a reduction that gloo lacks
+            part.set_force_sum_reduction_for_comms(True)  # gloo lacks the reduction that applies a factor
             part.set_gradient_divide_factor(1.0)
 
 

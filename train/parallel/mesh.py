@@ -1,20 +1,20 @@
-"""How many processes share what.
+"""Mesh dimensions and their sizes (`Mesh`), and how ranks share work where there is a choice (`Strategy`).
 
     mesh = Mesh.parse("fsdp=2,tp=2")            # or Mesh(fsdp=2, tp=2)
-    devices = mesh.device_mesh()                # once, by all processes: it makes the process groups
+    devices = mesh.device_mesh()                # once, on all ranks: it makes the process groups
     placements = params.plan(family.spec(config), Rules(spread="fsdp"), devices)
     weights = params.init(config, 0, plan=placements)
 
-    name   the processes of one such group have
+    name   the ranks of one such group hold
     pp     different layers
     dp     different rows, and the same parameters
-    fsdp   different rows, and different parts of each parameter
+    fsdp   different rows, and different shards of each parameter
     ep     different rows, and different experts
-    cp     different columns of the same rows
-    tp     the same tokens, and different parts of each layer
+    cp     different positions of the same rows
+    tp     the same tokens, and different shards of each layer
 
-`DATA` are those whose members see different tokens: what is summed over tokens, gradients among them, is summed over
-them all, and divided once.
+`DATA` are the dimensions whose ranks see different tokens: sums over tokens, gradients among them, are summed over all
+of these and divided once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ DATA = (*ROWS, "cp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The number of processes along each dimension; their product is the number of processes.
+    """The number of ranks along each dimension; their product is the number of processes.
 
-    ValueError for a size that is no whole number of at least 1.
+    ValueError for a size that is not an integer of at least 1.
     """
 
     dp: int = 1
@@ -55,7 +55,7 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """From "fsdp=2,tp=2". What is not named is 1, and so is everything in an empty text."""
+        """The mesh of a text such as "fsdp=2,tp=2"; omitted dimensions have size 1. ValueError for other texts."""
         sizes: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, size = part.partition("=")
@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """{name: size} in the order of NAMES, which is that of the device mesh."""
+        """{name: size} in the order of NAMES, as in the device mesh."""
         return {name: getattr(self, name) for name in NAMES}
 
     @property
@@ -80,17 +80,17 @@ class Mesh:
 
     @property
     def rows(self) -> int:
-        """In how many parts the rows of a batch are taken."""
+        """The number of shards of a batch's rows."""
         return self.dp * self.fsdp * self.ep
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "dp=1"
 
     def device_mesh(self, device: str | None = None) -> DeviceMesh:
-        """All six dimensions, those of size 1 too, over the process group that there is. By all processes alike.
+        """A DeviceMesh of all six dimensions, including those of size 1, over the default process group.
 
-        It makes process groups: call it once and keep what it returns. device: "cpu" or "cuda"; None: "cuda" where the
-        group has NCCL. ValueError where there is no group, or one of another size.
+        It makes process groups: call it once, on all ranks, and keep the result. device: "cpu" or "cuda"; None: "cuda"
+        if the group has NCCL. ValueError if there is no process group, or one of another size.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -112,19 +112,18 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the processes of a mesh share the work, where there is a choice.
+    """How the ranks of a mesh share the work, where there is a choice.
 
-    gather_dtype: the dtype in which parameters are sent and used (bf16: half the bytes); None: their own. Gradients are
-        reduced in fp32 at least.
-    rows: what a process is given. "whole": the batch of all, of which it takes its rows; "own": its rows, of any
-        number and length, which processes that differ in pp, cp or tp alone share (`train.parallel.agreement`).
-    sequence: what `tp` has between the sublayers is divided by columns too (`train.parallel.tensor.api`); rows that
-    cp x tp
-        do not divide are padded for the step, and what comes of them is cut.
-    context: how attention over `cp` fetches what it looks at, and order: which tokens a process has; with "ulysses",
-        where all have all of them, None keeps documents in order, as "blocks" needs it (`train.parallel.context.api`).
-    schedule, virtual, split: which layers are where over `pp`, and in which order they run
-    (`train.parallel.pipeline.gradients`).
+    gather_dtype: dtype in which parameters are all-gathered and used (bf16: half the bytes); None: their own. Gradients
+        are reduced in fp32 at least.
+    rows: what a rank is given. "whole": the global batch, of which it takes its rows; "own": its own rows, any number
+        and length, shared by the ranks that differ in pp, cp or tp alone (`train.parallel.agreement`).
+    sequence: sequence parallelism: `tp` also shards positions between the sublayers (`train.parallel.tensor.api`). Rows
+        are padded to a multiple of cp x tp for the step, and outputs are cut back.
+    context: how attention over `cp` gets remote keys and values. order: which positions a rank holds; with "ulysses",
+        None keeps documents in order, as "blocks" needs it (`train.parallel.context.api`).
+    schedule, virtual, split: which layers are on which rank over `pp`, and in which order stages run
+        (`train.parallel.pipeline.schedule`).
     """
 
     gather_dtype: torch.dtype | None = None
@@ -139,14 +138,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How many processes share what, and how."""
+    """The sizes of a mesh, and the strategy over it."""
 
     mesh: Mesh
     strategy: Strategy = Strategy()
 
 
 def warn_of_group() -> None:
-    """For whoever is a guest in another program's process group."""
+    """Warns that the existing process group is used, with its backend and timeouts."""
     warnings.warn(
         f"The process group that is there is used as it is ({dist.get_world_size()} processes, "
         f"{dist.get_backend()}): its backend and time-outs rule.",
@@ -155,7 +154,7 @@ def warn_of_group() -> None:
 
 
 def mesh_of(devices: DeviceMesh) -> Mesh:
-    """The sizes of a device mesh with names of NAMES. ValueError for others."""
+    """The sizes of a device mesh. ValueError unless its dimensions are named as in NAMES."""
     names = devices.mesh_dim_names or ()
     if not names or set(names) - set(NAMES):
         unknown = sorted(set(names) - set(NAMES))
@@ -165,7 +164,7 @@ def mesh_of(devices: DeviceMesh) -> Mesh:
 
 
 def whole_groups(devices: DeviceMesh) -> list[Any]:
-    """The groups over which a sum, one after the other, is that of all processes of the mesh, and of no others."""
+    """Process groups over which successive reductions cover all ranks of the mesh, and no others."""
     if devices.size() == dist.get_world_size():
-        return [dist.group.WORLD]  # one sum, so that no two processes can see another norm, and skip another step
+        return [dist.group.WORLD]  # one reduction: ranks cannot differ in the norm and in whether they skip a step
     return [devices.get_group(index) for index in range(devices.ndim) if devices.size(index) > 1]

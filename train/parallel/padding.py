@@ -12,15 +12,15 @@ from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
 from train.loss_call import Batch
 
-PLACES = "places"  # of columns among all, where the order is another
+PLACES = "places"  # batch key: each token's position in the unpermuted row, [B, S]
 
 
-# What padding is in each entry of a batch; 0 in all others. Its places are behind all that there are.
+# The padding value of each entry of a batch; 0 for all others. Padding sorts last by PLACES.
 _PADDING = {"labels": IGNORE, "next_labels": IGNORE, "next_tokens": -1, PLACES: 1 << 31}
 
 
 def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
-    """The batch with rows of `length` tokens, and `rows` of them: padding stands behind what there is."""
+    """The batch padded to `rows` rows of `length` tokens; padding follows the data."""
     sizes = tuple(batch["tokens"].shape[:2])
     wanted = (sizes[0] if rows is None else rows, length)
     if sizes == wanted:
@@ -38,9 +38,9 @@ def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
 
 
 def clear_length(length: int, multiple: int, config: Any) -> int:
-    """The least multiple that rows of `length` tokens can be padded to and that is no size of the model.
+    """The smallest multiple of `multiple`, at least `length`, that differs from every dimension of the model.
 
-    So what has as many columns as the padded batch has them of its tokens, and is not logits of one token, say.
+    An output with this size in dimension 1 then has the batch's positions there, and not, say, the vocabulary.
     """
     sizes = {size for leaf in tree.leaves(fnmodels.family_of(config).spec(config)) for size in leaf.shape}
     sizes |= {value for value in vars(config).values() if isinstance(value, int)}
@@ -51,9 +51,9 @@ def clear_length(length: int, multiple: int, config: Any) -> int:
 
 
 def unpadded(x: Tensor, *, larger: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """Of what comes of a batch that was padded from [rows, columns] `size` to `larger`, what it had before.
+    """Cuts an output of a batch that was padded from [rows, positions] `size` to `larger` back to `size`.
 
-    Cut is what has both dimensions first. ValueError for what has the rows alone, where rows were added.
+    Only tensors that lead with both dimensions are cut. ValueError for one that has rows alone, if rows were added.
     """
     if tuple(x.shape[:2]) == larger:
         return x[: size[0], : size[1]]
@@ -67,14 +67,14 @@ def unpadded(x: Tensor, *, larger: tuple[int, ...], size: tuple[int, ...]) -> Te
 
 
 def check_entries(batch: Batch, *names: str) -> None:
-    """ValueError where the batch has not all of these."""
+    """ValueError unless the batch has all of these keys."""
     missing = [name for name in names if name not in batch]
     if missing:
         raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
 
 
 def check_shapes(batch: Batch) -> None:
-    """ValueError for entries that are not tensors [B, S, ...], as the tokens are."""
+    """ValueError unless all entries are tensors [B, S, ...] with the tokens' B and S."""
     size = list(batch["tokens"].shape[:2])
     for path, tensor in tree.flatten(batch).items():
         if not isinstance(tensor, Tensor):

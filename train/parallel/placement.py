@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the leaves of this process are, and which of them train."""
+    """Where the parameters of this rank lie (`shards`), and which of them are trainable (`trains`)."""
 
     config: Any
     devices: DeviceMesh
@@ -29,24 +29,24 @@ class Placed:
     strategy: Strategy
 
     def is_of(self, params: Tree) -> bool:
-        """Whether these lie so: by path, since a node of a tree (a weight with its adapter) equals none but itself."""
+        """Whether `params` have these shardings; by path, since tree nodes such as `Lora` compare by identity."""
         return bool(tree.flatten(self.shards) == tree.flatten(shardings(params)))
 
 
 def rules_of(mesh: Mesh, config: Any) -> Rules:
-    """The rules of a plan for this mesh: what `tp` and `ep` divide, and the rest by rows over `fsdp`."""
+    """The sharding rules of this mesh: `tp` and `ep` by logical axis, and the rest spread over `fsdp`."""
     experts = {"expert": "ep"} if mesh.ep > 1 else {}
     return Rules((tensor_axes(config) if mesh.tp > 1 else {}) | experts, spread="fsdp")
 
 
 def place(mesh: Mesh, params: Tree, config: Any, strategy: Strategy, trainable: Any) -> Placed:
-    """Where the leaves of params lie. ValueError where that is not the mesh; trainable: the optimizer's."""
+    """The `Placed` of DTensor params. ValueError unless they lie on `mesh`; trainable: the optimizer's."""
     shards = shardings(params)
     return Placed(config, _devices(shards, mesh), shards, trainable_mask(local_tree(params), trainable), strategy)
 
 
 def _devices(shards: Tree, mesh: Mesh) -> DeviceMesh:
-    """The device mesh on which all leaves lie. ValueError where it is another than `mesh`, or there are two."""
+    """The device mesh of all leaves. ValueError if it is not `mesh`, or if leaves lie on different ones."""
     found: DeviceMesh | None = None
     for path, how in tree.flatten(shards).items():
         if found is None:
@@ -60,7 +60,7 @@ def _devices(shards: Tree, mesh: Mesh) -> DeviceMesh:
 
 
 def shardings(params: Tree) -> Tree:
-    """A `Sharding` for each leaf of a tree of DTensors. ValueError names a leaf that cannot be gathered by parts."""
+    """A `Sharding` per leaf of a tree of DTensors. ValueError names a leaf with uneven or interleaved shards."""
     flat = {path: _sharding(path, leaf) for path, leaf in tree.flatten(params).items()}
     found = iter(flat.values())
     return tree.map(lambda _: next(found), params)

@@ -1,14 +1,14 @@
-"""The train step over a mesh: the same sums, taken by many processes.
+"""The train step over a mesh: gradients of all ranks' tokens are summed, and each rank updates its shards.
 
     mesh = Mesh(fsdp=4)
     placements = params.plan(spec, rules_of(mesh, config), mesh.device_mesh())
     state = init_state(params.init(config, 0, plan=placements), optimizer)
     step = make_step(functools.partial(next_token_loss, config=config), optimizer, clip=1.0, mesh=mesh)
-    state, metrics = step(state, batch)                       # by all processes, with the same batch
+    state, metrics = step(state, batch)                       # on all ranks, with the same batch
 
-Every process takes its rows of the batch. What it gets is a sum over its tokens; total, count and gradients are summed
-over processes and divided once, by the number of valid tokens of the global batch. Each updates its own shards. What
-could differ between processes is checked before anything is sent: one that raised alone would leave the others waiting.
+Every rank takes its rows of the batch and computes sums over its tokens; total, count and gradients are summed over
+ranks and divided once, by the number of valid tokens of the global batch. Whatever could differ between ranks is
+checked before any communication: a rank that raised alone would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from .update import ShardedUpdate, sharded_update, update_over
 def make_step_over(parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimizer, options: StepOptions) -> Step:
     """`train.make_step` over a mesh; the State's parameters and moments are DTensors on `mesh.device_mesh()`.
 
-    With `pp` the State is of this process' layers (`stages`), and `accumulate` is the number of microbatches. Batches
-    that the mesh does not divide are refused, and so are optimizers that need more than shards.
+    With `pp` the State holds this rank's layers (`stages`), and `accumulate` is the number of microbatches. ValueError
+    for batches that the mesh cannot shard, and for optimizers that need more than shards.
     """
     check_compile(parallelism, options.compile, options.remat)
     mesh = parallelism.mesh
@@ -49,7 +49,7 @@ def make_step_over(parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimiz
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
         if not known or not known[0][0].placed.is_of(state.params):
-            # once: what a step returns lies as what it was given
+            # once: a step keeps the placement of its State
             check_state(optimizer, local_tree(state))
             placed = placed_for(loss_fn, parallelism, state.params, batch, optimizer.trainable)
             known[:] = [(sharded_update(placed, optimizer), sums_over(placed, loss_fn, optimizer, options))]
@@ -62,7 +62,7 @@ def make_step_over(parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimiz
 
 
 def check_compile(parallelism: Parallelism, compile: str, remat: str = "none") -> None:
-    """ValueError for a compilation that cannot run over this mesh."""
+    """ValueError for a `compile` that is unknown or cannot run over this mesh."""
     if compile not in ("none", "block"):
         raise ValueError(
             f'compile is {compile!r}; over a mesh it must be "none" or "block": what gathers layers goes into no graph.'
@@ -78,7 +78,7 @@ def check_compile(parallelism: Parallelism, compile: str, remat: str = "none") -
 
 
 def not_compiled(parallelism: Parallelism) -> str | None:
-    """Why layers cannot be compiled over this mesh, as a part of a sentence; None where they can."""
+    """Why layers cannot be compiled over this mesh, as a clause of an error message; None if they can."""
     mesh, strategy = parallelism.mesh, parallelism.strategy
     if mesh.ep > 1:
         return "over ep it is the host that reads how many tokens each expert has"
@@ -92,17 +92,17 @@ def not_compiled(parallelism: Parallelism) -> str | None:
 def placed_for(
     function: Callable[..., Any], parallelism: Parallelism, params: Tree, batch: Any, trainable: Any
 ) -> Placed:
-    """Where the params lie, with the config of a function of (params, batch). trainable: the optimizer's."""
+    """The `Placed` of params, with the config of a function of (params, batch). trainable: the optimizer's."""
     placed = place(parallelism.mesh, params, None, parallelism.strategy, trainable)
     return replace(placed, config=config_of(function, placed, local_tree(params), batch))
 
 
 def config_of(function: Callable[..., Any], placed: Placed, local: Tree, batch: Batch | Sequence[Batch]) -> Any:
-    """The config with which a function of (params, batch) runs the model, the same in all processes.
+    """The config with which a function of (params, batch) runs the model, the same on all ranks.
 
-    It is the one that a functools.partial holds; of another function, the one with which it calls fnmodels, found by
-    calling it until there. None where it makes no such call. ValueError, in all processes alike, where the mesh needs
-    it then.
+    It is the keyword of a functools.partial; for another function, the one with which it calls fnmodels, found by
+    running it up to that call. None if it makes no such call. ValueError, on all ranks alike, if the mesh needs the
+    config then.
     """
     if isinstance(function, functools.partial) and "config" in function.keywords:
         return function.keywords["config"]
@@ -110,7 +110,7 @@ def config_of(function: Callable[..., Any], placed: Placed, local: Tree, batch: 
     try:
         found = recorded(function, local, microbatches(batch)[0])
         config = None if found is None else found.config
-    except Exception as error:  # the others would wait
+    except Exception as error:  # raising here alone would leave the other ranks waiting
         fault = f"{type(error).__name__}: {error}"
     of_all = everyone((config, fault), whole_groups(placed.devices))
     config, mesh = next((config for config, _ in of_all if config is not None), None), mesh_of(placed.devices)
@@ -123,7 +123,7 @@ def config_of(function: Callable[..., Any], placed: Placed, local: Tree, batch: 
 
 
 def batch_check(function: Callable[..., Any], local: Tree, mesh: Mesh) -> Callable[[Batch], None] | None:
-    """What raises for a batch that the function cannot read, before stages of a pipeline wait for one another."""
+    """A check that raises for a batch that the function cannot read, before pipeline stages wait; None without pp."""
 
     def check(batch: Batch) -> None:
         recorded(function, local, batch)
@@ -132,7 +132,7 @@ def batch_check(function: Callable[..., Any], local: Tree, mesh: Mesh) -> Callab
 
 
 def sums_over(placed: Placed, loss_fn: LossFn, optimizer: Optimizer, options: StepOptions) -> Callable[..., Sums]:
-    """`train.gradients.gradient_sums` of this process: of `local_tree(params)` and lists of its parts of batches."""
+    """`train.gradients.gradient_sums` of this rank: takes `local_tree(params)` and lists of its microbatches."""
     composed = compose(placed, remat=options.remat, compile=options.compile, counts=options.balance_rate is not None)
     loss = composed.loss(loss_fn)
     if placed.devices["pp"].size() > 1:
@@ -141,7 +141,7 @@ def sums_over(placed: Placed, loss_fn: LossFn, optimizer: Optimizer, options: St
 
 
 def _with_a_graph(function: Callable[..., Any]) -> LossFn:
-    """ValueError for a sum that is a constant, even where nothing counts: others wait for this process' gradients."""
+    """Raises ValueError for a constant sum, even if no token counts: other ranks wait for this rank's gradients."""
 
     def run(params: Tree, batch: Batch) -> tuple[Any, ...]:
         total, *rest = checked_loss(function(params, batch))

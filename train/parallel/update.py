@@ -1,7 +1,7 @@
-"""From the sums of all processes to the next State: each updates the parts that it holds, and all see the same norm.
+"""From the gradients and sums of all ranks to the next State: every rank updates its own shards.
 
-Gradients are whole sums already, of the parts (`gather`); totals, counts and what stands beside them are added up here.
-A copy of a leaf counts once in the norm, and an optimizer that needs whole matrices puts them together.
+Gradients arrive as complete sums, sharded (`fsdp`); totals, counts and aux are summed over ranks here. The global norm
+counts a replicated parameter once, and an optimizer that needs full matrices all-gathers them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardedUpdate:
-    """What updates need to know of the processes' shards."""
+    """The optimizer on shards, with the reductions over ranks that its update needs."""
 
     placed: Placed
-    optimizer: Optimizer  # of the parts
+    optimizer: Optimizer  # of shards
     norm_of: Callable[[list[Tensor]], Tensor]
-    whole_aux: Callable[[Tree], Tree] | None  # of the aux of stages
+    whole_aux: Callable[[Tree], Tree] | None  # from a stage's aux to that of all layers
 
 
 def sharded_update(placed: Placed, optimizer: Optimizer) -> ShardedUpdate:
-    """ValueError for an optimizer that needs more than the shards, or matrices put together from them."""
+    """The `ShardedUpdate` of an optimizer. ValueError if it needs more than shards or full matrices."""
     parted = sharded_version(optimizer, _on_matrices(placed.shards))
     if parted is None:
         check_whole(placed.shards)
@@ -59,7 +59,7 @@ def sharded_update(placed: Placed, optimizer: Optimizer) -> ShardedUpdate:
 
 
 def update_over(updates: ShardedUpdate, state: State, sums: Sums, options: StepOptions) -> tuple[State, dict[str, Any]]:
-    """`train.update.update` with the sums that each process has."""
+    """`train.update.update` from the sums of this rank."""
     held, placed = local_tree(state), updates.placed
     everyone = _global(sums, placed.devices)
     after, metrics = update(
@@ -83,9 +83,9 @@ def update_over(updates: ShardedUpdate, state: State, sums: Sums, options: StepO
 def norm_over(
     placed: Sequence[Sharding], devices: DeviceMesh, counted: Sequence[bool] | None = None
 ) -> Callable[[list[Tensor]], Tensor]:
-    """`global_norm` of gradients of which each process of `devices` holds parts, placed so: a copy counts once.
+    """`global_norm` of sharded gradients: each replicated parameter counts once.
 
-    counted: False for what another stage counts.
+    placed: the sharding of each gradient, on `devices`. counted: False for a parameter that another stage counts.
     """
     groups = whole_groups(devices)
     here = [True] * len(placed) if counted is None else counted
@@ -110,7 +110,7 @@ def _is_first_copy(how: Sharding) -> bool:
 
 
 def _global(sums: Sums, devices: DeviceMesh) -> Sums:
-    """The total, the count and the aux of all processes; the gradients are it already."""
+    """The total, count and aux of all ranks; the gradients are complete already."""
     groups = [devices.get_group(name) for name in DATA if devices[name].size() > 1]
     stages = [devices.get_group("pp")] if devices["pp"].size() > 1 else []
     both = summed(torch.stack((sums.total.double(), sums.count.double())), *groups, *stages)
@@ -119,13 +119,13 @@ def _global(sums: Sums, devices: DeviceMesh) -> Sums:
 
 
 def over_processes(devices: DeviceMesh, total: Tensor, count: Tensor, *aux: Tree) -> tuple[Any, ...]:
-    """(sum, count[, aux]) of all processes, of what each has; aux is that of a stage."""
+    """(sum, count[, aux]) of all ranks from those of each; aux remains that of the pipeline stage."""
     found = _global(Sums(total, count, aux[0] if aux else None, [], False), devices)
     return (found.total, found.count, found.aux) if aux else (found.total, found.count)
 
 
 def check_whole(shards: Tree) -> None:
-    """ValueError where processes have parts of leaves, for an optimizer that takes whole ones alone."""
+    """ValueError if a parameter is sharded, for an optimizer that takes full parameters only."""
     for path, how in tree.flatten(shards).items():
         divided = [name for (name, size), dim in zip(how.sizes, how.dims, strict=True) if dim is not None and size > 1]
         if divided:
@@ -136,9 +136,9 @@ def check_whole(shards: Tree) -> None:
 
 
 def _on_matrices(shards: Tree) -> OnFull:
-    """Functions of whole matrices, of which each process has a part: it puts them together, and keeps its part.
+    """Applies functions of full matrices to shards: all-gathers the matrix and keeps this rank's shard of the result.
 
-    Stacks of matrices that are divided between these stay so.
+    Stacks of matrices stay sharded along their leading dimensions.
     """
     placed = tree.flatten(shards)
 
@@ -146,7 +146,7 @@ def _on_matrices(shards: Tree) -> OnFull:
         how: Sharding = placed[path]
         assert how.mesh is not None
         together = x
-        for index in reversed(range(len(how.dims))):  # the last dimension of the mesh divided what the others left
+        for index in reversed(range(len(how.dims))):  # the innermost mesh dimension shards last
             dim = how.dims[index]
             if dim is not None and dim >= x.ndim - 2 and how.sizes[index][1] > 1:
                 together = all_gather(together, dim, how.mesh.get_group(index))
@@ -157,7 +157,7 @@ def _on_matrices(shards: Tree) -> OnFull:
 
 
 def _moved_parts(shards: Tree, params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dict[str, Tensor]:
-    """`train.losses.moe_balance.moved_biases`, of biases that may be divided."""
+    """`train.losses.moe_balance.moved_biases` for selection biases that may be sharded."""
     placed = tree.flatten(shards)
 
     def whole(path: str, x: Tensor) -> Tensor:

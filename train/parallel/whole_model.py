@@ -1,4 +1,4 @@
-"""What the stages of a pipeline hold or find, each something else, as the whole that every process wants to see."""
+"""Gathers values that differ per pipeline stage (parameters, metrics) so that every rank sees the full tree."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .placement import Placed
 
 
 def fetching(params: Tree) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """({path: a leaf's shape and dtype, on meta}, fetch) of all stages' leaves.
+    """({path: shape and dtype of a parameter, on meta}, fetch) for the parameters of all stages.
 
-    fetch(path) is the leaf, whole, in every process; it may be what is held here itself.
-    params: DTensors, of one stage or of the whole model. All processes call both alike, one path after the other.
+    fetch(path) is the full parameter, on every rank; it may share memory with `params`. params: DTensors, of one stage
+    or of the full model. All ranks call both alike, in the same order of paths.
     """
     held = tree.flatten(params)
     devices = next(iter(held.values())).device_mesh
@@ -46,9 +46,9 @@ def fetching(params: Tree) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
 
 
 def aux_of_stages(placed: Placed) -> Callable[[Tree], Tree]:
-    """Of what each stage's sums have as aux, that of the whole model: counts of all its layers, in their order.
+    """A function from a stage's aux to that of the full model: counts of all layers, in order.
 
-    Behind them stand those of heads for further tokens, which the last stage has.
+    The counts of MTP heads, which the last stage holds, follow those of the layers.
     """
     mesh, group = mesh_of(placed.devices), placed.devices.get_group("pp")
     rank, pipe = placed.devices.get_local_rank("pp"), pipeline_of(placed.config, mesh, placed.strategy)
@@ -60,13 +60,13 @@ def aux_of_stages(placed: Placed) -> Callable[[Tree], Tree]:
 
     def whole_aux(aux: dict[str, Tensor]) -> dict[str, Tensor]:
         heads = range(len(sparse), len(sparse) + len(aux["counts"]) - len(rows)) if "counts" in aux else range(0)
-        if not known:  # once: a stage without experts has nothing, and must add it up all the same
+        if not known:  # once: a stage without experts has no aux, but takes part in the reductions
             found: list[Any] = [None] * mesh.pp
             here = {name: (x.shape, x.dtype) for name, x in aux.items()}
             if "counts" in aux:
                 here["counts"] = torch.Size((len(sparse) + len(heads), aux["counts"].shape[1])), aux["counts"].dtype
             dist.all_gather_object(found, here, group=group)
-            known.update(sorted(pair for of_stage in found for pair in of_stage.items()))  # the largest is the last
+            known.update(sorted(pair for of_stage in found for pair in of_stage.items()))  # the largest shape wins
         made: dict[str, Tensor] = {}
         for name, (shape, dtype) in known.items():
             x = torch.zeros(shape, dtype=dtype, device=placed.devices.device_type)
