@@ -1,10 +1,10 @@
-"""Losses: functions of (params, batch) that return a sum and a count, and optionally sums beside them (aux).
+"""Losses: functions of (params, batch) that return (sum, count) or (sum, count, aux), aux a dict of sums.
 
 next_token      the language-model loss           multi_token   multi-token prediction (MTP) heads
-distillation    a teacher's distributions         policy        DPO and policy gradients, on log-probabilities
+distillation    KL divergence from a teacher      policy        DPO and policy gradients, on log-probabilities
 logprobs        log-probability and entropy of each token
-moe_balance     load-balancing losses of routers, and selection biases
+moe_balance     load-balancing losses of routers, and updates of selection biases
 cross_entropy, lm_head, token_chunks, softmax_stats   from hidden states to a loss without all logits in memory
-model_loss      `ModelLoss`, the one form of a loss, and `RunOptions`: how a run calls the model inside of it
+model_loss      `ModelLoss`, a loss with its `RunOptions`: how a run calls the model inside the loss
 vocab_parallel  embedding, logits and cross entropy over a vocabulary sharded by tensor parallelism
 """

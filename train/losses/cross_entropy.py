@@ -1,6 +1,6 @@
-"""The loss of tokens from their logits, and its gradient without autograd.
+"""Cross entropy of token logits, and its gradient in closed form, without autograd.
 
-As all losses here it is a sum beside a count, so that whoever splits a batch divides once by the global count.
+Every loss returns a sum and a count, so that a step over microbatches divides once by the global count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS = 64  # tokens; see `loss_and_grad`
 
 @dataclass(frozen=True)
 class Terms:
-    """What a token's loss has beside -log p(label); see `cross_entropy`. part: logits are of that part alone."""
+    """Label smoothing and z-loss of `cross_entropy`. part: the logits' vocabulary shard, if any."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -41,11 +41,13 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(sum, count) over labels [...] that are not -100; logits [..., V], taken in fp32 at least. Plain operations.
+    """(sum of the losses in nats, count) over the labels that count; logits [..., V], labels [...] int64, -100 ignored.
 
-    weights [...]: multiplies each token's loss; a label of weight 0 does not count. label_smoothing: this share of the
-    target is spread evenly over the vocabulary (arXiv 1512.00567). z_loss: times log(sum(exp(logits)))^2, which keeps
-    logits from drifting (PaLM, arXiv 2204.02311, with 1e-4).
+    The sum is 0-d in fp32 at least, the count 0-d int64; plain differentiable operations. weights [...]: multiplies
+    each token's loss; a label of weight 0 does not count. label_smoothing: the share of the target that is spread
+    uniformly over the vocabulary (arXiv 1512.00567). z_loss: the coefficient of log(sum(exp(logits)))^2, which keeps
+    logits from drifting (PaLM, arXiv 2204.02311, with 1e-4). ValueError for labels or weights of another shape, labels
+    of another dtype, and coefficients out of range.
     """
     check_labels(labels, logits.shape[:-1], "logits' tokens")
     check_weights(weights, labels)
@@ -72,12 +74,12 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None, te
 
 
 def _weighted(losses: Tensor, valid: Tensor, weights: Tensor | None) -> Tensor:
-    """Their sum. What does not count may have any weight, as the inf of a document of no length."""
+    """The weighted sum. A weight is masked where the label does not count: it may be inf there (1 / length 0)."""
     return (losses if weights is None else losses * torch.where(valid, weights.flatten(), 0.0)).sum()
 
 
 def _partial_cross_entropy(wide: Tensor, targets: Tensor, weights: Tensor | None, terms: Terms, part: Part) -> Tensor:
-    """As `cross_entropy_sum`, of the vocabulary's part; the same in all processes."""
+    """`cross_entropy_sum` on logits of one vocabulary shard; every rank of the group returns the full sum."""
     valid = targets != IGNORE
     total, at, mean = part.totals(wide, torch.where(valid, targets, 0))
     losses = total - (1 - terms.label_smoothing) * at - terms.label_smoothing * mean
@@ -86,18 +88,18 @@ def _partial_cross_entropy(wide: Tensor, targets: Tensor, weights: Tensor | None
 
 
 def count_labels(labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """How many labels count: a 0-d int64 tensor."""
+    """The number of labels that count, a 0-d int64 tensor."""
     return counted(labels, weights).sum()
 
 
 def counted(labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Which labels count: neither -100 nor of weight 0."""
+    """Mask of the labels that count: neither -100 nor of weight 0."""
     valid = labels != IGNORE
     return valid if weights is None else valid & (weights != 0)
 
 
 def check_labels(labels: Tensor, shape: torch.Size, of: str) -> None:
-    """Shape and dtype only: labels of another shape would broadcast, or be read in another order, without a word."""
+    """ValueError unless labels are int64 of `shape`: another shape could broadcast silently."""
     if labels.shape != shape:
         raise ValueError(f"labels must be {list(shape)} like the {of}, not {list(labels.shape)}.")
     if labels.dtype != torch.int64:
@@ -110,11 +112,11 @@ def check_weights(weights: Tensor | None, labels: Tensor) -> None:
 
 
 def loss_and_grad(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """(sum of the losses, its gradient in the logits' dtype); logits [1, T, V], not part of any graph."""
+    """(sum of the losses, its gradient in the logits' dtype); logits [1, T, V] outside any autograd graph."""
     if logits.dtype == wide_of(logits) or logits.device.type != "cpu" or terms.part is not None:
         loss, grad_logits = _rows_loss_and_grad(logits, labels, weights, terms)
         return loss, grad_logits.to(logits.dtype)
-    # On a CPU the fp32 copy of bf16 logits must stay in the cache, or it costs four times as much as the rest.
+    # On a CPU the fp32 copy of bf16 logits must stay in cache: otherwise it takes four times as long as the rest.
     loss, grad_logits = torch.zeros((), dtype=wide_of(logits)), torch.empty_like(logits)
     blocks = (t.split(ROWS, 1) for t in (logits, labels, weights, grad_logits))
     for rows, target, factor, into in zip(*blocks, strict=True):
@@ -125,10 +127,10 @@ def loss_and_grad(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms)
 
 
 def _rows_loss_and_grad(logits: Tensor, labels: Tensor, weights: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """As `loss_and_grad`, at once and with the gradient in fp32 at least.
+    """(sum of the losses, its gradient in fp32 at least), for all tokens at once.
 
-    One softmax gives both: log(sum(exp)) is the largest logit less the log of the largest probability. That costs two
-    cheap maxima where a log-softmax would cost a second pass of exponentials.
+    One softmax gives both: log(sum(exp)) is the largest logit minus the log of the largest probability. That costs two
+    cheap maxima, where a log-softmax would cost a second pass of exponentials.
     """
     valid, spread = labels != IGNORE, terms.label_smoothing
     z, target = logits.to(wide_of(logits)), torch.where(valid, labels, 0)
@@ -157,10 +159,10 @@ def _rows_loss_and_grad(logits: Tensor, labels: Tensor, weights: Tensor, terms: 
 
 
 def _of_labels(logits: Tensor, labels: Tensor) -> Tensor:
-    """Each label's logit; on the CPU an IndexError if there is none, as of torch's cross entropy."""
+    """Each label's logit. On the CPU an IndexError names labels outside the vocabulary, as in torch's cross entropy."""
     try:
         return logits.gather(-1, labels[..., None])[..., 0]
-    except RuntimeError:  # torch's own names an index of a dimension
+    except RuntimeError:  # torch's message names a dimension's index, not the labels
         low, high, last = int(labels.min()), int(labels.max()), logits.shape[-1] - 1
         if low >= 0 and high <= last:
             raise

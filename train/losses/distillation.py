@@ -1,4 +1,4 @@
-"""Distillation: a model learns the distributions of another one, token by token."""
+"""Distillation: KL divergence between a student's and a teacher's token distributions."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def distill(
     aux: bool = False,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Sums]:
-    """(sum over the labels that count of the divergence from the teacher in nats, count, {agree}): for `make_step`.
+    """(sum of the divergences over the labels that count, in nats; count; {agree}), a loss for `make_step`.
 
-    teacher: parameters of a model with the same vocabulary, in full in every process of a mesh, and run by the last
-    stage of a pipeline; teacher_config: its config where it is another one. direction, temperature: see
-    `distillation_loss`. agree: tokens for which both find the same one likeliest. The rest is as in `next_token_loss`:
-    labels say where something is learnt, and never what; balance and aux are of the student's routers, whose sums stand
-    beside `agree`. Both models' logits exist for `chunk` tokens at a time, in the backward too; chunk=None holds all,
-    in plain operations. Where the head is a `Vocab` (tensor parallelism) each process makes its shard of both models'
-    logits.
+    teacher: parameters of a model with the same vocabulary, unsharded on every rank of a mesh; the last pipeline stage
+    runs it. teacher_config: its config, where it differs from the student's. direction, temperature: see
+    `distillation_loss`. agree: the number of tokens whose most likely token is the same for both. Labels only select
+    the positions; the rest is as in `next_token_loss`. balance, aux: for the student's routers; their sums are returned
+    next to `agree`. chunk: tokens whose logits of both models exist at a time, in the backward pass too; None: all, in
+    plain operations. Where the head is a `Vocab` (tensor parallelism) each rank computes its vocabulary shard of both
+    models' logits. ValueError as in `check_teacher`.
     """
     theirs = config if teacher_config is None else teacher_config
     check_teacher(config, theirs, teacher, direction, temperature)
     given, reported = ForwardOptions(**options), aux or balance is not None
     found = model_states(params, batch, config=config, length=length, balance=balance, aux=reported, options=given)
-    # A function that computes experts is the student's, whose experts may be sharded.
+    # An `experts` function is for the student, whose experts may be sharded.
     own = dataclasses.replace(given, layer_fn=None, experts=given.experts if isinstance(given.experts, str) else "auto")
     with torch.no_grad():
         y = model_states(beside(params, teacher), batch, config=theirs, length=length, options=own).x
@@ -68,7 +68,7 @@ def distill(
         teacher = {**teacher, **{key: teacher[key][rows] for key in (name, HEAD_BIAS) if key in teacher}}
 
     def logits(weights: Tree, x: Tensor, config: Any) -> Tensor:
-        rows = x if x.ndim == 3 else x[None]  # a chunk is a row of its own
+        rows = x if x.ndim == 3 else x[None]  # a chunk [T, D] as a batch of one row
         return fnmodels.family_of(config).unembed(weights, rows, config=config).reshape(*x.shape[:-1], -1)
 
     def one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def distill(
 
 
 def check_teacher(config: Any, theirs: Any, teacher: Tree, direction: str, temperature: float) -> None:
-    """ValueError for a teacher of the config `theirs` from which a student of `config` cannot learn."""
+    """ValueError for another vocabulary size, a teacher with DTensors, or an invalid direction or temperature."""
     if theirs.vocab_size != config.vocab_size:
         raise ValueError(
             f"The teacher's vocabulary has {theirs.vocab_size} entries, the student's {config.vocab_size}."
@@ -105,11 +105,12 @@ def check_teacher(config: Any, theirs: Any, teacher: Tree, direction: str, tempe
 def distillation_loss(
     student: Tensor, teacher: Tensor, valid: Tensor, *, direction: str = "forward", temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(sum over valid tokens of the divergence in nats, count), of logits [..., V] of student and teacher.
+    """(sum over valid tokens of the divergence in nats, count); student and teacher logits [..., V], valid [...] bool.
 
-    direction: "forward" KL(teacher || student), which covers the teacher's modes (arXiv 1503.02531); "reverse"
-    KL(student || teacher), which seeks them (arXiv 2306.08543). Scaled by temperature^2, so that gradients keep
-    their size (arXiv 1503.02531). No gradient reaches the teacher. `distill` does it in chunks, from parameters.
+    direction: "forward" is KL(teacher || student), which covers the teacher's modes (arXiv 1503.02531); "reverse" is
+    KL(student || teacher), which seeks them (arXiv 2306.08543). temperature: divides both logits; the divergence is
+    multiplied by temperature^2, which keeps the size of the gradients (arXiv 1503.02531). The teacher gets no gradient.
+    `distill` computes this from parameters, in chunks. ValueError for shapes that differ.
     """
     _check(direction, temperature)
     same_shape(student=student, teacher=teacher)
@@ -120,23 +121,23 @@ def distillation_loss(
 
 
 def token_divergence(student: Tensor, teacher: Tensor, *, direction: str, temperature: float = 1.0) -> Tensor:
-    """The divergence of `distillation_loss` for each token, [...]."""
+    """The divergence of `distillation_loss` per token, [...]."""
     wide = torch.promote_types(student.dtype, torch.float32)
     p, q = (torch.log_softmax(z.to(wide) / temperature, -1) for z in (teacher, student))
     if direction == "reverse":
         p, q = q, p
     share = p.exp()
-    # A token that both forbid (logit -inf) is as far from itself as inf from inf: what has no share adds nothing.
+    # Where both logits are -inf, p - q is NaN; the term is 0 because the probability is 0.
     return (share * torch.where(share > 0, p - q, 0.0)).sum(-1) * temperature**2
 
 
 def _of_parts(
     student: Tensor, teacher: Tensor, part: Part, direction: str, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """(`token_divergence`, whether both find the same token likeliest) of logits [..., rows] of the vocabulary's part.
+    """(`token_divergence`, whether the most likely tokens agree), both [...], from logits [..., rows] of one shard.
 
-    KL(p || q) = sum_v p_v (z_v - y_v) - log(sum(exp(z))) + log(sum(exp(y))) of p's logits z and q's y: each part of the
-    vocabulary gives three numbers per token, and its largest logits with their ids.
+    KL(p || q) = sum_v p_v (z_v - y_v) - log(sum(exp(z))) + log(sum(exp(y))) for p's logits z and q's logits y. Each
+    rank contributes three scalars per token, and the largest logit of each model with its id.
     """
     wide = torch.promote_types(student.dtype, torch.float32)
     both = student.to(wide) / temperature, teacher.to(wide) / temperature

@@ -1,8 +1,8 @@
-"""The head's loss: where a language model's memory goes.
+"""The loss of the LM head in chunks over tokens, without [B, S, V] logits in memory.
 
-[B, S, V] logits and their gradient are larger than everything else together. `head_loss` therefore takes the tokens in
-chunks and, where a gradient is wanted, makes it on the spot: the gradient of a cross entropy is known as soon as the
-logits are, so the backward has only to scale it. Nothing is computed twice.
+The logits and their gradient take more memory than the rest of a training step. `head_loss` computes the gradient of
+each chunk in the forward pass, since the gradient of a cross entropy is known in closed form; the backward pass only
+scales it, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Head = Callable[[list[Tensor], Tensor], Tensor]
 
 
 def head_name(config: Any) -> str:
-    """The entry of params that makes logits."""
+    """The entry of params that holds the head's weight."""
     return "embed_tokens" if getattr(config, "tie_word_embeddings", False) else "lm_head"
 
 
@@ -44,12 +44,13 @@ def head_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy` of `family.unembed` on hidden states x [B, S, D], holding the logits of `chunk` tokens at a time.
+    """(sum, count) of `cross_entropy` on the logits of hidden states x [B, S, D], before the final norm; labels [B, S].
 
-    chunk=None holds all of [B, S, V] and consists of plain operations. With a number every transform of torch.func
-    works too, but only plain reverse mode is chunked: vmap, jvp and second derivatives take the memory of chunk=None.
-    Inside torch.compile the chunks are checkpointed instead. Where the head is a `Vocab` (tensor parallelism) each
-    process makes its part of the logits.
+    chunk: tokens whose logits exist at a time; None: all [B, S, V], in plain operations. With chunks all torch.func
+    transforms work, but only plain reverse mode saves memory: vmap, jvp and second derivatives use as much as
+    chunk=None. Inside torch.compile the chunks are checkpointed instead. Where the head is a `Vocab` (tensor
+    parallelism) each rank computes the logits of its vocabulary shard. weights, label_smoothing, z_loss and errors: as
+    in `cross_entropy`.
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
@@ -62,7 +63,7 @@ def head_loss(
     check_weights(weights, labels)
     terms, count = Terms(label_smoothing, z_loss, rows), count_labels(labels, weights)
     family = fnmodels.family_of(config)
-    # The head never reads the layers and the MTP heads, and what is not handed in gets no gradient buffer.
+    # The head does not read the layers and the MTP heads; leaving them out saves their gradient buffers.
     rest = {name: value for name, value in params.items() if name not in ("layers", "mtp")}
     flat = tree.flatten(rest)
     leaves = list(flat.values())
@@ -73,7 +74,7 @@ def head_loss(
 
     if chunk is None:
         return cross_entropy_sum(head(leaves, x), labels, weights, terms), count
-    # detached, for a weight teaches nothing; without any, each valid label has 1
+    # Weights are constants: no gradient. Without weights each valid label has 1.
     factors = (labels != IGNORE).to(wide_of(x)) if weights is None else weights.detach().to(wide_of(x))
     tokens, targets, factors = x.flatten(0, 1)[None], labels.flatten()[None], factors.flatten()[None]
     needs = tuple(t.requires_grad for t in (tokens, *leaves))
@@ -98,11 +99,10 @@ _STATICS = 6  # arguments of _HeadLoss before x
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Loss and, in the same pass over the chunks, its gradients: outputs here, so that setup_context can keep them.
+    """The chunked loss with its gradients as further outputs of forward, so that setup_context can save them.
 
-    Outputs: (loss, gradient of x, gradients of the leaves); the gradient of what needs none, or is not used, is an
-    empty tensor. They are differentiable: second derivatives, jvp and vmap go through `_dense`, the same function in
-    plain operations.
+    Outputs: (loss, gradient of x, gradients of the leaves), with an empty tensor where an input requires no gradient or
+    is unused. Second derivatives, jvp and vmap go through `_dense`, the same function in plain operations.
     """
 
     @staticmethod
@@ -196,7 +196,7 @@ class _HeadLoss(torch.autograd.Function):
 def _dense(
     head: Head, labels: Tensor, weights: Tensor, needs: tuple[bool, ...], terms: Terms
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """(x, *leaves) -> (loss, gradients) as `_HeadLoss`, in plain operations and with all logits at once."""
+    """(x, *leaves) -> (loss, gradients) as in `_HeadLoss`, in plain operations with all logits at once."""
     wanted = tuple(i for i, n in enumerate(needs) if n)
 
     def value(*primals: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def _dense(
 
 
 def _accumulate(total: Tensor | None, grad: Tensor, *, last: bool) -> Tensor:
-    """Sums over chunks in fp32 at least; a lone chunk is passed on as it is."""
+    """Adds a chunk's gradient in fp32 at least. last: the only chunk, whose gradient is returned unchanged."""
     if total is None:
         return grad if last else grad.to(wide_of(grad), copy=True)
     return total.add_(grad)

@@ -1,7 +1,7 @@
-"""What a policy says about each token: its log-probability and the entropy it was drawn from, with one alignment.
+"""Log-probability and entropy of each token under a policy.
 
-Everything here is aligned as the labels are: entry [b, t] speaks of labels[b, t], the token predicted AT t. So nothing
-is shifted again downstream, in a packed row as in a padded one.
+All outputs are aligned with the labels: entry [b, t] is for labels[b, t], the token predicted at t. Nothing is shifted
+downstream, in packed rows or padded ones.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def token_logprobs(
     length: int | Tensor | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, valid), each [B, S]: nats in fp32 at least, 0 where `valid` (labels that are not -100) is False.
+    """(logp, entropy, valid), each [B, S]: nats in fp32 at least, 0 where `valid` (labels other than -100) is False.
 
-    batch, length, options: as in `next_token_loss`. temperature: divides the logits, as in sampling. chunk: how many
-    tokens' logits [chunk, V] are held at once, in the backward too; None: all, in plain operations.
+    batch, length, options: as in `next_token_loss`. temperature: divides the logits, as in sampling. chunk: tokens
+    whose logits [chunk, V] exist at a time, in the backward pass too; None: all, in plain operations. ValueError for a
+    temperature that is not above 0.
     """
     found = model_states(params, batch, config=config, length=length, options=ForwardOptions(**options))
     return head_logprobs(params, found.x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
@@ -58,11 +59,11 @@ def routed_logprobs(
     balance: Balance | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """(logp, entropy, valid, added, sums): `token_logprobs` of a model with experts, for losses made of it.
+    """(logp, entropy, valid, added, sums): `token_logprobs` of a model with experts, for losses built on them.
 
-    added: what `balance` adds to the loss's sum, 0-d with a gradient. sums: of what the routers did, as the aux of
-    `next_token_loss`. Both are of the labels that count, neither -100 nor of weight 0, so mark there what the loss does
-    not learn from; a loss with another count (of answers, of pairs) adds `added * count / valid.sum()`.
+    added: the balance terms for the loss's sum, 0-d with a gradient. sums: router statistics, as the aux of
+    `next_token_loss`. Both cover the labels that count (neither -100 nor of weight 0), so mask labels that the loss
+    does not use. A loss with another count (answers, pairs) adds `added * count / valid.sum()`.
     """
     terms, given = balance or Balance(), ForwardOptions(**options)
     found = model_states(params, batch, config=config, length=length, balance=terms, aux=True, options=given)
@@ -74,7 +75,7 @@ def routed_logprobs(
 def head_logprobs(
     params: Tree, x: Tensor, labels: Tensor, *, config: Any, temperature: float = 1.0, chunk: int | None = CHUNK
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `token_logprobs`, from hidden states x [B, S, D] (before the final norm) and labels [B, S]."""
+    """`token_logprobs` from hidden states x [B, S, D] (before the final norm) and labels [B, S]."""
     _check(temperature)
     family, table = fnmodels.family_of(config), params.get(head_name(config))
     region = None
@@ -85,7 +86,7 @@ def head_logprobs(
     plain = chunk is None or torch.compiler.is_compiling()
 
     def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        # The head takes [B, S, D]: a chunk is a row of its own.
+        # The head takes [B, S, D]: a chunk [T, D] becomes a batch of one row.
         rows = x if x.ndim == 3 else x[None]
         with _torchs_products():
             logits = family.unembed(params, rows, config=config)
@@ -100,9 +101,9 @@ def head_logprobs(
 
 
 def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(log-probability of the label, entropy of the distribution), [...] in nats, of logits [..., V].
+    """(log-probability of the label, entropy), each [...] in nats, from logits [..., V] and labels [...].
 
-    Both are 0 where the label is -100.
+    Both are 0 where the label is -100. ValueError for labels of another shape or a temperature that is not above 0.
     """
     _check(temperature)
     check_labels(labels, logits.shape[:-1], "logits' tokens")
@@ -110,9 +111,9 @@ def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tup
 
 
 def _torchs_products() -> AbstractContextManager[Any]:
-    """Where `ops.linear` is F.linear: of 512 terms MKL's sums are 2.4 times closer to the true ones than oneDNN's.
+    """Context in which `ops.linear` is F.linear: MKL's sums of 512 terms are 2.4 times more accurate than oneDNN's.
 
-    What a policy's ratios are made of should have the digits that fp32 has. (The head is a small part of a model.)
+    Policy ratios need full fp32 accuracy, and the head is a small share of a model's time.
     """
     return nullcontext() if torch.compiler.is_compiling() else BaseTorchFunctionMode()
 
@@ -123,7 +124,7 @@ def _check(temperature: float) -> None:
 
 
 def document_sums(values: Tensor, segment_ids: Tensor, documents: int) -> Tensor:
-    """[B, documents]: `values` [B, S] summed over each document 1..documents of each row (0 where there is none)."""
+    """[B, documents]: `values` [B, S] summed over documents 1..documents of each row; 0 for an absent document."""
     if values.shape != segment_ids.shape:
         raise ValueError(
             f"values are {list(values.shape)}, segment_ids {list(segment_ids.shape)}; both must be [B, S]."

@@ -1,11 +1,11 @@
-"""The one form of a loss: a function of (params, batch), and how the run calls the model inside of it.
+"""`ModelLoss`: a loss function of (params, batch) with the `RunOptions` by which a run calls the model inside it.
 
     loss = ModelLoss(functools.partial(next_token_loss, config=config))
     loss = loss.with_options(outer=layer_fn("full", "none"))       # one process; a mesh and a pipeline set more
     total, count = loss(params, batch)
 
-The options travel with the params (`fnmodels.run_params`), so that a partial, a lambda, a closure and a user's own
-loss, which call fnmodels.hidden or forward with the params that they are given, all run the same way.
+The options travel with the params (`fnmodels.run_params`), so a partial, a lambda, a closure and a custom loss run
+alike, as long as they call fnmodels.hidden or forward with the params that they receive.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class RouterTerms:
-    """What a loss wants of the routers of all layers: `balance` terms, and with `aux` sums of what they did.
+    """What a loss needs from the routers of all layers: `balance` terms, and with `aux` sums of their statistics.
 
-    labelled [B]: labels that count in each row.
+    labelled [B]: the number of labels that count in each row.
     """
 
     balance: Balance
@@ -47,18 +47,18 @@ class RouterTerms:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run calls the model inside of a loss. Each field is unset where one process runs the layers as they are.
+    """How a run calls the model inside a loss. The defaults run the layers unchanged in one process.
 
-    inner, outer: go around the model's blocks, inside (compilation) and outside (gathering, remat) of a layer_fn that
-        the loss gives. tensor: (block, around=those three) -> the block on tensor-parallel shards.
-    layout: for a loss that gives none; None: made here from the masks, where their values can be read on the host.
-    compiled: the blocks are compiled, so that only layouts that all batches of one shape share are made.
-    counts: losses of models with experts return aux with counts, whether or not they were called with aux=True.
-    kernel, experts, balance: from the loss' own choice, what computes it when other processes have other tokens.
-    length: (config, positions, the loss' own length) -> that of the global batch, for rope scalings that depend on it.
+    inner, outer: wrap the model's blocks, inside (compilation) or outside (all-gather, remat) of the loss's layer_fn.
+    tensor: (block, around=those three) -> the block on tensor-parallel shards.
+    layout: for a loss that passes none; None: computed here from the masks, where the host can read their values.
+    compiled: the blocks are compiled, so only layouts shared by all batches of one shape are used.
+    counts: losses of models with experts return aux with counts even without aux=True.
+    kernel, experts, balance: map the loss's own choice to one that works when other ranks hold other tokens.
+    length: (config, positions, the loss's own length) -> the global batch's length, for rope scalings that use it.
     stage: replaces the layers: (params, inputs, masks, freqs_cis, config, taps, options) -> (states, taps).
-    routers: what the loss that is running wants of the routers; `stage` reads it.
-    required: the options that must reach the model's layers, as part of a sentence; None: none must.
+    routers: the `RouterTerms` of the loss that is running, for `stage`.
+    required: the options that must reach the model's layers, as part of a sentence; None: no check.
     """
 
     inner: LayerFn | None = None
@@ -88,7 +88,7 @@ class RunOptions:
 
     @property
     def layer_fn(self) -> LayerFn | None:
-        """What goes around the model's blocks."""
+        """The wrapper of the model's blocks; None: none."""
         return self._around(None)
 
     def _around(self, own: LayerFn | None) -> LayerFn | None:
@@ -102,10 +102,10 @@ class RunOptions:
         return around if wraps else None
 
     def layout_of(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> Layout | None:
-        """The layout of a call: the caller's, or the run's, or made from the masks."""
+        """The layout of a call: the caller's, the run's, or one computed from the masks."""
         if options.layout is not None or self.layout is not None:
             return options.layout or self.layout
-        if self.kernel is not None:  # of a shard of the positions a layout is of no use
+        if self.kernel is not None:  # a layout does not apply to a shard of the positions
             return None
         made = readable_layout(masks)
         return made if made is None or not self.compiled or is_one_per_shape(made) else None
@@ -129,7 +129,7 @@ class RunOptions:
         return found if taps else (found, {})
 
     def _global_tables(self, inputs: Tree, freqs_cis: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
-        """The rotary tables; those of the global batch where the loss made them from its own positions alone."""
+        """The rotary tables, replaced by the global batch's where the loss computed them from its local positions."""
         positions = inputs.get("positions") if isinstance(inputs, Mapping) else None
         if self.length is None or positions is None:
             return freqs_cis
@@ -148,7 +148,7 @@ class RunOptions:
 class ModelLoss:
     """A function of (params, batch), called with the options of a run.
 
-    params: maps what a process holds (shards) to the params that the function is given; None: these are the same.
+    params: maps a rank's params (shards) to those that the function receives; None: unchanged.
     """
 
     function: Callable[..., Any]
@@ -156,7 +156,7 @@ class ModelLoss:
     params: Callable[[Tree], Tree] | None = None
 
     def __call__(self, params: Tree, batch: Batch) -> Any:
-        """What the function returns. ValueError where options must reach the layers and did not."""
+        """The function's result. ValueError where required options did not reach the model's layers."""
         reached: list[bool] = []
         options = self.options
         if options.required is not None:
@@ -176,12 +176,12 @@ class ModelLoss:
 
 
 def as_loss(function: Callable[..., Any]) -> ModelLoss:
-    """A `ModelLoss` of any function of (params, batch)."""
+    """The function as a `ModelLoss`."""
     return function if isinstance(function, ModelLoss) else ModelLoss(function)
 
 
 def run_options(params: Tree) -> RunOptions:
-    """The options of the run whose params a loss is given, for one that does not run the model by fnmodels alone."""
+    """The `RunOptions` that travel with a loss's params, for a loss that runs layers without fnmodels.hidden."""
     if not isinstance(params, RunParams):
         return RunOptions()
     options: Any = params.run
@@ -191,9 +191,10 @@ def run_options(params: Tree) -> RunOptions:
 
 
 def beside(params: Tree, other: Tree) -> Tree:
-    """`other`, the params of a second model (a teacher), for calls on the same batch: no gradient, nothing sharded.
+    """`other`, the params of a second model (teacher), for a call on the same batch without a gradient; unsharded.
 
-    Attention over the shards of a sequence must know of it: elsewhere the second model is called with `other` itself.
+    Under context parallelism the second model must use the run's attention kernel; otherwise `other` can be used
+    directly.
     """
     options = run_options(params)
     unshared = RunOptions(compiled=options.compiled, kernel=options.kernel, length=options.length)
@@ -201,12 +202,12 @@ def beside(params: Tree, other: Tree) -> Tree:
 
 
 def keywords(options: ForwardOptions) -> dict[str, Any]:
-    """The options as keywords of fnmodels.hidden and run_layers."""
+    """The options that are set, as keyword arguments of fnmodels.hidden and run_layers."""
     return {name: value for name, value in vars(options).items() if value is not None}
 
 
 def readable_layout(masks: Mapping[str, MaskLike]) -> Layout | None:
-    """`fnmodels.layout`, where the host can read what the masks hold: not in a graph, under vmap or on meta."""
+    """`fnmodels.layout`, or None where the host cannot read the masks: in a graph, under vmap, on meta."""
     found = [mask for mask in masks.values() if isinstance(mask, Mask)]
     if torch.compiler.is_compiling() or not all(map(readable, tree.leaves(found))):
         return None
@@ -214,5 +215,5 @@ def readable_layout(masks: Mapping[str, MaskLike]) -> Layout | None:
 
 
 def is_one_per_shape(layout: Layout) -> bool:
-    """Whether all batches of this shape for which this is True have equal layouts."""
+    """Whether the layout is the same for all batches of its shape for which this is True."""
     return layout.plain and all(first == (0,) for first in layout.firsts)

@@ -1,9 +1,9 @@
-"""Keeping experts in use: losses on the router's logits, and a bias of its choice that no gradient moves.
+"""Expert load balancing: auxiliary losses on router logits, and updates of the selection bias.
 
     loss_fn = functools.partial(next_token_loss, config=config, balance=Balance(sequence=1e-3, z=1e-3))
     step = make_step(loss_fn, optimizer, balance_rate=1e-3)      # moves the selection biases, once per step
 
-Each loss is of one layer and takes logits, not probabilities: the softmax is taken here, once, in fp32 at least.
+Each loss is for one layer and takes logits, not probabilities: its softmax is in fp32 at least.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Adding = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Balance:
-    """Coefficients of the balance terms that are added to the loss, each of a mean over layers and tokens.
+    """Coefficients of the balance terms added to a loss; each term is a mean over layers and tokens.
 
-    sequence: `balance_loss` of each row. batch: that of all rows of one call together, so that it depends on how a
-    batch is split for accumulation, as the others do not. z: `router_z_loss`. scores: see `balance_loss`. over: adds up
-    whole numbers over processes that have other tokens of the same rows, across: over those that have other rows of the
-    same batch; the terms are then this process' parts of those of the rows, or of the batch. share: of the model's
-    layers with experts, those that this process runs, as a pipeline stage; None: all. A run over a mesh sets these
-    three.
+    sequence: `balance_loss` per row. batch: `balance_loss` over all rows of one call, which therefore depends on the
+    split into microbatches. z: `router_z_loss`. scores: see `balance_loss`. A run over a mesh sets the rest: over sums
+    integer tensors over the ranks that hold other tokens of the same rows, across over those that hold other rows of
+    the batch, and each rank's terms are then its contribution to the global ones. share: the fraction of the model's
+    layers with experts that this pipeline stage runs; None: all. ValueError for a negative coefficient or unknown
+    scores.
     """
 
     sequence: float = 0.0
@@ -52,13 +52,13 @@ class Balance:
 def balance_loss(
     logits: Tensor, indices: Tensor, valid: Tensor, *, scores: str = "softmax", over: Adding | None = None
 ) -> Tensor:
-    """[B]: for each row E sum_e f_e p_e, of one layer (arXiv 2101.03961, 2412.19437).
+    """[B]: E sum_e f_e p_e per row, for one layer (arXiv 2101.03961, 2412.19437).
 
-    f_e is the share of the row's choices that fell on expert e, p_e the mean of its scores; only p has a gradient.
-    1 where all experts are used alike, E / k where k experts get everything, 0 in a row of padding.
-    logits [B, S, E], indices [B, S, k], valid [B, S]. scores: "softmax", or "sigmoid" divided by the sum over experts.
-    Rows of one are a batch: logits.flatten(0, 1)[None]. (transformers' coefficients are to be multiplied by k.) over:
-    see `Balance`; each token is in one part, p is a sum over them, and the counts in f have no gradient.
+    logits [B, S, E], indices [B, S, k], valid [B, S]. f_e is the fraction of the row's choices that fell on expert e,
+    p_e the mean of its scores; only p has a gradient. The loss is 1 for uniform use, E / k where k experts get all
+    tokens, and 0 for a row of padding. scores: "softmax", or "sigmoid" divided by the sum over experts. For a loss over
+    the batch pass logits.flatten(0, 1)[None]. transformers' coefficients must be multiplied by k. over: see `Balance`;
+    p is then a sum over the rank's tokens, and the counts in f have no gradient.
     """
     wide = _cleared(logits, valid)
     p = wide.softmax(-1) if scores == "softmax" else wide.sigmoid() / wide.sigmoid().sum(-1, keepdim=True)
@@ -75,9 +75,9 @@ def balance_loss(
 
 
 def router_z_loss(logits: Tensor, valid: Tensor, *, over: Adding | None = None) -> Tensor:
-    """[B]: the mean over each row's tokens of log(sum(exp(logits)))^2 (arXiv 2202.08906); 0 for padding alone.
+    """[B]: the mean over each row's tokens of log(sum(exp(logits)))^2 (arXiv 2202.08906); 0 for a row of padding.
 
-    over: see `Balance`.
+    logits [B, S, E], valid [B, S]. over: see `Balance`.
     """
     wide = _cleared(logits, valid)
     squares = wide.logsumexp(-1).square().where(valid, 0)
@@ -86,15 +86,15 @@ def router_z_loss(logits: Tensor, valid: Tensor, *, over: Adding | None = None) 
 
 
 def _cleared(logits: Tensor, valid: Tensor) -> Tensor:
-    """In fp32 at least, and 0 at padding before anything is made of it: a gradient of 0 times that of NaN is NaN."""
+    """fp32 at least, 0 at padding before any operation: masking afterwards would give a gradient of 0 x NaN = NaN."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).where(valid[..., None], 0)
 
 
 def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
-    """The selection bias [E] after one step: up by `rate` for experts below the mean count, down above (2408.15664).
+    """The selection bias [E] after one step: plus `rate` below the mean count, minus above it (arXiv 2408.15664).
 
-    counts [E]: tokens that each expert got in the whole batch. All alike, or all 0: the bias as it was. ValueError for
-    a bias in half precision, which would round most moves away.
+    counts [E]: tokens per expert in the global batch; equal counts leave the bias unchanged. ValueError for a bias in
+    half precision, which would round most updates away.
     """
     if bias.dtype.itemsize < 4:
         raise ValueError(
@@ -106,10 +106,10 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:
 
 
 def moved_biases(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dict[str, Tensor]:
-    """{path: the selection bias of a layer after one step, or where `skip` is True as it was}.
+    """{path: a layer's selection bias after one step}, unchanged where `skip` (0-d bool) is True.
 
-    counts [layers, E]: of the layers with experts in order. Heads that predict further tokens come behind the layers,
-    where the counts are of them too.
+    counts [layers, E]: of the layers with experts in order, followed by the MTP heads where the loss counts them too.
+    ValueError for counts of another number of layers.
     """
     flat = tree.flatten(params)
     biases = [path for path in flat if path.endswith(".selection_bias")]
@@ -130,12 +130,11 @@ def moved_biases(params: Tree, counts: Tensor, rate: float, skip: Tensor) -> dic
 def balance_terms(
     tapped: Mapping[str, Tensor], valid: Tensor, labelled: Tensor, balance: Balance
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(what to add to the loss's sum; {counts [layers, E], sums of the terms without their coefficients}).
+    """(the term to add to the loss's sum; {counts [layers, E], sums of the terms without their coefficients}).
 
-    tapped: router_logits, expert_indices and counts of the layers that have them, as `forward` names them, in order.
-    labelled [B]: labels that count in each row. Every row's term has their weight, so that divided by their number in
-    the whole batch the sum is a mean over tokens, however the batch is split; of parts of rows, with balance.over, the
-    sum of all processes is.
+    tapped: router_logits, expert_indices and counts of the layers with experts, named as in `forward`, in order. valid
+    [B, S]. labelled [B]: labels that count in each row, by which the row's term is weighted: divided by the global
+    count the sum is a mean over tokens, however the batch is split. With balance.over, the sum over ranks is.
     """
     over = balance.over
     if over is not None and (balance.sequence or balance.batch or balance.z):

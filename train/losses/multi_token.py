@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction heads (`fnmodels.mtp`), added to the next-token loss."""
+"""The loss of multi-token prediction (MTP) heads (`fnmodels.mtp`), added to the next-token loss."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .vocab_parallel import Vocab
 
 
 def look_ahead(batch: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """The batch with next_tokens, next_labels and, where it has weights, next_weights [B, S, heads], for `mtp_loss`.
+    """The batch plus next_tokens, next_labels and, if it has weights, next_weights, each [B, S, heads], for `mtp_loss`.
 
-    batch: tokens, segment_ids and labels [B, S], with the rows still in order: permute, split and shard what comes out.
+    batch: tokens, segment_ids and labels [B, S] in their original order: permute, split and shard afterwards.
     """
     ids = batch["segment_ids"]
     further = {
@@ -49,14 +49,14 @@ def mtp_loss(
     aux: bool = False,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Any, ...]:
-    """(sum, count[, aux]) as `next_token_loss`, plus `weight` times the mean over the MTP heads of their sums.
+    """(sum, count[, aux]) as in `next_token_loss`, plus `weight` times the mean over the MTP heads of their sums.
 
-    The count is that of the next tokens' labels: a head that sees less far from the end of a document is not divided by
-    less (arXiv 2412.19437, equations 24 and 25; there the weight is 0.3, and 0.1 for the last part of training).
-    batch: what `look_ahead` returns; its `routing`, if any, is that of the model's own layers, and heads choose for
-    themselves. options: as in `fnmodels.forward`. label_smoothing, z_loss: of all heads, the next token's too, see
-    `cross_entropy`. balance: for the routers of the model's own layers. aux: with counts of the heads behind those of
-    the layers, so that `make_step(balance_rate=...)` moves their biases too.
+    The count is that of the next-token labels, for every head (arXiv 2412.19437, equations 24 and 25, with weight 0.3,
+    and 0.1 for the last part of training). batch: the result of `look_ahead`; its `routing`, if any, applies to the
+    model's own layers only. options: as in `fnmodels.forward`. label_smoothing, z_loss: for the next-token head and all
+    MTP heads, see `cross_entropy`. balance: for the routers of the model's own layers. aux: counts include those of the
+    MTP heads after the layers', so that `make_step(balance_rate=...)` updates their biases too. ValueError as in
+    `check_ahead`.
     """
     check_ahead(batch, config)
     given = ForwardOptions(**options)
@@ -95,7 +95,7 @@ def mtp_loss(
 
 
 def check_ahead(batch: Mapping[str, Tensor], config: Any) -> None:
-    """ValueError for a model without MTP heads, or a batch without what `look_ahead` adds for as many as it has."""
+    """ValueError for a model without MTP heads, or a batch without the entries that `look_ahead` adds for them."""
     if not getattr(config, "num_nextn_predict_layers", 0):
         raise ValueError(
             f"mtp_loss is for models with heads that predict further tokens; {config.model_type} has none."

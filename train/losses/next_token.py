@@ -1,4 +1,4 @@
-"""The next-token loss of a model: (sum, count), so that whatever splits a batch divides once by the global count."""
+"""The next-token loss, (sum, count[, aux]), and the model states that losses share."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def next_token_loss(
     """(sum of the tokens' cross entropies in nats, fp32 at least; count of labels that count, int64[, aux]).
 
     batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
-    shifted), int64, and -100 is ignored. Where it has `weights` [B, S], as `fnmodels.pack` makes them, each token's
-    loss is multiplied by its own, and a label of weight 0 does not count. Where it has `routing`, int64 [B, S, sparse
-    layers, k], the experts are those, as in `fnmodels.forward`. options: see there; without a layout one is made
-    where the batch can be read on the host. length: see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing,
-    z_loss: see `cross_entropy`. balance: what a model with experts adds to the sum. aux: return sums of what its
-    routers did too: {"counts": [sparse layers, E] tokens per expert, and for coefficients of `balance` that are not 0
-    "sequence_balance", "batch_balance", "router_z"}.
+    shifted), int64, -100 ignored. weights [B, S] (optional, as from `fnmodels.pack`): multiplies each token's loss; a
+    label of weight 0 does not count. routing (optional), int64 [B, S, sparse layers, k]: the experts to use, as in
+    `fnmodels.forward`. options: see there; without a layout one is computed where the host can read the batch. length:
+    see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing, z_loss: see `cross_entropy`. balance: terms added
+    for the routers of a model with experts. aux: also return router sums, {"counts": [sparse layers, E] tokens per
+    expert} and, for nonzero coefficients of `balance`, "sequence_balance", "batch_balance" and "router_z". ValueError
+    for a batch without a required entry, and for balance or aux with a model without experts.
     """
     found = model_states(
         params, batch, config=config, length=length, balance=balance, aux=aux, options=ForwardOptions(**options)
@@ -66,11 +66,11 @@ def next_token_loss(
 
 @dataclass(frozen=True)
 class ModelStates:
-    """What a loss makes of a batch before its head.
+    """The model's results for a batch, from which a loss is computed.
 
-    x [B, S, D]: `fnmodels.hidden`. masks, freqs_cis: of `fnmodels.prepare`. params: with the options of their run.
-    added: what `balance` adds to a loss's sum, 0-d; None without it. sums: of what the routers did; None where nothing
-    asks for them.
+    x [B, S, D]: from `fnmodels.hidden`. masks, freqs_cis: from `fnmodels.prepare`. params: with the options of their
+    run. added: the balance terms for the loss's sum, 0-d; None without balance. sums: router statistics; None unless
+    requested.
     """
 
     x: Tensor
@@ -81,7 +81,7 @@ class ModelStates:
     sums: dict[str, Tensor] | None = None
 
     def added_to(self, total: Tensor, count: Tensor) -> tuple[Any, ...]:
-        """(sum, count[, aux]) of a loss, of the sum and count that its head made."""
+        """(sum, count[, aux]) of the loss, from the head's sum and count."""
         total = total if self.added is None else total + self.added
         return (total, count) if self.sums is None else (total, count, self.sums)
 
@@ -96,9 +96,9 @@ def model_states(
     balance: Balance | None = None,
     aux: bool = False,
 ) -> ModelStates:
-    """The model's states of a batch as `next_token_loss` takes it, after a check of its keys and labels.
+    """The model's states for a batch as in `next_token_loss`, after checking its keys and labels.
 
-    balance, aux: as there. ValueError for these with a model without experts.
+    balance, aux: as there. ValueError for an invalid batch, and for balance or aux with a model without experts.
     """
     check_batch(batch)
     given = params if isinstance(params, RunParams) else RunParams(params, RunOptions())
@@ -123,7 +123,7 @@ def model_states(
 
 
 def check_batch(batch: Mapping[str, Tensor]) -> None:
-    """ValueError for a batch without what a loss reads, or with labels that are not of its tokens."""
+    """ValueError for a batch without an entry that losses read, or with labels not shaped like its tokens."""
     missing = [name for name in ("tokens", "positions", "segment_ids", "labels") if name not in batch]
     if missing:
         raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")

@@ -1,7 +1,7 @@
-"""Losses on log-probabilities: preferences and policy gradients.
+"""DPO and policy-gradient losses, and group advantages, on log-probabilities.
 
-Each takes tensors aligned as `token_logprobs` gives them and returns (sum, count, metrics), metrics being sums over the
-same tokens or pairs, so that a step over microbatches divides everything once by the global count.
+Inputs are aligned as in `token_logprobs`. Each loss returns (sum, count, metrics), metrics being sums over the same
+tokens or pairs, so that a step over microbatches divides everything once by the global count.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 Sums = dict[str, Tensor]
 
-# The largest log of a ratio. That is 5e8 then, far beyond every clip; it would be inf soon, and the gradient of what is
-# clipped 0 times inf: one such token would cost the whole step.
+# The upper bound of a log ratio. exp(20) = 5e8 is far beyond every clip; without a bound exp gives inf, and the gradient
+# of a clipped token would be 0 x inf = NaN, which would invalidate the step.
 FURTHEST = 20.0
 
 
@@ -28,10 +28,10 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Sums]:
     """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta x (margin over the reference)).
 
-    All [N]: summed log-probabilities of the answers (see `document_sums`); no gradient reaches the reference's.
-    label_smoothing: the probability that a preference is wrong (conservative DPO, arXiv 2305.18290 appendix). Metrics:
-    the rewards beta x (log p - reference's) of both answers, the margin between them, and accuracy: pairs where it is
-    above 0.
+    chosen, rejected and their references, each [N]: summed log-probabilities of the answers (see `document_sums`); the
+    reference gets no gradient. label_smoothing: the probability that a preference is wrong (conservative DPO, appendix
+    of arXiv 2305.18290). Metrics: the rewards beta x (log p - reference) of both answers, the margin between them, and
+    accuracy, the number of pairs with a margin above 0. ValueError for shapes that differ.
     """
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be at least 0 and below 1.")
@@ -60,20 +60,21 @@ def policy_loss(
     entropy: Tensor | None = None,
     entropy_bonus: float = 0.0,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """PPO's clipped surrogate (arXiv 1707.06347) per token, as GRPO uses it (arXiv 2402.03300), to be minimized.
+    """PPO's clipped surrogate (arXiv 1707.06347) per token, as in GRPO (arXiv 2402.03300), to be minimized.
 
-    logp, old_logp, advantages, weights, entropy, reference_logp, valid: [B, S]. old_logp: of the policy that drew the
-    tokens. advantages: per token; a whole answer's is repeated over its tokens. clip: how far the ratio may fall and
-    rise before its gradient stops (unequal: "clip higher", arXiv 2503.14476). dual_clip: where it stops above for
-    negative advantages too (arXiv 1912.09729, with 3). weights: what each token's loss is multiplied by, penalty and
-    bonus included. kl: weight of the penalty exp(r) - r - 1, r = reference_logp - logp, an unbiased and positive
-    estimate (GRPO's equation 4). entropy_bonus: weight of the entropy that is rewarded.
+    logp, old_logp, advantages, valid (bool), weights, reference_logp, entropy: [B, S]; log-probabilities and entropies
+    in nats. old_logp: of the policy that sampled the tokens. advantages: per token; an answer's advantage is repeated
+    over its tokens. clip: the ratio's gradient stops below 1 - clip[0] and above 1 + clip[1] (unequal: "clip higher",
+    arXiv 2503.14476). dual_clip: the bound above for negative advantages (arXiv 1912.09729, with 3). weights: multiply
+    each token's loss, penalty and bonus included. kl: coefficient of the penalty exp(r) - r - 1, r = reference_logp -
+    logp, an unbiased estimate that is never negative (GRPO's equation 4). entropy_bonus: coefficient of the entropy.
 
-    Returns (sum over valid tokens, how many, {ratio, clipped, kl, entropy} summed without weights). What is not valid
-    may hold anything, NaN too. Divided by this count it is GRPO's token-level form (as in DAPO). For the mean of
-    answers' means weigh tokens by 1 / length of their answer, and return the number of answers for the count; the
-    mean of answers' sums (arXiv 2503.20783) is that without weights. Ratios, and exp(r) in the penalty, are e^20 at
-    most, from where on they have no gradient.
+    Returns (sum over valid tokens, their number, {ratio, clipped, kl, entropy} summed without weights). Entries that
+    are not valid may be anything, NaN too. Divided by this count it is GRPO's token-level form (as in DAPO). For the
+    mean over answers of their means, set weights to 1 / length of the answer and return the number of answers as the
+    count; without weights that gives the mean over answers of their sums (arXiv 2503.20783). Ratios and exp(r) are at
+    most e^20, and have no gradient beyond. ValueError for shapes that differ, and for kl or entropy_bonus without its
+    tensor.
     """
     given = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "valid": valid}
     more = {"reference_logp": reference_logp, "entropy": entropy, "weights": weights}
@@ -109,11 +110,11 @@ def policy_loss(
 
 
 def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
-    """GRPO's advantages (arXiv 2402.03300): each answer's reward against those to the same prompt, [prompts, answers].
+    """GRPO's advantages (arXiv 2402.03300): each answer's reward against its group, rewards [prompts, answers].
 
-    normalize: divided by the group's standard deviation (over n; it is larger by sqrt(n / (n - 1)) over n - 1, as TRL
-    and verl take it); False is the form without that bias (arXiv 2503.20783). A group whose rewards are all equal, or
-    that has one answer, teaches nothing: 0.
+    normalize: divided by the group's standard deviation over n (TRL and verl divide by n - 1, which makes advantages
+    smaller by the factor sqrt((n - 1) / n)); False gives the form without that bias (arXiv 2503.20783). A group with
+    equal rewards or one answer has advantage 0. ValueError for rewards of another rank than 2.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [prompts, answers], not {list(rewards.shape)}.")
@@ -125,7 +126,7 @@ def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Otherwise they would broadcast, and a token's reward reach another."""
+    """ValueError for shapes that differ: broadcasting would assign one token's reward to another."""
     shapes = {name: list(t.shape) for name, t in tensors.items()}
     if len({tuple(shape) for shape in shapes.values()}) > 1:
         raise ValueError(f"The shapes must be equal, not {', '.join(f'{n} {s}' for n, s in shapes.items())}.")

@@ -1,4 +1,4 @@
-"""Log-probability and entropy from logits, with the passes over the vocabulary kept in the cache."""
+"""Log-probability and entropy from logits, with a backward pass that recomputes the softmax in cache-sized blocks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
 
-FLOOR = -1e30  # of log p, far below what has a p; products with it stay finite
-BLOCK = 1 << 18  # logits that a CPU works on at once: 1 MB in fp32
+FLOOR = -1e30  # lower bound of log p: exp of it is 0, and products with it stay finite
+BLOCK = 1 << 18  # elements of logits per block on a CPU: 1 MB in fp32
 
 
 class Scores(torch.autograd.Function):
-    """(logp, entropy) [T] of logits [T, V] and labels [T], as `logprobs` gives them, from the logits alone.
+    """(logp, entropy) [T] of logits [T, V] and labels [T], as in `logprobs`; backward keeps only logits and labels.
 
-    Plain operations keep four more tensors of the logits' size for the backward. Here it makes the probabilities again,
-    some rows at a time: the gradient of logp is 1(label) - p, that of the entropy H is -p (log p + H). Second
+    Plain operations would save four more tensors of the logits' size. The backward pass recomputes the probabilities in
+    blocks of rows and uses the closed-form gradients: d logp = 1(label) - p, and d entropy = -p (log p + H). Second
     derivatives, jvp and vmap are those of plain operations.
     """
 
@@ -39,7 +39,7 @@ class Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor) -> tuple[Tensor, None, None]:
         logits, labels = ctx.saved_tensors
-        if torch.is_grad_enabled():  # asked for with create_graph: plain operations, which have a graph
+        if torch.is_grad_enabled():  # create_graph=True: plain operations, which autograd can record
             return _grad_logits(logits, labels, of_logp, of_entropy, ctx.temperature), None, None
         grad_logits = of_logp.new_empty(logits.shape, dtype=logits.dtype)
         for z, target, *grads, into in _blocks(logits, labels, of_logp, of_entropy, grad_logits):
@@ -56,7 +56,7 @@ class Scores(torch.autograd.Function):
 
 
 def scores(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probability of the label, entropy) [...] in nats of logits [..., V]; both 0 where the label is -100."""
+    """(log-probability of the label, entropy) [...] in nats from logits [..., V]; both 0 where the label is -100."""
     wide = logits.to(_wide(logits))
     every = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
     valid = labels != IGNORE
@@ -66,7 +66,7 @@ def scores(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, 
 
 
 def _grad_logits(logits: Tensor, labels: Tensor, of_logp: Tensor, of_entropy: Tensor, temperature: float) -> Tensor:
-    """The gradient of the logits, in their dtype, where those of logp and entropy are given."""
+    """The gradient with respect to the logits, in their dtype, from the gradients of logp and entropy."""
     wide, valid = logits.to(_wide(logits)), labels != IGNORE
     every = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
     p, every = every.exp(), _finite(every)
@@ -79,17 +79,17 @@ def _grad_logits(logits: Tensor, labels: Tensor, of_logp: Tensor, of_entropy: Te
 
 
 def _entropy(p: Tensor, logp: Tensor) -> Tensor:
-    """[..., 1]. Divided, since all of log p is off by the rounding of one sum, and then so is what p sums to."""
+    """[..., 1]. Divided by sum(p), because the rounding error of log-softmax's one sum scales all of p."""
     return -(p * logp).sum(-1, keepdim=True) / p.sum(-1, keepdim=True)
 
 
 def _finite(logp: Tensor) -> Tensor:
-    """A token of probability 0 (logit -inf) adds nothing: 0 log 0 is 0, and so is its gradient."""
+    """log p with -inf clamped, so that a token of probability 0 contributes 0 to the entropy and to its gradient."""
     return logp.clamp(min=FLOOR)
 
 
 def _blocks(logits: Tensor, *rest: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of all tensors; on a CPU few enough that what is made of them does not leave the cache."""
+    """The tensors in blocks of rows; on a CPU small enough that intermediate results stay in cache."""
     rows = max(1, BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
     return zip(*(t.split(rows) for t in (logits, *rest)), strict=True)
 

@@ -1,4 +1,4 @@
-"""A function of each token, over the tokens in chunks: memory O(chunk x V) where all at once would be O(tokens x V)."""
+"""Per-token functions applied to chunks of tokens: memory O(chunk x V) instead of O(tokens x V)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PerToken = Callable[..., tuple[Tensor, ...]]
 def per_token(
     function: PerToken, tensors: Sequence[Tensor], shape: torch.Size, chunk: int | None
 ) -> tuple[Tensor, ...]:
-    """function(*tensors), whose tensors and results lead with the token dimensions `shape`, `chunk` tokens at a time.
+    """function(*tensors) in chunks of `chunk` tokens; tensors and results have the token dimensions `shape` in front.
 
-    Where a gradient is wanted each chunk is computed again in the backward, so what lies between tokens and results
-    (logits) exists for one chunk only. chunk=None is one plain call: the form for torch.func's transforms, which
-    torch's checkpointing does not go through.
+    With gradients enabled each chunk is recomputed in the backward pass, so intermediates (logits) exist for one chunk
+    at a time. chunk=None is one plain call, for torch.func transforms, which activation checkpointing does not support.
+    ValueError for a chunk below 1.
     """
     if chunk is None:
         return function(*tensors)

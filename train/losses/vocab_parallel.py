@@ -1,8 +1,7 @@
-"""The two ends of the model where the vocabulary is divided: embedding, logits, and what a cross entropy needs of them.
+"""Embedding, LM head and cross entropy over a vocabulary that tensor parallelism shards by rows.
 
-A `Vocab` stands where the table stands in F.embedding and F.linear. Logits come out whole there, which is right for
-sampling and for losses of one's own and gathers [B, S, V]; `train.head_loss` instead leaves them in parts, and of each
-token three numbers are gathered.
+A `Vocab` replaces the weight in F.embedding and F.linear. There the logits are gathered to [B, S, V], as sampling and
+custom losses need them; `train.head_loss` keeps them sharded and gathers three scalars per token.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ HEAD_BIAS = "lm_head_bias"  # the entry of params with a head's bias [V], which 
 @pytree
 @dataclass(frozen=True, eq=False)
 class Vocab:
-    """weight [V / size, D]: this process' rows of an embedding, a head, or of the one table that is both."""
+    """weight [V / size, D]: this rank's rows of the embedding, the head, or their one tied table."""
 
     weight: Any
     region: Region = static()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole table."""
+        """The global shape, [V, D]."""
         return (self.weight.shape[0] * self.region.size, *self.weight.shape[1:])
 
     @property
@@ -43,9 +42,9 @@ class Vocab:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """F.embedding(ids, self) and F.linear(x, self, bias); torch raises for other functions, naming this class.
+        """F.embedding(ids, self) and F.linear(x, self, bias); other functions raise torch's error.
 
-        bias: None, or this process' part [V / size].
+        bias: None, or this rank's shard [V / size].
         """
         if func is F.embedding and isinstance(args[1], cls):
             return args[1].look_up(args[0])
@@ -54,7 +53,7 @@ class Vocab:
         return NotImplemented
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """[B, S, D], the stream with all its columns. IndexError for an id that the whole table does not have."""
+        """Embeddings [B, S, D] of ids [B, S], for all positions. IndexError for an id outside the global vocabulary."""
         if _outside(ids, self.shape[0]):
             raise IndexError("index out of range")
         local, own = self.part.local(ids)
@@ -62,14 +61,14 @@ class Vocab:
         return collectives.leave(rows.where(own[..., None], 0), self.region.group)
 
     def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[B, S, V] of the stream x, the same in all processes; bias [V / size]."""
+        """Global logits [B, S, V] of x [B, S, D], the same on every rank; bias [V / size]."""
         part = F.linear(self.region.enter(x), self.weight, bias)
         return collectives.join(part, -1, self.region.group)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The logits [..., rows] of the vocabulary's rows from `first` on."""
+    """A vocabulary shard: logits [..., rows] of the ids from `first` on."""
 
     first: int
     rows: int
@@ -80,14 +79,15 @@ class Part:
         return self.rows * self.region.size
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(their rows here, 0 where they are others'; whether they are here)."""
+        """(row of each id in this shard, 0 for ids of other shards; mask of the ids in this shard), each [...]."""
         own = (ids >= self.first) & (ids < self.first + self.rows)
         return torch.where(own, ids - self.first, 0), own
 
     def totals(self, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of logits z [..., rows] and ids [...]: log(sum(exp)) over the vocabulary, the id's logit, and the mean.
+        """Per token, over the global vocabulary: log(sum(exp(z))), the logit of the target id, and the mean logit.
 
-        ValueError for an id that is in nobody's part, which would otherwise count as a logit of 0.
+        z: this shard's logits [..., rows]; target: global ids [...], the shape of each result. ValueError for an id
+        outside the vocabulary, whose logit would otherwise count as 0.
         """
         if _outside(target, self.vocabulary):
             raise ValueError(
@@ -103,20 +103,20 @@ class Part:
 
 
 def _outside(ids: Tensor, size: int) -> bool:
-    """Whether some of them are, where values can be read without waiting for a device."""
+    """Whether any id is outside 0..size-1; False where reading values would wait for a device."""
     if ids.device.type != "cpu" or not ids.numel() or not readable(ids):
         return False
     return int(ids.min()) < 0 or int(ids.max()) >= size
 
 
 def opened(params: Mapping[str, Tree], name: str, x: Tensor) -> tuple[dict[str, Tree], Tensor]:
-    """(params, x) for `family.unembed` inside, where it gives this process' logits. params[name]: the head, a `Vocab`.
+    """(params, x) for which `family.unembed` returns this rank's shard of the logits.
 
-    The params are those outside of layers that `unembed` can read.
+    params[name]: the head, a `Vocab`. The returned params are the top-level tensors, without the layers.
     """
     head = params[name]
     region: Region = head.region
     rest = {key: value for key, value in params.items() if isinstance(value, Tensor)}
-    if not region.sequence:  # under it they were made so before: all of the stream's gradients are partial there
+    if not region.sequence:  # done before with sequence parallelism, where all gradients of the stream are partial
         rest = {key: value if key == HEAD_BIAS else region.shared(value) for key, value in rest.items()}
     return {**rest, name: head.weight}, region.enter(x)
