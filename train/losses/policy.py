@@ -12,8 +12,8 @@ from torch import Tensor
 
 Sums = dict[str, Tensor]
 
-# The upper bound of a log ratio. exp(20) = 5e8 is far beyond every clip; without a bound exp gives inf, and the gradient
-# of a clipped token would be 0 x inf = NaN, which would invalidate the step.
+# Upper bound of a log ratio. exp(20) = 5e8 is far beyond every clip; unbounded, exp would give inf and the gradient of
+# a clipped token 0 x inf = NaN, which would invalidate the whole step.
 FURTHEST = 20.0
 
 
