@@ -1,21 +1,21 @@
-"""Context parallelism: each rank holds some tokens of every row, and attention fetches what they look at.
+"""Context parallelism: each rank holds some positions of every row, and attention fetches remote keys and values.
 
     kernel = context_kernel("ring", mesh["cp"].get_group())               # once
     part = shard_batch(batch, rank, ranks, config=config, order="mask")   # of each batch, the same on every rank
     total, count = next_token_loss(params, part, config=config, kernel=kernel)
 
-Everything but attention is per token, so that a part of the batch is a batch: its positions, segment ids, labels and
-rotary tables are those of its tokens, in whatever order these are. What is left is a `kernel=` of `fnmodels.forward`:
+Everything but attention is per token, so a shard of the batch is itself a batch: its positions, segment ids, labels and
+rotary tables are those of its tokens, in any order. Attention is a `kernel=` of `fnmodels.forward`:
 
-    gather    every rank gets all keys and values (of their few heads) for its own queries
-    ulysses   two exchanges, between which a rank has all tokens of some heads (arXiv 2309.14509)
-    ring      keys and values pass from rank to rank, and what each gives is merged (arXiv 2310.01889)
+    gather    every rank gathers all keys and values (of the few KV heads) for its own queries
+    ulysses   two all-to-alls, between which a rank has all tokens of some heads (arXiv 2309.14509)
+    ring      keys and values pass from rank to rank, and partial results are merged (arXiv 2310.01889)
 
-Losses are sums: totals, counts and gradients are to be summed over the ranks, and divided once. What a loss function
-makes of whole rows a rank cannot know: of balance losses, which are means over rows, `whole_balance` makes each rank's
-part; the length that some rope scalings need (dynamic, longrope) it must be told, `length=int(batch["positions"].max())
-+ 1`, or `longest` of its part. Kernels of "gather" and "ulysses" have every derivative that `inner` has, and can be
-compiled; that of "ring" runs in eager mode.
+Losses are sums: totals, counts and gradients are to be summed over the ranks and divided once. Quantities of full rows
+need more: for balance losses, which are means over rows, `whole_balance` computes each rank's summand; for rope
+scalings that depend on the sequence length (dynamic, longrope), pass `length=int(batch["positions"].max()) + 1`, or
+`longest` of the shard. Kernels of "gather" and "ulysses" have every derivative that `inner` has and can be compiled;
+that of "ring" runs in eager mode.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Method = Literal["gather", "ulysses", "ring"]
-BLOCK = 128  # tokens that stay together in the order "mask", if a share is many of these
+BLOCK = 128  # positions that stay together in the order "mask", if a shard is many of these
 
 
 def shard_batch(
@@ -62,12 +62,13 @@ def shard_batch(
     order: Literal["mask", "head_tail"] | Tensor | None = None,
     config: Any = None,
 ) -> dict[str, Tensor]:
-    """The columns of the whole batch that `rank` of `ranks` computes, after one permutation of them all.
+    """The positions of the global batch that `rank` of `ranks` computes, after one permutation of all positions.
 
-    batch: tokens, positions, segment_ids and labels [B, S], and whatever else has these two dimensions first. order:
-    "mask" deals out blocks by what the masks of `config`'s layers let them see, of which the fullest counts;
-    "head_tail" pairs the ends of each row; a tensor [S] or [B, S] is such an order; None leaves the tokens where they
-    are (best for "ulysses", where every rank has all of them anyhow). Raises ValueError for shares that are not equal.
+    batch: tokens, positions, segment_ids and labels [B, S], and any other entries [B, S, ...]. order: "mask"
+    distributes blocks of positions by their number of visible keys, under the densest mask of `config`'s layers;
+    "head_tail" gives each rank one chunk from the head and one from the tail of each row; a tensor [S] or [B, S] is a
+    permutation; None keeps the order (best for "ulysses", where every rank has all tokens of some heads). ValueError
+    unless `ranks` divides S.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank} of {ranks}: ranks count from 0.")
@@ -101,13 +102,13 @@ def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: Any
 
 
 def asks_length(length: Any, config: Any) -> bool:
-    """Whether a rope scaling needs the length of the whole batch, of which a process has a part, and nobody says it."""
+    """Whether a rope scaling depends on the length of the global batch, and the loss gives none."""
     ropes = [] if config is None else [value for value in vars(config).values() if isinstance(value, Rope)]
     return length is None and any(rope.kind in ("dynamic", "longrope") for rope in ropes)
 
 
 def longest(devices: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Of each one's part of the positions [B, S] of a batch: the length of the whole, as the model itself finds it."""
+    """A function from a shard of the positions [B, S] to the length of the global batch, as the model computes it."""
     groups = [devices.get_group(name) for name in DATA if mesh_of(devices).sizes[name] > 1]
 
     def length(positions: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def longest(devices: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
 
 def whole_balance(balance: Balance, devices: DeviceMesh) -> Balance:
-    """The balance terms of rows, and of a batch, whose tokens the processes share: each one's part of their means."""
+    """Balance terms of rows and batches that are sharded over ranks: each rank's summand of their means."""
     return dataclasses.replace(balance, over=_adding(devices, ("cp",)), across=_adding(devices, ROWS))
 
 
@@ -128,13 +129,12 @@ def _adding(devices: DeviceMesh, names: Sequence[str]) -> Callable[[Tensor], Ten
 
 
 def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:
-    """A kernel for `fnmodels.forward` on a part of the batch, whose other parts the ranks of `group` hold, in order.
+    """A kernel for `fnmodels.forward` on a shard of the batch, sharded over the ranks of `group` in order.
 
-    inner: which of `fnmodels.ops.attention.select.KERNELS` computes what a rank has got. "ring" has maths of its own;
-    "gather"
-    takes those that need no layout, and on CUDA "flex" alone spares it a dense mask. All ranks must call the kernel
-    equally often and in the same order, as they do by running the same model, also under remat. Raises ValueError for
-    what a method cannot do.
+    inner: the kernel of `fnmodels.ops.attention.select.KERNELS` that computes on a rank. "ring" has its own; "gather"
+    takes those that need no layout, and on CUDA only "flex" avoids a dense mask there. All ranks must call the kernel
+    equally often and in the same order, as they do by running the same model, also under remat. ValueError for
+    combinations that a method does not support.
     """
     if method not in _METHODS:
         raise ValueError(f"method is {method!r}; it is one of {', '.join(_METHODS)}.")
@@ -157,7 +157,7 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        layout: Layout | None = None,  # of this rank's tokens: of no use
+        layout: Layout | None = None,  # of this rank's tokens only, hence unused
     ) -> Tensor:
         _check(method, q, k, mask, group.size())
         seen = known(mask, group, inner, q, softcap, sinks)
@@ -167,7 +167,7 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
 
 
 def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
-    """Before any message, and of what is the same on all ranks."""
+    """ValueError before any communication, for conditions that are the same on all ranks."""
     if not isinstance(mask, Mask):
         raise ValueError(
             f"Context parallelism cuts masks that are data, fnmodels.Mask, and this one is a {type(mask).__name__}."
@@ -186,10 +186,10 @@ def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
 
 
 def _remembered(make: Callable[..., T]) -> Callable[..., T]:
-    """`make(key, ...)`, once for each object `key`, and forgotten with it.
+    """Caches `make(key, ...)` by the identity of `key`, until `key` is freed.
 
-    A mask is one object in all layers of a kind, and again where they are recomputed, on every rank alike: what is made
-    of it costs its message once per batch. A graph, which is of one layer, makes it each time.
+    A mask is one object in all layers of a kind, and again in rematerialisation, on every rank alike, so its collective
+    runs once per batch. Under compilation, which sees one layer, it runs each time.
     """
     known: dict[int, T] = {}
 
@@ -205,7 +205,7 @@ def _remembered(make: Callable[..., T]) -> Callable[..., T]:
 
 
 def _whole(mask: Mask, group: ProcessGroup) -> Mask:
-    """The mask of all ranks' queries and keys, from each one's own. One message, of integers."""
+    """The mask of all ranks' queries and keys, from each rank's own: one all-gather of integers."""
     flat = tree.flatten(mask)
     stacked = torch.stack(torch.broadcast_tensors(*flat.values()), -1)
     gathered = iter(collectives.all_gather(stacked, 1, group).unbind(-1))
@@ -215,7 +215,7 @@ def _whole(mask: Mask, group: ProcessGroup) -> Mask:
 def _look_gather(
     mask: Mask, group: ProcessGroup, inner: str, q: Tensor, softcap: float | None, sinks: Tensor | None
 ) -> Any:
-    """What own queries see of all keys, in the form that `inner` reads."""
+    """The mask of local queries over all keys, in the form that `inner` reads."""
     whole = _whole(mask, group)
     own = (mask.q_positions, mask.q_segments, whole.kv_positions, whole.kv_segments, mask.q_spans, whole.kv_spans)
     how: dict[str, Any] = {"softcap": softcap, "sinks": sinks is not None}
@@ -223,7 +223,7 @@ def _look_gather(
 
 
 def _run_gather(q: Tensor, k: Tensor, v: Tensor, seen: Any, group: ProcessGroup, inner: str, **how: Any) -> Tensor:
-    # Sent in the model's dtype; the gradients of what all ranks have read are summed in fp32 at least.
+    # The gather is in the model's dtype; gradients of keys and values are reduced in fp32 at least.
     both = collectives.all_gather(upcast(torch.cat((k, v), -1)), 1, group, dtype=k.dtype)
     k, v = both.split((k.shape[-1], v.shape[-1]), -1)
     return attention(q, k, v, seen, kernel=inner, **how)
@@ -232,9 +232,9 @@ def _run_gather(q: Tensor, k: Tensor, v: Tensor, seen: Any, group: ProcessGroup,
 def _look_ulysses(
     mask: Mask, group: ProcessGroup, inner: str, q: Tensor, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Any, Layout | None]:
-    """What all queries see of all keys, and where documents lie if they are still in order."""
+    """The mask of all queries over all keys, and its layout where documents are still in order."""
     whole = _whole(mask, group)
-    asked = inner in ("auto", "blocks", "varlen") and not torch.compiler.is_compiling()  # by the host
+    asked = inner in ("auto", "blocks", "varlen") and not torch.compiler.is_compiling()  # read on the host
     layout = fnmodels.layout({"": whole}) if asked else None
     how: dict[str, Any] = {"softcap": softcap, "sinks": sinks is not None}
     return materialize(whole, inner, layout, device=q.device, dtype=q.dtype, **how), layout
@@ -243,7 +243,7 @@ def _look_ulysses(
 def _run_ulysses(
     q: Tensor, k: Tensor, v: Tensor, seen: Any, group: ProcessGroup, inner: str, *, sinks: Tensor | None, **how: Any
 ) -> Tensor:
-    # One message: of each token a rank gets its heads of the query, of the key and of the value, one after another.
+    # One all-to-all: a rank receives its heads of every token's query, key and value, concatenated.
     parts = [t.unflatten(2, (group.size(), -1)).flatten(3) for t in (q, k, v)]
     mixed = collectives.all_to_all(torch.cat(parts, -1), group, split=2, join=1).squeeze(2)
     mine = mixed.split([part.shape[-1] for part in parts], -1)

@@ -1,6 +1,6 @@
-"""Attention whose keys and values pass from rank to rank, and what each gives is merged (arXiv 2310.01889).
+"""Ring attention: keys and values pass from rank to rank, and partial softmax results are merged (arXiv 2310.01889).
 
-Its maths are its own, because partial sums are merged: forward and first derivatives, of any mask that is data.
+It has its own maths, because partial softmax sums are merged: forward and first derivatives, for any `Mask`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from train.dist import collectives
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What own queries, some at a time, see of own keys, of those of the rank before, and so on: bool [B, 1, q, K], or None
-# for nothing.
+# The masks of blocks of local queries over the local keys, over those of the previous rank, and so on: bool
+# [B, 1, q, K], or None if all is masked.
 Seen = tuple[tuple[Tensor | None, ...], ...]
-QUERIES = 1024  # whose scores are held at a time
+QUERIES = 1024  # queries per block of scores
 
 
 def look(whole: Mask, share: int, group: ProcessGroup) -> Seen:
-    """Of the mask of all ranks' queries and keys, of which each rank has `share` one after another."""
+    """The dense masks `Seen` of this rank's queries, from the mask of all ranks; share: positions per rank."""
     rank, ranks = group.rank(), group.size()
     mine = slice(rank * share, (rank + 1) * share)
     starts = [(rank - turn) % ranks * share for turn in range(ranks)]
@@ -46,7 +46,7 @@ def run(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The result [B, Q, N, Hv] of own queries on all keys. seen: `look`'s; inner: of no use here."""
+    """The result [B, Q, N, Hv] of local queries over all keys. seen: from `look`; inner: unused."""
     groups, repeats = k.shape[2], q.shape[2] // k.shape[2]
     rows = rearrange(q, "b q (g r) h -> b g (q r) h", g=groups)
     k, v = (rearrange(t, "b k g h -> b g k h") for t in (k, v))
@@ -57,7 +57,7 @@ def run(
 
 
 def _passing(tensor: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
-    """The tensor, that of the rank before, and so on; the next one is under way while one is used."""
+    """Yields the local tensor, then the previous rank's, and so on; the next transfer overlaps with its use."""
     for left in reversed(range(group.size())):
         coming = collectives.shift(tensor, group) if left else None
         yield tensor
@@ -66,7 +66,7 @@ def _passing(tensor: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """(scores [B, G, Q R, K], -inf where masked; the softcap's derivative there)."""
+    """(scores [B, G, Q R, K], -inf where masked; derivative of the softcap there, or None)."""
     scores, derivative = upcast(q @ k.mT) * scale, None
     if softcap is not None:
         bent = torch.tanh(scores / softcap)
@@ -76,12 +76,12 @@ def _scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float, softcap: float 
 
 
 def _finite(top: Tensor) -> Tensor:
-    """What to subtract from scores: where nothing is visible 0, so that weights are exp(-inf) and not NaN."""
+    """The maximum to subtract from scores: 0 where no key is visible, so that weights are exp(-inf) and not NaN."""
     return top.masked_fill(top == -torch.inf, 0)
 
 
 def _shrink(before: Tensor, top: Tensor) -> Tensor:
-    """What is merged already counts so much less, now that the largest score is `top`."""
+    """The factor that rescales the merged sums to the new maximum score `top`."""
     return (before - _finite(top)).exp()
 
 
@@ -95,11 +95,11 @@ _REFUSED: Any = staticmethod(_refuse)
 
 
 class _Ring(torch.autograd.Function):
-    """(result [B, G, Q R, Hv], largest score and sum of weights [B, G, Q R, 1]) of rows [B, G, Q R, H] on all keys.
+    """(result [B, G, Q R, Hv], maximum score and sum of weights [B, G, Q R, 1]) of queries [B, G, Q R, H] on all keys.
 
-    Kept are t = max(s) and z = sum(e^(s - t)), that is lse = t + log z in two numbers: rounded in one, large scores
-    would cost a digit of every gradient. A turn with the scores s' merges t* = max(t, s') and z* = z e^(t - t*) +
-    sum(e^(s' - t*)). A row that sees nothing has lse = -inf and result 0. A sink is where t and z = 1 begin.
+    It saves t = max(s) and z = sum(e^(s - t)), that is lse = t + log z as two numbers: rounded to one, large scores
+    would cost a digit of every gradient. A turn with scores s' merges t* = max(t, s') and z* = z e^(t - t*) + sum(e^(s'
+    - t*)). A query that sees no key has lse = -inf and result 0. A sink initialises t, with z = 1.
     """
 
     @staticmethod
@@ -153,7 +153,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _RingBackward(torch.autograd.Function):
-    """A function of its own, so that a second derivative is refused where it would miss the messages."""
+    """The backward pass as its own Function, so that second derivatives, which would miss the transfers, raise."""
 
     @staticmethod
     def forward(
@@ -188,7 +188,7 @@ class _RingBackward(torch.autograd.Function):
                 d_scores = (d_scores if bend is None else d_scores * bend).to(q.dtype)
                 d_query += d_scores @ keys
                 d_both += torch.cat((d_scores.mT @ query, weights.to(v.dtype).mT @ d_out), -1)
-            # The sums travel with the keys that they belong to, and after as many turns as ranks they are at home.
+            # The gradients travel with their keys and values, and return to their own rank after the last turn.
             d_both = collectives.shift(d_both, group)()
         d_k, d_v = d_both.split(widths, -1)
         d_sinks = delta.new_zeros(()) if sinks is None else -(sinks - top).exp() / total * delta

@@ -1,23 +1,24 @@
-"""Tensor parallelism: the processes of a group have the same tokens, and each has some heads and columns of each layer.
+"""Tensor parallelism: the ranks of a group have the same tokens and share heads, MLP widths and vocabulary.
 
     devices = Mesh(tp=4).device_mesh()
     placements = params.plan(family.spec(config), Rules(tensor_axes(config)), devices)
     tensor = tensor_parallel(config, placements)
     total, count = tensor.run(next_token_loss)(params, batch, config=config)
 
-which is `next_token_loss(tensor.outside(params), batch, config=config, layer_fn=tensor.layer_fn)`.
+The last line is `next_token_loss(tensor.outside(params), batch, config=config, layer_fn=tensor.layer_fn)`.
 
-The family's own block runs unchanged on this process' part of the leaves, as plain tensors: it reads the number of
-heads from their shapes. What it must not know stands in the leaves, as an adapter does (`params.lora`): in F.linear,
-one that reads the residual stream enters the region first, and one that writes to it leaves (`region`, `nodes`); which
-of the two a leaf does, its axes say (`uses`). So every operation and kernel of every family works, no operation is
-dispatched through DTensor (which has no rule for some, gathers in silence for others, and takes many times a small
-operation's time), and one rule holds for gradients: a leaf of which every process holds all, used inside, gets a
-partial one in each, and `Region.shared` adds them up. A layer takes four reductions, two in each direction.
+The family's own block runs unchanged on this rank's shards, as plain tensors: it reads the number of heads from their
+shapes. Communication is in wrappers of the parameters, as an adapter is (`params.lora`): in F.linear, a column-parallel
+weight enters the region before it multiplies, and a row-parallel one leaves after (`train.dist.region`,
+`leaf_wrappers`); `leaf_roles` derives the roles from logical axes. Every operation and kernel of every family therefore
+works, and nothing is dispatched through DTensor, which lacks rules for some operations, silently gathers for others,
+and multiplies the time of small ones. One rule covers gradients: a replicated parameter that is used inside the region
+gets a partial gradient on each rank, and `Region.shared` sums these. A layer takes four reductions, two in each
+direction.
 
-sequence=True (arXiv 2205.05198) divides the columns of the stream besides: `enter` gathers and `leave` scatters, so
-that what lies between the sublayers, and what remat keeps, is 1 / size as long; all leaves used there get partial
-gradients.
+sequence=True (sequence parallelism, arXiv 2205.05198) also shards the residual stream along the sequence: `enter`
+gathers and `leave` scatters, so that activations between the sublayers, and those that remat keeps, take 1 / size of
+the memory; all parameters used there get partial gradients.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ from .leaf_wrappers import NODES, Entry, columns_of_experts
 
 
 def tensor_axes(config: Any, dim: str = "tp") -> dict[str, str]:
-    """The axes for `params.Rules`: what of a family's leaves tensor parallelism divides."""
+    """The axes for `params.Rules`: those of a family's parameters that tensor parallelism shards."""
     axes = {axis for leaf in tree.leaves(family_of(config).spec(config)) for axis in leaf.axes}
     return {axis: dim for axis in DIVIDED if axis in axes}
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a loss function needs: `layer_fn`, and `outside` for the params, or `run`. Made by `tensor_parallel`."""
+    """The `layer_fn` and the params of a loss over `tp`; `run` applies both. Made by `tensor_parallel`."""
 
     region: Region
     uses: Mapping[str, Use]  # by path within a layer
-    divided: frozenset[str]  # the axes
-    dim: str  # of the mesh
+    divided: frozenset[str]  # the sharded logical axes
+    dim: str  # the mesh dimension
 
     def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """function(params, ...) on this process' shards; the result takes a `layer_fn` (remat) too."""
+        """function(params, ...) on this rank's shards; the result also accepts a `layer_fn` (remat)."""
 
         def run(params: Tree, *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
             options = RunOptions(outer=layer_fn, tensor=self.layer_fn)
@@ -72,10 +73,10 @@ class TensorParallel:
         return run
 
     def layer_fn(self, block: Block, around: LayerFn | None = None) -> Block:
-        """For `fnmodels.forward`: the block on this process' part. around: other wrappers (remat, compilation).
+        """For `fnmodels.forward`: the block on this rank's shards. around: other wrappers (remat, compilation).
 
-        These get a partial again, of what is hashable, so that equal ones are compiled once; and under `sequence` every
-        layer as one of own columns, the first too.
+        `around` receives a partial with hashable arguments, so that equal blocks are compiled once. Under `sequence`
+        every layer, the first too, receives this rank's positions.
         """
         if not isinstance(block, functools.partial) or block.args:
             raise TypeError("Tensor parallelism wraps the family's own block: apply other wrappers after it.")
@@ -115,7 +116,7 @@ class TensorParallel:
         return x, {name: self._tap(value) for name, value in aux.items()}
 
     def outside(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
-        """The params with what is outside of layers as plain tensors of this process, embedding and head as `Vocab`."""
+        """The params with those outside of layers as local tensors, and embedding and head as `Vocab`."""
         made: dict[str, Tree] = {}
         for name, leaf in params.items():
             leaf = leaf if name == "layers" else tree.map(functools.partial(local, dim=self.dim), leaf)
@@ -134,11 +135,11 @@ class TensorParallel:
         return made
 
     def whole(self, x: Tensor) -> Tensor:
-        """The stream with all its columns, as layers of another stage take it."""
+        """The residual stream with all positions, as the layers of another pipeline stage receive it."""
         return self.region.join(x)
 
     def _layer(self, layer: Tree) -> Tree:
-        """The layer as the block is to see it, with leaves that know where they stand."""
+        """The layer's local tensors, wrapped according to their roles."""
         flat = tree.flatten(layer)
         unknown = [path for path in flat if path not in self.uses]
         if unknown:
@@ -151,14 +152,14 @@ class TensorParallel:
         entry = Entry(self.region)
         used = iter([self.uses[path].own(leaf) for path, leaf in flat.items()])
 
-        def standing(path: str, leaf: Any) -> Any:  # a leaf, or a weight with its adapter
+        def standing(path: str, leaf: Any) -> Any:  # a tensor, or a weight with its adapter
             kind = self.uses[path].kind
             return leaf if kind == "plain" else NODES[kind](leaf, entry)
 
         return lora.map_leaves(standing, tree.map(lambda _: next(used), layer))
 
     def _columns(self, x: Tensor, length: int, more: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """This process' columns: of the stream where it comes whole, before the first layer, and of the rest."""
+        """This rank's positions of x, if x has all of them (before the first layer), and of the other arguments."""
         if length % self.region.size:
             raise ValueError(
                 f"sequence=True divides rows of {length} tokens among {self.region.size} processes, which does not go; "
@@ -170,18 +171,19 @@ class TensorParallel:
         return x, {name: value if value is None else value[:, own] for name, value in more.items()}
 
     def _tap(self, value: Tensor) -> Tensor:
-        """What a block returns beside x, of all columns; counts, which have none, add up."""
+        """An entry of a block's aux for all positions; counts, which have no sequence dimension, are summed."""
         if value.ndim > 1 or not self.region.sequence:
             return self.whole(value)
         return collectives.summed(value, self.region.group)
 
 
 def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence: bool = False) -> TensorParallel:
-    """Made once, by all processes alike. placements: `params.plan` with `tensor_axes` on a DeviceMesh.
+    """The `TensorParallel` of a config and its placements; made once, on all ranks alike.
 
-    dim: the mesh dimension of the processes that share tokens. sequence: divide the stream's columns too; what
-    `fnmodels.hidden` returns is then this process' part, as are the taps between layers, and `whole` joins it.
-    ValueError in a sentence, before anything is sent, for a plan or a family that cannot run so.
+    placements: `params.plan` with `tensor_axes` on a DeviceMesh. dim: the mesh dimension whose ranks share tokens.
+    sequence: shards the sequence dimension of the residual stream too; `fnmodels.hidden` then returns this rank's
+    positions, as do the taps between layers, and `whole` gathers them. ValueError, before any communication, for a plan
+    or a family that cannot run so.
     """
     family = family_of(config)
     spec, plans = tree.flatten(family.spec(config)), tree.flatten(lora.weights(placements))
@@ -199,7 +201,10 @@ def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence:
 
 
 def local(leaf: Any, dim: str = "tp") -> Tensor:
-    """This process' part of a leaf that is a DTensor over `dim` alone, with the gradient of that part; others as is."""
+    """This rank's shard of a DTensor over `dim` alone, differentiably; other tensors unchanged.
+
+    ValueError for a DTensor that other mesh dimensions of more than one rank hold too.
+    """
     if not is_dtensor(leaf):
         return leaf
     mesh = leaf.device_mesh

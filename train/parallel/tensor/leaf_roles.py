@@ -1,6 +1,6 @@
-"""What becomes of each leaf of a layer under tensor parallelism, as its axes and its place in the plan say.
+"""Derives each parameter's tensor-parallel role (column-, row-parallel, replicated) from its axes and placement.
 
-Everything is known before the first step, and so is what cannot run: it is refused here, in a sentence.
+All checks run before the first step: a plan that cannot run raises ValueError here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from params.sharding import Sharding
 from train.dist.region import Region
 
 DIVIDED = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
-# Leaves of an attention that are used between its linear maps, or make what is.
+# Axes of attention parameters that act between its projections, or produce what does.
 _ATTENTION = ("heads", "kv_heads", "latent", "head_dim")
-# Those of an MLP: its width, and the parameters of its activation.
+# Axes of MLP parameters: its width, and the parameters of its activation.
 _MLP = ("mlp", "activation")
-# The axes of layers. A leaf with another one would be taken for one of the stream, and its gradient might be partial.
+# All known axes of layers. A parameter with another one would be treated as acting on the residual stream, and its
+# gradient might be partial.
 _KNOWN = {*DIVIDED, *_ATTENTION, *_MLP, "embed", "expert", "router", "one"}
 
 
 @dataclass(frozen=True)
 class Use:
-    """What becomes of a leaf of a layer. kind: "plain", "read" (from the stream), "write" (to it) or "norm" (of heads).
+    """The role of a parameter of a layer.
 
-    shared: its gradients in the processes are partial. rows: those which this process uses, of a leaf that all hold.
+    kind: "read" (column-parallel: its input is the residual stream), "write" (row-parallel: its output is added to the
+    stream), "norm" (over sharded heads) or "plain". shared: its gradient is partial on each rank. rows: the rows of a
+    replicated parameter that this rank uses.
     """
 
     kind: str
@@ -35,14 +38,17 @@ class Use:
     rows: slice | None = None
 
     def own(self, leaf: Tensor) -> Tensor:
-        """Those rows of it."""
+        """The rows of the parameter that this rank uses."""
         return leaf if self.rows is None else leaf[self.rows]
 
 
 def uses_of(
     spec: Mapping[str, Leaf], where: Mapping[str, int | None], divided: frozenset[str], region: Region
 ) -> dict[str, Use]:
-    """By path within a layer, with the parts of adapters. where: `divided_dims`; divided: the axes that are."""
+    """The `Use` of each parameter, and of parts of adapters, by path within a layer.
+
+    where: `divided_dims`; divided: the sharded axes.
+    """
     uses: dict[str, Use] = {}
     for path, leaf in spec.items():
         inner = _inner(path)
@@ -53,7 +59,7 @@ def uses_of(
 
 
 def divided_dims(plans: Mapping[str, Sharding], dim: str) -> dict[str, int | None]:
-    """Which dimension of each leaf the mesh dimension `dim` divides. ValueError where there is none of that name."""
+    """The dimension of each parameter that mesh dimension `dim` shards, or None. ValueError for an unknown `dim`."""
     names = [name for name, _ in next(iter(plans.values())).sizes]
     if dim not in names:
         raise ValueError(f"The plan's mesh has no dimension {dim!r}; it has {', '.join(names)}.")
@@ -68,7 +74,7 @@ def check_divided(
     size: int,
     sequence: bool,
 ) -> None:
-    """ValueError for what a layer cannot be computed from, with the leaf or the axis. size, sequence: of the region."""
+    """ValueError, naming the parameter or axis, for a plan whose layers cannot run. size, sequence: the region's."""
     for path, leaf in spec.items():
         axis = None if where[path] is None else leaf.axes[where[path]]  # type: ignore[index]
         if axis is not None and axis not in DIVIDED:
@@ -103,7 +109,7 @@ def _uneven(heads: int, size: int) -> bool:
 
 
 def _inner(path: str) -> str | None:
-    """The path within a layer; heads that predict further tokens hold one too."""
+    """The path within a layer, also for the block of an MTP head; None for parameters outside of layers."""
     parts = path.split(".")
     if parts[0] == "layers":
         return ".".join(parts[2:])
@@ -139,7 +145,7 @@ def _is_inside(leaf: Leaf, divided: frozenset[str]) -> bool:
 
 
 def _adapted(use: Use, inside: bool) -> dict[str, Use]:
-    """Of a weight that is used so, with an adapter: b has its rows and a its columns, and what is whole is shared."""
+    """Roles of an adapted weight: b is sharded like its rows, a like its columns; replicated parts are shared."""
     columns = use.kind == "write"
     a, b = (not columns, columns or use.shared) if inside else (use.shared, use.shared)
     return {"weight": Use("plain", use.shared, use.rows), "a": Use("plain", a), "b": Use("plain", b, use.rows)}

@@ -1,7 +1,7 @@
-"""Leaves that know where they stand in a layer: what F.linear and F.rms_norm make of the part that a process has.
+"""Tensor-parallel leaf wrappers: how `F.linear` and `F.rms_norm` apply a column- or row-parallel shard.
 
-One stands where the weight stands, so that a family's block runs as it is written. A map that reads the stream enters
-the region before it multiplies, one that writes to it leaves after; see `region`.
+A wrapper replaces the weight in the layer, so a family's block runs as it is written. A column-parallel weight enters
+the region before it multiplies, a row-parallel one leaves it afterwards; see `train.dist.region`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train.dist.region import Region
 
 @dataclass
 class Entry:
-    """The way into the region, of one call of a block: maps that read one and the same x share one entry."""
+    """Entry to the region in one call of a block: projections that read the same x share one collective."""
 
     region: Region
     last: tuple[Tensor, Tensor] | None = field(default=None)
@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class _Map:
-    """A part of a linear map's weight. product(map, x, bias): what F.linear is to make of it."""
+    """A shard of a projection's weight. product(map, x, bias): what F.linear computes with it."""
 
     product: Callable[..., Tensor]
     weight: Any
@@ -50,19 +50,19 @@ class _Map:
 
 
 def _read(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """With rows [out / size, in], or with all of a map whose results are used inside."""
+    """Column-parallel: rows [out / size, in], or all rows of a replicated weight whose outputs are used inside."""
     return F.linear(own.entry(x), own.weight, bias)
 
 
 def _write(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """With columns [out, in / size]; the bias is added once, to the sum."""
+    """Row-parallel: columns [out, in / size]; the bias is added once, after the reduction."""
     y = own.entry.region.leave(F.linear(x, own.weight))
     return y if bias is None else y + bias
 
 
 @dataclass(frozen=True, eq=False)
 class _Norm:
-    """A part of the weight of an RMS norm over all heads together, of which each process has some."""
+    """A shard of the weight of an RMS norm over all heads, which are sharded over the ranks."""
 
     weight: Any
     entry: Entry
@@ -77,7 +77,7 @@ class _Norm:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is not F.rms_norm:  # where the weight multiplies after the cast back, the norm is not seen here
+        if func is not F.rms_norm:  # in low precision the norm runs without its weight, unseen here
             raise NotImplementedError(
                 "This norm over all heads is taken in low precision, in which it is not divided: compute in fp32, or "
                 "leave heads out of the rules."
@@ -109,14 +109,12 @@ def columns_of_experts(
     act: Any,
     input_weighted: bool = False,
 ) -> Tensor:
-    """The experts' functions (`fnmodels.ops.moe.experts`) on columns of each expert; the tokens come from the
-    stream.
-    """
+    """Experts whose MLP width is sharded (`fnmodels.ops.moe.experts`); tokens enter from the residual stream."""
     x, weights = region.enter(x, 0), region.enter(weights, 0)
     if region.sequence:
         indices = collectives.join(indices, 0, region.group)
         valid = collectives.join(valid.byte(), 0, region.group).bool()
-    if "down_bias" in leaves and region.rank:  # the sum is to hold it once
+    if "down_bias" in leaves and region.rank:  # the reduction must add the bias once
         leaves = {**leaves, "down_bias": leaves["down_bias"] * 0}
     run = choose_experts(experts, x, *leaves.values(), kernel=kernel)
     return region.leave(run(leaves, x, weights, indices, valid, act=act, input_weighted=input_weighted), 0)
