@@ -53,7 +53,7 @@ class Branch(nn.Module):
         return values if self.kind is dict else [values[name] for name in sorted(values, key=int)]
 
     def forward(self, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """function(tree, ...)."""
+        """Calls function(tree, ...) with the current parameters."""
         return function(self.tree(), *args, **more)
 
 

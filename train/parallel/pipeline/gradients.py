@@ -1,17 +1,15 @@
-"""Pipelines: a stage is a slice of the params tree and a pure function, run by torch's own schedules.
+"""Gradients, losses and outputs of a pipeline: the sums of one rank's stages, from torch's schedules.
 
     pipe = pipeline(config, 2, "Interleaved1F1B")                 # which layers, in which order, on which rank
     mine = share(params, config, pipe, rank)                      # a rank's share of any tree like the params
     sums = gradient_sums(loss_fn, optimizer, pipe, group)         # `train.gradients.gradient_sums`, over the stages
     found = sums(mine, fnmodels.split(batch, 4))                  # four microbatches
 
-Every rank is given the same microbatches, and makes masks, tables and layouts of them by itself: nothing but hidden
-states and their gradients travels.
+Every rank is given the same microbatches, and computes their masks, rotary tables and layouts itself: only hidden
+states and their gradients are sent.
 
-Losses are sums, made by the last stage; nothing here divides them, and nothing adds up over the ranks but the gradient
-of a tied embedding. What is found along the way (counts of experts) stays with the rank whose layers it is about.
-
-`schedule`, `tree_split`, `staged_loss` and `microbatch` hold what a pipeline is, `runner` torch's part in it.
+Losses are sums, computed by the last stage and not divided here. The only reduction over ranks is of the gradient of a
+tied embedding. Aux (counts of experts) stays on the rank of its layers.
 """
 
 from __future__ import annotations
@@ -71,16 +69,16 @@ def gradient_sums(
     *,
     hooks: StageHooks = ALONE,
 ) -> Callable[..., Sums]:
-    """sums(params, parts, into=None) -> Sums of this rank of a list of microbatches, added to `into` (and used up).
+    """sums(params, parts, into=None) -> this rank's Sums over microbatches, added to `into`, which is used up.
 
     loss_fn: (params, batch) -> (sum, count[, aux]), which runs the model once; or a `ModelLoss` of it, with options.
     group: the ranks of the pipeline; None: all. params: this rank's `share`. parts: dicts of [B, S], the same on every
     rank, of any sizes; see `microbatches`.
 
     total: the last stage's sum, and what each rank's layers add to the loss; count: the last stage's, 0 elsewhere. Both
-    are to be added up over the ranks. grads: of the local trainable parameters, in fp32 at least, never divided; those
-    of a tied embedding are the sum of both ends', on both of their ranks. aux, where the loss has one: the last rank's,
-    and on every rank what its own layers add to it: {"counts": [sparse layers of this rank, E], balance terms}.
+    are to be summed over the ranks. grads: of the local trainable parameters, in fp32 at least, never divided; those of
+    a tied embedding are the sum over first and last stage, on both of their ranks. aux, if the loss has one: the last
+    rank's, and on every rank what its own layers add to it: {"counts": [sparse layers of this rank, E], balance terms}.
     """
     run = runner(as_loss(loss_fn), pipe, group, hooks)
     tied, agreed = frozenset.intersection(*ends(pipe.config)), _agreed_kinds(group)
@@ -139,10 +137,10 @@ def outputs(
     hooks: StageHooks = ALONE,
     multiple: int = 1,
 ) -> Callable[[Tree, Sequence[Batch]], list[Any] | None]:
-    """run(params, parts) -> what the function returns of each microbatch, in the last stage's rank; None elsewhere.
+    """run(params, parts) -> the function's result per microbatch on the last stage, None elsewhere; no gradients.
 
-    function: of (params, batch), as a loss; its tensors [B, S, ...] are cut where a microbatch was padded (`unpadded`),
-    and what cannot be cut all ranks refuse. multiple: of what lengths must be. No gradients.
+    function: of (params, batch), as a loss. Its tensors [B, S, ...] are cut back if a microbatch was padded
+    (`unpadded`); ValueError on all ranks for a tensor that cannot be cut. multiple: padded lengths are multiples of it.
     """
 
     def result(found: Any) -> tuple[Tensor, Any, dict[str, Tensor]]:
@@ -168,7 +166,7 @@ def outputs(
                 ]
         except ValueError as error:
             fault = [str(error)]
-        if len({rows for rows, _ in sizes}) > 1:  # the last stage alone sees what the function returns
+        if len({rows for rows, _ in sizes}) > 1:  # only the last stage has the result
             of_all = dist.group.WORLD if group is None else group
             assert of_all is not None
             dist.broadcast_object_list(fault, dist.get_global_rank(of_all, pipe.ranks[-1]), group=of_all)
@@ -180,7 +178,7 @@ def outputs(
 
 
 def _forward(pipe: Pipeline) -> Pipeline:
-    """With a schedule that takes any number of microbatches; all run the same forward passes."""
+    """The same stages under a schedule that accepts any number of microbatches; forward passes are equal in all."""
     simple = "ZBVZeroBubble" if pipe.schedule in VEE else "GPipe" if pipe.schedule in SINGLE else "LoopedBFS"
     return replace(pipe, schedule=simple)
 
@@ -192,10 +190,10 @@ def _gradient(leaf: nn.Parameter) -> Tensor:
 
 
 def _sum_ends(grads: Sequence[Tensor], pipe: Pipeline, group: dist.ProcessGroup | None) -> None:
-    """Adds up, in place and on both ranks, what the first and the last stage found for the leaves that they share."""
+    """Sums gradients of parameters that first and last stage share, in place, on both ranks."""
     rank, pair = dist.get_rank(group), (pipe.ranks[0], pipe.ranks[-1])
     if rank not in pair or pair[0] == pair[1]:
-        return  # the one rank that has both ends holds one leaf, whose gradients autograd adds up
+        return  # a rank with embedding and head holds one parameter, whose gradients autograd sums
     for grad in grads:
         mine = getattr(grad, "_local_tensor", grad)
         theirs = torch.empty_like(mine)
@@ -210,7 +208,7 @@ def _sum_ends(grads: Sequence[Tensor], pipe: Pipeline, group: dist.ProcessGroup 
 
 
 def _summed(losses: Sequence[Tensor], found: Found) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum, count, sums) of this rank's stages."""
+    """(sum, count, aux) of this rank's stages."""
     beside = [torch.stack([term for term, _ in of_stage]).sum() for of_stage in found]
     count = beside.pop() if losses else torch.zeros_like(beside[-1], dtype=torch.long)
     total = torch.stack([*(loss.detach() for loss in losses), *beside]).sum()
@@ -220,9 +218,9 @@ def _summed(losses: Sequence[Tensor], found: Found) -> tuple[Tensor, Tensor, dic
 def _agreed_kinds(
     group: dist.ProcessGroup | None,
 ) -> Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor] | None]]:
-    """(count, aux) as all ranks have them: they tell each other once what the last stage's are.
+    """A function that makes the dtype of count, and the presence of aux, equal on all ranks; one reduction, once.
 
-    A count that is no whole number is fp64 in all, or the others would divide by less. aux is None where no rank has
+    A floating-point count is fp64 on all ranks, or the others would divide by a rounded one. aux is None if no rank has
     any.
     """
     known: list[bool] = []
@@ -237,7 +235,7 @@ def _agreed_kinds(
 
 
 def _joined(of_stages: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """Sums over microbatches and over the stages of this rank; the counts of one stage stand behind the other's."""
+    """Sums over microbatches and over this rank's stages; counts of its stages are concatenated."""
     joined: dict[str, Tensor] = {}
     for of_parts in of_stages:
         total: dict[str, Tensor] = {}

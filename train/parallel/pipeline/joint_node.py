@@ -1,8 +1,8 @@
-"""Leaves from one node of the graph, for schedules that split the backward pass.
+"""Routes all parameters of a layer through one autograd node, for schedules that split the backward pass.
 
-These (torch 2.13) go through it once more for weights, for each leaf by itself, and free what they have passed. Leaves
-that meet on the way, in a message or in a head that reads several, would find their way through others' nodes gone;
-those of one node are taken together.
+The weight half of a split backward (torch 2.13) traverses the graph again for each parameter by itself, and frees what
+it has passed. Parameters whose paths meet, in a collective or in a head that reads several, would find nodes freed by
+another one's traversal; parameters behind one node are traversed together.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fnmodels.tree import Tree
 
 
 def together(values: Tree) -> Tree:
-    """The same leaves; those that need a gradient have the same node behind them."""
+    """The same tree; all tensors that require a gradient have one common autograd node."""
     found = iter(_Together.apply(*(leaf for leaf in tree.leaves(values) if leaf.requires_grad)))
     return tree.map(lambda leaf: next(found) if leaf.requires_grad else leaf, values)
 
 
 def as_one(block: Block) -> Block:
-    """A `layer_fn`: the block with the leaves of its layer taken `together`."""
+    """A `layer_fn`: the block with its layer's parameters passed through `together`."""
     return lambda layer, *args, **more: block(together(layer), *args, **more)
 
 

@@ -1,4 +1,4 @@
-"""Microbatches of a pipeline: padded to one shape, and checked before anything is sent."""
+"""Microbatches of a pipeline: padded to one shape, and checked before any communication."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .types import Microbatch
 
 
 def microbatches(loss: ModelLoss, pipe: Pipeline, params: Tree, parts: Sequence[Batch]) -> list[Microbatch]:
-    """The microbatches, prepared. ValueError in a sentence, the same on every rank since all have the same ones.
+    """The prepared microbatches. ValueError, the same on every rank, since all are given the same ones.
 
-    Every stage expects hidden states of one shape. So microbatches of fewer rows, or of less length, are padded to what
-    the largest has, which changes no result.
+    Every stage expects hidden states of one shape, so smaller microbatches are padded to the largest number of rows and
+    the largest length, which changes no result.
     """
     check_microbatches(pipe, len(parts))
     return [_microbatch(loss, pipe, params, part) for part in bucketed(parts)]
 
 
 def bucketed(parts: Sequence[Batch]) -> list[Batch]:
-    """The microbatches, all as long as the longest, and of as many rows as the one that has most."""
+    """The microbatches padded to the longest length and the largest number of rows."""
     rows, longest = (max(part["tokens"].shape[dim] for part in parts) for dim in (0, 1))
     return [padded(part, longest, rows) for part in parts]
 
@@ -54,13 +54,13 @@ def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Batch) -> 
 
 
 class _Reached(BaseException):
-    """The loss has called the model: no error, so that no `except Exception` of the loss stops it."""
+    """The loss has called the model: a BaseException, so that `except Exception` in the loss does not catch it."""
 
 
 def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microbatch | None:
-    """The call of fnmodels.hidden that a function of (params, batch) makes, where it stops; None: it makes none.
+    """The call of fnmodels.hidden that a function of (params, batch) makes, where it is stopped; None without a call.
 
-    params: what this process holds, of which nothing is gathered.
+    params: this rank's shards, of which nothing is gathered.
     """
     loss, found = as_loss(function), list[Microbatch]()
 
@@ -82,8 +82,8 @@ def recorded(function: Callable[..., Any], params: Tree, batch: Batch) -> Microb
 def check_ids(batch: Batch, size: int) -> None:
     """ValueError for tokens and labels outside of the vocabulary, on the CPU.
 
-    One process alone would stumble over them, and the others would wait. On other devices looking would wait too, and
-    the kernel that meets such an id ends its process, and with it the others.
+    An invalid id would raise on one rank alone, and the others would wait. On other devices this check would
+    synchronise, and the kernel that meets such an id aborts its process, and so the job.
     """
     for name in ("tokens", "labels"):
         ids = batch.get(name)

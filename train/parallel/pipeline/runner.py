@@ -1,7 +1,7 @@
-"""The passes of one rank's stages through a batch, by torch's own schedules.
+"""Runs one rank's stages on the microbatches of a batch, by torch's own schedules.
 
-A schedule sees no more of a microbatch than its number. So nothing passes through torch's chunking, which silently cuts
-what has no batch dimension; and a mask may be of any form.
+A schedule receives only the numbers of the microbatches, so no tensor passes through torch's chunking, which silently
+splits tensors without a batch dimension, and a mask may have any form.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .types import Microbatch, StageHooks
 
 
 class _Stage(nn.Module):
-    """The module that torch's stages expect, whose parameters are the trainable leaves of `params`.
+    """The module that torch's stages expect; its parameters are the trainable ones of `params`.
 
-    index: the number of a microbatch, which is all that the schedule cuts up.
+    index: the number of a microbatch, the only input that the schedule splits.
     """
 
     def __init__(self, run: Callable[..., tuple[tuple[Tensor, Tensor], dict[str, Tensor]]]) -> None:
@@ -49,12 +49,12 @@ class _Stage(nn.Module):
         (out, beside), sums = self.run(self.params, x[0] if x else None, self.parts[int(index)])
         self.found.append((beside, sums))
         if torch.is_grad_enabled() and not out.requires_grad:
-            # Nothing before here trains, but the stage behind sends a gradient all the same.
+            # No parameter up to here is trainable, but the next stage sends a gradient in any case.
             out = out.detach().requires_grad_()
         return out
 
 
-Found = list[list[tuple[Any, dict[str, Tensor]]]]  # of each stage of this rank, of each microbatch, what is beside x
+Found = list[list[tuple[Any, dict[str, Tensor]]]]  # [stage of this rank][microbatch]: (count or term, aux)
 Run = Callable[[Tree, Sequence[Batch], bool], tuple[list[Tensor], Found]]
 
 
@@ -65,7 +65,10 @@ def runner(
     hooks: StageHooks,
     result: Result = loss_result,
 ) -> Run:
-    """run(params, parts, train) -> (losses of the last stage, `Found`); gradients are left in the leaves."""
+    """run(params, parts, train) -> (losses of the last stage, `Found`); gradients are left in the parameters' .grad.
+
+    ValueError for a process group of another size than the pipeline.
+    """
     if dist.get_world_size(group) != pipe.size:
         raise ValueError(f"The pipeline has {pipe.size} ranks, but its process group {dist.get_world_size(group)}.")
     stages, width = pipe.stages(dist.get_rank(group)), width_of(pipe.config)
@@ -80,7 +83,7 @@ def runner(
         state = torch.empty(*sizes, width, dtype=dtype, device="meta", requires_grad=train)
         key = (len(ready), state.shape, state.dtype, device, train)
         if key not in made:
-            made.clear()  # torch keeps what each microbatch is received in: lengths that vary would fill the memory
+            made.clear()  # torch keeps a receive buffer per microbatch: varying lengths would fill the memory
             modules = [_Stage(functools.partial(_run, loss, pipe, stage, hooks, result)) for stage in stages]
             made[key] = modules, _schedule(pipe, modules, stages, len(ready), state, device, group, train)
         modules, schedule = made[key]
@@ -91,7 +94,7 @@ def runner(
         act(index=numbers, target=numbers, losses=losses, return_outputs=False)
         found = [module.found for module in modules]
         for module in modules:
-            module.bind({}, ())  # nothing of this batch is kept
+            module.bind({}, ())  # frees the batch
         return losses, found
 
     return run
@@ -120,7 +123,7 @@ def _schedule(
     group: dist.ProcessGroup | None,
     train: bool,
 ) -> Any:
-    """torch's schedule for `count` microbatches whose hidden states are like `state`."""
+    """torch's schedule for `count` microbatches with hidden states of the shape and dtype of `state`."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -147,23 +150,23 @@ def _schedule(
     if not train:
         from torch.distributed.pipelining import schedules
 
-        waiting = schedule.bwd_recv_ops  # and not the schedule, which would then keep itself
+        waiting = schedule.bwd_recv_ops  # instead of the schedule, which would be a reference cycle
 
         def passed(action: Any, _: Any) -> None:
-            waiting.pop((action.stage_index, action.microbatch_index), None)  # it would find it again
+            waiting.pop((action.stage_index, action.microbatch_index), None)  # the next step would find it
 
-        # Its `eval` goes through the backward passes too, and where two stages of a V meet it wants their gradients.
+        # Its `eval` visits the backward passes too, and waits for gradients between the two stages of a rank in a V.
         for act in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
             schedule.register_custom_function(act, passed)
     return schedule
 
 
 def _the_loss(output: Tensor, _: Tensor) -> Tensor:
-    """The last stage has made it already."""
+    """The output of the last stage, which is the loss."""
     return output
 
 
 def _main_dtype(layers: Tree) -> torch.dtype:
-    """That of the largest leaf: others (norms, selection biases) may be kept wider."""
+    """The dtype of the largest parameter: others (norms, selection biases) may be wider."""
     largest: Tensor = max(tree.leaves(layers), key=lambda leaf: leaf.numel())
     return largest.dtype

@@ -1,4 +1,4 @@
-"""Where the layers of a pipeline are: which stages there are, and which of its ranks runs which."""
+"""Assigns a model's layers to stages, and stages to the ranks of a pipeline, for each schedule."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import fnmodels
 
-# How many stages a rank has: one, as many as one likes (2 unless it is said), or the two ends of a V.
+# Stages per rank: one, any number (`virtual`, 2 by default), or two, at mirrored positions of a V.
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 VEE = ("ZBVZeroBubble", "DualPipeV")
 SCHEDULES = (*SINGLE, *LOOPED, *VEE)
-SPLITTING = ("InterleavedZeroBubble", *VEE)  # the backward pass, into that of inputs and that of weights
+SPLITTING = ("InterleavedZeroBubble", *VEE)  # split backward into a pass for inputs and one for weights
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Where the layers of a model are.
+    """The assignment of a model's layers to pipeline ranks.
 
-    schedule: one of SCHEDULES. layers: of each stage, [lo, hi). ranks: of each stage, its rank in the pipeline's group.
+    schedule: one of SCHEDULES. layers: per stage, [lo, hi). ranks: per stage, its rank in the pipeline's group.
     """
 
     config: Any
@@ -35,17 +35,17 @@ class Pipeline:
         return max(self.ranks) + 1
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """Those that this rank runs, in order."""
+        """The stages of this rank, in order."""
         return tuple(stage for stage, of in enumerate(self.ranks) if of == rank)
 
 
 def pipeline(
     config: Any, size: int, schedule: str = "1F1B", *, virtual: int | None = None, split: Sequence[int] | None = None
 ) -> Pipeline:
-    """The layers of a model over `size` ranks.
+    """The `Pipeline` of a model's layers over `size` ranks.
 
-    virtual: stages per rank, for LOOPED schedules. split: how many layers each stage has, in order; None: as equal as
-    can be, the first ones one more, for the last has the head besides. ValueError where the stages do not fit.
+    virtual: stages per rank, for LOOPED schedules; None: 2. split: the number of layers of each stage, in order; None:
+    as equal as possible, earlier stages one more, since the last has the head too. ValueError if the stages do not fit.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}.")

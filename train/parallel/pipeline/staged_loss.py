@@ -1,7 +1,7 @@
-"""One stage's part of a loss: its layers, and on the last stage the loss itself on the states of all of them.
+"""Runs one stage of a loss: its layers, and on the last stage the loss on the final hidden states.
 
-Every stage calls the loss. Where that calls fnmodels.hidden, the stage runs its own layers on what it received; the
-last one returns their states to the loss, and the others stop there.
+Every stage calls the loss. At the call of fnmodels.hidden the stage runs its own layers on the states that it received;
+the last stage returns them to the loss, and the others stop there.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .schedule import Pipeline
 from .tree_split import numbered
 from .types import ALONE, Microbatch, StageHooks
 
-Out = tuple[Tensor, Any]  # what the next stage, or the loss, is made of, and what is beside it
+Out = tuple[Tensor, Any]  # (hidden states or the loss' sum, added term or count)
 Result = Callable[[Any], tuple[Tensor, Any, dict[str, Tensor]]]
 
 
 def loss_result(found: Any) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """(sum, count, aux) of what a loss returned."""
+    """(sum, count, aux) of a loss' return value."""
     total, count, *aux = checked_loss(found)
     return total, count, tree.map(Tensor.detach, aux[0]) if aux else {}
 
 
 class _Done(BaseException):
-    """A stage that is not the last has run its layers: the loss goes no further."""
+    """Ends the loss on a stage before the last, after its layers have run; carries their results."""
 
     def __init__(self, out: Out, sums: dict[str, Tensor]) -> None:
         self.out, self.sums = out, sums
@@ -53,11 +53,11 @@ def run_stage(
     hooks: StageHooks = ALONE,
     result: Result = loss_result,
 ) -> tuple[Out, dict[str, Tensor]]:
-    """((x [B, S, D], term), sums) of a stage's layers; of the last stage ((sum, count), sums). x None: the first.
+    """((x [B, S, D], term), aux) of a stage's layers; on the last stage ((sum, count), aux). x: None on the first.
 
-    term: what these layers add to the loss, whose gradient travels with x; the last stage's is in its sum. sums: aux of
-    these layers, and on the last stage of the loss: counts of their experts, and balance terms as parts of means over
-    all layers. params: the stage's share. result: (sum, count, aux) of what the loss function returns.
+    term: what these layers add to the loss, whose gradient travels with x; the last stage's is in its sum. aux: counts
+    of these layers' experts, and balance terms as summands of means over all layers; on the last stage also the loss'
+    own. params: the stage's share. result: (sum, count, aux) of the loss' return value.
     """
     config, family, last = pipe.config, fnmodels.family_of(pipe.config), len(pipe.layers) - 1
     lo, hi = pipe.layers[stage]
@@ -112,7 +112,7 @@ def run_stage(
 
 
 def _joint(params: Mapping[str, Any], last: bool, hooks: StageHooks) -> dict[str, Any]:
-    """The params with leaves that a split backward pass must find in one node."""
+    """The params, where those that a split backward pass needs behind one autograd node went through `together`."""
     layers, rest = params["layers"], {name: value for name, value in params.items() if name != "layers"}
     if hooks.split_backward:
         layers = {number: together(layer) for number, layer in layers.items()}
@@ -120,13 +120,13 @@ def _joint(params: Mapping[str, Any], last: bool, hooks: StageHooks) -> dict[str
 
 
 class _Carry(torch.autograd.Function):
-    """x, with a term of the loss in tow: its gradient is 1, wherever in the pipeline the loss itself is made."""
+    """The identity on x that adds a loss term to the graph: the term's gradient is 1, on any stage."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, term: Tensor) -> Tensor:
-        return x.clone()  # a view could not be detached in place, which torch's stages do to what they have sent
+        return x.clone()  # torch's stages detach their sent outputs in place, which a view does not allow
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -1,10 +1,11 @@
-"""A mesh with `pp`: the sums of a pipeline whose stages share their layers over all the other dimensions.
+"""Pipeline stages inside a mesh (`pp`) whose other dimensions shard each stage's layers and batch.
 
     placements = stage_plan(params.plan(spec, rules_of(mesh, config), devices), config, devices, strategy)
     state = init_state(init_stage(config, 0, placements), optimizer)
     step = make_step(loss_fn, optimizer, accumulate=4, mesh=mesh, strategy=strategy)     # four microbatches
 
-Parameters lie on the whole mesh; those of a layer exist where the layer runs, and are not replicated over `pp`.
+Parameters lie on the full mesh; those of a layer exist on the ranks of its stage only, and are not replicated over
+`pp`.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ if TYPE_CHECKING:
 
 
 def pipeline_of(config: Any, mesh: Mesh, strategy: Strategy) -> Pipeline:
-    """Which layers are where, as the strategy says."""
+    """The `Pipeline` of a mesh and strategy."""
     return pipeline(config, mesh.pp, strategy.schedule, virtual=strategy.virtual, split=strategy.split)
 
 
 def stage_plan(plan: Tree, config: Any, devices: DeviceMesh, strategy: Strategy) -> Tree:
-    """This process' part of a plan of the whole model on `devices`."""
+    """This rank's share of a plan of the full model on `devices`."""
     return share(plan, config, pipeline_of(config, mesh_of(devices), strategy), devices.get_local_rank("pp"))
 
 
 def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
-    """`params.init` of the leaves that a `stage_plan` has: each process draws what it holds of its own layers."""
+    """`params.init` of the parameters in a `stage_plan`: each rank draws its shards of its own layers."""
     leaves = tree.flatten(family_of(config).spec(config))
     parts = {
         path: (how, draw(leaves[path], seed, path, how.local_box())) for path, how in tree.flatten(placements).items()
@@ -64,13 +65,13 @@ def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
 
 
 def stage_sums(loss: ModelLoss, optimizer: Optimizer, placed: Placed, composed: Composed) -> Callable[..., Sums]:
-    """`train.gradients.gradient_sums` of this process."""
+    """`train.gradients.gradient_sums` of this rank's stages."""
     pipe, hooks = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy), _hooks(placed, composed)
     return gradient_sums(loss, optimizer, pipe, placed.devices.get_group("pp"), hooks=hooks)
 
 
 def counted_elsewhere(placed: Placed) -> frozenset[str]:
-    """The entries of this process' params that another stage counts."""
+    """The top-level entries of this rank's params that another stage counts (a tied embedding)."""
     pipe = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy)
     return copies(placed.config, pipe, placed.devices.get_local_rank("pp"))
 
@@ -78,7 +79,7 @@ def counted_elsewhere(placed: Placed) -> frozenset[str]:
 def stage_loss(
     loss: ModelLoss, placed: Placed, composed: Composed
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
-    """`gradients.loss_sums` of this process, without gradients."""
+    """`gradients.loss_sums` of this rank's stages, without gradients."""
     pipe, hooks = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy), _hooks(placed, composed)
     return loss_sums(loss, pipe, placed.devices.get_group("pp"), hooks=hooks)
 
@@ -86,7 +87,7 @@ def stage_loss(
 def stage_outputs(
     function: ModelLoss, placed: Placed, composed: Composed
 ) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
-    """What `function` returns of each microbatch, in the processes of all stages, without gradients."""
+    """What `function` returns per microbatch, on the ranks of all stages, without gradients."""
     pipe, group = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy), placed.devices.get_group("pp")
     multiple = placed.devices["tp"].size() if placed.strategy.sequence else 1
     run = outputs(function, pipe, group, hooks=_hooks(placed, composed), multiple=multiple)

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do, in which order; how long they wait, and how much they hold meanwhile."""
+"""The order of actions under a pipeline schedule, the idle time of each rank, and its peak of activations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Action = tuple[str, int, int]  # F forward, B backward, or its halves I (inputs)
 
 
 def order(pipe: Pipeline, rank: int, count: int) -> list[Action]:
-    """What a rank does with `count` microbatches, one after the other; torch's schedules say it."""
+    """The actions of a rank with `count` microbatches, in order, from torch's schedules."""
     if pipe.schedule in SINGLE:
-        # Written out: what "1F1B" of torch 2.13 tells of its order is not what it runs.
+        # Written out: the pipeline_order of "1F1B" in torch 2.13 differs from what it runs.
         ahead = count if pipe.schedule == "GPipe" else min(count, pipe.size - rank)
         forward, back = ([(kind, rank, part) for part in range(count)] for kind in "FB")
         steady = [action for pair in zip(back[: count - ahead], forward[ahead:], strict=True) for action in pair]
@@ -32,10 +32,10 @@ def order(pipe: Pipeline, rank: int, count: int) -> list[Action]:
 
 
 def idle(pipe: Pipeline, orders: Sequence[Sequence[Action]], again: Sequence[int] = ()) -> list[float]:
-    """The part of a step in which each rank has no work, where a layer's forward takes 1 and its backward 2.
+    """The fraction of a step in which each rank is idle, if a layer's forward takes 1 and its backward 2.
 
-    again: how many layers of each stage are computed anew in the backward pass, and in each of its halves. Messages
-    take no time.
+    again: per stage, the number of layers that are recomputed in backward, and in each of its halves. Communication
+    takes no time. ValueError for orders that deadlock.
     """
     again = again or [0] * len(pipe.layers)
     done: dict[Action, float] = {}
@@ -60,7 +60,7 @@ def idle(pipe: Pipeline, orders: Sequence[Sequence[Action]], again: Sequence[int
 def _cost(action: Action, pipe: Pipeline, again: Sequence[int]) -> int:
     kind, stage, _ = action
     lo, hi = pipe.layers[stage]
-    if stage == 0:  # has no inputs: its W is all of the backward pass
+    if stage == 0:  # has no input gradients: its W is the complete backward pass
         parts = {"F": 1, "B": 2, "I": 0, "W": 2}[kind]
     else:
         parts = {"F": 1, "B": 2, "I": 1, "W": 1}[kind]
@@ -68,14 +68,14 @@ def _cost(action: Action, pipe: Pipeline, again: Sequence[int]) -> int:
 
 
 def repeats(actions: Sequence[Action], stage: int) -> int:
-    """How often a layer of this stage that is not kept is computed again: in each half of a backward pass."""
+    """How often a rematerialised layer of this stage is recomputed: once in each half of a backward pass."""
     return sum(of == stage and kind in ("BW" if stage == 0 else "BIW") for kind, of, _ in actions)
 
 
 def _ready(action: Action, last: int, done: Mapping[Action, float]) -> float | None:
-    """When what it needs is there; None: that is not known yet."""
+    """When the inputs of an action are available; None: one has not run yet."""
     kind, stage, part = action
-    needs: list[tuple[Action, ...]] = []  # one of each
+    needs: list[tuple[Action, ...]] = []  # any one action of each tuple
     if kind == "F":
         needs = [(("F", stage - 1, part),)] if stage else []
     elif kind == "W":
@@ -93,10 +93,10 @@ def peak(
     forward: Mapping[int, int] | None = None,
     backward: Mapping[tuple[str, int], int] | None = None,
 ) -> int:
-    """The most that is held at once, where each stage's forward adds `size` and the end of its backward frees it.
+    """The peak of held memory, if each stage's forward adds `size` and the end of its backward frees it.
 
-    forward: what a stage's forward adds at most while it runs. backward: of (kind, stage), what its backward pass and
-    the halves of it add at most.
+    forward: per stage, the peak during its forward. backward: per (kind, stage), the peak added during its backward
+    pass or a half of it.
     """
     now = most = 0
     for kind, stage, _ in actions:

@@ -1,4 +1,4 @@
-"""The parts of a params tree that the ranks of a pipeline hold: their layers, and the ends of the model."""
+"""Splits a params tree over the ranks of a pipeline: each holds its layers, and embedding or head."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .schedule import Pipeline
 def ends(config: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The entries of params outside of the layers that the first stage holds, and those of the last.
 
-    Found by watching `embed` and `unembed`. What neither reads (heads for further tokens) is with the last. A tied
-    embedding is in both, and so is that of a model with such heads, which read it too.
+    Found by recording which entries `embed` and `unembed` read. Entries that neither reads (MTP heads) are on the last
+    stage. A tied embedding is on both, as is that of a model with MTP heads, which read it too.
     """
     return _watched(config)[:2]
 
@@ -45,7 +45,7 @@ def _watched(config: Any) -> tuple[frozenset[str], frozenset[str], int]:
 
 
 class _Reads(dict[str, Any]):
-    """A dict that remembers what was looked up in it."""
+    """A dict that records which keys were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -57,10 +57,10 @@ class _Reads(dict[str, Any]):
 
 
 def share(whole: Tree, config: Any, pipe: Pipeline, rank: int) -> Tree:
-    """A rank's part of `whole`, a tree like the params: the params, a spec, a plan.
+    """A rank's share of `whole`, a tree like the params: the params, a spec, a plan.
 
-    Layers become a dict under their numbers, as strings, so that every leaf keeps its path. A tied embedding is in the
-    parts of the first and the last stage; see `copies`.
+    Layers become a dict keyed by their number as a string, so that every leaf keeps its path. A tied embedding is in
+    the shares of the first and the last stage; see `copies`.
     """
     return cut(whole, config, pipe, pipe.stages(rank))
 
@@ -80,7 +80,7 @@ def cut(whole: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> Tree
 
 
 def check_share(params: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> None:
-    """ValueError for params that are not of these stages alone: of the others nothing would be learned here."""
+    """ValueError for params that hold more than these stages, since the rest would get no gradients here."""
     own = cut(params, config, pipe, stages)
     extra = sorted(params.keys() - own.keys())
     layers = sorted(set(numbered(params["layers"])) - set(numbered(own["layers"])))
@@ -93,13 +93,13 @@ def check_share(params: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]
 
 
 def numbered(layers: Tree) -> dict[int, Tree]:
-    """{number: layer}, of a list, or of a dict whose keys are numbers or strings of them."""
+    """{number: layer} of a list, or of a dict whose keys are numbers or strings of them."""
     pairs = layers.items() if isinstance(layers, Mapping) else enumerate(layers)
     return {int(index): layer for index, layer in pairs}
 
 
 def copies(config: Any, pipe: Pipeline, rank: int) -> frozenset[str]:
-    """The entries of this rank's part that another rank has too and counts: leave them out of norms and checkpoints."""
+    """The entries of this rank's share that another rank also has and counts: left out of norms and checkpoints."""
     if rank != pipe.ranks[-1] or rank == pipe.ranks[0]:
         return frozenset()
     first, last = ends(config)

@@ -1,4 +1,4 @@
-"""The types that pipeline stages exchange: a microbatch as every stage needs it, and what a mesh adds to a stage."""
+"""The types of pipeline stages: a microbatch as every stage needs it, and what a mesh adds to a stage."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from train.losses.model_loss import Batch, RouterTerms
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch, with the call of fnmodels.hidden that the loss makes of it; tensors lead with its rows.
+    """One microbatch, with the arguments of the loss' call of fnmodels.hidden; tensors lead with its rows.
 
-    options: as the loss gave them; layout: with which the layers run. routers: what the loss wants of these.
+    options: as the loss gave them. layout: the one with which layers run. routers: what the loss needs of the routers.
     """
 
     batch: Batch
@@ -38,9 +38,9 @@ class Microbatch:
 class StageHooks:
     """What the other dimensions of a mesh add to a stage.
 
-    full_states: gathers the sequence dimension of hidden states that leave it. dtype: of hidden states between stages;
-    None: that of the layers' weights. split_backward: the schedule runs the passes for inputs and for weights apart,
-    and layers' parameters are gathered or recomputed, so that those of a layer need one node.
+    full_states: gathers the sequence dimension of hidden states before they are sent. dtype: of hidden states between
+    stages; None: that of the layers' weights. split_backward: the schedule runs the passes for inputs and for weights
+    apart, and parameters are gathered or recomputed, so each layer's must be behind one autograd node.
     """
 
     full_states: Callable[[Tensor], Tensor] | None = None
@@ -48,4 +48,4 @@ class StageHooks:
     split_backward: bool = False
 
 
-ALONE = StageHooks()  # a pipeline over the whole mesh
+ALONE = StageHooks()  # no other mesh dimension
