@@ -1,18 +1,18 @@
-"""The engine for trainers that own the loop: an RL framework, a notebook, a sweep.
+"""`Engine`: gradients, updates, inference and export as separate calls, for trainers with a loop of their own.
 
     engine = Engine(config, params, train.adamw(1e-5), clip=1.0)
     for batches in rollouts:                              # lists of microbatches, each cut and packed by the caller
-        engine.forward_backward(batches, loss_fn)         # as often as wanted: sums only
+        engine.forward_backward(batches, loss_fn)         # any number of calls: sums only
         metrics = engine.optim_step()                     # one division by the global count, one update
     logps = engine.infer(batches, fn)
     inference.update_weights(engine.export())             # (name, tensor), one at a time
 
-It holds a `State` and the sums of the gradients, and nothing global: several live side by side.
+It holds a `State` and summed gradients and no global state, so several engines can coexist.
 
-With `mesh=` all processes of a group that somebody else has made drive it alike, each with the whole microbatches, of
-rows that the mesh divides; metrics, what `infer` returns and what `export` hands out are whole in each. With
-`strategy=Strategy(rows="own")` each has microbatches of its own, [1, T] packed or of any rows, equally many in all, and
-`infer` returns what comes of these. params are DTensors, with `pp` of this process' layers:
+With `mesh=` all ranks of an existing process group make the same calls, each with the full microbatches, whose rows the
+mesh shards; metrics and the results of `infer` and `export` are global on every rank. With
+`strategy=Strategy(rows="own")` each rank passes its own microbatches, [1, T] packed or with any rows, equally many on
+every rank, and `infer` returns the results for these. params are DTensors, with `pp` those of this rank's layers:
 `params.init(config, 0, plan=...)`, `train.parallel.pipeline.stages.init_stage`.
 """
 
@@ -45,7 +45,7 @@ from .update import StepOptions, update
 
 
 class Engine:
-    """config: the model's, for `export`. params are copied. The rest: as in `train.make_step`."""
+    """config: the model's, for `export`. params are copied. Other arguments: as in `train.make_step`."""
 
     def __init__(
         self,
@@ -68,26 +68,26 @@ class Engine:
         if mesh is not None:
             warn_of_group()
             placed = place(mesh, self.state.params, config, strategy or Strategy(), optimizer.trainable)
-            self._updates = dataclasses.replace(sharded_update(placed, optimizer), whole_aux=None)  # it is global here
+            self._updates = dataclasses.replace(sharded_update(placed, optimizer), whole_aux=None)  # global here
         self._runs: dict[LossFn, tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]] = {}
         self._infers: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self._sums: Sums | None = None  # aux: what this process has of it, and only where the balance needs it
-        self._aux: Tree = None  # of all processes, of all that was added
+        self._sums: Sums | None = None  # aux: this rank's, kept only for balance_rate
+        self._aux: Tree = None  # global, over all calls since the last update
 
     @property
     def params(self) -> Tree:
-        """The parameters as they are now; an `optim_step` writes into them."""
+        """The current parameters; `optim_step` overwrites these tensors."""
         return self.state.params
 
     def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn) -> dict[str, Any]:
-        """Add the gradients of a list of microbatches, [B, S] or [1, T] and of any lengths, to those held.
+        """Add the gradients of a list of microbatches, dicts of [B, S] or [1, T] with any lengths, to those held.
 
-        loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; give the same function each time, for what is
-        compiled is kept with it. Returns what this call added: {total, count}, and aux where the loss has one; the
-        metrics of `optim_step` have the sums of all calls, whatever names each loss has. A call that raises may have
-        added some of its microbatches: what was added since the last update is forgotten.
+        loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; pass the same function object each time,
+        because compiled code is cached per function. Returns what this call added: {total, count}, and aux where the
+        loss returns one; the metrics of `optim_step` have the sums over all calls, also of different losses. ValueError
+        for an empty list. If the call raises, all gradients since the last update are discarded.
         """
-        if not batches and self.mesh is None:  # over a mesh others may have some: all raise alike
+        if not batches and self.mesh is None:  # over a mesh other ranks may have some: all raise alike
             raise ValueError("forward_backward needs at least one microbatch.")
         if loss_fn not in self._runs:
             self._runs[loss_fn] = self._summing(loss_fn)
@@ -95,7 +95,7 @@ class Engine:
         held, held_aux, into = self._sums, self._aux, None
         if held is not None:
             into = dataclasses.replace(held, aux=None)
-        self.zero_grad()  # until all of the call is in them
+        self.zero_grad()  # restored below, once the whole call has succeeded
         sums = run(self.state.params, batches, into, divide=False)
         total, count, aux = sums.total, sums.count, sums.aux
         if held is not None:
@@ -109,7 +109,7 @@ class Engine:
         return {"total": total, "count": count} | ({} if aux is None else {"aux": aux})
 
     def _summing(self, loss_fn: LossFn) -> tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]:
-        """(`gradient_sums`, what makes its aux that of all stages)."""
+        """(`gradient_sums` or its form over the mesh, the map from a pipeline stage's aux to that of all stages)."""
         if self.mesh is None:
             counts = self._options.balance_rate is not None
             options = {"remat": self._options.remat, "compile": self._options.compile}
@@ -128,7 +128,10 @@ class Engine:
         return sums, aux_of_stages(placed) if mesh.pp > 1 else None
 
     def optim_step(self) -> dict[str, Any]:
-        """One update with the mean of everything added since the last; the metrics of `make_step`."""
+        """One update with the mean over all tokens since the last update; returns the metrics of `make_step`.
+
+        RuntimeError without a `forward_backward` since then.
+        """
         if self._sums is None:
             raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
         sums, aux = self._sums, self._aux
@@ -141,30 +144,31 @@ class Engine:
         return metrics if aux is None else metrics | {"aux": aux}
 
     def zero_grad(self) -> None:
-        """Forget the gradients that were added since the last update."""
+        """Discard the gradients since the last update."""
         self._sums = self._aux = None
 
     def infer(self, batches: Sequence[Batch], function: Callable[..., Any]) -> list[Any]:
         """[function(params, batch)] without gradients: log-probabilities, a loss, logits; see `make_forward_only`.
 
-        Over a mesh, and where it is compiled, give the same function each time: what is made of it is kept with it.
+        Over a mesh or with compilation pass the same function object each time, because the prepared call is cached per
+        function.
         """
         compile = self._options.compile
         run = self._infers.get(function)
         run = run or make_forward_only(function, compile=compile, mesh=self.mesh, strategy=self.strategy)
         if compile != "none" or self.mesh is not None:
-            # What is compiled, or made of stages and schedules, is worth keeping; a function is not, nor what it holds.
+            # Cache only compiled code and mesh schedules: a plain function would keep alive what it references.
             self._infers[function] = run
         if batches or (self.strategy is not None and self.strategy.rows == "own"):
             found: list[Any] = run(self.state.params, list(batches))
             return found
-        if self.mesh is not None:  # others may have some, and wait
+        if self.mesh is not None:  # other ranks may have some, and would wait
             devices = self._updates.placed.devices
             check_same((), devices, whole_groups(devices))
         return []
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(name on disk, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""
+        """(name, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""
 
         if self.mesh is None:
             return P.export(self.config, self.state.params)

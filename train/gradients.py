@@ -1,10 +1,10 @@
-"""Gradients of sums: what the parts of a batch add up to, before anything is divided or updated.
+"""Sums over microbatches: loss, count, aux and gradients, before any division or update.
 
     sums_of = gradient_sums(functools.partial(next_token_loss, config=config), optimizer)
     sums = sums_of(params, microbatches)                       # total, count, aux, gradients
-    sums = sums_of(params, more, sums)                         # added to those, which are used up
+    sums = sums_of(params, more, sums)                         # added to those, which are consumed
 
-It is built on `torch.autograd.grad` over detached leaves, so that nothing is left behind in `.grad`.
+Gradients come from `torch.autograd.grad` on detached leaves, so no `.grad` is written.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .loss_call import LossFn as LossFn
 
 @dataclass
 class Sums:
-    """What the parts of a batch add up to. grads: for the leaves that train, which nothing else refers to.
+    """Sums over microbatches. grads: one per trainable parameter, in tree order, in storage of their own.
 
-    divided: the gradients are those of total / count already. unreached: the paths of leaves that train, but that no
-    part's loss depends on; over a mesh none are known.
+    divided: grads are already those of total / count. unreached: paths of the trainable parameters that no microbatch's
+    loss depends on; always empty over a mesh.
     """
 
     total: Tensor
@@ -44,10 +44,12 @@ class Sums:
 def gradient_sums(
     loss_fn: LossFn, optimizer: Optimizer, *, remat: str = "none", compile: str = "none", counts: bool = False
 ) -> Callable[..., Sums]:
-    """sums(params, parts, into=None) -> Sums of a list of batches, added to `into` where it is given (and used up).
+    """sums(params, microbatches, into=None) -> `Sums` over the microbatches, added to `into`, which is consumed.
 
-    Arguments as in `make_step`. counts: ask the loss function for its aux. Gradients are summed in fp32 at least. One
-    part alone is divided on the way.
+    loss_fn, optimizer, remat, compile: as in `make_step`. counts: request the loss's aux with the experts' counts.
+    Gradients are summed in fp32 at least. divide (an argument of the result): a single microbatch's gradients are
+    divided by its count on the way, unless into is given. ValueError where no parameter is trainable, the loss does not
+    depend on any, or the loss function returns another form.
     """
     call = caller(loss_fn, remat=remat, compile=compile, counts=counts)
 
@@ -64,7 +66,7 @@ def gradient_sums(
             into.aux, into.unreached = joined(into.aux, aux), into.unreached & unreached
             for held, grad in zip(into.grads, grads, strict=True):
                 held.add_(grad)
-            del grads  # before the next part makes its own
+            del grads  # free them before the next microbatch's backward pass
         assert into is not None
         return into
 
@@ -72,7 +74,7 @@ def gradient_sums(
 
 
 def joined(held: Tree, found: Tree) -> Tree:
-    """The sum of two trees of sums. What one of them alone has a name for stays as it is; None is nothing."""
+    """The sum of two trees of sums; entries that only one has are kept, and None counts as empty."""
     if held is None or found is None:
         return found if held is None else held
     if isinstance(held, dict) and isinstance(found, dict):
@@ -83,9 +85,9 @@ def joined(held: Tree, found: Tree) -> Tree:
 def _gradients(
     call: Callable[[Tree, Batch], Any], params: Tree, train: Tree, batch: Batch, *, divide: bool
 ) -> tuple[Tensor, Tensor, Tree, list[Tensor], frozenset[str]]:
-    """(sum, count, aux, gradients for the leaves that train, which nothing else refers to, `Sums.unreached`).
+    """(sum, count, aux, gradients of the trainable parameters in storage of their own, `Sums.unreached`).
 
-    divide: gradients of sum / count rather than of the sum; dividing on the way in saves a pass over all of them.
+    divide: gradients of sum / count instead of the sum: scaling grad_output saves a pass over all gradients.
     """
     leaves: list[Tensor] = []
 
@@ -103,7 +105,7 @@ def _gradients(
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:
         found = torch.autograd.grad(total, leaves, scale, allow_unused=True)
-    if all(grad is None for grad in found) and count > 0:  # of a part without tokens a loss may be a plain 0
+    if all(grad is None for grad in found) and count > 0:  # with no valid tokens the loss may be constant
         raise ValueError(
             "The loss does not depend on any leaf that trains: it must be computed from the params that the loss "
             "function is given, without no_grad or detach."
@@ -117,7 +119,7 @@ def _gradients(
 
 
 def _own(grads: list[Tensor], taken: set[int]) -> list[Tensor]:
-    """The gradients, copied where writing into one would show elsewhere: autograd hands out views and shared ones."""
+    """The gradients, cloned where they share storage with other tensors: autograd returns views and shared tensors."""
     owned = []
     for grad in grads:
         where = grad.untyped_storage().data_ptr()
@@ -128,7 +130,7 @@ def _own(grads: list[Tensor], taken: set[int]) -> list[Tensor]:
 
 
 def checked_loss(result: Any) -> tuple[Any, ...]:
-    """What a loss function returned, if it is (sum, count) or (sum, count, aux)."""
+    """The loss function's result as a tuple; ValueError unless it is (sum, count) or (sum, count, aux)."""
     parts = result if isinstance(result, (tuple, list)) else (result,)
     if len(parts) in (2, 3) and all(isinstance(part, Tensor) and not part.ndim for part in parts[:2]):
         for path, leaf in tree.flatten(parts[2:]).items():
@@ -147,12 +149,12 @@ def checked_loss(result: Any) -> tuple[Any, ...]:
 
 
 def valid_count(total: Tensor, count: Tensor) -> Tensor:
-    """The count as a divisor: 1 for 0, so that nothing over nothing is 0."""
+    """The count as a floating divisor, 1 instead of 0, so that the mean over no tokens is 0."""
     return count.masked_fill(count == 0, 1).to(torch.promote_types(total.dtype, torch.float32))
 
 
 def totals(call: Callable[[Tree, Batch], Any], params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
-    """(sum, count[, aux]) of all parts."""
+    """(sum, count[, aux]) over all microbatches."""
     (total, count, *aux), *rest = (checked_loss(call(params, part)) for part in parts)
     for more, number, *others in rest:
         total, count = total + more, count + number

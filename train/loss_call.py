@@ -1,6 +1,6 @@
-"""How a step calls a function of (params, batch): once per microbatch, with remat and compilation around its layers.
+"""How a step calls a function of (params, batch): remat and compilation around the model's layers, and microbatches.
 
-Losses and per-token outputs share it, so that what a function computes in training and outside of it is the same call.
+Losses and per-token outputs share it, so a function computes the same in training and in evaluation.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .remat import layer_fn
 
 
 class LossFn(Protocol):
-    """A loss: (params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums.
+    """A loss: (params, batch) -> (sum, count) or (sum, count, aux), sum and count 0-d tensors, aux a tree of sums.
 
-    It runs the model by fnmodels.hidden or forward with the params that it is given. A functools.partial of a loss of
-    `train.losses`, a lambda, a closure and a function of the caller's own are all called alike.
+    It runs the model by fnmodels.hidden or forward with the params that it receives: a functools.partial of a loss of
+    `train.losses`, a lambda, a closure or a custom function.
     """
 
     def __call__(self, params: Tree, batch: Batch, /) -> tuple[Any, ...]: ...
@@ -33,9 +33,10 @@ class LossFn(Protocol):
 def caller(
     function: Callable[..., Any], *, remat: str = "none", compile: str = "none", counts: bool = False
 ) -> Callable[[Tree, Batch], Any]:
-    """call(params, batch) -> function(params, batch), with remat and compilation around the model's layers in it.
+    """call(params, batch) -> function(params, batch), with remat and compilation around the model's layers.
 
-    remat, compile: as in `train.make_step`. counts: the function's aux must hold the counts of the experts.
+    remat, compile: as in `train.make_step`; ValueError for another compile. counts: the aux must hold the experts'
+    counts.
     """
     loss = with_wrappers(as_loss(function), remat, compile)
     if counts:
@@ -47,11 +48,14 @@ def caller(
 
 
 def with_wrappers(loss: ModelLoss, remat: str, compile: str) -> ModelLoss:
-    """The loss with remat and compile="block" around its layers; "whole" is the caller's to do."""
+    """The loss with remat and compile="block" around its layers; for "whole" the caller compiles.
+
+    ValueError for another compile.
+    """
     if compile not in ("none", "block", "whole"):
         raise ValueError(f'compile is {compile!r}; it must be "none", "block" or "whole".')
     compiled, recomputed = layer_fn("none", compile), layer_fn(remat, "none")
-    if compile == "block" and remat == "selective":  # compiled together: what is kept are operators of the graph
+    if compile == "block" and remat == "selective":  # one graph: selective remat saves the results of its operators
         compiled, recomputed = layer_fn(remat, compile), None
     if compiled is None and recomputed is None:
         return loss
@@ -64,8 +68,11 @@ def _with_layout(loss: ModelLoss, params: Tree, batch: Batch, layout: Layout | N
 
 
 def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Batch]:
-    """A list of microbatches as the caller has cut it; else the batch's rows in `accumulate` microbatches, the first
-    ones one row longer where it does not divide. Each is a dict."""
+    """The microbatches of a step, each a dict: those of a list, or the batch's rows split into `accumulate`.
+
+    Where the rows do not divide evenly, the first microbatches have one more. ValueError for an empty list, accumulate
+    with a list, entries that are not mappings, and tensors that differ in their rows or have fewer than `accumulate`.
+    """
     if isinstance(batch, (list, tuple)):
         if not batch:
             raise ValueError("The list of microbatches is empty; it needs at least one.")
@@ -90,14 +97,14 @@ def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Ba
 
 
 def _as_dict(batch: Any, what: str) -> dict[str, Tensor]:
-    """A dict of any mapping: trees know dicts alone."""
+    """The mapping as a dict, the only mapping that trees support. what: names it in the ValueError."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"{what} must be a dict of tensors; it is a {type(batch).__name__}.")
     return batch if isinstance(batch, dict) else dict(batch)
 
 
 def layout_of(batch: Batch) -> Layout | None:
-    """The layout of a batch for compiled code, where all batches of its shape that have one have the same."""
+    """The batch's layout for compiled code; None unless all batches of its shape share it."""
     if "positions" not in batch or "segment_ids" not in batch:
         return None
     layout = document_layout(batch["positions"], batch["segment_ids"])

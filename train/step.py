@@ -1,11 +1,12 @@
-"""The train step: gradients of sums over microbatches, one division by the global count, one update.
+"""The train step, and steps for evaluation and forward-only calls.
 
     step = make_step(functools.partial(next_token_loss, config=config), adamw(3e-4), clip=1.0)
     state = init_state(params, optimizer)
     state, metrics = step(state, batch)
 
-Remat and compilation reach the model through the loss function's `layer_fn`, so nothing is patched. The two halves can
-be called apart: `train.gradients.gradient_sums`, and `update` with what it returns.
+A train step sums gradients over microbatches, divides once by the global count and updates once. Remat and compilation
+travel with the params to the model's layers (`train.losses.model_loss`); no module is patched. The two halves are also
+public: `train.gradients.gradient_sums`, and `train.update.update`.
 """
 
 from __future__ import annotations
@@ -44,33 +45,33 @@ def make_step(
     """A function step(state, batch) -> (state, metrics).
 
     loss_fn(params, batch) -> (sum, count) or (sum, count, aux), aux a tree of sums. Any function that runs the model by
-        fnmodels.hidden or forward with the params that it is given: these carry what the step adds (remat, compilation,
-        layouts, a mesh), see `train.losses.model_loss`. Options that the loss gives itself are kept, or wrapped.
-    batch: a dict of [B, S], or of [1, T] with packed documents; or a list of such, of any lengths: microbatches that
-        the caller has cut, which make one step together.
-    accumulate: the rows of the batch are taken in this many parts, as equal as can be; gradients are summed in fp32 at
-        least and divided once by the number of valid tokens of the whole batch, so that any split gives the same step.
-        Memory is that of the largest part and one copy of the gradients, however many parts there are.
-    clip: the largest global norm of the gradient; None: none.
-    remat: "none"; "full": a layer keeps its input only; "every:N": every Nth layer of each kind does; "selective":
-        layers keep the results of matmuls and attention and recompute what lies between.
-    compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph. Only the layout of rows
-        that are one document from position 0 is passed to compiled code (others would compile anew for each batch).
-    inplace: the State that goes in is used up and its tensors are written (see `State`). False leaves it as it was, at
-        the cost of a copy of parameters and optimizer state.
-    balance_rate: after each update every layer's `selection_bias` goes up by this for experts that got fewer tokens of
-        the batch than the mean, down for the others (`update_bias`). The loss function must then
-        give counts [sparse layers, E] in its aux, as `next_token_loss` does. None: the biases stay.
-    mesh: over many processes, see `train.parallel.step`: the State's leaves are DTensors, the batch is the whole one in
-        every process, and so are the metrics. strategy: how they share the work, where there is a choice.
+        fnmodels.hidden or forward with the params that it receives, which carry the step's options (remat, compilation,
+        layouts, a mesh), see `train.losses.model_loss`. Options that the loss sets itself are kept or wrapped.
+    batch: a dict of [B, S], or of [1, T] with packed documents; or a list of such dicts with any lengths: microbatches
+        of one step.
+    accumulate: the number of microbatches into which the batch's rows are split, as evenly as possible; gradients are
+        summed in fp32 at least and divided once by the number of valid tokens of the global batch, so every split gives
+        the same step. Memory is that of the largest microbatch plus one copy of the gradients.
+    clip: the largest global norm of the gradient; None: no clipping.
+    remat: "none"; "full": a layer keeps only its input; "every:N": so does every Nth layer of each kind; "selective":
+        layers keep the results of matmuls and attention and recompute the rest.
+    compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph. Compiled code gets a
+        layout only for rows of one document from position 0, since others would recompile for each batch.
+    inplace: the input State is consumed and its tensors are overwritten (see `State`). False leaves it unchanged,
+        at the cost of a copy of parameters and optimizer state.
+    balance_rate: after each update every layer's `selection_bias` is raised by this for experts with fewer tokens than
+        the mean over the batch and lowered for those with more (`update_bias`). The loss's aux must hold counts
+        [sparse layers, E], as that of `next_token_loss` does. None: biases are unchanged.
+    mesh: run on many ranks, see `train.parallel.step`: the State's leaves are DTensors; every rank passes the full
+        batch and gets the global metrics. strategy: how ranks share the work, see `train.parallel.mesh.Strategy`.
 
     metrics, 0-d tensors: loss (mean over valid tokens, before the update), count, grad_norm (before clipping), lr,
-    finite; aux, summed, where there is one; and lr_of, the rate of each group of `partition`. Where the loss or the
-    norm is not finite, the parameters and the optimizer's state keep their bits, `finite` is False, and the step counts
-    as made. A part without valid tokens adds nothing, and a batch of such alone has loss 0 and gradient 0. Any other
-    must reach each leaf that trains by at least one of its parts, or a ValueError names those that would only decay;
-    over a mesh, where gathered leaves always have a gradient, this is not checked.
-    With an optimizer that has `apply_`, nothing waits for the device but the making of a layout.
+    finite; aux (summed) if the loss returns one; and lr_of, the rate of each group of `partition`. Where the loss or
+    the norm is not finite, parameters and optimizer state stay bitwise unchanged, `finite` is False, and state.step
+    still advances. A microbatch without valid tokens adds nothing; a batch without any has loss 0 and gradient 0.
+    Otherwise a ValueError names the trainable parameters that no microbatch's loss depends on, which would only decay;
+    over a mesh, where gathered parameters always have a gradient, this is not checked. With an optimizer that has
+    `apply_`, only the computation of a layout waits for the device.
     """
     options = StepOptions(accumulate, clip, remat, compile, inplace, balance_rate)
     check_optimizer(optimizer)
@@ -82,7 +83,7 @@ def make_step(
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
         nonlocal last
-        if last is None or last() is not state:  # what this step returned has the structure of what it was given
+        if last is None or last() is not state:  # a State that this step returned has the structure of a checked one
             check_state(optimizer, state)
         sums = sums_of(state.params, microbatches(batch, accumulate))
         after, metrics = update(optimizer, state, sums, clip=clip, inplace=inplace, balance_rate=balance_rate)
@@ -100,11 +101,11 @@ def check_strategy(mesh: Mesh | None, strategy: Strategy | None) -> None:
 def make_eval_step(
     loss_fn: LossFn, *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> Callable[[Tree, Batch | Sequence[Batch]], dict[str, Any]]:
-    """A function eval_step(params, batch) -> {loss, total, count} and aux where the loss has one.
+    """A function eval_step(params, batch) -> {loss, total, count}, and aux where the loss returns one.
 
-    loss_fn, compile, batch, mesh, strategy: as in `make_step`; a list is of any lengths. `loss` is the mean over the
-    valid tokens of all of it, `total` their sum, so that totals and counts of several calls add up. No gradient, no
-    graph.
+    loss_fn, compile, batch, mesh, strategy: as in `make_step`. `loss` is the mean over the valid tokens of the batch or
+    of the list of batches, `total` their sum, so that totals and counts of several calls can be added. No gradients are
+    computed.
     """
     check_strategy(mesh, strategy)
     if mesh is not None:
@@ -121,11 +122,11 @@ def make_eval_step(
 def make_forward_only(
     function: Callable[..., Any], *, compile: str = "none", mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> Callable[[Tree, Batch | Sequence[Batch]], Any]:
-    """A function run(params, batch) -> function(params, batch) without gradients; of a list, the list of results.
+    """A function run(params, batch) -> function(params, batch) without gradients; for a list, the list of results.
 
-    function: `token_logprobs`, a loss, anything of (params, batch) that runs the model as a loss does; what it returns
-    is passed on as it is. compile, mesh, strategy: as in `make_step`; over a mesh that shards batches it must return
-    tensors [B, S, ...].
+    function: `token_logprobs`, a loss, or another function of (params, batch) that runs the model as a loss does; its
+    result is returned unchanged. compile, mesh, strategy: as in `make_step`; over a mesh that shards batches the
+    function must return tensors [B, S, ...].
     """
     check_strategy(mesh, strategy)
     if mesh is not None:

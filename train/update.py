@@ -1,4 +1,4 @@
-"""One optimizer update from summed gradients: divide, clip, update, advance the state."""
+"""One optimizer update from summed gradients: division by the count, clipping, update of params and state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from train.state import State, consume
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The options of `train.make_step` beside the loss, the optimizer and the mesh. ValueError for one out of range."""
+    """The options of `train.make_step` apart from loss, optimizer and mesh. ValueError for one out of range."""
 
     accumulate: int = 1
     clip: float | None = None
@@ -56,10 +56,10 @@ def update(
     norm_of: Callable[[list[Tensor]], Tensor] = global_norm,
     biases_of: Callable[..., dict[str, Tensor]] = moved_biases,
 ) -> tuple[State, dict[str, Any]]:
-    """(the State after one update with the gradients of `sums`, which are used up; the metrics of `make_step`).
+    """(the State after one update with the gradients of `sums`, which are consumed; the metrics of `make_step`).
 
-    norm_of: the global norm of the gradients, of which this process may hold parts. biases_of: `moved_biases`, of which
-    it may hold parts too.
+    norm_of: the global norm of the gradients, for ranks that hold shards. biases_of: `moved_biases`, for ranks that
+    hold the biases of some layers. ValueError where the loss does not reach a trainable parameter.
     """
     _check_reached(sums)
     loss, norm = sums.total / valid_count(sums.total, sums.count), norm_of(sums.grads)
@@ -79,8 +79,8 @@ def update(
         metrics["aux"] = sums.aux
     train = trainable_mask(state.params, optimizer.trainable)
     moved: dict[str, Tensor] = {}
-    if balance_rate is not None:  # before anything is written: it may refuse
-        counts = (sums.aux or {}).get("counts", loss.new_zeros(0))  # none of a stage without experts
+    if balance_rate is not None:  # before any write, because it may raise
+        counts = (sums.aux or {}).get("counts", loss.new_zeros(0))  # a pipeline stage without experts has none
         moved = biases_of(state.params, counts, balance_rate, ~finite)
     after = _update(optimizer, state, _scatter(train, sums.grads), ~finite, inplace)
     if moved:
@@ -90,10 +90,9 @@ def update(
 
 
 def _check_reached(sums: Sums) -> None:
-    """A trainable parameter that the loss does not depend on would get a zero gradient, and weight decay would silently
-    shrink it.
+    """ValueError for trainable parameters that the loss does not depend on: weight decay would silently shrink them.
 
-    Where no token counts, experts get no token and no gradient: that says nothing about the loss.
+    Without valid tokens the check is skipped: experts that receive no token have no gradient.
     """
     if sums.unreached and sums.count > 0:
         some = ", ".join(sorted(sums.unreached)[:3])
@@ -106,9 +105,9 @@ def _check_reached(sums: Sums) -> None:
 
 
 def check_state(optimizer: Optimizer, state: State) -> None:
-    """ValueError where the State's opt_state has other leaves than this optimizer makes for such params.
+    """ValueError where opt_state has another structure, shapes or dtypes than this optimizer creates for the params.
 
-    Fused kernels read moments of another size beyond their end.
+    Fused kernels would read moments of another size out of bounds.
     """
     if not isinstance(state, State):
         kind = type(state).__name__
@@ -118,7 +117,7 @@ def check_state(optimizer: Optimizer, state: State) -> None:
         with torch.no_grad():
             made = optimizer.init(shapes)
     except RuntimeError:
-        return  # an init that reads values cannot be asked for no more than a structure
+        return  # an init that reads values does not run on meta tensors
     want, have = tree.flatten(made), tree.flatten(state.opt_state)
     wrong = [f"{path} is missing" for path in want.keys() - have.keys()]
     wrong += [f"{path} is too much" for path in have.keys() - want.keys()]
