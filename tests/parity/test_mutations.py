@@ -95,7 +95,8 @@ WRONG_MATHS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "keys shared by neighbors": (
         "llama",
         lambda patch: patch.setattr(
-            "fnmodels.models.llama.attention", lambda q, k, v, mask, **o: attention(q, k.flip(2), v.flip(2), mask, **o)
+            "fnmodels.models.common.context.attention",
+            lambda q, k, v, mask, **o: attention(q, k.flip(2), v.flip(2), mask, **o),
         ),
     ),
     "norm of queries after rotation": (
