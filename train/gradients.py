@@ -30,7 +30,7 @@ class Sums:
     """Sums over microbatches. grads: one per trainable parameter, in tree order, in storage of their own.
 
     divided: grads are already those of total / count. unreached: paths of the trainable parameters that no microbatch's
-    loss depends on; always empty over a mesh.
+    loss depends on; not determined over a mesh.
     """
 
     total: Tensor
