@@ -3,7 +3,7 @@
 settings        every setting as one frozen dataclass; flags: from the command line; setting_types, lora_flag,
                 mesh_flags: the values they may have
 setup           settings, text, tokenizer and model before the first step; preflight: what can be refused at once
-recipe          optimizer and loss that the settings name; initial_model: new, loaded, or with adapters
+recipe          optimizer and extra loss terms that the settings name; initial_model: new, loaded, or with adapters
 run             the loop; heldout: held-out loss; flops: tokens per second and MFU; profile: a chrome trace
 run_folder      the lock and the files of a run; metrics_log: metrics.jsonl; report, progress, pictures: its output
 processes/      several processes for one run

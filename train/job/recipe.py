@@ -76,8 +76,10 @@ def optimizer_for(spec: Tree, settings: Settings) -> Optimizer:
         case "muon":
             matrices = muon(_rate(settings, settings.muon_learning_rate), **keywords("momentum"))
             optimizer = partition({MATRICES: matrices, "*": adamw(rate, **keywords("betas"))})
-        case _:
+        case "adamw":
             optimizer = adamw(rate, **keywords("betas"))
+        case unknown:
+            raise ValueError(f"There is no optimizer {unknown!r} for --optimizer.")
     return optimizer if settings.ema is None else with_ema(optimizer, settings.ema)
 
 

@@ -1,7 +1,7 @@
 """Optimizers as pairs of functions: `init(params)` and `update(grads, opt_state, params)`.
 
 base          `Optimizer`, `apply_updates`, global norm and clipping
-per_leaf      what optimizers with an elementwise rule share
+per_leaf      `leafwise`: an optimizer from the update rule of one leaf (lion, muon, adafactor)
 adamw (and sgd), lion, muon, adafactor           one rule per file
 transforms    gradient transforms, chained before an optimizer: `clip_norm`, `masked`, `chain`
 wrappers      optimizers around optimizers: `partition`, `with_ema`, `with_master`

@@ -9,5 +9,5 @@
     timeline        how long ranks wait under a schedule, and how many activations they hold
     types           `Microbatch` and `StageHooks`
 
-This file imports nothing: `train.parallel.mesh` reads `schedule`, and must stay cheap to import.
+This file imports nothing, so that importing one module of the folder loads no other.
 """

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.options import Block
 from fnmodels.tree import Tree
 
 
@@ -21,11 +20,6 @@ def together(values: Tree) -> Tree:
     """The same tree; all tensors that require a gradient have one common autograd node."""
     found = iter(_Together.apply(*(leaf for leaf in tree.leaves(values) if leaf.requires_grad)))
     return tree.map(lambda leaf: next(found) if leaf.requires_grad else leaf, values)
-
-
-def as_one(block: Block) -> Block:
-    """A `layer_fn`: the block with its layer's parameters passed through `together`."""
-    return lambda layer, *args, **more: block(together(layer), *args, **more)
 
 
 class _Together(torch.autograd.Function):
