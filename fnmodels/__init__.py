@@ -1,4 +1,4 @@
-"""Models as pure functions of everything they depend on.
+"""fnmodels: decoder language models as pure functions of parameters, inputs, masks and rotary tables.
 
     inputs, masks, freqs_cis = fnmodels.prepare(config, tokens)
     logits = fnmodels.forward(params, inputs, masks, freqs_cis, config=config)
@@ -6,13 +6,13 @@
 Dimension letters, everywhere:
 
     B  batch        S  query sequence   K  key sequence   D  model width
-    N  query heads  G  key/value heads  H  head width     R  rotating part of a head
+    N  query heads  G  key/value heads  H  head width     R  rotary dimensions of a head
     F  MLP width    E  experts          V  vocabulary     L  layers
 
-Conventions. Weights are [out, in]. Every order-sensitive tensor has the batch in dimension 0 and the sequence in
-dimension 1. `positions` [B, S] feed rotary tables, `segment_ids` [B, S] (documents from 1, else padding) feed masks,
-and labels feed the loss; none is derived from another inside a model. Tensors are positional arguments, statics
-keywords.
+Conventions. Weights are [out, in]. Every per-token tensor has the batch in dimension 0 and the sequence in dimension 1.
+`positions` [B, S] determine rotary tables, `segment_ids` [B, S] (documents from 1, padding 0 or less) determine masks,
+and labels enter the loss; a model derives none of them from another. Tensors are positional arguments, static arguments
+are keywords.
 """
 
 from importlib import import_module
@@ -56,7 +56,7 @@ _shadowing.warn_shadowed(__file__, "params", "train")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`from fnmodels import llama`: a family by its name, imported when it is first used."""
+    """Imports a family module on first use, for `from fnmodels import llama`."""
     if find_spec(f"fnmodels.models.{name}") is None:
         raise AttributeError(f"module 'fnmodels' has no attribute {name!r}")
     return import_module(f"fnmodels.models.{name}")

@@ -1,9 +1,9 @@
-"""From a batch to logits, for every family.
+"""The forward pass of every family: `prepare`, `forward`, `hidden` and `run_layers`.
 
     inputs, masks, freqs_cis = prepare(config, tokens, positions=positions, segment_ids=segment_ids)
     logits = forward(params, inputs, masks, freqs_cis, config=config)
 
-`prepare` runs once per batch and outside of transforms; `forward` is pure and goes through all of them.
+`prepare` runs once per batch, outside of transforms; `forward` is pure and works under vmap, grad, compile and remat.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def prepare(
     segment_ids: Tensor | None = None,
     length: int | Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, MaskLike], dict[str, Tensor]]:
-    """(inputs, masks, freqs_cis) of one batch, everything with batch dimension B.
+    """(inputs, masks, freqs_cis) of one batch, each with batch dimension B.
 
-    tokens: [B, S] ids, or vectors [B, S, D]. segment_ids: [B, S], documents from 1, padding 0 or less;
-    without it every token belongs to one document. positions: [B, S]; without it each row's document is numbered from
-    0, and a row that holds several is an error, because what their positions are must be said; [B, S, 3] for a family
-    whose tables have several axes, the others refuse it. Integers of any type; they become int64. length: see
-    `fnmodels.ops.rotary`.
+    tokens: [B, S] ids, or embeddings [B, S, D].
+    segment_ids: [B, S], documents from 1, padding 0 or less; by default each row is one document without padding.
+    positions: [B, S]; by default each row's document is numbered from 0, and a row with several documents raises
+        ValueError. [B, S, 3] only for a family whose rotary tables have several axes. Any integer dtype; made int64.
+    length: the sequence length that length-dependent rotary scalings read, see `fnmodels.ops.rotary`.
     """
     if isinstance(config, Tensor) or not isinstance(tokens, Tensor):
         raise TypeError(
@@ -60,7 +60,7 @@ def prepare(
     if segment_ids is not None:
         segment_ids = _per_token("segment_ids", segment_ids, shape)
         positions = _positions(segment_ids) if positions is None else positions
-    else:  # nothing is read from tensors here, so that this much works on meta and never waits for a device
+    else:  # reads no tensor values: works on meta tensors and never synchronizes with the device
         segment_ids = torch.ones((1, 1), dtype=torch.long, device=tokens.device).expand(shape)
         if positions is None:
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
@@ -87,7 +87,7 @@ def _positions(segment_ids: Tensor) -> Tensor:
             f"Row {row} holds several documents, so their positions must be given: "
             "fnmodels.positions_from_segments(segment_ids) numbers each from 0."
         )
-    # The first token of the document is 0, however much padding stands to its left.
+    # The first token of the document has position 0, whatever padding is to its left.
     before = valid.int().cumsum(dim=1).eq(0).sum(dim=1, keepdim=True)
     return (torch.arange(segment_ids.shape[1], device=segment_ids.device) - before).clamp(min=0)
 
@@ -105,15 +105,18 @@ def forward(
 ) -> Any:
     """Logits [B, S, V]; with taps (logits, {name: tensor}).
 
-    params: the tree of `family.spec(config)`. inputs: `prepare`'s, or token ids [B, S], or vectors [B, S, D]; a model
-    with experts needs `prepare`'s, whose "valid" says what padding is, and reads an optional "routing" there, int64
-    [B, S, number of sparse layers, k]: the experts to take instead of its own choice.
-    masks, freqs_cis: {kind: ...} for each kind of layer. options: kernel, layout, layer_fn, experts and context, see
-    `fnmodels.options.ForwardOptions`. Blocks with experts are called with the keywords `valid` and `routing` besides,
-    which a layer_fn must pass on.
-    taps: activations to return: "embed", "hidden", "layers.3.input", "layers.3.output", the inputs q, k, v and the
-    output z of attention, and the family's own TAPS, as "layers.3.attention"; "layers.*.attention" for all layers that
-    have it.
+    params: the tree of `family.spec(config)`.
+    inputs: those of `prepare`, or token ids [B, S], or embeddings [B, S, D]. A mixture-of-experts model needs those of
+        `prepare`: it reads the padding mask "valid" and, where present, "routing", int64 [B, S, number of MoE layers,
+        k], the expert indices that replace the router's choice.
+    masks, freqs_cis: {kind: ...} for each kind of layer.
+    taps: activations to return: "embed", "hidden", and per layer "layers.3.input", "layers.3.output", q, k, v and z
+        (the inputs and the output of attention) and the family's TAPS, such as "layers.3.attention";
+        "layers.*.attention" returns it for all layers that have it.
+    options: kernel, layout, layer_fn, experts and context, see `fnmodels.options.ForwardOptions`. MoE blocks also get
+        the keywords `valid` and `routing`, which a layer_fn must pass on.
+
+    Raises ValueError for arguments that do not fit each other and for an unknown tap.
     """
     try:
         x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
@@ -135,7 +138,7 @@ def hidden(
     taps: tuple[str, ...] = (),
     **options: Unpack[ForwardKwargs],
 ) -> Any:
-    """The final hidden states [B, S, D], before `family.unembed` (whose first act is the final norm). As `forward`."""
+    """The final hidden states [B, S, D], before the final norm (part of `family.unembed`). Arguments: see `forward`."""
     try:
         x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
     except KeyError as error:
@@ -145,7 +148,7 @@ def hidden(
 
 
 def _name_missing_leaf(params: Tree, config: DecoderConfig, error: KeyError) -> None:
-    """ValueError in a sentence where params lack a leaf of the spec."""
+    """Raises ValueError that names a parameter of the spec that `params` lacks; returns if none is missing."""
     missing = flatten(family_of(config).spec(config)).keys() - flatten(params).keys()
     if missing:
         raise ValueError(
@@ -209,13 +212,14 @@ def run_layers(
     taps: tuple[str, ...] = (),
     **options: Unpack[ForwardKwargs],
 ) -> Any:
-    """Layers lo <= i < hi on x [B, S, D]: any slice of the stack, as a pipeline stage runs it. Taps as in `forward`.
+    """Runs layers lo <= i < hi on x [B, S, D], as a pipeline stage does; returns x, or (x, taps) with taps.
 
-    params needs nothing but "layers" here: all of them in a list, or in a stage a dict of its own under their numbers.
-    valid [B, S] says what is no padding (None: what the masks say, where they are `Mask`s): before layer 0 the rest of
-    x is cleared, as in `forward`, and layers with experts leave it out. routing is the full model's, as in `forward`.
+    params: needs only "layers": the list of all layers, or a stage's {layer index: layer}.
+    valid: [B, S] bool, False at padding; by default taken from `masks` where these are `Mask`s. Padding of x is set to
+        zero before layer 0, as in `forward`, and MoE layers do not route it.
+    routing: that of the full model. taps, options: as in `forward`.
     """
-    if lo == 0:  # not later: what an earlier stage made is finite, and stages have the bits of the full model
+    if lo == 0:  # not in later stages: their input is finite already, and they match the full model bit for bit
         x = _cleared(x, _said_by(masks, x) if valid is None else valid)
     batch = _Batch(masks, freqs_cis, valid, routing)
     how = ForwardOptions(**options)
@@ -227,7 +231,7 @@ def run_layers(
 
 @dataclass(frozen=True)
 class _Batch:
-    """What layers read beside x: masks and tables by kind, valid [B, S], routing [B, S, sparse layers, k]."""
+    """Batch tensors that layers read: masks and tables by kind, valid [B, S], routing [B, S, MoE layers, k]."""
 
     masks: Mapping[str, MaskLike]
     freqs_cis: Mapping[str, Tensor]
@@ -264,7 +268,7 @@ def _run(
     tapped: dict[str, Tensor] = {}
     for index in range(lo, hi):
         kind, before = kinds[index], x
-        # Tensors of the batch are arguments of the call: bound to the block they would make it another one each time.
+        # Batch tensors are call arguments: bound to the block, they would cause a recompile for each batch.
         tensors: dict[str, Tensor | None] = {}
         if index in sparse:
             tensors = {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
@@ -284,7 +288,7 @@ def _run(
 def _ready_masks(
     family: Family, config: DecoderConfig, masks: Mapping[str, MaskLike], x: Tensor, options: ForwardOptions
 ) -> dict[str, MaskLike]:
-    """Each kind's mask in the form that the kernel reads, made once for all layers and once for kinds that share it."""
+    """{kind: mask in the form the kernel reads}, converted once per distinct mask instead of once per layer."""
     softcap, sinks = field_of(config, "attention_softcap"), may_have(family, "SINKS")
     form = functools.partial(materialize, device=x.device, dtype=x.dtype, softcap=softcap, sinks=sinks)
     ready: dict[str, MaskLike] = {}
@@ -297,7 +301,7 @@ def _ready_masks(
 def _bound_blocks(
     family: Family, config: DecoderConfig, kinds: list[str], taps: tuple[str, ...], options: ForwardOptions
 ) -> dict[str, Block]:
-    """{kind: a callable (layer, x, mask, freqs, **tensors) -> (x, aux)}; what is bound is hashable."""
+    """{kind: callable (layer, x, mask, freqs, **tensors) -> (x, aux)}, with only hashable values bound."""
     inner = ForwardOptions(options.kernel, options.layout, None, options.experts, options.context)
     blocks: dict[str, Block] = {}
     for kind in kinds:
@@ -309,12 +313,12 @@ def _bound_blocks(
 
 
 def _sparse(family: Family, kind: str) -> bool:
-    """Whether layers of this kind have experts. In families that have any, such kinds end in "_moe"."""
+    """Whether layers of this kind are MoE layers: in a ROUTED family, kinds that end in "_moe"."""
     return may_have(family, "ROUTED") and kind.endswith("_moe")
 
 
 def _cleared(x: Tensor, valid: Tensor | None) -> Tensor:
-    """x [B, S, D] with 0 at padding, where it is known: a masked key has weight 0, but 0 times NaN is NaN."""
+    """x [B, S, D] with zeros at padding, if `valid` is given: a masked key has weight 0, but 0 times NaN is NaN."""
     if valid is None:
         return x
     if valid.shape != x.shape[:2] or valid.dtype != torch.bool:
@@ -326,7 +330,7 @@ def _cleared(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _said_by(masks: Mapping[str, MaskLike], x: Tensor) -> Tensor | None:
-    """[B, S] bool: what is no padding, if one of the masks says so and fits x."""
+    """[B, S] bool, False at padding, from the first `Mask` that fits x; None if there is none."""
     for mask in masks.values():
         if isinstance(mask, Mask) and mask.q_segments.shape in (x.shape[:2], (1, x.shape[1])):
             return (mask.q_segments > 0).expand(x.shape[:2])
@@ -334,7 +338,7 @@ def _said_by(masks: Mapping[str, MaskLike], x: Tensor) -> Tensor | None:
 
 
 def _valid(valid: Tensor | None, masks: Mapping[str, MaskLike], x: Tensor) -> Tensor:
-    """[B, S] bool, as given or as the masks of these layers say."""
+    """[B, S] bool: `valid` if given, else taken from the masks; ValueError if neither has it."""
     found = _said_by(masks, x) if valid is None else valid
     if found is None:
         raise ValueError(
@@ -361,7 +365,7 @@ def _check_fit(
     kinds: tuple[str, ...],
     used: list[str],
 ) -> None:
-    """A sentence for what would fail deep in a block, or be broadcast or left out in silence."""
+    """Raises for mismatched arguments that would fail deep inside a block or be broadcast or ignored silently."""
     for name, given in (("masks", masks), ("freqs_cis", freqs_cis)):
         if not isinstance(given, Mapping):
             raise TypeError(

@@ -1,11 +1,11 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): heads that look further than the next token.
+"""Multi-token prediction (MTP) heads (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-Head k (from 1) takes, at position i, what the model before it made of the tokens up to i, and the token i + k, which
-the model before it had to predict; one block over all positions makes of both a state from which the model's own head
-predicts token i + k + 1. Token i + k is an input, like positions: a roll of the sequence in here would be wrong as soon
-as the sequence is permuted, split or packed. Whoever builds the batch calls `ahead`, on rows still in order.
+MTP head k (from 1) combines, at position i, the hidden state of the previous depth with the embedding of token i + k,
+and runs one block over the sequence; the model's output head then predicts token i + k + 1 from the result. Token i + k
+is an input, like positions: rolling the sequence inside the model would be wrong for permuted, split or packed rows.
+The code that builds the batch computes it with `ahead`, while rows are in order.
 
-The heads are parameters under "mtp" of a config with `num_nextn_predict_layers`; forward passes leave them alone.
+The parameters are params["mtp"] of a config with `num_nextn_predict_layers`; `fnmodels.forward` does not use them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from .tree import Tree
 
 
 def ahead(values: Tensor, segment_ids: Tensor, depth: int, *, fill: int) -> Tensor:
-    """[B, S, depth]: at [b, i, k] what `values` [B, S] holds k + 1 tokens after i in the same document, else `fill`.
+    """[B, S, depth]: entry [b, i, k] is `values[b, i + k + 1]` if that token is in the same document, else `fill`.
 
-    Of tokens, with fill=-1, it is what `hidden` reads; of labels, with fill=-100, what its heads are to predict. The
-    rows must be in order. A document that goes on in another row ends here: the last tokens of a row see less far.
+    values, segment_ids: [B, S], rows in order. Tokens with fill=-1 give the `next_tokens` of `hidden`; labels with
+    fill=-100 give the targets of the MTP heads. A document that continues in another row ends at the row's end.
+    Raises ValueError for depth < 1.
     """
     if depth < 1:
         raise ValueError(f"depth is {depth}; a look ahead is of one token at least.")
     inside, found = segment_ids > 0, []
     for k in range(1, depth + 1):
         moved, ids = (F.pad(t[:, k:], (0, min(k, t.shape[1])), value=v) for t, v in ((values, fill), (segment_ids, 0)))
-        inside = inside & (ids == segment_ids)  # of every token on the way too: padding may stand inside a document
+        inside = inside & (ids == segment_ids)  # for every token in between: padding may be inside a document
         found.append(torch.where(inside, moved, fill))
     return torch.stack(found, dim=-1)
 
@@ -57,15 +58,18 @@ def hidden(
     apart: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Any:
-    """The states [B, S, D] of each head, a tuple; with taps (states, {"mtp.K.NAME": tensor}).
+    """A tuple of the states [B, S, D] of the MTP heads; with taps (states, {"mtp.K.NAME": tensor}).
 
-    x: the model's states, `fnmodels.hidden`. next_tokens: [B, S, heads] from `ahead`, below 0 where the document has
-    ended; what a head makes of such a place is seen by no other, and counts in no expert. taps: names as the family's
-    TAPS, of every head. Logits of head k are `family.unembed(view(params, k), state, config=config)`. apart: (what
-    takes some columns of [B, S, D], the way back), where x and what layers return are of these only.
+    x: [B, S, D], the output of `fnmodels.hidden`.
+    next_tokens: [B, S, number of MTP heads] from `ahead`, negative past the end of a document: such a position is
+        treated as padding (not attended to, not routed to experts).
+    taps: names out of the family's TAPS, recorded for every MTP head.
+    apart: (shard, gather) of the sequence dimension of [B, S, D], if x and the outputs of layers hold only some of the
+        positions of next_tokens.
 
-    The state that goes from one model to the next is normed, by the first one's final norm and by each head's own, as
-    in the implementations that published weights were made for; the paper leaves it open.
+    Logits of head k: `family.unembed(view(params, k), state, config=config)`. Raises ValueError if next_tokens does not
+    fit x and params. The state passed on to the next head is normalized, by the model's final norm or by the previous
+    head's own; the paper leaves this open, and the implementations that the published weights were made with do it.
     """
     heads = params.get("mtp", ())
     cut, join = apart or (_same, _same)
@@ -84,7 +88,7 @@ def hidden(
         known = next_tokens[..., k] >= 0
         token = cut(family.embed(params, next_tokens[..., k].clamp(min=0), config=config).where(known[..., None], 0))
         both = (rms_norm(token, head["enorm"], eps=eps), rms_norm(before, head["hnorm"], eps=eps))
-        # The block is of the last layer's kind, and runs in its place.
+        # The MTP block has the kind of the last layer and runs under its index.
         out = run_layers(
             with_run(params, {"layers": {last: head["block"]}}),
             join(linear(torch.cat(both, dim=-1), head["eh_proj"])),
@@ -109,6 +113,6 @@ def _same(x: Tensor) -> Tensor:
 
 
 def view(params: Tree, head: int) -> Tree:
-    """The model's parameters with that head's norm in the place of the last one: what `unembed` makes its logits of."""
+    """params for `unembed`, with the norm of MTP head `head` as the final norm; without "layers" and "mtp"."""
     rest = {name: value for name, value in params.items() if name not in ("layers", "mtp")}
     return rest | {"norm": params["mtp"][head]["norm"]}

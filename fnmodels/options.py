@@ -1,4 +1,4 @@
-"""How a forward pass runs, never what it computes: its options, and the types of what they hold."""
+"""`ForwardOptions`: how a forward pass runs (kernels, layer wrappers), never what it computes; and its types."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 LayerFn = Callable[[Block], Block]
 
 
-# One of KERNELS, or a function of your own (one that fetches the keys of other ranks, say), which is called as
-# kernel(q, k, v, mask, scale=, softcap=, sinks=, layout=) with the mask as it was given to `forward`.
+# One of KERNELS, or a user's function (ring attention, say), called as kernel(q, k, v, mask, scale=, softcap=, sinks=,
+# layout=) with the mask that was passed to `forward`.
 Kernel = str | Callable[..., Tensor]
 
 
-# A function of the signature that `fnmodels.ops.moe.experts` describes.
+# A function with the signature given in `fnmodels.ops.moe.experts`.
 Experts = Callable[..., Tensor]
 
 
 class ForwardKwargs(TypedDict, total=False):
-    """The keywords of public functions that run layers; each is a field of `ForwardOptions`."""
+    """The keywords of public functions that run layers: the fields of `ForwardOptions`."""
 
     kernel: Kernel
     layout: Layout | None
@@ -39,13 +39,13 @@ class ForwardKwargs(TypedDict, total=False):
 class ForwardOptions:
     """How layers run. Hashable, so that blocks bound with equal options are compiled once.
 
-    kernel: how attention is computed, see `fnmodels.ops.attention.select`.
-    layout: `fnmodels.layout(masks)`; lets kernels skip what a mask rules out.
+    kernel: the attention kernel, see `fnmodels.ops.attention.select`.
+    layout: `fnmodels.layout(masks)`; lets kernels skip blocks that are masked out.
     layer_fn: called once per kind with the bound block, a callable (layer, x, mask, freqs, **tensors) -> (x, aux);
-        returns the one to use (checkpointed, compiled, gathered). It must pass keywords on.
-    experts: how the chosen experts are computed, see `fnmodels.ops.moe.experts`.
-    context: a subclass of `fnmodels.models.common.context.Context`, which extends what blocks can do (an edit of every
-        tap, say) without a change in any family; None for Context itself.
+        returns the wrapped one (rematerialised, compiled, FSDP-gathered), which must pass keywords on.
+    experts: the implementation of the expert MLPs, see `fnmodels.ops.moe.experts`.
+    context: a subclass of `fnmodels.models.common.context.Context`, which extends blocks (with edits of taps, say)
+        without a change to any family; None for Context itself.
     """
 
     kernel: Kernel = "auto"

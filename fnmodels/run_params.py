@@ -1,8 +1,8 @@
-"""Params that carry how a run calls the model: a train step, a mesh or a pipeline adapts forward passes through them.
+"""`RunParams`: a params tree that carries a `Run`, through which a train step, mesh or pipeline adapts forward passes.
 
-    loss(RunParams(params, run), batch)          # in it, fnmodels.hidden(params, ...) does what `run` makes of the call
+    loss(RunParams(params, run), batch)          # fnmodels.hidden(params, ...) inside the loss calls run.hidden
 
-So a function of (params, batch) needs no keyword for what a run adds: state is in the params, and nothing is global.
+A loss of (params, batch) thus needs no keyword for the options of a run, and there is no global state.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .tree import Tree, pytree_dict
 
 
 class Run(Protocol):
-    """What adapts the calls of a model."""
+    """Adapts the forward passes of a model to a run (its mesh, remat, layout)."""
 
     def adapted(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> ForwardOptions:
-        """The options with which layers run, from those that the caller gave."""
+        """The options that layers run with, given those of the caller."""
         ...
 
     def hidden(
@@ -34,23 +34,23 @@ class Run(Protocol):
         taps: tuple[str, ...],
         options: ForwardOptions,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(final hidden states, taps), as `fnmodels.hidden` of the plain params with adapted options."""
+        """(final hidden states [B, S, D], taps), equal to `fnmodels.hidden` of the plain params."""
         ...
 
 
 @pytree_dict
 class RunParams(dict[str, Any]):
-    """A params tree with the `Run` that adapts calls with it. `fnmodels.tree.map` of one (a cast, say) is one again."""
+    """A params tree and the `Run` that adapts its forward passes. `fnmodels.tree.map` (a cast, say) keeps the run."""
 
     def __init__(self, params: Mapping[str, Any], run: Run) -> None:
         super().__init__(params)
         self.run = run
 
     def with_entries(self, entries: Mapping[str, Any], /) -> RunParams:
-        """Other params for the same run."""
+        """`entries` as the params of the same run."""
         return RunParams(entries, self.run)
 
 
 def with_run(params: Tree, entries: dict[str, Any]) -> dict[str, Any]:
-    """`entries` for the run of `params`, where these have one."""
+    """`entries` as RunParams with the run of `params`, or unchanged if `params` is a plain tree."""
     return params.with_entries(entries) if isinstance(params, RunParams) else entries

@@ -1,6 +1,16 @@
 """Parameter trees: initialization, sharding plans, LoRA, and loading and saving of Hugging Face checkpoints.
 
-Import it as `import params as P`, so that the name `params` stays free for your own tree.
+Import it as `import params as P`, which leaves the name `params` free for a tree.
+
+initialize    `init`, `abstract` and `count`: trees from a family's `spec`
+sharding      `Rules` and `plan`: logical axes of parameters to mesh dimensions, without torch.distributed
+lora          LoRA adapters as trees: init, merge, load and save
+checkpoint/   Hugging Face checkpoints: config.json, load, save, export, manifest; the tensor map and dequantization
+io/           the safetensors reader, staged saves with their lock, checks of paths and files
+inspect       `python -m params.inspect`: what a checkpoint contains, without loading its weights
+compare       `python -m params.compare`: a checkpoint here and in transformers, layer by layer, for porting a family
+new_family    `python -m params.new_family`: writes the first draft of a family's module and of its test variants
+command_line  argument parsing and error output that these commands share
 """
 
 from pathlib import Path

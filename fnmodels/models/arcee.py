@@ -1,6 +1,7 @@
-"""Arcee's AFM and Apertus (arXiv 2509.14233): the Llama block with an MLP that has no gate.
+"""Arcee's AFM and Apertus (arXiv 2509.14233): the Llama block with an MLP without a gate.
 
-AFM squares a ReLU. Apertus normalizes queries and keys, and learns its activation: xIELU (arXiv 2411.13010).
+AFM's activation is the squared ReLU. Apertus has query and key norms and xIELU, an activation with trainable parameters
+(arXiv 2411.13010).
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ MODEL_TYPES = ("arcee", "apertus")
 TAPS = ("attention", "middle", "mlp")
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA3 |= {"original_max_position_embeddings": 8192, "rope_theta": 12e6}  # of Apertus, where config.json has no rope
+_LLAMA3 |= {"original_max_position_embeddings": 8192, "rope_theta": 12e6}  # Apertus' default rope
 
 
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches. xielu: the activation has parameters, and `hidden_act` is not used."""
+    """Sizes and switches. xielu: the activation is xIELU, and `hidden_act` is not used."""
 
     hidden_act: str = "relu2"
     rms_norm_eps: float = 1e-5
@@ -52,7 +53,7 @@ class Config(decoder.BaseConfig):
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         apertus = values.get("model_type") == "apertus"
         if apertus and values.get("rope_parameters") is None and values.get("rope_scaling") is None:
-            Fields(values).expect("rope_theta", _LLAMA3["rope_theta"])  # transformers reads no other beside this table
+            Fields(values).expect("rope_theta", _LLAMA3["rope_theta"])  # transformers reads no other with this default
             values = values | {"rope_parameters": _LLAMA3}
         fields = Fields(values)
         if apertus:

@@ -1,7 +1,7 @@
-"""Command R7B and its successors (Cohere 2).
+"""Command R7B and its successors (Cohere 2): parallel attention and MLP, which share one LayerNorm without bias.
 
-Attention and MLP read one normalized input side by side. Three sliding layers with interleaved rotary embedding come to
-each full layer without position; the norm is a LayerNorm without bias; logits are scaled.
+Three sliding-window layers with interleaved rotary embedding alternate with one full layer without position embedding.
+Logits are scaled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TAPS = ("attention", "mlp")
 
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches. `layer_kinds` names "full" (no position) or "sliding" per layer."""
+    """Sizes and switches. `layer_kinds`: "full" (no rotary embedding) or "sliding" per layer."""
 
     layer_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
@@ -43,7 +43,7 @@ class Config(decoder.BaseConfig):
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=8192, tied=True)
         pattern = decoder.sliding_pattern(fields, 4)
-        # Of the first release: they say once more, or of the training code, what this family does anyway.
+        # Fields of the first release that duplicate others or describe what this family always does.
         fields.expect("layer_switch", pattern)
         fields.expect("order_of_interleaved_layers", "local_attn_first")
         fields.expect("position_embedding_type", "rope_gptj")
@@ -89,7 +89,7 @@ embed = decoder.embed
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]}; R is 0 for full layers."""
+    """{kind: fp32 table [B, S, R/2, 2]}, with R = 0 for full layers."""
     tables = decoder.freqs_cis(config, positions, length=length)
     return {kind: table if kind == "sliding" else no_rotation(positions) for kind, table in tables.items()}
 
@@ -107,5 +107,5 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and scaled head: logits [B, S, V]."""
+    """Final LayerNorm, output head and logit scale: logits [B, S, V]."""
     return decoder.unembed_layer_norm(params, x, config=config) * config.logit_scale

@@ -1,8 +1,8 @@
-"""The DeepSeek line: V2 (arXiv 2405.04434), V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), Moonlight.
+"""DeepSeek V2 (arXiv 2405.04434), V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), Moonlight.
 
-A pre-norm decoder whose attention works on latents; the first layers are dense, the rest sparse with a shared expert.
-V2 scores experts by softmax. The others score by sigmoid and choose by score plus a bias that no gradient teaches.
-Choice may be limited to the best groups of experts. V3 has heads that predict further tokens: `fnmodels.mtp`.
+A pre-norm decoder with multi-head latent attention (MLA); the first layers are dense, the others mixtures of experts
+with a shared expert. V2 routes by softmax; the others by sigmoid, with a selection bias that has no gradient. Routing
+may be limited to the best groups of experts. V3 has MTP heads: `fnmodels.mtp`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ KINDS = ("full", "full_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
-OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # what files may hold or not, and the field that counts it
+OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # may be absent from files; its length is this field
 LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that some files hold
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "full" (dense)."""
+    """Sizes and switches. `layer_kinds`: one of KINDS per layer; empty: every layer is "full" (dense)."""
 
     vocab_size: int
     hidden_size: int
@@ -55,9 +55,9 @@ class Config:
     moe_intermediate_size: int
     n_routed_experts: int
     num_experts_per_tok: int
-    n_shared_experts: int = 1  # the shared expert is as wide as so many
-    q_lora_rank: int | None = None  # None: queries are made without a latent
-    softmax_scores: bool = False  # as V2; the others' are sigmoids, and a bias takes part in the choice
+    n_shared_experts: int = 1  # width of the shared expert, in routed experts
+    q_lora_rank: int | None = None  # None: queries without a latent
+    softmax_scores: bool = False  # V2; False: sigmoid scores and a selection bias
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
@@ -66,10 +66,10 @@ class Config:
     rope_interleave: bool = True
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    attention_bias: bool = False  # of what reads the hidden states, and of o
+    attention_bias: bool = False  # of the projections that read x, and of o
     hidden_act: str = "silu"
     layer_kinds: tuple[str, ...] = ()
-    num_nextn_predict_layers: int = 0  # heads in params["mtp"], which the forward pass does not use
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"]; not used by `forward`
     max_position_embeddings: int = 4096
     initializer_range: float = 0.02
     # kept for saving only
@@ -78,12 +78,12 @@ class Config:
 
     @property
     def num_key_value_heads(self) -> int:
-        """Each head has keys and values of its own, all from one latent."""
+        """As many as query heads: MLA expands the latent to keys and values per head."""
         return self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
-        """How many dimensions of a head rotate: what Hugging Face's files call so."""
+        """The rotary dimensions of a head, which Hugging Face's files call head_dim."""
         return self.qk_rope_head_dim
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class Config:
         nope, rotating = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
         positions, kv_heads = (2048, 0) if v2 else (4096, 128)
         sizes = decoder.decoder_sizes(fields, max_positions=positions, tied=False, kv_heads=kv_heads, head_dim=rotating)
-        # Names that other families read; here they follow from others, and transformers ignores what they say.
+        # In this family these follow from other fields, and transformers ignores them.
         for name, value in (("head_dim", rotating), ("num_key_value_heads", sizes["num_attention_heads"])):
             if sizes.pop(name) != value:
                 raise UnsupportedError(f"{fields.where}: {name!r} must be {value} in this family.")
@@ -122,7 +122,7 @@ class Config:
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             model_type=model_type,
         )
-        # how training spread the experts and kept them in balance
+        # expert parallelism and load balancing in training
         return decoder.finished(config, fields, ignored=("ep_size", "aux_loss_alpha", "seq_aux"))
 
     def to_hf(self) -> dict[str, Any]:
@@ -139,9 +139,9 @@ class Config:
 
 
 def _v2_experts(fields: Fields, layers: int) -> dict[str, Any]:
-    """As `grouped_from_hf`, for V2: it scores by softmax, and limits groups where `topk_method` says so."""
+    """As `grouped_from_hf`, for V2: softmax scores, group-limited only if `topk_method` is."""
     fields.expect("scoring_func", "softmax")
-    fields.expect("norm_topk_prob", False)  # transformers ignores it, the published code does another thing
+    fields.expect("norm_topk_prob", False)  # transformers ignores it; the published code differs
     fields.expect("rope_interleave", True)
     fields.expect("mlp_bias", False)
     limited = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
@@ -165,12 +165,12 @@ def spec(config: Config) -> Tree:
 
 
 def _widths(config: Config) -> dict[str, int]:
-    """Of a head: the part of queries and keys that has no position, the part that rotates, and a value."""
+    """Widths per head: queries and keys without position, their rotary part, and values."""
     return {"nope_dim": config.qk_nope_head_dim, "rope_dim": config.qk_rope_head_dim, "value_dim": config.v_head_dim}
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk}; experts are a tensor each."""
+    """{path of a parameter: its name on disk}, with one tensor per expert."""
     names = mixture.grouped_names(config, flatten(spec(config)))
     return {p: n.replace("kv_a_proj", "kv_a_proj_with_mqa") if isinstance(n, str) else n for p, n in names.items()}
 

@@ -1,7 +1,7 @@
-"""ERNIE 4.5: the dense 0.3B, and 21B-A3B and 300B-A47B with experts.
+"""ERNIE 4.5 (Baidu): the dense 0.3B model and the mixtures of experts 21B-A3B and 300B-A47B.
 
-The Llama block with interleaved rotary embedding. Layers with experts route by a softmax and a bias of the choice, in
-fp32 down to the router's weight, and have a shared expert or none.
+The Llama block with interleaved rotary embedding. MoE layers route by softmax with a selection bias, with the router
+and its weight in fp32, and may have a shared expert.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ KINDS = ("full", "full_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="wide", projection="wide", score="wide", output="model")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
-# The block that predicts a further token in the files of 21B, which transformers does not read either.
+# The MTP block in the files of 21B-A3B, which transformers does not read either.
 LEFTOVERS = (r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",)
 
 
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches; intermediate_size is that of dense layers. Models with experts have no biases."""
+    """Sizes and switches; intermediate_size is that of dense layers. MoE models have no biases."""
 
     tie_word_embeddings: bool = True
     rms_norm_eps: float = 1e-5
@@ -45,8 +45,8 @@ class Config(decoder.BaseConfig):
     moe_intermediate_size: int = 0
     num_experts: int = 0
     num_experts_per_tok: int = 0
-    num_shared_experts: int = 0  # the shared expert is as wide as so many
-    moe_norm_min: float = 1e-12  # what the weights of the chosen experts are divided by at least
+    num_shared_experts: int = 0  # width of the shared expert, in routed experts
+    moe_norm_min: float = 1e-12  # lower bound of the divisor that renormalizes weights
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +66,7 @@ class Config(decoder.BaseConfig):
             usual |= _experts(fields, usual["num_hidden_layers"])
         eps, bias = fields.number("rms_norm_eps", 1e-5), fields.boolean("use_bias", False)
         config = Config(**usual, rms_norm_eps=eps, use_bias=bias)
-        # how a trainer limits an expert's tokens, and the block that is not read
+        # the expert capacity of training, and the MTP block, which is not read
         return decoder.finished(config, fields, ("moe_capacity", "num_nextn_predict_layers") if sparse else ())
 
     def to_hf(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Config(decoder.BaseConfig):
 
 
 def _experts(fields: Fields, layers: int) -> dict[str, Any]:
-    """The fields of experts, and which layers have them."""
+    """The Config fields of experts, and the layer kinds."""
     for name, value in {"moe_gate": "topk", "moe_gate_act": "softmax", "moe_use_aux_free": True}.items():
         fields.expect(name, value)
     fields.expect("moe_norm_gate_logits", True)
@@ -119,7 +119,7 @@ def spec(config: Config) -> Tree:
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk}; experts are a tensor each, and a bias of their choice is [1, E]."""
+    """{path of a parameter: its name on disk}: one tensor per expert, and selection biases of shape [1, E]."""
     count = config.num_experts
     names = {
         p: mixture.moe_name(p.replace(".shared_expert.", ".shared_experts."), count) for p in flatten(spec(config))

@@ -1,7 +1,7 @@
-"""EXAONE 4.0 (arXiv 2507.11407).
+"""EXAONE 4.0 (LG, arXiv 2507.11407): a post-norm decoder with per-head query and key norms.
 
-A decoder that normalizes what a sublayer gives rather than what it gets, and queries and keys per head. Where some
-layers look back a window only, the other ones have no position.
+The norm is applied to the output of each sublayer instead of its input. In models with sliding-window layers, the full
+layers have no rotary embedding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TAPS = ("attention", "middle", "mlp")
 
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches. Full layers rotate where there is no window, and do not where there is one."""
+    """Sizes and switches. Full layers have rotary embedding only in models without a sliding window."""
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
@@ -39,7 +39,7 @@ class Config(decoder.BaseConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=2048, kv_heads=32)
-        # an absent window is 4096, an explicit null is none
+        # an absent window means 4096, an explicit null no window
         window = None if values.get("sliding_window", 0) is None else fields.integer("sliding_window", 4096)
         slides = _sliding_layers(fields, window, usual["num_hidden_layers"])
         config = Config(
@@ -58,9 +58,9 @@ class Config(decoder.BaseConfig):
 
 
 def _sliding_layers(fields: Fields, window: int | None, layers: int) -> list[bool]:
-    """Which layers look back a window only: `layer_types`, or all but every nth by `sliding_window_pattern`.
+    """Which layers have a sliding window: `layer_types`, or all but every nth by `sliding_window_pattern`.
 
-    The pattern is not compared with the list, which alone is read: transformers writes its default 4 beside any.
+    The pattern is not compared with the list: transformers writes its default 4 beside any list and ignores it.
     """
     pattern, rule = fields.take("sliding_window_pattern", 4), [False] * layers
     if fields.take("layer_types", None) is None:

@@ -1,8 +1,9 @@
-"""Gemma 1, 2 and 3 (text): arXiv 2403.08295, 2408.00118, 2503.19786.
+"""Gemma 1, 2 and 3 (text models; arXiv 2403.08295, 2408.00118, 2503.19786) and EmbeddingGemma.
 
-A decoder whose norms multiply by 1 + weight and whose embedding is scaled by sqrt(D). Gemma 2 has norms on both sides
-of sublayers, caps logits, and lets every second layer look back a window only; Gemma 3 normalizes queries and keys in
-place of capping them, has five sliding layers to one full, and a rotary table for each. EmbeddingGemma looks both ways.
+RMSNorms multiply by 1 + weight, and the embedding is scaled by sqrt(D). Gemma 2 has norms before and after each
+sublayer, soft-capped scores and logits, and a sliding window in every second layer. Gemma 3 has query and key norms
+instead of soft-caps, five sliding layers per full one, and a rotary table for each kind. EmbeddingGemma is
+bidirectional.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Config(decoder.BaseConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     attention_bias: bool = False
-    sandwich: bool = False  # norms after the sublayers too
+    sandwich: bool = False  # norms after the sublayers as well
     qk_norm: bool = False
-    query_scalar: float = 0.0  # scores are divided by its root; 0: head_dim
+    query_scalar: float = 0.0  # scores are divided by its square root; 0: head_dim
     attention_softcap: float | None = None
     final_softcap: float | None = None
     hidden_act: str = "gelu_pytorch_tanh"
@@ -82,12 +83,12 @@ class Config(decoder.BaseConfig):
         activation = fields.choice("hidden_act" if first else "hidden_activation", tuple(ACTIVATIONS), _GELU)
         if first:
             fields.expect("hidden_activation", None, _GELU)
-            activation = _GELU if activation == "gelu" else activation  # what the first files wrote and did not mean
-        else:  # second names, which nobody reads
+            activation = _GELU if activation == "gelu" else activation  # the first files say gelu but mean this
+        else:  # duplicate fields, which transformers does not read
             fields.expect("hidden_act", activation)
             fields.expect("sliding_window_size", fields.integer("sliding_window", 4096))
         if third:
-            fields.take("attn_logit_softcapping", None)  # without effect in transformers, whatever it is
+            fields.take("attn_logit_softcapping", None)  # without effect in transformers, whatever its value
         else:
             fields.expect("use_bidirectional_attention", None, False)
         config = Config(
@@ -126,14 +127,14 @@ class Config(decoder.BaseConfig):
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
-    """A cap that is on by default and off where it is explicitly null."""
+    """A soft-cap: `default` if the field is absent, none for an explicit null."""
     if fields.take(name, None) is None:
         return None if name in fields.values else default
     return fields.number(name)
 
 
 def spec(config: Config) -> Tree:
-    """The parameters: weights [out, in]; norms begin at 0, which multiplies by 1."""
+    """The parameters: weights [out, in]; norms are initialized to 0, since 1 is added to them."""
     D, biased = config.hidden_size, config.attention_bias
     attention = usual_attention(config, qkv_bias=biased, o_bias=biased)
     attention |= head_norms(config, 0.0) if config.qk_norm else {}
@@ -151,7 +152,7 @@ freqs_cis = decoder.freqs_cis_by_window
 def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}: as usual, or looking both ways; positions and segment_ids [B, S]."""
+    """{kind: mask}: causal, or bidirectional for EmbeddingGemma; positions and segment_ids [B, S]."""
     if not config.bidirectional:
         return decoder.attention_masks(config, positions, segment_ids, create=create)
     rules = {"full": Everything(), "sliding": BidirectionalWindow((config.sliding_window or 0) // 2)}
@@ -159,7 +160,7 @@ def attention_masks(
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]; token embeddings are scaled by sqrt(D) rounded to their dtype, vectors pass through."""
+    """x [B, S, D]: token embeddings scaled by sqrt(D) rounded to their dtype; given embeddings are not scaled."""
     tokens = inputs["tokens"] if isinstance(inputs, dict) else inputs
     x = embed_tokens(params["embed_tokens"], tokens)
     return x if tokens.is_floating_point() else x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
@@ -189,7 +190,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head, capped where the config says so: logits [B, S, V]."""
+    """Final norm, output head and soft-cap if configured: logits [B, S, V]."""
     normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
     logits, cap = linear(normed, decoder.head(params, config)), config.final_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,7 +1,7 @@
-"""GLM-4 of April 2025 (0414): GLM-4-9B, GLM-4-32B and GLM-Z1.
+"""GLM-4-0414: GLM-4-9B, GLM-4-32B and GLM-Z1 (Zhipu AI, April 2025).
 
-A decoder with a norm on both sides of each sublayer, interleaved rotary embedding of the first half of each head, and
-gate and up fused on disk. Its names are its own: `post_attention_layernorm` stands before the MLP.
+A decoder with norms before and after each sublayer, and interleaved rotary embedding of the first half of each head. On
+disk gate and up are fused, and `post_attention_layernorm` is the norm before the MLP.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fnmodels.tree import Tree, flatten
 MODEL_TYPES = ("glm4",)
 TAPS = ("attention", "middle", "mlp")
 
-_PARTIAL = 0.5  # the share of a head that rotates, where config.json does not say
+_PARTIAL = 0.5  # the default of partial_rotary_factor
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # written even where it is all
+        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # written even if it is 1
         names = ("rms_norm_eps", "attention_bias", "hidden_act")
         return decoder.decoder_to_hf(self, "Glm4ForCausalLM", *names, rope_parameters=rope)
 

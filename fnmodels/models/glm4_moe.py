@@ -1,8 +1,8 @@
-"""GLM-4.5 to 4.7 with experts (arXiv 2508.06471), and dots.llm1 (arXiv 2506.05767).
+"""GLM-4.5 to 4.7 (mixtures of experts, arXiv 2508.06471) and dots.llm1 (arXiv 2506.05767).
 
-A pre-norm decoder with grouped queries, half-layout rotary embedding of the first half of each head (dots.llm1: of all
-of it), a few dense layers and then sparse ones, which route as DeepSeek V3 does. GLM's heads that predict further
-tokens: `fnmodels.mtp`.
+A pre-norm decoder with grouped-query attention, half-layout rotary embedding of the first half of each head (dots.llm1:
+of the full head), and a few dense layers before MoE layers, which route as in DeepSeek V3. GLM has MTP heads:
+`fnmodels.mtp`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ KINDS = ("full", "full_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
-OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # what files may hold or not, and the field that counts it
+OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # may be absent from files; its length is this field
 
-_PARTIAL = 0.5  # the share of a head that rotates, where config.json of GLM does not say
-# What is not said, or null, in config.json of dots.llm1.
+_PARTIAL = 0.5  # GLM's default of partial_rotary_factor
+# Values of fields that are absent or null in config.json of dots.llm1.
 _DOTS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_nextn_predict_layers": 0}
 
 
@@ -48,7 +48,7 @@ class Config(decoder.BaseConfig):
     moe_intermediate_size: int
     n_routed_experts: int
     num_experts_per_tok: int
-    n_shared_experts: int = 1  # the shared expert is as wide as so many
+    n_shared_experts: int = 1  # width of the shared expert, in routed experts
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
@@ -58,7 +58,7 @@ class Config(decoder.BaseConfig):
     attention_bias: bool = False  # of q, k and v
     o_bias: bool = False
     use_qk_norm: bool = False
-    num_nextn_predict_layers: int = 0  # heads in params["mtp"], which the forward pass does not use
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"]; not used by `forward`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,12 +95,12 @@ class Config(decoder.BaseConfig):
         if self.model_type == "dots1":
             return decoder.decoder_to_hf(self, "Dots1ForCausalLM", *names, sliding_window=None, **own)
         names += ("use_qk_norm", "num_nextn_predict_layers")
-        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # even where it is 1
+        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # written even if it is 1
         return decoder.decoder_to_hf(self, "Glm4MoeForCausalLM", *names, rope_parameters=rope, **own)
 
 
 def _refuse_windows(fields: Fields, layers: int) -> None:
-    """UnsupportedError where a layer of dots.llm1 would look back a window only, as no published model does."""
+    """UnsupportedError if a layer of dots.llm1 has a sliding window, which no published model has."""
     has_window = fields.values.get("sliding_window", 4096) is not None
     first = fields.integer("max_window_layers", 62, low=0)
     if any(decoder.sliding_layers(fields, [has_window and i >= first for i in range(layers)])):
@@ -124,7 +124,7 @@ def spec(config: Config) -> Tree:
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk}; experts are a tensor each."""
+    """{path of a parameter: its name on disk}, with one tensor per expert."""
     return mixture.grouped_names(config, flatten(spec(config)))
 
 

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
-A pre-norm decoder with LayerNorms, learned positions, an MLP without a gate and a tied head. On disk the weights are
-[in, out] ("Conv1D") with q, k and v in one; here they are [out, in] and apart, like everywhere.
+A pre-norm decoder with LayerNorms, learned position embeddings, an MLP without a gate and a tied head. On disk weights
+are [in, out] ("Conv1D") with q, k and v fused; here they are [out, in] and separate, as in every family.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt2",)
 TAPS = ("attention", "middle", "mlp")
-LEFTOVERS = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # masks that older files hold
+LEFTOVERS = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # mask buffers in older files
 
-# Heads for other tasks, and a second name of n_positions that nobody reads: 1024, once its default, stands in files of
-# models of other lengths too.
+# Heads for other tasks, and n_ctx, an unused duplicate of n_positions: its old default 1024 is also in files of models
+# with other lengths.
 _IGNORED = (
     *("n_ctx", "n_special", "predict_special_tokens", "summary_type"),
     *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
@@ -42,7 +42,7 @@ _IGNORED = (
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches. There are `max_position_embeddings` positions, and a position beyond them is an error."""
+    """Sizes and switches. A position of `max_position_embeddings` or more is an error."""
 
     vocab_size: int
     hidden_size: int
@@ -53,8 +53,8 @@ class Config:
     layer_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     hidden_act: str = "gelu_new"
-    scale_attn_weights: bool = True  # scores by 1 / sqrt(head_dim)
-    scale_attn_by_inverse_layer_idx: bool = False  # and by 1 / (1 + number of the layer)
+    scale_attn_weights: bool = True  # scores times 1 / sqrt(head_dim)
+    scale_attn_by_inverse_layer_idx: bool = False  # and times 1 / (1 + layer index)
     initializer_range: float = 0.02
     # kept for saving only
     model_type: str = field(default="gpt2", compare=False)
@@ -69,7 +69,7 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        """Of queries, keys and values."""
+        """The width of a head of queries, keys and values."""
         return self.hidden_size // self.num_attention_heads
 
     @staticmethod
@@ -96,7 +96,7 @@ class Config:
             initializer_range=fields.number("initializer_range", 0.02, above=-1e-9),
             model_type=model_type,
         )
-        # Asks others for scores and softmax in fp32, which are so here in any case.
+        # Scores and softmax in fp32, as they always are here.
         upcast = (("reorder_and_upcast_attn", "true"),) * fields.boolean("reorder_and_upcast_attn", False)
         object.__setattr__(config, "extra", fields.finish(_IGNORED) + upcast)
         return config
@@ -122,7 +122,7 @@ class Config:
 
 
 def _size(fields: Fields, own: str, usual: str, default: int | None = None, high: int = 1 << 31) -> int:
-    """A size under GPT-2's own name, or under the usual one, which transformers reads too."""
+    """A size under GPT-2's name or under the common one, which transformers reads too."""
     given = [name for name in (own, usual) if fields.take(name, None) is not None] or [own]
     first, *others = [fields.integer(name, default, high=high) for name in given]
     if others not in ([], [first]):
@@ -131,7 +131,7 @@ def _size(fields: Fields, own: str, usual: str, default: int | None = None, high
 
 
 def spec(config: Config) -> Tree:
-    """The parameters: weights [out, in]. What ends a sublayer begins smaller, as the residual stream sums it up."""
+    """The parameters: weights [out, in]. Output projections have a smaller init: the residual stream sums them."""
     D, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
     heads, ends = config.num_attention_heads, std / math.sqrt(2 * config.num_hidden_layers)
 
@@ -156,7 +156,7 @@ def spec(config: Config) -> Tree:
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk, or its part of a transposed tensor}."""
+    """{path of a parameter: its name on disk, or its slice of a transposed tensor}."""
     D, inner = config.hidden_size, config.intermediate_size
     names: dict[str, Stored] = {"embed_tokens": "transformer.wte.weight", "embed_positions": "transformer.wpe.weight"}
     norms = {"norm": "transformer.ln_f"}
@@ -175,8 +175,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
 
 
 def kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer, the keys of masks and freqs_cis: "full", or "full_0", "full_1" and so on where the number
-    of a layer scales its scores."""
+    """The kind of each layer, the keys of masks and freqs_cis: "full", or "full_0", "full_1" and so on if scores are
+    scaled by the layer index."""
     layers = config.num_hidden_layers
     return tuple(f"full_{i}" for i in range(layers)) if config.scale_attn_by_inverse_layer_idx else ("full",) * layers
 
@@ -189,10 +189,10 @@ def attention_masks(
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:
-    """{kind: {"table": fp32 [B, S, 0, 2]}}: nothing rotates, positions enter in `embed`.
+    """{kind: {"table": fp32 [B, S, 0, 2]}}: no rotary embedding, since `embed` adds the positions.
 
-    Where the number of a layer scales its scores, beside it "scale", fp32 [B, S], the factor on the queries: a tensor,
-    so that all layers compile to one graph.
+    If scores are scaled by the layer index, also "scale", fp32 [B, S], a factor on the queries: a tensor, so that all
+    layers compile to one graph.
     """
     tables: dict[str, dict[str, Tensor]] = {kind: {"table": no_rotation(positions)} for kind in kinds(config)}
     if config.scale_attn_by_inverse_layer_idx:
@@ -202,7 +202,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]: token embeddings, or vectors instead, plus a vector for each position, which bare tokens lack."""
+    """x [B, S, D]: token or given embeddings plus position embeddings; bare tokens have no positions and raise."""
     if not isinstance(inputs, dict):
         raise ValueError(
             "GPT-2 has a learned vector for each position, so it needs the dict of inputs that `prepare` makes, "

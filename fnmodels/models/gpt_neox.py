@@ -1,7 +1,7 @@
 """GPT-NeoX and Pythia (arXiv 2204.06745, 2304.01373).
 
-LayerNorms, rotary embedding on a quarter of each head, an MLP without a gate. Attention and MLP stand side by side,
-with a norm each, or one after the other. On disk q, k and v of each head lie together.
+LayerNorms, rotary embedding of a quarter of each head, an MLP without a gate. Attention and MLP run in parallel, each
+with its own norm, or in sequence. On disk q, k and v are fused, interleaved by head.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_neox",)
 TAPS = ("attention", "mlp")
-LEFTOVERS = (r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",)  # older files hold them
+LEFTOVERS = (r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",)  # buffers in older files
 
-# The names of the parts of a path, where they are not ours.
+# The components of a path that have another name on disk.
 _ON_DISK = {
     "embed_tokens": "embed_in",
     "norm": "final_layer_norm",
@@ -78,17 +78,17 @@ class Config(decoder.BaseConfig):
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
         names = ("layer_norm_eps", "attention_bias", "use_parallel_residual", "hidden_act")
-        # Both are always written: transformers falls back to names of its own for this family.
+        # Both are always written: for this family transformers falls back to other names.
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
         return decoder.decoder_to_hf(self, "GPTNeoXForCausalLM", *names, rope_parameters=rope)
 
 
 def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
-    """The rope, whose base and share of the head have names of their own in older files."""
+    """The rope; older files have other names for its base and its fraction of the head."""
     older: dict[str, Any] = {}
     for usual, own in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
         if fields.take(usual, None) is not None:
-            # transformers does not read the usual names at the top, for this family; so nobody knows which is meant
+            # for this family transformers does not read the common names at the top level: the value is ambiguous
             raise ConfigError(f"{fields.where}: {usual!r} must be in 'rope_parameters', or be called {own!r}.")
         if (value := fields.take(own, None)) is not None:
             older[usual] = value
@@ -109,7 +109,7 @@ def spec(config: Config) -> Tree:
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk, or its rows of each head's block of query_key_value}."""
+    """{path of a parameter: its name on disk, or its rows in each head's block of query_key_value}."""
     return {path: _stored(path, config) for path in flatten(spec(config))}
 
 

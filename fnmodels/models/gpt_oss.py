@@ -1,8 +1,8 @@
-"""gpt-oss 20B and 120B (OpenAI, arXiv 2508.10925): a mixture of experts in every layer, and attention with sinks.
+"""gpt-oss 20B and 120B (OpenAI, arXiv 2508.10925): a mixture of experts in every layer, and attention sinks.
 
-Each head has a sink, one more logit that takes probability and gives nothing; every second layer looks back a window
-only. Experts clamp what they multiply, and everything has a bias. The published files hold the experts as mxfp4, which
-`params.load_pretrained` reads; they are saved as bf16, with gate and up column by column in turn.
+Each head has a sink: one more logit in the softmax, without a value. Every second layer has a sliding window. Experts
+use a clamped SwiGLU, and all projections have biases. The published files hold the experts as mxfp4, which
+`params.load_pretrained` dequantizes; they are saved as bf16, with the columns of gate and up interleaved.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="m
 SINKS = True
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
-# What transformers takes where a config.json says nothing of a rope.
+# The default rope of transformers for a config.json without one.
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches. `layer_kinds` names one of KINDS per layer; left empty, every layer is "full_moe"."""
+    """Sizes and switches. `layer_kinds`: one of KINDS per layer; empty: every layer is "full_moe"."""
 
     vocab_size: int
     hidden_size: int
@@ -78,8 +78,8 @@ class Config:
         sizes = decoder.decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=64)
         experts, chosen = experts_from_hf(fields, 128, 4, sizes["num_hidden_layers"])
         slides = decoder.sliding_layers(fields, [i % 2 == 0 for i in range(sizes["num_hidden_layers"])])
-        fields.expect("hidden_act", "silu")  # its experts have their own activation, whatever stands here
-        # written twice, under the names of OpenAI's own code
+        fields.expect("hidden_act", "silu")  # without effect: experts use the clamped SwiGLU
+        # duplicates, under the names of OpenAI's code
         fields.expect("experts_per_token", chosen)
         rope = _rope(fields, sizes["head_dim"], sizes["max_position_embeddings"])
         fields.expect("initial_context_length", rope.original_max_position_embeddings)
@@ -113,7 +113,7 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
 
 
 def spec(config: Config) -> Tree:
-    """The parameters: weights [out, in]; of attention and experts with biases, one sink for each head."""
+    """The parameters: weights [out, in]; biases in attention and experts, and one sink logit per head."""
     D, std, on = config.hidden_size, config.initializer_range, config.attention_bias
     attention = usual_attention(config, qkv_bias=on, o_bias=on)
     heads, dtype = config.num_attention_heads, attention["q_proj"].dtype
@@ -125,7 +125,7 @@ def spec(config: Config) -> Tree:
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk, or its part of a tensor of all experts}."""
+    """{path of a parameter: its name on disk, or its slice of the tensor of all experts}."""
     D, inner = config.hidden_size, config.intermediate_size
     names: dict[str, Stored] = decoder.hf_names(config)
     for i in range(config.num_hidden_layers):
@@ -147,7 +147,7 @@ embed = decoder.embed
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """gate sigmoid(alpha gate) (up + 1), with the gate cut above and up on both sides at `limit`."""
+    """gate * sigmoid(alpha gate) * (up + 1), with gate clamped to at most `limit` and up to [-limit, limit]."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * (alpha * gate).sigmoid() * (up + 1)
 

@@ -1,4 +1,4 @@
-"""Granite 3 (IBM): the Llama block with four constants, of embeddings, residual branches, scores and logits.
+"""Granite 3 (IBM): the Llama block with multipliers of embeddings, residual branches, attention scores and logits.
 
 The multipliers come from maximal update parametrization (arXiv 2203.03466).
 """
@@ -30,7 +30,7 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multip
 
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
-    """Sizes and constants."""
+    """Sizes and multipliers."""
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -74,7 +74,7 @@ freqs_cis = decoder.freqs_cis
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]; token embeddings and vectors alike are multiplied, as in transformers."""
+    """x [B, S, D]: token or given embeddings times embedding_multiplier, as in transformers."""
     return embed_tokens(params["embed_tokens"], inputs) * config.embedding_multiplier
 
 
@@ -91,5 +91,5 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head: logits [B, S, V]."""
+    """Final norm, output head and logits_scaling: logits [B, S, V]."""
     return decoder.unembed(params, x, config=config) / config.logits_scaling

@@ -1,6 +1,6 @@
-"""Hunyuan, dense: 0.5B to 7B of Tencent's Hunyuan V1, and its translation models.
+"""Hunyuan V1 dense (Tencent): 0.5B to 7B, and the translation models.
 
-The Llama block, where queries and keys are normalized after they have been rotated.
+The Llama block with query and key norms after the rotary embedding.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Config(decoder.BaseConfig):
         return decoder.finished(config, fields, ignored=("eod_token_id",))
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json in the current dialect, with the theta that `alpha` makes in place of it."""
+        """A config.json in the current dialect, with the theta that results from `alpha` instead of `alpha`."""
         names = ("rms_norm_eps", "attention_bias", "hidden_act")
         return decoder.decoder_to_hf(self, "HunYuanDenseV1ForCausalLM", *names)
 
 
 def _rope(fields: Fields, *, head_dim: int, max_positions: int) -> Rope:
-    """As elsewhere, but "dynamic" with an `alpha` is a greater theta at any length, and reads nothing else."""
+    """`parse_rope`, except that "dynamic" with `alpha` is a larger theta at any length and ignores other fields."""
     values = rope_values(fields)
     inner = Fields(values, f"{fields.where}, rope")
     kinds = {values[name] for name in ("rope_type", "type") if name in values}

@@ -1,7 +1,7 @@
-"""The Llama lineage: Llama 2 to 3.3 (arXiv 2407.21783), Mistral, Qwen 2 and 3, SmolLM 3, Seed-OSS.
+"""Llama 2 to 3.3 (arXiv 2307.09288, 2407.21783), Mistral, Qwen 2 and 3, SmolLM 3, Seed-OSS.
 
-A pre-norm decoder with grouped queries, half-layout rotary embedding and a gated MLP. The members differ in biases,
-normalized queries and keys (Qwen 3), layers that look back a window only, and layers without position (SmolLM 3).
+A pre-norm decoder with grouped-query attention, half-layout rotary embedding and a gated MLP. Members differ in biases,
+query and key norms (Qwen 3), sliding-window layers, and layers without rotary embedding (NoPE; SmolLM 3).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "seed_oss")
 KINDS = ("full", "sliding", "full_nope", "sliding_nope")
-TAPS = ("attention", "middle", "mlp")  # what the sublayers add to the residual stream, and the stream between them
-LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that older files hold
+TAPS = ("attention", "middle", "mlp")  # outputs of the sublayers; residual stream between them
+LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer in older files
 
-# Where the key is left out; null means as many as there are query heads.
+# num_key_value_heads where the field is absent; null means as many as query heads.
 _KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, "seed_oss": 8}
 _NAMES = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "SeedOss")
 _ARCHITECTURES = dict(zip(MODEL_TYPES, _NAMES, strict=True))
 _POSITIONS = {"llama": 2048, "mistral": 131072, "ministral": 131072, "seed_oss": 524288}
-# Whose files say whether attention has biases, and whether the MLP has.
+# Model types with the field attention_bias, and with the field mlp_bias.
 _ATTENTION_BIAS, _MLP_BIAS = ("llama", "qwen3", "smollm3", "seed_oss"), ("llama", "smollm3", "seed_oss")
 
 
@@ -61,7 +61,7 @@ class Config(decoder.BaseConfig):
             kv_heads=_KV_HEADS.get(model_type, 0),
             head_dim=128 if model_type == "qwen3" or (model_type == "seed_oss" and "head_dim" not in values) else 0,
         )
-        fields.expect("activation", "swiglu")  # in Falcon 3's files, beside hidden_act
+        fields.expect("activation", "swiglu")  # in Falcon 3's files, in addition to hidden_act
         seed = model_type == "seed_oss"
         has_bias = model_type in _ATTENTION_BIAS and fields.boolean("attention_bias", seed)
         if model_type in ("mistral", "ministral"):
@@ -103,11 +103,11 @@ class Config(decoder.BaseConfig):
 
 
 def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
-    """The window and the kind of each layer, from explicit lists or each member's own rule."""
+    """(sliding window, the kind of each layer), from explicit lists or the rule of the model type."""
     if model_type in ("llama", "seed_oss"):
         return None, ("full",) * layers
     window = fields.integer("sliding_window", 0, low=0) or None
-    if model_type in ("mistral", "ministral"):  # an absent window is the first release's 4096, an explicit null is none
+    if model_type in ("mistral", "ministral"):  # absent: 4096, as in the first release; null: none
         window = 4096 if "sliding_window" not in fields.values else window
         slides = [window is not None] * layers
         slides = slides if model_type == "mistral" else decoder.sliding_layers(fields, slides)
@@ -115,11 +115,11 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
     on = fields.boolean("use_sliding_window", False)
     rope = [1] * layers
     if model_type == "smollm3":
-        fields.take("max_window_layers", None)  # a leftover in its files: which layers slide follows from the others
+        fields.take("max_window_layers", None)  # in its files without effect
         rope = decoder.rotating_layers(fields, fields.take("no_rope_layers", None), layers)
         slides = [on and not r for r in rope]
     else:
-        # not compared with `layer_types`, which alone is read: transformers writes its default 28 beside any
+        # not compared with `layer_types`: transformers writes its default 28 beside any list and ignores it
         first = fields.integer("max_window_layers", 28, low=0)
         slides = [on and i >= first for i in range(layers)]
     window = window if on else None

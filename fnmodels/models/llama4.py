@@ -1,9 +1,9 @@
-"""Llama 4 Scout and Maverick, their text part (Meta, 2025).
+"""Llama 4 Scout and Maverick, the text models (Meta, 2025): mixtures of experts with chunked attention.
 
-Three of four layers rotate and see the chunk of positions that they are in; every fourth one has no rotary embedding
-and sees everything, with queries that grow with the logarithm of their position (arXiv 2501.19399). After the rotation
-queries and keys may be normalized, without a weight. Experts, in every layer or every second one, get their token times
-the router's sigmoid, beside one expert that all tokens pass through. A llama4 checkpoint's vision tower is left out.
+Three of four layers have rotary embedding and attend within chunks of positions; every fourth one has no rotary
+embedding, full attention, and queries scaled by the logarithm of their position (arXiv 2501.19399). Queries and keys
+may be normalized after the rotation, without a weight. MoE layers (all, or every second one) multiply the experts'
+input by the router's sigmoid and have a shared expert. The vision tower of a llama4 checkpoint is not read.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 LEFTOVERS = (r"vision_model\..*", r"multi_modal_projector\..*")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
-# the tower's own, and the tokens in whose place images are put
+# the settings of the vision tower and the image placeholder tokens
 _VISION = ("vision_config", "image_token_index", "boi_token_index", "eoi_token_index")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches; intermediate_size is that of one expert, and of the shared one.
+    """Sizes and switches; intermediate_size is that of one expert and of the shared expert.
 
-    "chunked" layers see their chunk, "full" ones everything; "_nope": nothing rotates; "_moe": with experts.
+    layer_kinds: "chunked" (attention within chunks) or "full", then "_nope" (no rotary embedding), then "_moe".
     """
 
-    intermediate_size_mlp: int  # of layers without experts
+    intermediate_size_mlp: int  # of dense layers
     num_local_experts: int
     num_experts_per_tok: int
     rope: Rope = Rope(500000.0)  # noqa: RUF009 - frozen
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
     use_qk_norm: bool = True
-    # queries without rotation are multiplied by 1 + attn_scale ln(1 + floor((position + 1) / floor_scale))
+    # queries of NoPE layers are multiplied by 1 + attn_scale ln(1 + floor((position + 1) / floor_scale))
     attn_temperature_tuning: bool = True
     attn_scale: float = 0.1
     floor_scale: int = 8192
@@ -70,7 +70,7 @@ class Config(decoder.BaseConfig):
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name.
 
-        Of model type llama4 the text part is read: `text_config`, with a vision tower's beside it.
+        For model type llama4 only `text_config` is used.
         """
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -80,7 +80,7 @@ class Config(decoder.BaseConfig):
         experts, chosen = mixture.experts_from_hf(fields, 16, 1, usual["num_hidden_layers"])
         fields.expect("router_jitter_noise", 0.0, 0)
         fields.expect("for_llm_compressor", False)
-        fields.expect("attn_temperature_tuning", True, False, 4)  # the first files have 4, as a yes
+        fields.expect("attn_temperature_tuning", True, False, 4)  # the first files have 4 for true
         config = Config(
             **usual | {"model_type": model_type},
             intermediate_size_mlp=fields.integer("intermediate_size_mlp", 16384),
@@ -98,13 +98,13 @@ class Config(decoder.BaseConfig):
         return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json in the current dialect, of model type llama4 with nothing but `text_config`."""
+        """A config.json in the current dialect; for model type llama4 with `text_config` but no vision tower."""
         names = ["intermediate_size_mlp", "rms_norm_eps", "attention_bias", "use_qk_norm", "attn_temperature_tuning"]
         names += ["attn_scale", "floor_scale", "attention_chunk_size", "hidden_act", "num_local_experts"]
         names += ["num_experts_per_tok"]
         chunked = [kind.startswith("chunked") for kind in self.layer_kinds]
         own: dict[str, Any] = {"layer_types": decoder.layer_types(chunked, near="chunked_attention")}
-        own["no_rope_layers"] = [int("nope" not in kind) for kind in self.layer_kinds]  # 1: it has one
+        own["no_rope_layers"] = [int("nope" not in kind) for kind in self.layer_kinds]  # 1: rotary embedding
         own["moe_layers"] = [i for i, kind in enumerate(self.layer_kinds) if kind.endswith("_moe")]
         text = replace(self, model_type="llama4_text")
         inner = decoder.decoder_to_hf(text, "Llama4ForCausalLM", *names, **own)
@@ -115,8 +115,8 @@ class Config(decoder.BaseConfig):
 
 
 def _layer_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """What each layer sees, whether it rotates, whether it has experts: from lists, or from the rules behind them."""
-    rotates = decoder.rotating_layers(fields, fields.take("no_rope_layers", None) or None, layers)  # [] is no list
+    """The kind of each layer: attention, rotary embedding and experts, from lists or from their default rules."""
+    rotates = decoder.rotating_layers(fields, fields.take("no_rope_layers", None) or None, layers)  # []: absent
     chunked = decoder.sliding_layers(fields, [bool(one) for one in rotates], near="chunked_attention")
     step = fields.integer("interleave_moe_layer_step", 1)
     named = fields.take("moe_layers", list(range(step - 1, layers, step)))
@@ -139,7 +139,7 @@ def spec(config: Config) -> Tree:
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk, or its part of a tensor of all experts}."""
+    """{path of a parameter: its name on disk, or its slice of the tensor of all experts}."""
     D, inner = config.hidden_size, config.intermediate_size
     prefix = "language_model." if config.model_type == "llama4" else ""
     names: dict[str, Stored] = {
@@ -160,14 +160,14 @@ unembed = decoder.unembed
 def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. Chunks are of positions, whatever stands to the left of a row."""
+    """{kind: mask}; positions and segment_ids [B, S]. Chunks are ranges of positions, independent of padding."""
     chunks = Causal() & Chunk(config.attention_chunk_size)
     rules = {kind: chunks if kind.startswith("chunked") else Causal() for kind in config.layer_kinds}
     return masks_of(rules, positions, segment_ids, create=create)
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:
-    """{kind: {"table": fp32 [B, S, R/2, 2]}}, where nothing rotates with R = 0 and "temperature", fp32 [B, S]."""
+    """{kind: {"table": fp32 [B, S, R/2, 2]}}; NoPE kinds have R = 0 and "temperature", fp32 [B, S]."""
     rotates = {"table": rotary_table(config.rope, config.head_dim, positions, length)}
     still = {"table": no_rotation(positions)}
     if config.attn_temperature_tuning:

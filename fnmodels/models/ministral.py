@@ -1,7 +1,7 @@
-"""Ministral 3 (Mistral AI): the Llama block with yarn and a query temperature.
+"""Ministral 3 (Mistral AI): the Llama block with YaRN (arXiv 2309.00071) and a position-dependent query temperature.
 
-Queries grow with the logarithm of their position, so that attention stays sharp past the trained length (the scaling of
-Llama 4, arXiv 2501.19399). The temperature depends on positions, so it travels with the rotary table.
+Queries are scaled by the logarithm of their position, which keeps attention sharp beyond the trained length (as in
+Llama 4, arXiv 2501.19399). The temperature depends on positions, so it is computed with the rotary table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TAPS = ("attention", "middle", "mlp")
 
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches. `layer_kinds` is all "full", or all "sliding" where there is a window."""
+    """Sizes and switches. `layer_kinds`: all "sliding" if there is a window, else all "full"."""
 
     temperature_beta: float = 0.1  # queries are multiplied by 1 + beta ln(1 + floor(position / temperature_length))
     temperature_length: int = 16384
@@ -46,7 +46,7 @@ class Config(decoder.BaseConfig):
         positions = sizes["max_position_embeddings"]
         inner = Fields(rope_values(fields), f"{fields.where}, rope")
         beta = inner.number("llama_4_scaling_beta", above=-1e-9)
-        inner.expect("max_position_embeddings", positions)  # written twice
+        inner.expect("max_position_embeddings", positions)  # duplicated in the rope object
         window = fields.integer("sliding_window", 0, low=0) or None
         config = Config(
             **sizes,

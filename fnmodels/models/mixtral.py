@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): the Llama block with a mixture of experts instead of every MLP."""
+"""Mixtral (Mistral AI, arXiv 2401.04088): the Llama block with a mixture of experts instead of each MLP."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def spec(config: Config) -> Tree:
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk}; each expert is a tensor of its own there."""
+    """{path of a parameter: its name on disk}, with one tensor per expert."""
     names: dict[str, Stored] = {}
     for path in flatten(spec(config)):
         head, _, last = path.rpartition(".")

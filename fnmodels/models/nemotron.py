@@ -1,7 +1,7 @@
-"""Nemotron-4 and Minitron (arXiv 2402.16819, 2406.11704, 2407.14679).
+"""Nemotron-4 and Minitron (NVIDIA; arXiv 2402.16819, 2406.11704, 2407.14679).
 
-A pre-norm decoder with LayerNorms whose weights are stored less 1, grouped queries, rotary embedding on half of each
-head, and an MLP without a gate whose activation is the square of relu.
+A pre-norm decoder with LayerNorms that multiply by 1 + weight, grouped-query attention, rotary embedding of half of
+each head, and an MLP without a gate with the squared ReLU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Config(decoder.BaseConfig):
         usual["initializer_range"] = fields.number("initializer_range", 0.0134, above=-1e-9)
         usual["hidden_act"] = fields.choice("hidden_act", tuple(ACTIVATIONS), "relu2")
         epsilon = fields.number("norm_eps", 1e-5)
-        # Second names in published files and in conversions, which transformers does not read.
+        # Duplicate fields in published files and conversions, which transformers does not read.
         fields.expect("kv_channels", usual["head_dim"])
         fields.expect("layer_norm_eps", epsilon)
         fields.expect("rope_percent", usual["rope"].partial)
@@ -61,14 +61,14 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        # The partial factor is always written: left out, it would be a half.
+        # The partial factor is always written: its default is 0.5.
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
         names = ("norm_eps", "attention_bias", "mlp_bias", "hidden_act")
         return decoder.decoder_to_hf(self, "NemotronForCausalLM", *names, rope_parameters=rope)
 
 
 def spec(config: Config) -> Tree:
-    """The parameters: weights [out, in]. The weights of LayerNorms are stored less 1."""
+    """The parameters: weights [out, in]. LayerNorm weights are stored minus 1."""
     D, std = config.hidden_size, config.initializer_range
     layer = {
         **_norm_leaves("input_layernorm", D),
@@ -80,7 +80,7 @@ def spec(config: Config) -> Tree:
 
 
 def _norm_leaves(name: str, size: int) -> Tree:
-    """A LayerNorm's weight, which begins at 0, and its bias beside it."""
+    """A LayerNorm's weight, initialized to 0 (1 is added), and its bias."""
     return {name: norm(size, "embed", value=0.0), f"{name}_bias": bias(size, "embed")}
 
 

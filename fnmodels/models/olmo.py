@@ -1,7 +1,7 @@
-"""OLMo 2 and 3 (arXiv 2501.00656, 2512.13961).
+"""OLMo 2 and 3 (Ai2; arXiv 2501.00656, 2512.13961): post-norm decoders with query and key norms.
 
-A decoder that normalizes what a sublayer gives rather than what it gets, and queries and keys over their whole width.
-OLMo 3 adds three sliding layers to each full one, and scales the rotary table of the full ones only.
+The norm is applied to the output of each sublayer instead of its input; query and key norms span all heads. OLMo 3 has
+three sliding-window layers per full one, and scales the rotary table of the full ones only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Config(decoder.BaseConfig):
         else:
             slides = decoder.sliding_layers(fields, [(i + 1) % 4 != 0 for i in range(layers)])
             window = fields.integer("sliding_window", 4096)
-            theta = fields.number("rope_theta", 5e5)  # in older files one theta serves both, scaled on full layers only
+            theta = fields.number("rope_theta", 5e5)  # older files: one theta, scaled on full layers only
             thetas = {"full_attention": theta, "sliding_attention": theta}
             ropes = ropes_by_layer_type(fields, thetas, scaled="full_attention", **where)
             rope, local = ropes["full_attention"], ropes["sliding_attention"]

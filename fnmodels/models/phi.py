@@ -1,7 +1,7 @@
-"""Phi-1, Phi-1.5 and Phi-2 (arXiv 2306.11644, 2309.05463).
+"""Phi-1, Phi-1.5 and Phi-2 (Microsoft; arXiv 2306.11644, 2309.05463).
 
-Attention and MLP read one LayerNorm side by side. Rotary embedding turns a part of each head, every projection has a
-bias, and so has the head, also where its weight is the embedding.
+Parallel attention and MLP, which share one LayerNorm, and rotary embedding of a part of each head. All projections have
+biases, including the output head, even if its weight is tied.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("phi",)
 TAPS = ("attention", "mlp")
-LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that older files hold
+LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer in older files
 
-# The names on disk, where they are not the usual ones.
+# The names on disk that differ from `decoder.hf_names`.
 _ON_DISK = {
     ".o_proj.": ".dense.",
     ".up_proj.": ".fc1.",
@@ -72,14 +72,14 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        # The partial factor is always written: left out, it would be a half.
+        # The partial factor is always written: its default is 0.5.
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
         names = ("layer_norm_eps", "qk_layernorm", "hidden_act")
         return decoder.decoder_to_hf(self, "PhiForCausalLM", *names, rope_parameters=rope)
 
 
 def spec(config: Config) -> Tree:
-    """The parameters: weights [out, in]. The head's bias is a parameter of its own where its weight is tied."""
+    """The parameters: weights [out, in]. The output head has a bias even if its weight is tied."""
     D, H = config.hidden_size, config.head_dim
     attention = usual_attention(config, qkv_bias=True, o_bias=True)
     if config.qk_layernorm:
@@ -123,7 +123,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head with its bias: logits [B, S, V]."""
+    """Final LayerNorm and output head with bias: logits [B, S, V]."""
     normed = layer_norm(x, params["norm"], params["norm_bias"], eps=config.layer_norm_eps)
     return linear(normed, decoder.head(params, config), params["lm_head_bias"])
 

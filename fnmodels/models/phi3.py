@@ -1,8 +1,8 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (arXiv 2404.14219, 2412.08905, 2503.01743).
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (Microsoft; arXiv 2404.14219, 2412.08905, 2503.01743).
 
-The Llama block whose q, k, v and gate, up lie fused on disk. The long-context members have LongRoPE (arXiv 2402.13753):
-one set of frequencies for sequences within the original context, another for longer ones. Which of them a table is made
-of follows from `length` alone, never from an earlier call.
+The Llama block with q, k, v and gate, up fused on disk. The long-context members have LongRoPE (arXiv 2402.13753): one
+set of frequencies for sequences within the original context and another for longer ones, selected by `length` alone,
+never by an earlier call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TAPS = ("attention", "middle", "mlp")
 
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches. `layer_kinds` is all "full", or all "sliding" where there is a window."""
+    """Sizes and switches. `layer_kinds`: all "sliding" if there is a window, else all "full"."""
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
@@ -43,9 +43,9 @@ class Config(decoder.BaseConfig):
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         sizes = decoder.decoder_sizes(fields, max_positions=4096, tied=False)
-        for name in ("attention_bias", "mlp_bias", "lm_head_bias"):  # published files say that there are none
+        for name in ("attention_bias", "mlp_bias", "lm_head_bias"):  # published files have false
             fields.expect(name, False)
-        for name in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini's first code; no other value means a thing
+        for name in ("full_attn_mod", "interpolate_factor"):  # from Phi-4-mini's first code; 1 is the only known value
             fields.expect(name, 1)
         window = fields.integer("sliding_window", 0, low=0) or None
         config = Config(
@@ -61,14 +61,14 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where the model type has no word for this model."""
-        # transformers reads the original context here, and where nothing is scaled it has no other
+        # transformers reads the original context here, the only place if the rope is not scaled
         original = self.rope.original_max_position_embeddings or self.max_position_embeddings
         names = ("rms_norm_eps", "hidden_act", "sliding_window")
         return decoder.decoder_to_hf(self, "Phi3ForCausalLM", *names, original_max_position_embeddings=original)
 
 
 def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
-    """Plain or longrope, which older files call "su" or "yarn". The original context is the field at the top."""
+    """Default rope or longrope ("su" or "yarn" in older files); the original context is the top-level field."""
     name = "original_max_position_embeddings"
     original = fields.integer(name, 4096)
     values = {
@@ -77,7 +77,7 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
     }
     inside = values.get(name)
     if fields.values.get(name) is None and inside not in (None, original):
-        # transformers goes by the default of the field at the top, not by this one
+        # transformers uses the default of the top-level field, not this one
         raise ConfigError(f"{fields.where}: {name!r} is {inside} in the rope alone; it must stand at the top.")
     inner = Fields(values | {name: original}, f"{fields.where}, rope")
     rope = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=1.0)

@@ -1,9 +1,9 @@
 """Published sizes as data: `fnmodels.preset("qwen3-0.6b") -> config`, without any file.
 
-Each is what the model's own config.json says of its dimensions, in the published dialect; the family reads it as it
-would read the file. Their parameter counts are tested against the published totals; where only a rounded one is
-published (GLM-4 32B, Ministral 3 8B and 14B, Qwen 2 57B-A14B) against that. Left out, since their tables of 48 and 64
-factors are not at hand to the last digit: Phi-3 with 128K, and Phi-3.5.
+Each preset holds the dimensions from the model's own config.json, in the published dialect; the family reads it like
+the file. Parameter counts are tested against the published totals, or against the rounded one if only that is published
+(GLM-4 32B, Ministral 3 8B and 14B, Qwen 2 57B-A14B). Phi-3 with 128K and Phi-3.5 are missing: the exact values of their
+48 and 64 LongRoPE factors are not available here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fnmodels.models.common.registry import families, family_for, may_have
 
 
 def preset(name: str) -> Any:
-    """The Config of a published model; ValueError says near names. `presets()` lists all."""
+    """The Config of a published model; ValueError for an unknown name, with similar ones. `presets()` lists all."""
     known = published()
     if name not in known:
         near = difflib.get_close_matches(name.lower(), known, n=5, cutoff=0.4)
@@ -26,12 +26,12 @@ def preset(name: str) -> Any:
 
 
 def presets() -> tuple[str, ...]:
-    """The names that `preset` knows."""
+    """The names of all presets."""
     return tuple(sorted(published()))
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json}: those of this file, and of each family's own PRESETS."""
+    """{name: config.json} of this file and of each family's PRESETS."""
     modules = dict.fromkeys(family_for(model_type) for model_type in families())
     return PRESETS | {name: values for family in modules for name, values in may_have(family, "PRESETS").items()}
 
@@ -104,7 +104,7 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 256,
 }
 _GEMMA3 |= {"max_position_embeddings": 32768, "sliding_window": 512}
-# The text part of what is published together with a vision tower.
+# The text model of a checkpoint with a vision tower.
 _GEMMA3_TEXT = _GEMMA3 | {"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window": 1024}
 _GEMMA3_TEXT |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 _OLMO2 = {"model_type": "olmo2", "vocab_size": 100352, "rms_norm_eps": 1e-6, "rope_theta": 500000}
@@ -233,7 +233,7 @@ _MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-# The text part of what is published together with a vision tower.
+# The text model of a checkpoint with a vision tower.
 _MINISTRAL3 = {"model_type": "ministral3", "vocab_size": 131072, "head_dim": 128, "rms_norm_eps": 1e-5}
 _MINISTRAL3 |= {"max_position_embeddings": 262144, "rope_parameters": _MINISTRAL3_ROPE}
 _MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
@@ -253,7 +253,7 @@ _GPT_OSS |= {
         "original_max_position_embeddings": 4096,
     },
 }
-# The text part of what is published together with a vision tower; "text" is what it is without, saved by itself.
+# The text model of a checkpoint with a vision tower; llama4_text is its model type when saved without the tower.
 _LLAMA4 = _sized({"model_type": "llama4_text"}, 5120, 8192, 48, 40, 8, head_dim=128, intermediate_size_mlp=16384)
 _LLAMA4 |= {"vocab_size": 202048}
 _LLAMA4 |= {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_experts_per_tok": 1, "attention_chunk_size": 8192}

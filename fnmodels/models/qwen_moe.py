@@ -1,7 +1,7 @@
 """Qwen 1.5/2 MoE (arXiv 2407.10671), Qwen 3 MoE (arXiv 2505.09388) and OLMoE (arXiv 2409.02060).
 
-The Llama block with experts in some or all of its layers. Qwen 2 adds an expert that every token passes through, behind
-a gate; Qwen 3 normalizes queries and keys per head; OLMoE over all heads together, and may clip what attention reads.
+The Llama block with a mixture of experts in some or all layers. Qwen 2 has a gated shared expert; Qwen 3 has per-head
+query and key norms; OLMoE has query and key norms over all heads, and may clip q, k and v.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = ("full_moe", "full", "sliding_moe", "sliding")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
-# Where the key is left out: key/value heads (0: as many as query heads), experts, chosen ones, width of one.
+# Defaults of absent fields: key/value heads (0: as many as query heads), experts, top-k, width of an expert.
 _DEFAULTS = {"qwen2_moe": (16, 60, 4, 1408), "qwen3_moe": (4, 128, 8, 768), "olmoe": (0, 64, 8, 0)}
 
 
@@ -52,13 +52,13 @@ class Config(decoder.BaseConfig):
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int  # of one expert
-    shared_expert_intermediate_size: int = 0  # 0: there is none
+    shared_expert_intermediate_size: int = 0  # 0: no shared expert
     norm_topk_prob: bool = False
     rms_norm_eps: float = 1e-6
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    qk_norm_full: bool = False  # over all heads together, not each alone
+    qk_norm_full: bool = False  # over all heads, instead of per head
     clip_qkv: float | None = None
     sliding_window: int | None = None
     max_position_embeddings: int = 32768
@@ -82,7 +82,7 @@ class Config(decoder.BaseConfig):
         bias = fields.boolean("qkv_bias", True) if second else fields.boolean("attention_bias", False)
         inner = fields.integer("moe_intermediate_size", inner) if inner else usual["intermediate_size"]
         window, kinds = _layer_kinds(fields, model_type, usual["num_hidden_layers"])
-        if model_type == "qwen3_moe":  # what Qwen3-Coder's files say besides, which is what every model of the type is
+        if model_type == "qwen3_moe":  # in Qwen3-Coder's files; true of every qwen3_moe
             fields.expect("qkv_bias", bias)
             fields.expect("use_qk_norm", True)
             fields.expect("shared_expert_intermediate_size", 0, None)
@@ -120,7 +120,7 @@ class Config(decoder.BaseConfig):
 
 
 def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
-    """The window and the kind of each layer: which have experts, and which look back a window only."""
+    """(sliding window, the kind of each layer): which layers have experts, and which a sliding window."""
     if model_type == "olmoe":
         fields.expect("sliding_window", None)
         return None, ("full_moe",) * layers
@@ -148,7 +148,7 @@ def spec(config: Config) -> Tree:
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk}; each expert is a tensor of its own there."""
+    """{path of a parameter: its name on disk}, with one tensor per expert."""
     return {path: mixture.moe_name(path, config.num_experts) for path in flatten(spec(config))}
 
 

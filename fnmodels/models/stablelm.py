@@ -1,7 +1,7 @@
-"""StableLM (3B-4E1T, Zephyr, StableLM 2: arXiv 2402.17834).
+"""StableLM (3B-4E1T, Zephyr, StableLM 2; arXiv 2402.17834).
 
-The Llama block with LayerNorms and rotary embedding on a quarter of each head. Members differ in biases of q, k and v,
-in a norm of its own for every head of queries and keys, and in whether attention and MLP read one norm side by side.
+The Llama block with LayerNorms and rotary embedding of a quarter of each head. Members differ in biases of q, k and v,
+in query and key norms with a weight per head, and in attention and MLP in parallel on one norm or in sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("stablelm",)
 TAPS = ("attention", "mlp")
-LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that older files hold
+LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer in older files
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Config(decoder.BaseConfig):
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
         names = ("layer_norm_eps", "use_qkv_bias", "qk_layernorm", "use_parallel_residual", "hidden_act")
-        # Always written: left out, it would be a quarter.
+        # Always written: its default is 0.25.
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
         return decoder.decoder_to_hf(self, "StableLmForCausalLM", *names, rope_parameters=rope)
 
 
 def spec(config: Config) -> Tree:
-    """The parameters: weights [out, in]. Norms of heads are lists, a leaf for each head, as on disk."""
+    """The parameters: weights [out, in]. Query and key norms are lists with one leaf per head, as on disk."""
     attention: Tree = usual_attention(config, qkv_bias=config.use_qkv_bias)
     if config.qk_layernorm:
         one = norm(config.head_dim, "head_dim")
@@ -95,7 +95,7 @@ unembed = decoder.unembed_layer_norm
 
 
 def _norm_heads(x: Tensor, weights: list[Tensor], eps: float) -> Tensor:
-    """A LayerNorm on each head of x [B, S, N, H], with a weight [H] for each of the N."""
+    """LayerNorm of each head of x [B, S, N, H], with N weights [H]."""
     heads = layer_norm(upcast(x), None, None, eps=eps).unbind(-2)
     return torch.stack([head * upcast(w) for head, w in zip(heads, weights, strict=True)], dim=-2).to(x.dtype)
 

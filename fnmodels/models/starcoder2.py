@@ -1,7 +1,7 @@
-"""StarCoder 2 (arXiv 2402.19173).
+"""StarCoder 2 (BigCode, arXiv 2402.19173).
 
-A pre-norm decoder with LayerNorms, grouped queries, rotary embedding, a window on every layer or on none, and an MLP
-without a gate. One switch puts a bias on every projection.
+A pre-norm decoder with LayerNorms, grouped-query attention, rotary embedding, a sliding window in all layers or none,
+and an MLP without a gate. `use_bias` adds a bias to every projection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TAPS = ("attention", "middle", "mlp")
 
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches. `layer_kinds` is all "full", or all "sliding" where there is a window."""
+    """Sizes and switches. `layer_kinds`: all "sliding" if there is a window, else all "full"."""
 
     norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = True
@@ -50,7 +50,7 @@ class Config(decoder.BaseConfig):
         fields.expect("mlp_type", "default")
         window = fields.integer("sliding_window", 0, low=0) or None
         epsilon = fields.number("norm_epsilon", 1e-5)
-        # Of the training code: second names, which nobody reads (its "gelu" is the tanh one), and what is so anyway.
+        # From the training code: duplicates without effect (its "gelu" is the tanh one), and what always holds.
         fields.expect("layer_norm_epsilon", epsilon)
         fields.expect("activation_function", usual["hidden_act"], "gelu")
         for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights"):

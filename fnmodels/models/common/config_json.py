@@ -1,6 +1,7 @@
-"""Reading Hugging Face's config.json, in both dialects, so that no field which could change the maths is overlooked.
+"""`Fields`: a strict reader of Hugging Face's config.json, in both dialects, and the quantization settings.
 
-A `Fields` hands out each field once, checked; `finish` refuses what nobody asked for and is not known to be harmless.
+Each getter checks one field and marks it as read; `finish` refuses fields that were not read and are not known to be
+harmless, so that no field that could change the maths is ignored silently.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from fnmodels.errors import ConfigError, UnsupportedError
 
-# Fields that change no output of a forward pass: bookkeeping, generation settings, what a trainer would like to know.
+# Fields that change no output of a forward pass: bookkeeping, generation settings, settings of trainers.
 _HARMLESS = """
     _attn_implementation_autoset _name_or_path add_cross_attention architectures attn_implementation auto_map
     bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id
@@ -28,17 +29,17 @@ _HARMLESS = """
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
     torchscript transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
-# How much a trainer drops, under every name that is published. `forward` never drops, as nobody does in evaluation.
+# Dropout rates, under every published name. `forward` applies no dropout, as in evaluation mode.
 _DROPOUTS = """
     attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop embedding_dropout
     hidden_dropout hidden_dropout_prob resid_pdrop residual_dropout
 """
 DROPOUTS = tuple(_DROPOUTS.split())
 HARMLESS = frozenset((*_HARMLESS.split(), *DROPOUTS))
-# Of those, what a saved checkpoint should keep: the rest is rewritten or means nothing.
+# The harmless fields that a saved checkpoint keeps; the others are rewritten or have no effect.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer_class", *DROPOUTS)
 
-# The deepest transformer that was published. More are mostly a mistake, and parameters are listed one by one.
+# The depth of the deepest published transformer. A larger number is probably a mistake, and `spec` lists every layer.
 LAYERS_LIMIT = 1000
 
 _MISSING = object()
@@ -48,7 +49,7 @@ _SHOWN = 20  # unknown fields that a message lists
 def shown(value: Any) -> str:
     """`value` for a message, cut where it is long."""
     text = ""
-    for piece in json.JSONEncoder(default=repr).iterencode(value):  # no more than is shown of what may be millions
+    for piece in json.JSONEncoder(default=repr).iterencode(value):  # stops early: there may be millions of entries
         text += piece
         if len(text) > 80:
             return text[:77] + "..."
@@ -56,7 +57,7 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """A config.json while it is being read. Getters check type and range; ConfigError names the field."""
+    """Reader of one JSON object. Getters check type and range; ConfigError or UnsupportedError names the field."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         if not isinstance(values, Mapping):
@@ -110,15 +111,15 @@ class Fields:
         return tuple(float(v) for v in value)
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """A field that would change the maths and is supported at these values only (or absent)."""
+        """Requires a field that would change the maths to be absent or one of `allowed`; else UnsupportedError."""
         value = self.take(name, allowed[0])
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             wanted = " or ".join(shown(a) for a in allowed)
             raise UnsupportedError(f"{self.where}: {name!r} is {shown(value)}; only {wanted} is supported here.")
 
     def finish(self, ignored: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
-        """Refuses fields that were never asked for; returns those to keep for saving, as (name, JSON) pairs."""
-        self.expect("pruned_heads", {})  # what is pruned has fewer rows than the sizes say
+        """ConfigError for fields that were not read; returns those to keep for saving, as (name, JSON) pairs."""
+        self.expect("pruned_heads", {})  # pruned layers have fewer rows than the sizes imply
         unknown = [n for n in self.values if n not in self.seen and n not in HARMLESS and n not in ignored]
         unknown = [n for n in unknown if self.values[n] is not None]
         if unknown:
@@ -133,10 +134,9 @@ class Fields:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's files hold weights in few bits, see `params.checkpoint.dequantize`. It does not change the
-    maths.
+    """The quantization of weights in a checkpoint's files, see `params.checkpoint.dequantize`; no effect on the maths.
 
-    method: "fp8" or "mxfp4". block: how many rows and columns share a scale, of fp8.
+    method: "fp8" or "mxfp4". block: for fp8, how many rows and columns share a scale.
     """
 
     method: str
@@ -144,7 +144,7 @@ class Quantization:
 
 
 def quantization(fields: Fields) -> Quantization | None:
-    """What `quantization_config` says, checked; UnsupportedError for what cannot be dequantized on loading."""
+    """The checked `quantization_config`, or None; UnsupportedError for a scheme that loading cannot dequantize."""
     value = fields.take("quantization_config", None)
     if value is None:
         return None
@@ -158,24 +158,24 @@ def quantization(fields: Fields) -> Quantization | None:
     sizes = isinstance(block, list) and all(type(n) is int and 0 < n < 1 << 31 for n in block)
     if not sizes or len(block) != 2:
         raise ConfigError(f"{inner.where}: 'weight_block_size' is {shown(block)}, but must be two sizes, [128, 128].")
-    inner.expect("activation_scheme", "dynamic")  # static ones are tensors of their own
+    inner.expect("activation_scheme", "dynamic")  # static activation scales would be further tensors
     inner.expect("fmt", "e4m3")
     inner.expect("scale_fmt", "float", "ue8m0")  # ue8m0: powers of two, in fp32 all the same
     inner.expect("expert_dtype", "fp8")
-    # which tensors these are is seen in the files
+    # which tensors are quantized is determined from the files
     inner.finish(ignored=("modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize"))
     return Quantization(method, (block[0], block[1]))
 
 
 def quantization_of(values: Mapping[str, Any]) -> Quantization | None:
-    """`quantization` of a config.json's content that a family accepted; composite ones may say it of their text."""
+    """`quantization` of a config.json accepted by a family; of its `text_config` if only that has it."""
     text = values.get("text_config")
     inner = quantization(Fields(text)) if isinstance(text, Mapping) else None
     return quantization(Fields(values)) or inner
 
 
 def _finite(value: Any) -> bool:
-    """Whether JSON's `value` is a number that a float can hold."""
+    """Whether the JSON value is a number within the range of a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) <= sys.float_info.max  # math.isfinite raises for integers of 400 digits

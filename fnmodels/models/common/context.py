@@ -1,12 +1,12 @@
-"""The one extension point of a block: what it can ask for beside its own parameters.
+"""`Context`, the extension point of a block: attention, mixture of experts and taps as methods.
 
     @with_context
     def block(layer, x, mask, freqs, /, *, config, kind, ctx):
         ...
         attended = ctx.tap("attention", project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)))
 
-A family calls `ctx` and names neither kernels nor layouts, experts, padding or taps. A new capability (an edit, a key
-cache) is a method here or in a subclass that the options name; families stay as they are.
+A family calls `ctx` and does not handle kernels, layouts, expert implementations or padding itself. A new capability
+(an edit of activations, a KV cache) is a method here or in a subclass passed as `context`; families do not change.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.options import Block, ForwardOptions
 from fnmodels.tree import Tree
 
-ATTENTION_TAPS = ("q", "k", "v", "z")  # what `attend` reads [B, S, heads, H], and what it returns
+ATTENTION_TAPS = ("q", "k", "v", "z")  # inputs and output of `attend`, [B, S, heads, H]
 
 
 class Context:
-    """What one call of one layer's block may use; made anew in each call, inside of what is recomputed or compiled.
+    """The services of one call of one layer's block; created in each call, inside the remat or compiled region.
 
-    options, taps: statics, bound to the block. tensors: the keywords of this call, such as valid and routing; they are
-    arguments and not bound, so that no layer is compiled anew. aux: what leaves the block beside x.
+    options, taps: static, bound to the block. tensors: keyword tensors of this call, such as valid and routing, which
+    are arguments and not bound, so that layers do not recompile. aux: {name: tensor} that the block returns beside x.
     """
 
     def __init__(self, options: ForwardOptions, taps: tuple[str, ...], tensors: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ class Context:
         self.aux: dict[str, Tensor] = {}
 
     def tap(self, name: str, value: Tensor) -> Tensor:
-        """`value`, recorded if the tap is wanted. A block goes on with what is returned: a subclass may replace it."""
+        """Returns `value` and records it if `name` is in `taps`. Blocks use the result: a subclass may replace it."""
         if name in self.taps:
             self.aux[name] = value
         return value
@@ -56,7 +56,7 @@ class Context:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """[B, Q, N, Hv] of q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv]; see `fnmodels.ops.attention.select`."""
+        """Attention of q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv]: [B, Q, N, Hv]. See `ops.attention.select`."""
         q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
         kernel, layout = self.options.kernel, self.options.layout
         mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
@@ -72,10 +72,10 @@ class Context:
         input_weighted: bool = False,
         wide_router: bool = False,
     ) -> Tensor:
-        """[B, S, D]: a mixture of experts on x [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
+        """The mixture of experts on x [B, S, D]: [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
 
-        act: a function (gate, up) -> inner, or the name of an activation for `glu`. Counts and router logits are always
-        in aux, the chosen experts and their weights if they are wanted.
+        act: a function (gate, up) -> inner, or the name of an activation for `glu`. Token counts and router logits are
+        always in aux; the chosen experts and their weights if they are in `taps`.
         """
         y, routed = moe(
             layer,
@@ -97,7 +97,7 @@ _USUAL = ForwardOptions()
 
 
 def with_context(block: Callable[..., Tensor]) -> Block:
-    """A family's block(layer, x, mask, freqs, /, *, config, kind, ctx) -> x as a pure function that returns (x, aux).
+    """Wraps a family's block(layer, x, mask, freqs, /, *, config, kind, ctx) -> x as a pure function -> (x, aux).
 
     Called as block(layer, x, mask, freqs, config=, kind=, options=ForwardOptions(), taps=(), **tensors). Statics
     (config, kind, options, taps) are hashable; `fnmodels.apply` binds them, once per kind.

@@ -1,6 +1,6 @@
-"""What decoders share: the fields of their configurations, and the functions of a family where it is usual.
+"""Default parts of a decoder family: Config fields, masks, rotary tables, embedding, head, and tensor names.
 
-A family takes a function by assignment (`kinds = decoder.kinds`), or writes its own where it differs.
+A family takes a function by assignment (`kinds = decoder.kinds`) and writes its own where it differs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """The fields that the Config of every usual decoder has; a family adds its own: `class Config(BaseConfig)`.
+    """The Config fields common to decoders; a family adds its own: `class Config(BaseConfig)`.
 
-    layer_kinds names one of the family's KINDS per layer; left empty, every layer is the first of them.
+    layer_kinds: one of the family's KINDS per layer; empty: the first of them for every layer.
     """
 
     vocab_size: int
@@ -85,7 +85,7 @@ def base_fields(
     kv_heads: int = 0,
     head_dim: int = 0,
 ) -> dict[str, Any]:
-    """The fields of BaseConfig but layer_kinds and extra, from a config.json; the keywords are the family's defaults.
+    """The fields of BaseConfig except layer_kinds and extra, from a config.json; keywords are the family's defaults.
 
     theta, partial: as for `rope_from_hf`; the rest as for `decoder_sizes`.
     """
@@ -101,7 +101,7 @@ def base_fields(
 
 
 def finished(config: C, fields: Fields, ignored: Sequence[str] = ()) -> C:
-    """The config with what is kept for saving; ConfigError for fields that the family did not read, see `Fields`."""
+    """The config with the fields kept for saving; ConfigError for fields that the family did not read, see `Fields`."""
     object.__setattr__(config, "extra", fields.finish(ignored))
     return config
 
@@ -115,7 +115,7 @@ def kinds(config: UsualConfig) -> tuple[str, ...]:
 def attention_masks(
     config: UsualConfig, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
-    """{kind: mask}: causal, and within `sliding_window` for kinds that begin with "sliding".
+    """{kind: mask}: causal, and limited to `sliding_window` for kinds that begin with "sliding".
 
     positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`.
     """
@@ -126,7 +126,7 @@ def attention_masks(
 def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 table [B, S, R/2, 2]} of `config.rope`; R is 0 for kinds that end in "_nope".
 
-    length: an int or [B], which scalings for long sequences need; see `fnmodels.ops.rotary`.
+    length: an int or [B], the sequence length that length-dependent scalings read; see `fnmodels.ops.rotary`.
     """
     table, none = rotary_table(config.rope, config.head_dim, positions, length), no_rotation(positions)
     return {kind: none if kind.endswith("_nope") else table for kind in sorted(set(config.layer_kinds))}
@@ -135,18 +135,18 @@ def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | 
 def freqs_cis_by_window(
     config: TwoRopesConfig, positions: Tensor, *, length: int | Tensor | None = None
 ) -> dict[str, Tensor]:
-    """As `freqs_cis`, where "sliding" layers rotate by `config.local_rope` and "full" ones by `config.rope`."""
+    """As `freqs_cis`, with `config.local_rope` for "sliding" layers and `config.rope` for "full" ones."""
     ropes = {"full": config.rope, "sliding": config.local_rope}
     return {k: rotary_table(ropes[k], config.head_dim, positions, length) for k in sorted(set(config.layer_kinds))}
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Tensor:
-    """x [B, S, D]; vectors instead of tokens are x itself, as in transformers."""
+    """Token embeddings [B, S, D]; inputs that are embeddings already are returned unchanged, as in transformers."""
     return embed_tokens(params["embed_tokens"], inputs)
 
 
 def head(params: Tree, config: DecoderConfig) -> Tensor:
-    """The head's weight [V, D]; a tied head reads the embedding's one leaf."""
+    """The output head's weight [V, D]: the embedding's if tied."""
     weight: Tensor = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
     return weight
 
@@ -163,7 +163,7 @@ def unembed_layer_norm(params: Tree, x: Tensor, /, *, config: LayerNormConfig) -
 
 
 def spec(config: UsualConfig) -> Tree:
-    """The parameters of a decoder with a norm before each sublayer, grouped queries, a gated MLP and no biases."""
+    """The parameters of a pre-norm decoder with grouped-query attention, a gated MLP and no biases."""
     layer = layer_leaves(config.hidden_size, usual_attention(config), usual_mlp(config))
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
@@ -174,7 +174,7 @@ def hf_names(config: DecoderConfig) -> dict[str, Any]:
 
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
-    """For `Config.__post_init__`: fills what was left empty (head_dim 0, layer_kinds ()) and refuses what cannot be."""
+    """For `Config.__post_init__`: fills head_dim 0 and layer_kinds (); ConfigError for inconsistent fields."""
     for name in (*_DECODER_FIELDS[:6], "max_position_embeddings"):
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -209,9 +209,9 @@ def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
 def decoder_sizes(
     fields: Fields, *, max_positions: int, tied: bool, kv_heads: int = 0, head_dim: int = 0
 ) -> dict[str, Any]:
-    """The fields that every decoder has, under Hugging Face's names; the arguments are the family's defaults.
+    """The sizes that every decoder has, under Hugging Face's names; the arguments are the family's defaults.
 
-    kv_heads 0: as many as query heads, which is also what an explicit null means. head_dim 0: hidden_size / heads.
+    kv_heads 0: as many as query heads, as an explicit null in the file. head_dim 0: hidden_size / heads.
     """
     heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     if "num_key_value_heads" in fields.values:
@@ -246,9 +246,9 @@ _DECODER_FIELDS = (
 
 
 def text_part(outer: Fields, text_type: str, ignored: Sequence[str] = ()) -> Fields:
-    """`text_config` of a checkpoint that also sees or hears; what it says outside of it is checked, or left unread.
+    """`text_config` of a multimodal checkpoint; the fields outside of it are checked or listed in `ignored`.
 
-    text_type: the model type of the text part. ignored: fields of the other parts, which change no text.
+    text_type: the model type of the text model. ignored: fields of the other towers, without effect on text.
     """
     text = outer.take("text_config")
     if not isinstance(text, Mapping):
@@ -257,17 +257,18 @@ def text_part(outer: Fields, text_type: str, ignored: Sequence[str] = ()) -> Fie
     tied = outer.boolean("tie_word_embeddings", False)
     inner = Fields({"model_type": text_type, "tie_word_embeddings": tied, **text}, f"{outer.where}, text_config")
     inner.expect("model_type", text_type)
-    inner.expect("tie_word_embeddings", tied)  # written twice
+    inner.expect("tie_word_embeddings", tied)  # duplicated in both objects
     outer.expect("is_encoder_decoder", False)
     outer.finish(ignored)
     return inner
 
 
 def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> dict[str, Any]:
-    """A config.json in the current dialect: what `decoder_sizes` reads, what `finish` kept, and the family's own.
+    """A config.json in the current dialect: the fields of `decoder_sizes`, those that `finish` kept, and the family's.
 
-    names: fields that are written as they are. rest: what has another name or form there; the rope's is the usual one.
-    Raises ConfigError where `config.model_type` has no word for something: it would not be read back as it is.
+    names: fields that are written unchanged. rest: fields with another name or form in the file; by default the rope is
+    written by `rope_to_hf`. Raises ConfigError if the result would not be read back as the same config, because
+    `config.model_type` cannot express it.
     """
     kept = {name: json.loads(value) for name, value in config.extra}
     sizes = {name: getattr(config, name) for name in _DECODER_FIELDS}
@@ -282,9 +283,9 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
 
 
 def sliding_layers(fields: Fields, default: Sequence[bool], near: str = "sliding_attention") -> list[bool]:
-    """Which layers look back a window only: `layer_types` where it is given, else the family's rule.
+    """Which layers are local (sliding window): from `layer_types` if given, else `default`, the family's rule.
 
-    near: the word for such layers; those of another family may see a chunk.
+    near: the name of local layers in `layer_types`; in Llama 4 they are "chunked_attention".
     """
     types = fields.take("layer_types", None)
     if types is None:
@@ -298,7 +299,7 @@ def sliding_layers(fields: Fields, default: Sequence[bool], near: str = "sliding
 
 
 def sliding_pattern(fields: Fields, default: int) -> int:
-    """n, where all layers but every nth look back a window only; under the field's old name, or its new one."""
+    """n, where every nth layer has full attention and the others a sliding window, under its old or new field name."""
     names = [n for n in ("sliding_window_pattern", "_sliding_window_pattern") if fields.take(n, None) is not None]
     found = [fields.integer(name) for name in names] or [default]
     if len(set(found)) > 1:
@@ -307,24 +308,24 @@ def sliding_pattern(fields: Fields, default: int) -> int:
 
 
 def patterned_layers(fields: Fields, pattern: int, layers: int) -> list[bool]:
-    """Which layers look back a window only: by `sliding_pattern`, or as `layer_types` says."""
+    """Which layers have a sliding window: from `layer_types`, or by the pattern; ConfigError if the two disagree."""
     rule = [(i + 1) % pattern != 0 for i in range(layers)]
     slides = sliding_layers(fields, rule)
-    # The new name may disagree: transformers writes its default beside any list, and reads the list.
+    # The new name may disagree: transformers writes its default beside any list and reads only the list.
     if slides != rule and fields.values.get("sliding_window_pattern") is not None:
         raise ConfigError(f"{fields.where}: 'layer_types' is not what 'sliding_window_pattern' {pattern} makes.")
     return slides
 
 
 def layer_types(slides: Sequence[bool], near: str = "sliding_attention") -> list[str]:
-    """The list that `sliding_layers` reads back."""
+    """The `layer_types` list for config.json, which `sliding_layers` reads back."""
     return [near if s else "full_attention" for s in slides]
 
 
 def rotating_layers(fields: Fields, listed: Any, layers: int) -> list[int]:
-    """Which layers have a rotary embedding, 1 or 0 each: `listed`, or where it is None all but every so many-th one.
+    """1 for layers with rotary embedding, 0 for others: `listed`, or by `no_rope_layer_interval` if it is None.
 
-    The rule is not compared with the list, which alone is read: transformers writes its default 4 beside any.
+    The interval is not compared with the list: transformers writes its default 4 beside any list and ignores it.
     """
     every = fields.integer("no_rope_layer_interval", 4)
     found = [int((i + 1) % every != 0) for i in range(layers)] if listed is None else listed
@@ -336,7 +337,7 @@ def rotating_layers(fields: Fields, listed: Any, layers: int) -> list[int]:
 
 
 def decoder_name(path: str) -> str:
-    """The usual name on disk of the parameter at `path`: model.layers.0.self_attn.q_proj.weight."""
+    """The default Hugging Face name of the parameter at `path`, such as model.layers.0.self_attn.q_proj.weight."""
     if path == "lm_head":
         return "lm_head.weight"
     path = path.replace(".attention.", ".self_attn.")
@@ -347,7 +348,7 @@ def decoder_name(path: str) -> str:
 
 
 def fused(flat: Mapping[str, Leaf], where: str, name: str, leaves: Sequence[str]) -> dict[str, TensorSlice]:
-    """{path: TensorSlice} of the `leaves` at `where` that lie one after the other in one tensor `name` on disk."""
+    """{path: TensorSlice} for the `leaves` at `where` that are concatenated along rows in one tensor `name` on disk."""
     return fuse(
         decoder_name(f"{where}.{name}"), {f"{where}.{leaf}": flat[f"{where}.{leaf}"].shape[0] for leaf in leaves}
     )

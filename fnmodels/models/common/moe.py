@@ -1,7 +1,7 @@
-"""What families with experts share: their numbers in a config.json, which layers have them, their names on disk.
+"""Default parts of a mixture-of-experts family: expert counts from config.json, the MoE layers, tensor names.
 
-Functions that a family calls where it is usual; a family that differs writes its own. Those that end the file are of
-mixtures as DeepSeek V3 has them (arXiv 2412.19437): groups of experts, and one that every token passes through.
+The functions from `shared_from_hf` on are for mixtures as in DeepSeek V3 (arXiv 2412.19437), with a shared expert and
+group-limited routing.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from .decoder import decoder_name
 from .spec import gated_mlp_leaves, moe_leaves
 from .storage import Stack, Stored, TensorSlice
 
-HEADS_LIMIT = 16  # heads for further tokens: published models have one to three
+HEADS_LIMIT = 16  # MTP heads: published models have one to three
 
 
 def check_experts(experts: int, chosen: int) -> None:
-    """For `Config.__post_init__`: how many experts a layer has, and how many of them a token goes to."""
+    """For `Config.__post_init__`: ConfigError unless 1 <= chosen <= experts (top-k of the experts per layer)."""
     for value in (experts, chosen):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= experts:
             raise ConfigError(f"{chosen!r} of {experts!r} experts are to be chosen; both must be integers, at least 1.")
 
 
 def experts_limit(layers: int) -> int:
-    """How many experts a layer may have in a model of so many layers, since their tensors are listed one by one.
+    """The largest accepted number of experts per layer; a limit, because checkpoints list each expert's tensors.
 
-    Twice as many as the largest published ones: 512 in a layer, 23,424 in all.
+    It is twice the largest published numbers: 512 per layer, 23,424 in total.
     """
     return max(1, min(1024, 50_000 // layers))
 
 
 def experts_from_hf(fields: Fields, experts: int, chosen: int, layers: int) -> tuple[int, int]:
-    """(number of experts, how many a token goes to) in a model of so many layers; `experts` and `chosen` are defaults.
+    """(number of experts, number of experts per token); `experts` and `chosen` are the family's defaults.
 
-    The first has another name in each family, and in transformers more than one.
+    The name of the first field differs per family, and transformers reads several.
     """
     high = experts_limit(layers)
     names = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if fields.take(n, None) is not None]
@@ -52,21 +52,21 @@ def experts_from_hf(fields: Fields, experts: int, chosen: int, layers: int) -> t
 
 
 def sparse_layers(fields: Fields, layers: int) -> list[bool]:
-    """Which layers have experts: every `decoder_sparse_step`th one, but for those in `mlp_only_layers`."""
+    """Which layers are MoE layers: every `decoder_sparse_step`th one, except those in `mlp_only_layers`."""
     step, dense = fields.integer("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     chosen = numbers_of_layers(fields, "mlp_only_layers", dense, layers)
     return [i not in chosen and (i + 1) % step == 0 for i in range(layers)]
 
 
 def numbers_of_layers(fields: Fields, name: str, value: Any, layers: int) -> set[int]:
-    """A list of some of the layers by their numbers, checked."""
+    """The set of layer indices in the list `value` of field `name`; ConfigError if it is not such a list."""
     if isinstance(value, list) and len(value) <= layers and all(type(i) is int and 0 <= i < layers for i in value):
         return set(value)
     raise ConfigError(f"{fields.where}: {name!r} must be a list of at most {layers} numbers of layers, below {layers}.")
 
 
 def expert_names(prefix: str, experts: int, name: str) -> Stack:
-    """A leaf [E, ...] that is a tensor of each expert on disk: model.layers.3.mlp.experts.0.gate_proj.weight and so on.
+    """The Stack of a parameter [E, ...] stored as one tensor per expert: PREFIX.0.gate_proj.weight and so on.
 
     prefix: "model.layers.3.mlp.experts". name: what follows the expert's number, "gate_proj.weight".
     """
@@ -74,9 +74,10 @@ def expert_names(prefix: str, experts: int, name: str) -> Stack:
 
 
 def transposed_experts(ours: str, theirs: str, width: int, inner: int, *, in_turn: bool) -> dict[str, TensorSlice]:
-    """{path: part} of experts [E, out, in] that lie in two tensors [E, in, out] on disk, gate and up in one.
+    """{path: TensorSlice} of experts [E, out, in] stored as two tensors [E, in, out], gate and up fused in one.
 
-    in_turn: of its 2 `inner` columns every second one is the gate's, else the first half. ours, theirs: where they are.
+    in_turn: the 2 `inner` columns of gate and up are interleaved; else gate is the first half. ours, theirs: the prefix
+    of the paths and of the names on disk.
     """
     rows, groups = (1, inner) if in_turn else (inner, 1)
     parts = {f"{ours}.down_proj": TensorSlice(f"{theirs}.down_proj", 0, width, width, transposed=True, batched=True)}
@@ -88,7 +89,7 @@ def transposed_experts(ours: str, theirs: str, width: int, inner: int, *, in_tur
 
 
 def moe_name(path: str, experts: int) -> Stored:
-    """`decoder_name` where experts are tensors of their own: mlp.gate, mlp.experts.7.up_proj and the rest."""
+    """`decoder_name` for MoE layers with one tensor per expert: mlp.gate, mlp.experts.7.up_proj and so on."""
     head, _, last = path.rpartition(".")
     if head.endswith("mlp.experts"):
         return expert_names(f"model.{head}", experts, f"{last}.weight")
@@ -102,9 +103,9 @@ _GROUPED = (*_SHARED, "n_group", "topk_group", "norm_topk_prob", "routed_scaling
 
 
 def shared_from_hf(fields: Fields, layers: int, *, dense: int, scale: float, heads: int = 0) -> dict[str, Any]:
-    """The fields of experts beside a shared one; the first layers have none. dense and scale are the family's defaults.
+    """The Config fields of MoE layers with a shared expert, after the first, dense layers.
 
-    heads: for further tokens, each of which has experts as a layer does.
+    dense, scale: the family's defaults. heads: the number of MTP heads, each of which has experts like a layer.
     """
     fields.integer("n_routed_experts", high=experts_limit(layers + heads))
     first = min(fields.integer("first_k_dense_replace", dense, low=0), layers)
@@ -117,9 +118,9 @@ def shared_from_hf(fields: Fields, layers: int, *, dense: int, scale: float, hea
 def grouped_from_hf(
     fields: Fields, layers: int, *, dense: int, scale: float, scoring: tuple[str, ...] = ("sigmoid",)
 ) -> dict[str, Any]:
-    """As `shared_from_hf`, where a sigmoid and a bias choose among groups, and there are heads for further tokens.
+    """As `shared_from_hf`, for group-limited sigmoid routing with a selection bias, and MTP heads.
 
-    scoring: the family's words for the sigmoid.
+    scoring: the values of `scoring_func` that mean a sigmoid in this family.
     """
     fields.expect("scoring_func", *scoring)
     fields.expect("topk_method", "noaux_tc")
@@ -133,13 +134,13 @@ def grouped_from_hf(
 
 
 def grouped_to_hf(config: Any) -> dict[str, Any]:
-    """What `grouped_from_hf` reads back, but for the heads."""
+    """The fields that `grouped_from_hf` reads back, except the number of MTP heads."""
     dense = config.layer_kinds.count("full")
     return {name: getattr(config, name) for name in _GROUPED} | {"first_k_dense_replace": dense}
 
 
 def check_groups(config: Any) -> None:
-    """For `Config.__post_init__`: ConfigError where as many experts cannot be chosen from as many groups of them."""
+    """For `Config.__post_init__`: ConfigError if the top-k cannot be chosen from `topk_group` of `n_group` groups."""
     experts, chosen = config.n_routed_experts, config.num_experts_per_tok
     check_experts(experts, chosen)
     groups, kept = config.n_group, config.topk_group
@@ -155,7 +156,7 @@ def check_groups(config: Any) -> None:
 
 
 def grouped_names(config: Any, paths: Iterable[str]) -> dict[str, Stored]:
-    """{path: name on disk}: experts are a tensor each, and heads for further tokens lie behind the layers."""
+    """{path: name on disk}: one tensor per expert, and MTP heads as layers after the last one."""
 
     def name(path: str) -> Stored:
         path = mtp.layer_path(path, config.num_hidden_layers).replace(".shared_expert.", ".shared_experts.")
@@ -165,7 +166,7 @@ def grouped_names(config: Any, paths: Iterable[str]) -> dict[str, Stored]:
 
 
 def grouped_leaves(config: Any, kind: str, *, selection_bias: bool) -> Tree:
-    """What stands under "mlp" in a layer of this kind: an MLP, or experts and the shared one."""
+    """The parameters under "mlp" of a layer of this kind: a gated MLP, or a router, experts and the shared expert."""
     width, std = config.hidden_size, config.initializer_range
     if kind == "full":
         return gated_mlp_leaves(width, config.intermediate_size, std=std)
@@ -175,7 +176,7 @@ def grouped_leaves(config: Any, kind: str, *, selection_bias: bool) -> Tree:
 
 
 def grouped_choice(config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What `sigmoid_top_k` and `softmax_top_k` of `ops.moe.router` are told; dtype: of the experts' weights."""
+    """Keyword arguments for `sigmoid_top_k` and `softmax_top_k`; dtype: that of the chosen experts' weights."""
     return {
         "k": config.num_experts_per_tok,
         "renormalize": config.norm_topk_prob,

@@ -1,4 +1,4 @@
-"""The leaves of multi-token prediction (MTP) heads and their names in published files."""
+"""Parameters of multi-token prediction (MTP) heads (arXiv 2412.19437, section 2.2) and their names on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fnmodels.tree import Tree
 
 
 def heads(config: Any, block: Tree) -> Tree:
-    """Their leaves, {"mtp": [one each]}, around those of a `block` of the model; {} where the config has no heads."""
+    """{"mtp": [the parameters of each MTP head]} around those of a `block`; {} for a config without MTP heads."""
     D, std = config.hidden_size, config.initializer_range
     head = {
         "enorm": norm(D, "embed"),
@@ -23,7 +23,7 @@ def heads(config: Any, block: Tree) -> Tree:
 
 
 def layer_path(path: str, layers: int) -> str:
-    """Where the files have a leaf: head k as layer `layers` + k, its last norm as `shared_head.norm`. Others stay."""
+    """The path as on disk: MTP head k is layer `layers` + k, its final norm `shared_head.norm`; others unchanged."""
     found = re.fullmatch(r"mtp\.(\d+)\.(.*)", path)
     if not found:
         return path
@@ -32,7 +32,7 @@ def layer_path(path: str, layers: int) -> str:
 
 
 def copies(config: Any) -> dict[str, str]:
-    """{name on disk: path}: in the files each head has the model's embedding and head again (arXiv 2412.19437, 2.2)."""
+    """{name on disk: path} of the copies of the model's embedding and output head that the files hold per MTP head."""
     head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
     layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
     return {

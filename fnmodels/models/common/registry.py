@@ -1,7 +1,7 @@
-"""What a family is, and finding that of a configuration or of a Hugging Face model type.
+"""The `Family` and `DecoderConfig` protocols, and look-up of the family of a config or a Hugging Face model type.
 
-Nothing is registered: families are the modules of the models folder that say which MODEL_TYPES they read, and any
-user's module that defines a Config with the functions beside it.
+There is no registration: families are the modules of the models folder that define MODEL_TYPES, and any user's module
+that defines a Config and the functions of `Family`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PACKAGE = "fnmodels.models"
 
 
 class DecoderConfig(Protocol):
-    """A frozen, hashable dataclass, which a family extends; what it may leave out is in CONFIG_DEFAULTS.
+    """A frozen, hashable dataclass with these fields and those of the family; CONFIG_DEFAULTS lists optional ones.
 
-    `from_hf(values)` makes it of a config.json, `to_hf()` is the way back.
+    `from_hf(values)` creates it from a config.json; `to_hf()` is the inverse.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -53,7 +53,7 @@ class DecoderConfig(Protocol):
 
 
 class UsualConfig(DecoderConfig, Protocol):
-    """What the functions of `decoder` and `spec` read besides: a decoder with grouped queries and a rotary table."""
+    """The further fields that `decoder` and `spec` read: grouped-query attention and one rotary table."""
 
     @property
     def intermediate_size(self) -> int: ...
@@ -77,10 +77,10 @@ class LayerNormConfig(UsualConfig, Protocol):
 
 class TwoRopesConfig(UsualConfig, Protocol):
     @property
-    def local_rope(self) -> Rope: ...  # of layers with a window
+    def local_rope(self) -> Rope: ...  # of sliding-window layers
 
 
-# Fields that a Config may have; for one without, these values hold.
+# Optional fields of a Config and their defaults.
 CONFIG_DEFAULTS: dict[str, Any] = {
     "sliding_window": None,
     "attention_softcap": None,
@@ -90,9 +90,9 @@ CONFIG_DEFAULTS: dict[str, Any] = {
 
 
 class Family(Protocol):
-    """A module with these names; those that it may leave out are in FAMILY_DEFAULTS.
+    """A module with these names; FAMILY_DEFAULTS lists optional ones.
 
-    hf_names and Config.from_hf are needed for checkpoints only.
+    hf_names and Config.from_hf are needed only for checkpoints.
     """
 
     @property
@@ -100,13 +100,13 @@ class Family(Protocol):
     @property
     def Config(self) -> Any: ...
     @property
-    def block(self) -> Block: ...  # by `context.with_context`
+    def block(self) -> Block: ...  # made by `context.with_context`
 
     def spec(self, config: Any, /) -> Tree: ...
     def kinds(self, config: Any, /) -> tuple[str, ...]: ...
     def attention_masks(
         self, config: Any, positions: Tensor, segment_ids: Tensor, /, *, create: Any = None
-    ) -> dict[str, Any]: ...  # of `MaskLike`
+    ) -> dict[str, Any]: ...  # values: `MaskLike`
     def freqs_cis(self, config: Any, positions: Tensor, /, *, length: int | Tensor | None = None) -> dict[str, Any]: ...
     def embed(self, params: Tree, inputs: Any, /, *, config: Any) -> Tensor: ...
     def unembed(self, params: Tree, x: Tensor, /, *, config: Any) -> Tensor: ...
@@ -115,23 +115,23 @@ class Family(Protocol):
 
 _NEEDED = ("block", "spec", "kinds", "attention_masks", "freqs_cis", "embed", "unembed")
 
-# Names that a family may have; for one without, these values hold.
+# Optional names of a family module and their defaults.
 FAMILY_DEFAULTS: dict[str, Any] = {
-    "MODEL_TYPES": (),  # of config.json, that it reads
-    "KINDS": ("full",),  # the kinds that its layers may have, the usual one first
-    "TAPS": (),  # the names that its block hands to `ctx.tap`
+    "MODEL_TYPES": (),  # the model types of config.json that it reads
+    "KINDS": ("full",),  # the kinds of its layers, the default first
+    "TAPS": (),  # the names that its block passes to `ctx.tap`
     "PRESETS": {},  # {name: config.json} of published models, for `fnmodels.preset`
-    "ROUTED": False,  # whether kinds that end in "_moe" have experts
+    "ROUTED": False,  # whether kinds that end in "_moe" are MoE layers
     "ROUTER": None,  # the dtypes of its router
-    "SINKS": False,  # whether its attention has sinks
-    "OPTIONAL": {},  # {key of params that files may lack: the field of Config that counts it}
-    "LEFTOVERS": (),  # patterns of the names of buffers that older files hold and that are left unread
-    "hf_copies": lambda config: {},  # -> {name on disk: path of the parameter that it repeats}
+    "SINKS": False,  # whether its attention has sink logits
+    "OPTIONAL": {},  # {key of params that files may lack: the Config field with its length}
+    "LEFTOVERS": (),  # patterns of tensor names in files that are not read, such as buffers
+    "hf_copies": lambda config: {},  # -> {name on disk: path of the parameter that it duplicates}
 }
 
 
 def family_of(config: Any) -> Family:
-    """The module that defines `type(config)`. TypeError names what is missing there."""
+    """The module that defines `type(config)`; TypeError if it is not a family, with the missing names."""
     module = sys.modules[type(config).__module__]
     for name in _NEEDED:
         if not hasattr(module, name):
@@ -147,17 +147,17 @@ def _missing(config: Any, name: str) -> str:
 
 
 def may_have(family: Family, name: str) -> Any:
-    """An optional name of the family, or its default."""
+    """An optional name of the family, or its default in FAMILY_DEFAULTS."""
     return getattr(family, name, FAMILY_DEFAULTS[name])
 
 
 def field_of(config: Any, name: str) -> Any:
-    """A field of the config, or what holds where it has none."""
+    """A field of the config, or its default in CONFIG_DEFAULTS."""
     return getattr(config, name, CONFIG_DEFAULTS[name])
 
 
 def hf_names(config: Any) -> dict[str, Any]:
-    """`family.hf_names(config)`; TypeError where a user's own family does not say its names on disk."""
+    """`family.hf_names(config)`; TypeError if a user's family has none."""
     family = family_of(config)
     if not hasattr(family, "hf_names"):
         raise TypeError(
@@ -168,7 +168,7 @@ def hf_names(config: Any) -> dict[str, Any]:
 
 
 def config_class(family: Family) -> Any:
-    """`family.Config`; TypeError where a user's own family cannot read a config.json."""
+    """`family.Config`; TypeError if a user's family cannot read a config.json."""
     if not hasattr(getattr(family, "Config", None), "from_hf"):
         raise TypeError(
             f"{getattr(family, '__name__', family)!s} has no class 'Config' with a static method 'from_hf', which "
@@ -178,7 +178,7 @@ def config_class(family: Family) -> Any:
 
 
 def to_hf(config: Any) -> dict[str, Any]:
-    """`config.to_hf()`; TypeError where a user's own Config has none."""
+    """`config.to_hf()`; TypeError if a user's Config has none."""
     if not hasattr(config, "to_hf"):
         raise TypeError(
             f"{type(config).__module__}.{type(config).__name__} has no method 'to_hf', which makes the config.json "
@@ -189,7 +189,7 @@ def to_hf(config: Any) -> dict[str, Any]:
 
 
 def families() -> dict[str, str]:
-    """{Hugging Face model type: family module} of everything in the folder."""
+    """{Hugging Face model type: name of the family module} for all families of the models folder."""
     found = {}
     for info in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__, f"{_PACKAGE}."):
         if not info.ispkg:
@@ -199,7 +199,7 @@ def families() -> dict[str, str]:
 
 
 def family_for(model_type: str) -> Family:
-    """The family that reads checkpoints of `model_type`; UnsupportedError names those that can be read."""
+    """The family that reads checkpoints of `model_type`; UnsupportedError lists the supported types."""
     known = families()
     if model_type not in known:
         raise UnsupportedError(f"The model type {model_type!r} is not supported; supported are {', '.join(known)}.")

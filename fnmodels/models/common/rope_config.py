@@ -1,4 +1,4 @@
-"""Rotary embedding settings of config.json, in both dialects, from and to `Rope`."""
+"""Rotary embedding settings of config.json, in both dialects: conversion to and from `Rope`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _ROPE_KEYS = {
 def rope_from_hf(
     fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: float | None = None
 ) -> Rope:
-    """One table's `Rope` from either dialect; arguments as for `parse_rope`."""
+    """The `Rope` of a model with one rotary table, from either dialect; arguments as for `parse_rope`."""
     inner = Fields(rope_values(fields), f"{fields.where}, rope")
     return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=theta, partial=partial)
 
 
 def rope_values(fields: Fields) -> dict[str, Any]:
-    """One table's rope object: `rope_parameters`, or the older `rope_theta` with `rope_scaling` beside it."""
+    """The rope object of one table: `rope_parameters`, or the older `rope_theta` with `rope_scaling`."""
     new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, Mapping):
@@ -52,9 +52,9 @@ def rope_values(fields: Fields) -> dict[str, Any]:
 def ropes_by_layer_type(
     fields: Fields, thetas: Mapping[str, float], *, scaled: str, head_dim: int, max_positions: int
 ) -> dict[str, Rope]:
-    """A `Rope` for each layer type, from `rope_parameters` nested by layer type or from the older fields at the top.
+    """A `Rope` for each layer type, from `rope_parameters` nested by layer type or from the older top-level fields.
 
-    thetas: the family's defaults. scaled: the layer type that an older `rope_theta` and `rope_scaling` speak of.
+    thetas: the family's defaults. scaled: the layer type that the older `rope_theta` and `rope_scaling` apply to.
     """
     nested = fields.take("rope_parameters", None)
     if not isinstance(nested, Mapping) or not set(nested) & set(thetas):
@@ -74,10 +74,10 @@ def ropes_by_layer_type(
 def parse_rope(
     fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: float | None = None
 ) -> Rope:
-    """One rope object in Hugging Face's terms, checked.
+    """The `Rope` of one Hugging Face rope object; ConfigError or UnsupportedError with the field's name.
 
-    theta: the family's default. partial: its default for the share of a head that rotates; None where it rotates all,
-    and transformers ignores the factor, or fails, so that it is refused here.
+    theta: the family's default base. partial: its default fraction of rotary dimensions per head; None for a family
+    that rotates all of them: a partial_rotary_factor is refused, because transformers ignores it or fails.
     """
     if {"rope_type", "type"} <= set(fields.values) and fields.values["rope_type"] != fields.values["type"]:
         raise ConfigError(f"{fields.where}: 'rope_type' and 'type' disagree.")
@@ -113,14 +113,14 @@ def parse_rope(
         raise ConfigError(f"{fields.where}: 'low_freq_factor' must not be above 'high_freq_factor'.")
     if kind == "dynamic" and dim == 2:
         raise ConfigError(f"{fields.where}: dynamic scaling needs more than 2 rotating dimensions.")
-    # transformers writes this one beside every kind of a model that was extended; only three kinds read it
+    # transformers writes this field for every rope type of an extended model, but only three types read it
     fields.finish(ignored=("original_max_position_embeddings",))
     needs_original = kind not in ("default", "linear")
     return Rope(theta, kind, share, original_max_position_embeddings=original if needs_original else 0, **rest)
 
 
 def rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """The object that `parse_rope` reads back."""
+    """The rope object for config.json, which `parse_rope` reads back."""
     out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.partial != 1:
         out["partial_rotary_factor"] = rope.partial

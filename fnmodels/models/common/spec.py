@@ -1,4 +1,4 @@
-"""The declaration of one parameter. A family's `spec` is a tree of these, and everything else follows from it."""
+"""`Leaf`, the declaration of one parameter, and the leaves of common layers; a family's `spec` is a tree of leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """Fills with one value: norms begin at 1, biases at 0."""
+    """Fills with one value: 1 for norms, 0 for biases."""
 
     value: float = 0.0
 
@@ -31,14 +31,14 @@ class Leaf:
     """One parameter.
 
     shape: sizes; a linear weight is [out, in].
-    dtype: what it is declared in; callers may ask for another.
+    dtype: the default dtype; initialization and loading can choose another.
     axes: one logical name per dimension (embed, heads, kv_heads, mlp, vocab, expert, ...), which a sharding plan maps
-        to a mesh.
-    init: how it begins.
-    trainable: False for state of the checkpoint that no gradient teaches (a router's selection bias).
+        to mesh dimensions.
+    init: `Normal` or `Constant`.
+    trainable: False for checkpoint state without a gradient (a router's selection bias).
     decay: whether weight decay applies (not to norms, biases and embeddings).
-    keep_dtype: stays in `dtype` when the model is cast, and is read in no narrower one.
-    unit: how many neighbors along an axis of heads belong to one head; a plan divides between heads only.
+    keep_dtype: the parameter stays in `dtype` when the model is cast, and is not loaded in a narrower one.
+    unit: elements per head along a heads axis; sharding plans shard between heads only.
     """
 
     shape: tuple[int, ...]
@@ -56,34 +56,34 @@ class Leaf:
 
 
 def weight(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.02, *, unit: int = 1) -> Leaf:
-    """A matrix: normal init, decays."""
+    """A weight matrix: normal init, weight decay."""
     return Leaf(shape, torch.float32, axes, Normal(std), unit=unit)
 
 
 def embedding(rows: int, size: int, std: float = 0.02, *, axis: str = "vocab") -> Leaf:
-    """A table in which rows are looked up: normal init, no decay, which would shrink a row that no batch has met."""
+    """An embedding table: normal init, no weight decay, which would shrink rows that no batch contains."""
     return Leaf((rows, size), torch.float32, (axis, "embed"), Normal(std), decay=False)
 
 
 def norm(size: int, axis: str, value: float = 1.0, *, unit: int = 1) -> Leaf:
-    """A norm's weight: no decay."""
+    """A norm's weight [size], filled with `value`: no weight decay."""
     return Leaf((size,), torch.float32, (axis,), Constant(value), decay=False, unit=unit)
 
 
 def bias(size: int, axis: str, *, unit: int = 1) -> Leaf:
-    """A bias: zero, no decay."""
+    """A bias [size]: zeros, no weight decay."""
     return Leaf((size,), torch.float32, (axis,), Constant(0.0), decay=False, unit=unit)
 
 
 def layer_norm_leaves(name: str, size: int, axis: str) -> dict[str, Leaf]:
-    """A LayerNorm's weight `name` and its bias beside it."""
+    """A LayerNorm's weight under `name` and its bias under `name`_bias."""
     return {name: norm(size, axis), f"{name}_bias": bias(size, axis)}
 
 
 def decoder_leaves(config: DecoderConfig, layers: list[Tree], *, norm_bias: bool = False) -> Tree:
     """A decoder's parameters, weights [out, in]: embedding, `layers`, final norm, and a head that is not the embedding.
 
-    config has vocab_size, hidden_size, initializer_range and tie_word_embeddings. norm_bias: the norm has one.
+    norm_bias: the final norm has a bias (LayerNorm).
     """
     V, D, std = config.vocab_size, config.hidden_size, config.initializer_range
     last = layer_norm_leaves("norm", D, "embed") if norm_bias else {"norm": norm(D, "embed")}
@@ -92,7 +92,7 @@ def decoder_leaves(config: DecoderConfig, layers: list[Tree], *, norm_bias: bool
 
 
 def layer_leaves(width: int, attention: Tree, mlp: Tree, *, norm_bias: bool = False) -> Tree:
-    """A layer with a norm before each sublayer, as most have it. norm_bias: the norms have biases (LayerNorm)."""
+    """The parameters of a pre-norm layer. norm_bias: the norms have biases (LayerNorm)."""
     names = ("input_layernorm", "post_attention_layernorm")
     first, second = (
         layer_norm_leaves(name, width, "embed") if norm_bias else {name: norm(width, "embed")} for name in names
@@ -101,7 +101,7 @@ def layer_leaves(width: int, attention: Tree, mlp: Tree, *, norm_bias: bool = Fa
 
 
 def usual_attention(config: UsualConfig, *, qkv_bias: bool = False, o_bias: bool = False) -> dict[str, Leaf]:
-    """`attention_leaves` of the config's sizes."""
+    """`attention_leaves` with the sizes of the config."""
     heads, kv_heads, std = config.num_attention_heads, config.num_key_value_heads, config.initializer_range
     return attention_leaves(
         config.hidden_size, heads, kv_heads, config.head_dim, std=std, qkv_bias=qkv_bias, o_bias=o_bias
@@ -109,17 +109,17 @@ def usual_attention(config: UsualConfig, *, qkv_bias: bool = False, o_bias: bool
 
 
 def usual_mlp(config: UsualConfig, *, biases: bool = False) -> dict[str, Leaf]:
-    """`gated_mlp_leaves` of the config's sizes."""
+    """`gated_mlp_leaves` with the sizes of the config."""
     return gated_mlp_leaves(config.hidden_size, config.intermediate_size, std=config.initializer_range, biases=biases)
 
 
 def head_norms(config: UsualConfig, value: float = 1.0) -> dict[str, Leaf]:
-    """Norms of queries and keys, one weight [H] for all heads each."""
+    """Per-head query and key norms, each with one weight [H] that all heads share."""
     return {name: norm(config.head_dim, "head_dim", value) for name in ("q_norm", "k_norm")}
 
 
 def joint_head_norms(config: UsualConfig) -> dict[str, Leaf]:
-    """Norms of queries and keys over all heads together, weights [N H] and [G H]."""
+    """Query and key norms over the concatenated heads, weights [N H] and [G H]."""
     H = config.head_dim
     heads, kv_heads = config.num_attention_heads * H, config.num_key_value_heads * H
     return {"q_norm": norm(heads, "heads", unit=H), "k_norm": norm(kv_heads, "kv_heads", unit=H)}
@@ -128,7 +128,7 @@ def joint_head_norms(config: UsualConfig) -> dict[str, Leaf]:
 def attention_leaves(
     width: int, heads: int, kv_heads: int, head_dim: int, *, std: float, qkv_bias: bool = False, o_bias: bool = False
 ) -> dict[str, Leaf]:
-    """q, k, v and o projections for grouped queries, with their biases."""
+    """q, k, v and o projections of grouped-query attention, and their biases as flagged."""
     q, kv, unit = heads * head_dim, kv_heads * head_dim, head_dim
     leaves = {
         "q_proj": weight((q, width), ("heads", "embed"), std, unit=unit),
@@ -156,9 +156,10 @@ def latent_attention_leaves(
     std: float,
     biases: bool = False,
 ) -> dict[str, Leaf]:
-    """What `ops.mla.latent_qkv` reads, and o; q_rank None: queries without a latent. biases: of what reads x, and of o.
+    """Parameters of multi-head latent attention (`ops.mla.latent_qkv`) and its o projection.
 
-    "latent" is the axis of both latents; the rows of the shared rotating key lie behind those of the kv latent.
+    q_rank: None for queries without a latent. biases: of the projections that read x, and of o. "latent" is the axis of
+    both latents; the rows of the shared rotary key follow those of the kv latent.
     """
     of_q, of_kv = nope_dim + rope_dim, nope_dim + value_dim
     if q_rank is None:
@@ -182,7 +183,7 @@ def latent_attention_leaves(
 
 
 def gated_mlp_leaves(width: int, inner: int, *, std: float, biases: bool = False) -> dict[str, Leaf]:
-    """gate, up and down projections, with their biases."""
+    """gate, up and down projections of a gated MLP, and their biases as flagged."""
     leaves = {
         "gate_proj": weight((inner, width), ("mlp", "embed"), std),
         "up_proj": weight((inner, width), ("mlp", "embed"), std),
@@ -206,12 +207,12 @@ def moe_leaves(
     router_bias: bool = False,
     wide_router: bool = False,
 ) -> dict[str, Any]:
-    """A router over `experts` gated MLPs of width `inner`, with the biases of both.
+    """The parameters of an MoE layer: a router [E, D] and `experts` gated MLPs of width `inner`, as flagged.
 
-    shared: width of the expert that every token passes through, 0: there is none; shared_gate: it has a gate. The
-    selection bias is state that no gradient teaches (see `train.update_bias`). The router's own axis is "router": what
-    splits the experts over devices leaves it whole. wide_router: its parameters stay fp32 where the model is cast; such
-    a family declares `RouterDtypes(param="wide", projection="wide", ...)`.
+    biases, router_bias: of the experts and of the router. shared: width of the shared expert, 0 for none; shared_gate:
+    it has a gate. selection_bias: state without a gradient (see `train.update_bias`). The router has its own axis
+    "router", so that expert parallelism leaves it replicated. wide_router: its parameters stay fp32 when the model is
+    cast; such a family declares `RouterDtypes(param="wide", projection="wide", ...)`.
     """
     stacks: dict[str, Any] = {
         "gate_proj": weight((experts, inner, width), ("expert", "expert_mlp", "embed"), std),
@@ -238,7 +239,7 @@ def moe_leaves(
 
 
 def plain_mlp_leaves(width: int, inner: int, *, std: float, biases: bool = True) -> dict[str, Leaf]:
-    """up and down projections of an MLP without a gate, with their biases."""
+    """up and down projections of an MLP without a gate, and their biases as flagged."""
     leaves = {
         "up_proj": weight((inner, width), ("mlp", "embed"), std),
         "down_proj": weight((width, inner), ("embed", "mlp"), std),
@@ -247,7 +248,7 @@ def plain_mlp_leaves(width: int, inner: int, *, std: float, biases: bool = True)
 
 
 def xielu_leaves() -> dict[str, Leaf]:
-    """What `ops.mlp.xielu` reads: two curvatures that are trained, before softplus, and two constants of the files."""
+    """Parameters of `ops.mlp.xielu`: two trainable curvatures, before softplus, and two constants from the files."""
     curvatures = {"xielu_alpha_p": math.log(math.expm1(0.8)), "xielu_alpha_n": math.log(math.expm1(0.8 - 0.5))}
     leaves = {name: norm(1, "activation", value) for name, value in curvatures.items()}
     constants = {"xielu_beta": 0.5, "xielu_eps": -1e-6}

@@ -20,10 +20,10 @@ from torch import Tensor
 class TensorSlice:
     """Rows start <= i < stop of each of `groups` equal blocks of rows of the tensor `name`, [out, in] or [out].
 
-    rows: how many rows the full tensor has. transposed: on disk it is [in, out] (a bias is the same either way).
+    rows: number of rows of the full tensor. transposed: on disk it is [in, out] (no effect on a bias).
     batched: the tensor is [E, out, in] or [E, out], and the slice is taken from every expert. Interleaved rows of two
     projections are groups: the even ones of 2 F rows are rows 0 <= i < 1 of F groups. row_vector: on disk it is
-    [1, rows], and the parameter a vector.
+    [1, rows], and the parameter is a vector [rows].
     """
 
     name: str
@@ -45,7 +45,7 @@ Single = str | TensorSlice
 
 @dataclass(frozen=True)
 class Stack:
-    """Tensors of one shape and dtype, or slices of such, which stacked in this order are the parameter [E, ...]."""
+    """Tensors of one shape and dtype (or slices of them) that, stacked in this order, form the parameter [E, ...]."""
 
     tensors: tuple[Single, ...]
 
@@ -63,7 +63,7 @@ def disk_name(stored: Single) -> str:
 
 
 def disk_names(stored: Stored) -> tuple[str, ...]:
-    """The names of all tensors in the files that the parameter is made of."""
+    """The names of all tensors in the files that hold the parameter."""
     return tuple(disk_name(single) for single in (stored.tensors if isinstance(stored, Stack) else (stored,)))
 
 
@@ -78,9 +78,9 @@ def disk_shape(stored: Single, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def extract(stored: Single, tensor: Tensor) -> Tensor:
-    """The parameter, extracted from the tensor in the file; a view of it wherever that is possible and useful.
+    """The parameter, extracted from the tensor in the file; a view where one with a unit stride exists, else a copy.
 
-    (Interleaved rows of a transposed tensor would be a view with no unit stride, which every product has to copy.)
+    Interleaved rows of a transposed tensor would be a view without unit stride, which every matmul would copy.
     """
     if isinstance(stored, str):
         return tensor
