@@ -1,14 +1,14 @@
-"""Property checks for functional models: the ones our own contract tests run over every family, for yours too.
+"""Property checks for functional models: `Subject`, `check_all` and one function per property.
 
     from fnmodels.testing import Subject, check_all
 
     subject = Subject(params, prepare, forward, vocab_size=64)
-    check_all(subject)                       # raises AssertionError with a sentence, at the first property that fails
+    check_all(subject)                       # raises AssertionError with a message at the first property that fails
 
-A model here is any pure `forward(params, batch) -> logits [B, S, V]` with a `prepare(tokens, positions, segment_ids) ->
-batch` that turns [B, S] integers into whatever tree of batch-leading tensors the model reads (masks, tables, ...). Each
-check builds its own small batches, calls both, and compares two computations that must agree; none needs a reference
-model. `docs/testing.md` shows them on a model of 30 lines, and five bugs that they catch.
+A model is any pure `forward(params, batch) -> logits [B, S, V]` with a `prepare(tokens, positions, segment_ids) ->
+batch` that converts [B, S] integers to a tree of batch-leading tensors (masks, tables, ...). Each check builds small
+batches and compares two computations that must agree, without a reference model. The contract tests run the checks over
+every family; `docs/testing.md` applies them to a model of 30 lines, with five bugs that they detect.
 """
 
 from __future__ import annotations
@@ -39,18 +39,20 @@ def _no_tables(batch: Tree) -> Iterable[tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tested. The tolerance is relative to the largest logit compared, ten times it for gradients.
+    """The model to test.
 
-    prepare(tokens, positions, segment_ids) -> batch: [B, S] int tensors in; segment 0 is padding, documents from 1 on,
-        positions restart in each document unless a check says otherwise. A tensor of the batch that belongs to tokens
+    prepare(tokens, positions, segment_ids) -> batch: from [B, S] int tensors; segment 0 is padding, documents count
+        from 1, and positions restart in each document unless a check states otherwise. A per-token tensor of the batch
         has the sequence in dimension 1, or is a dense mask [B or 1, ., S, S].
-    forward(params, batch) -> logits [B, S, V], through kernels that support torch.func.
-    sees(t, u): whether logits at index t of a lone document depend on its token u, over all layers. Say otherwise for
-        windows that the layers together do not reach over, and for encoders.
-    rotary(batch): its rotary tables [B, S, R/2, 2] (cos, sin), each with the frequencies that define it, fp64 [R/2] in
-        radians per position. Without it `check_rotary_tables` has nothing to look at.
-    exact: whether a document keeps its bits when the tokens of another change. Not where tokens of several documents go
-        through one product of a size that depends on them (experts in a loop): there the tolerance holds.
+    forward(params, batch) -> logits [B, S, V], with kernels that support torch.func.
+    vocab_size: token ids are drawn from 0 <= id < vocab_size.
+    sees(t, u): whether the logits at index t of a single document depend on its token u, over all layers; by default
+        u <= t. Other models: encoders, and windows that the layers together do not reach beyond.
+    rotary(batch): pairs of a rotary table [B, S, R/2, 2] (cos, sin) and its frequencies, fp64 [R/2] in radians per
+        position. Without it `check_rotary_tables` checks nothing.
+    tolerance: relative to the largest logit compared; ten times as much for gradients.
+    exact: whether a document's logits keep their bits when tokens of another document change. False if tokens of
+        several documents share a matmul whose size depends on them (experts in a loop): then `tolerance` applies.
     """
 
     params: Tree
@@ -63,15 +65,15 @@ class Subject:
     exact: bool = True
 
     def tokens(self, *shape: int, seed: int = 0) -> Tensor:
-        """Random token ids."""
+        """Random token ids of this shape."""
         return torch.randint(self.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
     def logits(self, tokens: Tensor, positions: Tensor, segment_ids: Tensor) -> Tensor:
-        """prepare, then forward."""
+        """Logits [B, S, V]: prepare, then forward."""
         return self.forward(self.params, self.prepare(tokens, positions, segment_ids))
 
     def alone(self, tokens: Tensor) -> Tensor:
-        """Logits [B, S, V] of whole documents, one per row."""
+        """Logits [B, S, V] of full documents, one per row."""
         return self.logits(tokens, *_whole(tokens))
 
 
@@ -80,9 +82,9 @@ def _whole(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _documents(*lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(positions, segment_ids) [B, S] of rows of documents; a negative length is that many pads.
+    """(positions, segment_ids) [B, S] of rows of documents; a negative length is padding.
 
-    Written out, so that what a model is held against is not made by a converter that it may have used itself.
+    Independent of the converters in fnmodels.inputs, which the tested model may use itself.
     """
     positions, segment_ids = [], []
     for row in lengths:
@@ -92,7 +94,7 @@ def _documents(*lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.tensor(positions), torch.tensor(segment_ids)
 
 
-MIXED = ((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))  # documents and padding at all ends, no row like another
+MIXED = ((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))  # documents and padding on both sides; all rows differ
 
 
 def _assert_close(got: Tensor, want: Tensor, tolerance: float, sentence: str) -> None:
@@ -109,7 +111,7 @@ def _assert_close(got: Tensor, want: Tensor, tolerance: float, sentence: str) ->
 
 
 def check_history_independence(subject: Subject) -> None:
-    """f(x), f(longer x), f(x): the last equals the first bit for bit. Nothing is kept between calls."""
+    """f(x), f(longer x), f(x): the last equals the first bit for bit, so no state is kept between calls."""
     short, long = subject.tokens(2, 8), subject.tokens(2, 40, seed=1)
     first = subject.alone(short)
     subject.alone(long)
@@ -119,7 +121,7 @@ def check_history_independence(subject: Subject) -> None:
 
 
 def check_inputs_unchanged(subject: Subject) -> None:
-    """Nothing is written into the parameters or the batch, and no entry comes or goes, forward and backward."""
+    """Forward and backward neither write into tensors of params or batch nor add or remove entries."""
     for backward in (False, True):
         positions, segment_ids = _documents(*MIXED)
         batch = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
@@ -147,7 +149,7 @@ def _tensors(params: Tree, batch: Tree) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_threads(subject: Subject) -> None:
-    """Two threads that call at once get what each gets alone."""
+    """Concurrent calls from two threads return the same logits as separate calls."""
     inputs = [subject.tokens(2, 8), subject.tokens(2, 8, seed=1), subject.tokens(2, 17, seed=2)]
     want = [subject.alone(tokens) for tokens in inputs]
     sentence = "Two threads that call at once disturb each other"
@@ -160,7 +162,7 @@ def check_threads(subject: Subject) -> None:
 
 
 def check_microbatches(subject: Subject) -> None:
-    """The forward of a batch is the concatenation of the forwards of its parts, for every split; no two masks agree."""
+    """Logits of a batch equal the concatenated logits of its microbatches, for every split of its rows."""
     positions, segment_ids = _documents(*MIXED)
     batch = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
     valid, whole = segment_ids > 0, subject.forward(subject.params, batch)
@@ -175,9 +177,9 @@ def check_microbatches(subject: Subject) -> None:
 
 
 def check_permutation(subject: Subject) -> None:
-    """Permuting the tokens with everything that belongs to them permutes the logits: nothing depends on an index.
+    """Permuting all per-token tensors along the sequence permutes the logits: nothing depends on a token's index.
 
-    Head and tail interleaved, as context parallelism balances its ranks; one random order; and one for each row.
+    Three orders: head-tail, as context parallelism balances its ranks; one random order; one random order per row.
     """
     given = _documents(*MIXED)
     tokens = subject.tokens(*given[0].shape)
@@ -192,7 +194,7 @@ def check_permutation(subject: Subject) -> None:
 
 
 def check_padding(subject: Subject) -> None:
-    """Rows alone, and beside longer ones with padding on the left, on the right or on both sides, agree."""
+    """Documents alone, and padded on the left, the right or both sides in a batch, have the same logits."""
     lengths, width = (9, 4, 1), 12
     documents = [subject.tokens(1, n, seed=n) for n in lengths]
     want = torch.cat([subject.alone(document)[0] for document in documents])
@@ -210,9 +212,9 @@ PACKED = ((1, 6, 4, 1), (5, 4, -3), (-2, 1, 9), (3, -2, 6, -1))
 
 
 def check_packing(subject: Subject) -> None:
-    """Documents packed in rows equal the documents alone, in logits and parameter gradients; none sees another.
+    """Documents packed in rows equal the documents alone, in logits and parameter gradients; none attends to another.
 
-    Among them two whose positions run on from the one to the other.
+    This includes two documents with consecutive positions, which only the segment ids separate.
     """
     positions, segment_ids = _documents(*PACKED)
     tokens, valid = subject.tokens(*positions.shape), segment_ids > 0
@@ -232,7 +234,7 @@ def check_packing(subject: Subject) -> None:
     message = "Changing the first document of a row changes another: documents see each other"
     _assert_close(after, before, 0.0 if subject.exact else subject.tolerance, message)
 
-    # Pieces whose positions run on, [4 5 6 | 7 8]: the segment ids alone tell that they are two.
+    # Pieces with consecutive positions, [4 5 6 | 7 8]: only the segment ids separate them.
     positions, segment_ids = torch.arange(4, 9)[None], torch.tensor([[1, 1, 1, 2, 2]])
     tokens, ones = subject.tokens(1, 5), torch.ones_like(segment_ids)
 
@@ -248,10 +250,10 @@ def check_packing(subject: Subject) -> None:
 
 
 def check_packing_of_a_cut_document(subject: Subject) -> None:
-    """A row that begins in the middle of a document: positions and segment ids are taken as they are said.
+    """A row that begins in the middle of a document: the given positions and segment ids are used unchanged.
 
-    What the model should get is cut out of the batches of rows that begin at a beginning, where positions and indices
-    are one. So a prepare that counts anew, or looks for end tokens, has nothing to agree with.
+    The expected batch is sliced out of batches of full documents, where positions equal indices, so a prepare that
+    recounts positions or searches for end tokens differs from it.
     """
     first, second = subject.tokens(1, 11), subject.tokens(1, 6, seed=1)
     cut = 7
@@ -260,7 +262,7 @@ def check_packing_of_a_cut_document(subject: Subject) -> None:
     row = subject.prepare(torch.cat((first[:, cut:], second[:, 1:]), dim=1), positions, segment_ids)
     wholes = (
         subject.prepare(first, *_whole(first)),
-        # behind a document of one token, so that it is the second of its row here too
+        # after a document of one token, so that it is the second of its row here too
         subject.prepare(second, *_documents((1, 5))),
     )
     got = [_columns(row, 9, slice(0, 4)), _columns(row, 9, slice(4, 9))]
@@ -279,7 +281,7 @@ def check_packing_of_a_cut_document(subject: Subject) -> None:
 
 
 def _columns(batch: Tree, length: int, part: slice) -> Tree:
-    """Some tokens of rows of `length`, with what belongs to them."""
+    """The batch restricted to a slice of the sequence dimension, of size `length`."""
 
     def cut(leaf: Tensor) -> Tensor:
         if leaf.ndim == 4 and leaf.shape[-2:] == (length, length):
@@ -298,7 +300,7 @@ def _assert_same_entries(got: dict[str, Tensor], want: dict[str, Tensor], tolera
 
 
 def check_empty_rows(subject: Subject) -> None:
-    """Rows of padding alone, and documents of one token: finite logits and gradients, and padding adds to neither."""
+    """Rows of only padding, and documents of one token: finite logits and gradients; padding contributes to neither."""
     given = _documents((1, 1, -4), (-6,), (6,), (-5, 1))
     tokens = subject.tokens(*given[0].shape)
 
@@ -312,9 +314,9 @@ def check_empty_rows(subject: Subject) -> None:
 
 
 def check_causality(subject: Subject) -> None:
-    """Changing token u moves the logits at t where t sees u, and by exactly 0 where it does not, for every t and u.
+    """Changing token u changes the logits at t if and only if `sees(t, u)`, for every t and u.
 
-    (Where the subject is not exact, by less than its tolerance.)
+    Unchanged means bit for bit, or within the tolerance if the subject is not exact.
     """
     length = 10
     tokens = subject.tokens(1, length).expand(length, length)
@@ -332,7 +334,7 @@ def check_causality(subject: Subject) -> None:
 
 
 def check_per_sample_gradients(subject: Subject) -> None:
-    """vmap(grad) over rows of different masks equals a loop, and vmap the batch; one of the rows is all padding."""
+    """vmap(grad) over rows with different masks equals a loop, and vmap the batch; one row is only padding."""
     positions, segment_ids = _documents((6,), (2, 3, -1), (-2, 4), (-6,))
     whole = subject.prepare(subject.tokens(*positions.shape), positions, segment_ids)
     batch, weights = rows(whole), rows((segment_ids > 0).float())
@@ -355,9 +357,9 @@ def check_per_sample_gradients(subject: Subject) -> None:
 
 
 def check_rotary_tables(subject: Subject) -> None:
-    """fp32 tables whatever the dtype of the parameters, at position 10^6 off from fp64 by their own rounding alone.
+    """Rotary tables are fp32 for any default dtype, and at position 10^6 differ from fp64 only by fp32 rounding.
 
-    Sets the default dtype for the moment: that of the parameters comes in that way where a model is built under it.
+    Sets the default dtype temporarily, since a model built under it takes its dtypes from there.
     """
     tokens = subject.tokens(1, 10)
     positions, segment_ids = torch.arange(10**6 - 9, 10**6 + 1)[None], torch.ones_like(tokens)
@@ -375,7 +377,7 @@ def check_rotary_tables(subject: Subject) -> None:
     if pairs:
         near = _error_in_bf16(subject, tokens, torch.arange(10)[None])
         far = _error_in_bf16(subject, tokens, positions)
-        if not far <= 4 * near:  # near 0 even positions are exact in bf16, so that this is the noise of everything else
+        if not far <= 4 * near:  # near 0 positions are exact in bf16: this is the other noise
             raise AssertionError(
                 f"In bf16 logits are {far:.3g} off at position 10^6 and {near:.3g} at 0: angles round."
             )
@@ -402,7 +404,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _assert_same_function(
     subject: Subject, first: Callable[[Tree], Tensor], second: Callable[[Tree], Tensor], sentence: str
 ) -> None:
-    """Of the parameters: values, and gradients of a fixed random projection of them."""
+    """Compares two functions of params: values, and gradients of a fixed random projection of the values."""
     got, want = first(subject.params), second(subject.params)
     _assert_close(got, want, subject.tolerance, f"{sentence}, in the logits")
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(0), dtype=want.dtype).to(want.device)
@@ -428,6 +430,6 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
 
 
 def check_all(subject: Subject) -> None:
-    """Every check, in order; the first that fails raises AssertionError."""
+    """Runs every check in order; the first that fails raises AssertionError."""
     for check in CHECKS:
         check(subject)

@@ -1,4 +1,4 @@
-"""Logical axes say what a dimension is. Sharding and tensor parallelism rely on them, so a wrong one must be found."""
+"""Logical axes of every parameter fit its place and size, since sharding and tensor parallelism rely on them."""
 
 import dataclasses
 from collections import defaultdict
@@ -15,7 +15,7 @@ every_case = pytest.mark.parametrize("case", cases(), ids=str)
 
 
 def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
-    """A sentence for each leaf whose axes do not fit its place, or its sizes the config."""
+    """A message for each leaf whose axes do not fit its place, or whose sizes do not fit the config."""
     matrices: dict[str, set[tuple[str, int]]] = defaultdict(set)  # by layer
     for path, leaf in flat.items():
         if len(leaf.shape) > 1:

@@ -1,4 +1,4 @@
-"""What every family is made of: variants, spec, its parameters' beginning; and that it keeps nothing to itself."""
+"""Building every family: variants, spec and initialization; and no state outside of the parameters."""
 
 import ast
 import gc
@@ -63,7 +63,7 @@ PUBLISHED = [(family, name) for family in family_modules() for name in variants_
 
 @pytest.mark.parametrize(("family", "name"), PUBLISHED)
 def test_published_sizes_on_meta(family: str, name: str, record_property: Callable[[str, object], None]) -> None:
-    """A published member runs in shapes alone: spec, masks, tables, every layer, the head."""
+    """A published model runs on meta tensors: spec, masks, tables, every layer, the head."""
     config = published_of(family)[name]
     assert P.count(config) == variants_of(family).sizes()[name]
     check_shapes(config)
@@ -72,7 +72,7 @@ def test_published_sizes_on_meta(family: str, name: str, record_property: Callab
 
 @with_kernels(cases())
 def test_forward_reads_no_values(case: Case, kernel: str) -> None:
-    """On meta there are none: `.item()`, boolean indexing and shapes that depend on data would raise."""
+    """On meta tensors `.item()`, boolean indexing and data-dependent shapes would raise."""
     mixed = batch_of(case.config, MIXED)
     weights, *prepared = tree.map(lambda t: t.to("meta"), (generic_params(case.config), *mixed.prepared()))
     logits = fnmodels.forward(weights, *prepared, config=case.config, kernel=kernel)
@@ -98,7 +98,7 @@ def test_spec_is_the_tree(case: Case) -> None:
 
 @every_case
 def test_init_is_a_function_of_seed_and_path(case: Case) -> None:
-    """D2: whatever was drawn before, in whatever order."""
+    """D2: independent of earlier draws and of their order."""
     before = torch.get_rng_state()
     first = tree.flatten(P.init(case.config, 3))
     torch.manual_seed(17)
@@ -119,7 +119,7 @@ def test_init_is_a_function_of_seed_and_path(case: Case) -> None:
 
 @every_case
 def test_params_are_the_whole_state(case: Case) -> None:
-    """B1: built abstract, filled with NaN, loaded: the same bits. And any one leaf reaches the logits."""
+    """B1: an abstract model filled with NaN and then loaded gives the same bits; every leaf affects the logits."""
     mixed, weights = batch_of(case.config, MIXED), generic_params(case.config)
     poisoned = tree.map(lambda t: torch.full(t.shape, torch.nan, dtype=t.dtype), P.abstract(case.config))
     wanted = mixed.forward(weights)
@@ -131,7 +131,7 @@ def test_params_are_the_whole_state(case: Case) -> None:
     for path, tensor in flat.items():
         spoiled = tree.unflatten(flat | {path: torch.full_like(tensor, torch.nan)})
         got = mixed.forward(spoiled)
-        # a bias of the router's choice is in no sum: it decides which experts there are
+        # a selection bias enters no sum: it only decides which experts are chosen
         chooses = path.endswith("selection_bias")
         assert got.isnan().any() or (chooses and not torch.equal(got, wanted)), path
 
@@ -184,7 +184,7 @@ def test_no_tensor_is_kept() -> None:
 
 
 def check_no_tensor_is_kept(*models: Case) -> None:
-    """No module holds a tensor, and no model's forward leaves any behind."""
+    """No module holds a tensor, before or after the forward passes of the models."""
     assert held_tensors() == []
 
     def alive() -> int:
@@ -208,7 +208,7 @@ def check_no_tensor_is_kept(*models: Case) -> None:
 def test_the_source_is_pure(file: Path) -> None:
     """No modules with state, no buffers, no `global`, no caches; imports of torch, einops and the standard library.
 
-    A cached function without arguments is a constant made late (a compiled kernel), and is let pass.
+    A cached function without arguments is a lazy constant (a compiled kernel) and is allowed.
     """
     text = ast.parse(file.read_text())
     constants = [node for node in ast.walk(text) if isinstance(node, ast.FunctionDef) and not ast.unparse(node.args)]

@@ -1,4 +1,4 @@
-"""Checkpoints of every family: saved and loaded bit for bit, under the names that the configuration calls for."""
+"""Checkpoints of every family: saved and loaded bit for bit, under the names that the config implies."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def test_round_trip_in_shards(case: Case, tmp_path: Path) -> None:
 
 @every_structure
 def test_names_on_disk(case: Case, tmp_path: Path) -> None:
-    """Each leaf has a name, a tied head none of its own, and nothing else is written."""
+    """Each leaf has a name on disk, a tied head has none, and no other tensor is written."""
     names = fnmodels.family_of(case.config).hf_names(case.config)
     assert names.keys() == tree.flatten(generic_params(case.config)).keys()
     on_disk = load_file(saved(case, tmp_path / "model") / "model.safetensors")
@@ -69,7 +69,7 @@ def test_a_missing_and_an_unexpected_tensor_are_both_named(case: Case, tmp_path:
 
 @every_structure
 def test_loading_in_another_precision(case: Case, tmp_path: Path) -> None:
-    """L7: cast where asked, leaf by leaf, but for what keeps its dtype, which is fp32 even of files in bf16 alone."""
+    """L7: leaves are cast to the requested dtype, except keep_dtype leaves, which are fp32 even for files in bf16."""
     spec = tree.flatten(fnmodels.family_of(case.config).spec(case.config))
     wide = generic_params(case.config)
     narrow = tree.map(Tensor.bfloat16, wide)

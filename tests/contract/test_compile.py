@@ -1,7 +1,7 @@
-"""torch.compile takes the model as one graph, and one compilation of a block serves all layers of its kind.
+"""torch.compile captures the model as one graph, and compiles a block once for all layers of its kind.
 
-Blocks with the backend "aot_eager", which captures forward and backward and generates no code; whole models with
-"eager", which captures what Python does.
+Blocks use the backend "aot_eager", which captures forward and backward without code generation; full models use
+"eager", which captures the Python code only.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @contextmanager
 def one_graph() -> Iterator[None]:
-    """What cannot be captured is a failure of the property, not an error of the test."""
+    """Reports a failed capture as a failure of the property instead of an error of the test."""
     try:
         yield
     except Unsupported as error:
@@ -56,7 +56,7 @@ def one_graph() -> Iterator[None]:
 
 
 def deep(case: Case, layers: int) -> Any:
-    """The case's model with as many layers, repeating the kinds that it has."""
+    """The case's model with `layers` layers, which repeat its kinds."""
     repeats = {
         field.name: tuple(value[i % len(value)] for i in range(layers))
         for field in dataclasses.fields(case.config)
@@ -67,7 +67,7 @@ def deep(case: Case, layers: int) -> Any:
 
 @pytest.mark.parametrize("case", richest() + BRANCHING, ids=str)
 def test_prepare_and_forward_are_one_graph(case: Case) -> None:
-    """F10: with backward, equal to eager. No second compilation for an equal config, other values or other masks."""
+    """F10: equal to eager, backward included; no recompile for an equal config, other values or other masks."""
     counter = CompileCounterWithBackend("eager")
 
     def loss(weights: Any, batch: Any, labels: Tensor, config: Any) -> Tensor:
@@ -91,7 +91,7 @@ def test_prepare_and_forward_are_one_graph(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in richest() if case.family in ("llama", "gemma", "mixtral")], ids=str)
 def test_a_plain_layout_is_one_graph(case: Case) -> None:
-    """What the compiled train step passes: rows that are one document each."""
+    """The layout that the compiled train step passes for rows of one document each."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(partial(fnmodels.forward, config=case.config), backend=counter, fullgraph=True)
     weights = generic_params(case.config)

@@ -1,4 +1,4 @@
-"""Every field of a Config that is part of its identity changes the maths, and every other one does not take part."""
+"""Every Config field that takes part in equality changes the maths, and the others do not."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from fnmodels.ops.rotary import Rope
 from tests.support.cases import Case, batch_of, cases, family_modules, generic_params, segments, variants_of
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
-# They describe a model without changing its forward pass: how weights begin, how far it was trained.
+# Fields without effect on the forward pass: the init and the trained length.
 DESCRIPTIVE = {"initializer_range", "max_position_embeddings"}
-# In some families they change together or not at all. They are the shapes of the parameters.
+# Fields that determine the shapes of parameters; in some families they change only together.
 SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
 
 
 def _others(value: Any) -> list[Any]:
-    """Values near this one, of its type, some of which should be possible."""
+    """Values near this one, of its type, some of which should be valid."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -39,7 +39,7 @@ def _others(value: Any) -> list[Any]:
 
 
 def _read(rope: Rope, field: str) -> bool:
-    """Whether this kind of scaling reads the field. yarn's factors stand in for one another."""
+    """Whether this kind of rope scaling reads the field; yarn's factors replace each other."""
     if field == "theta":
         return True
     if field == "partial":
@@ -87,7 +87,7 @@ def shapes(config: Any) -> dict[str, Any]:
 
 @every_case
 def test_every_field_changes_the_logits(case: Case) -> None:
-    """With the same parameters. A field without effect was forgotten in the forward, or hides from these variants."""
+    """With the same parameters: a field without effect is unused in the forward, or these variants do not reach it."""
     weights = generic_params(case.config)
     blind = getattr(variants_of(case.family), "BLIND", {}).get(case.name, ())
     segment_ids = segments((24,), (13, 11))
@@ -108,7 +108,7 @@ def test_every_field_changes_the_logits(case: Case) -> None:
 
 @pytest.mark.parametrize("family", family_modules())
 def test_every_field_is_changed_in_some_variant(family: str) -> None:
-    """Otherwise the test above would pass over it."""
+    """Otherwise the test above would not cover it."""
     mine = [case for case in cases() if case.family == family]
     blind = getattr(variants_of(family), "BLIND", {})
     seen = {f.partition(".")[0] for case in mine for f, _ in changed(case.config) if f not in blind.get(case.name, ())}

@@ -1,4 +1,4 @@
-"""A block's extension point: a new capability reaches every tap of every family without a line in any family."""
+"""`Context`, a block's extension point: a new capability reaches every tap of every family without changes to them."""
 
 import functools
 from typing import Any
@@ -33,14 +33,14 @@ def with_edits(edits: dict[str, Tensor]) -> Any:
 
 
 def names_of(case: Case) -> tuple[str, ...]:
-    """The taps that a block hands to its context, which are the family's and those of attention."""
+    """The taps that a block passes to its context: the family's and those of attention."""
     own = may_have(fnmodels.family_of(case.config), "TAPS")
     return (*(name for name in own if name not in MOE_TAPS), *ATTENTION_TAPS)
 
 
 @every_case
 def test_an_edit_of_every_tap_without_a_line_in_a_family(case: Case) -> None:
-    """An edit changes the logits and the tap itself, and a factor of 1 no bit."""
+    """An edit changes the logits and the recorded tap; a factor of 1 changes no bit."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
     for name in names_of(case):
         tap = f"layers.0.{name}"
@@ -55,7 +55,7 @@ def test_an_edit_of_every_tap_without_a_line_in_a_family(case: Case) -> None:
 
 @every_family
 def test_an_edit_goes_through_transforms(case: Case) -> None:
-    """Its strength under vmap and grad, and layers that are recomputed."""
+    """vmap and grad over an edit's strength, and rematerialised layers."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
 
     def loss(strength: Tensor, layer_fn: Any = lambda block: block) -> Tensor:

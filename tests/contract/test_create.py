@@ -13,7 +13,7 @@ MIXED = segments((-3, 5, 4), (12,), (7, 1, -4))
 
 
 def check(case: Case, create: Any) -> None:
-    """BlockMasks in place of our masks give the logits of kernel="math", by every kernel that reads them on the CPU."""
+    """BlockMasks instead of `Mask`s give the logits of kernel="math", with every CPU kernel that reads them."""
     batch, weights = batch_of(case.config, MIXED), generic_params(case.config)
     inputs, masks, freqs_cis = batch.prepared()
     family = fnmodels.family_of(case.config)
@@ -43,7 +43,7 @@ def test_create_block_mask_compiled(case: Case) -> None:
 
 @pytest.mark.parametrize("case", richest(), ids=str)
 def test_what_a_constructor_is_given(case: Case) -> None:
-    """A predicate over indices, B, no heads, Q, K, and the device; its result is the mask, whatever it is."""
+    """A predicate over indices, B, no heads, Q, K, and the device; its result is used as the mask, of any type."""
     batch, seen = batch_of(case.config, MIXED), []
 
     def create(mask_mod: Any, *sizes: Any, device: Any) -> Any:

@@ -1,4 +1,4 @@
-"""On a CUDA device every family computes what it computes on the CPU, and trains in bf16. Skipped without a device."""
+"""Every family on a CUDA device: the results of the CPU, and training in bf16. Skipped without a device."""
 
 import functools
 from typing import Any
@@ -53,13 +53,13 @@ def results(
 
 
 def routing_on_the_cpu(case: Case, batch: Batch) -> Tensor | None:
-    """The experts that fp32 on the CPU chooses: where two scores are close another device may choose the other."""
+    """The experts chosen in fp32 on the CPU: another device may choose differently between close scores."""
     return routing_of(generic_params(case.config), batch.prepared(), case.config) if is_routed(case.config) else None
 
 
 @every_case
 def test_logits_and_gradients_are_as_near_to_fp64_as_those_of_the_cpu(case: Case) -> None:
-    """Both round in other places: each is held against fp64 on the CPU."""
+    """The devices round differently, so each is compared with fp64 on the CPU."""
     batch = batch_of(case.config, segments(*ROWS))
     routing = routing_on_the_cpu(case, batch)
     exact = results(case, batch, "cpu", "math", dtype=torch.float64, routing=routing)
@@ -77,7 +77,7 @@ def test_bf16_is_as_near_to_fp32_as_the_written_out_kernel_is(case: Case) -> Non
         tree.flatten(results(case, batch, "cuda", kernel, dtype=torch.bfloat16, routing=routing))
         for kernel in ("auto", "math")
     )
-    # Of a bias of keys, which hardly changes a softmax, the gradient is what is left of larger ones.
+    # A key bias hardly changes a softmax: its gradient is the rounding left by cancelled larger terms.
     least = 0.05 * max(wanted.norm() for wanted in exact.values())
     for path, wanted in exact.items():
         error, noise = ((found[path] - wanted).norm() / wanted.norm().clamp(min=least) for found in (got, plain))
@@ -96,7 +96,7 @@ STEPS = [(case, "none") for case in structures()] + [(case, "block") for case in
 
 @pytest.mark.parametrize(("case", "compile"), STEPS, ids=str)
 def test_a_step_is_that_of_the_cpu(case: Case, compile: str) -> None:
-    """Packed and padded rows through forward, loss, backward, AdamW and, where there are experts, their balance."""
+    """Packed and padded rows through forward, loss, backward, AdamW and, for MoE models, the balance loss or bias."""
     torch.compiler.reset()
     batch = batch_of(case.config, segments(*ROWS))
     parts = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}

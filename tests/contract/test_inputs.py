@@ -1,4 +1,4 @@
-"""Order-sensitive tensors are arguments: nothing depends on where a token stands, on earlier calls or on neighbors."""
+"""Per-token tensors are arguments: no result depends on a token's index, on earlier calls or on other rows."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))
 
 @every_case
 def test_tables_are_fp32_whatever_the_default_dtype(case: Case) -> None:
-    """B2: bit for bit, temperatures and all. (How precise the phases are: `fnmodels.testing`.)"""
+    """B2: bit for bit, temperatures included. `fnmodels.testing` checks the precision of the phases."""
     positions = torch.tensor([[0, 3, 1000, 999_999]])
     tables = fnmodels.family_of(case.config).freqs_cis(case.config, positions, length=24)
     try:
@@ -52,10 +52,10 @@ def test_tables_are_fp32_whatever_the_default_dtype(case: Case) -> None:
 
 @every_case
 def test_low_precision_parameters_leave_the_tables_alone(case: Case) -> None:
-    """B2: a forward in bf16 reads the same fp32 tables, and ends near the fp32 one, in bf16."""
+    """B2: a bf16 forward reads the same fp32 tables; its bf16 logits are close to the fp32 ones."""
     mixed, weights = batch_of(case.config, MIXED), generic_params(case.config)
     inputs, masks, freqs_cis = mixed.prepared()
-    if is_routed(case.config):  # bf16 makes other choices where they are close: take those of fp32
+    if is_routed(case.config):  # bf16 may choose other experts between close scores: use those of fp32
         routing = routing_of(weights, mixed.prepared(), case.config, kernel="math")
         inputs = {**inputs, "routing": routing}
     low = tree.map(lambda p: p.to(torch.bfloat16), weights)
@@ -75,7 +75,7 @@ def test_double_stays_double(case: Case) -> None:
 
 @every_case
 def test_tables_depend_on_their_positions_only(case: Case) -> None:
-    """B4: a position's entry is the same bits among others, alone, in another order, and in another row."""
+    """B4: the entry of a position has the same bits alone, among others, in another order and in another row."""
     family = fnmodels.family_of(case.config)
     positions = torch.tensor([[3, 0, 17, 5, 900, 5], [5, 900, 1, 1, 0, 3]])
     whole = family.freqs_cis(case.config, positions, length=24)
@@ -88,7 +88,7 @@ def test_tables_depend_on_their_positions_only(case: Case) -> None:
 
 @every_structure
 def test_positions_of_several_axes_are_refused(case: Case) -> None:
-    """By each family that has no table for them, which is every one so far; never read as one axis."""
+    """By each family without such tables, currently all of them; never read as a single axis."""
     mixed = batch_of(case.config, MIXED)
     positions = mixed.positions[..., None].expand(*MIXED.shape, 3)
     with pytest.raises(ValueError, match=r"positions must be \[B, S\], not \[4, 12, 3\]"):
@@ -108,7 +108,7 @@ def orders(length: int, batch: int) -> list[Tensor]:
 
 @every_case
 def test_permuted_arguments_are_those_of_the_permuted_rows(case: Case) -> None:
-    """B5: so that a batch is permuted once, after `prepare`. (That logits follow: `fnmodels.testing`.)"""
+    """B5: a batch can be permuted once, after `prepare`. `fnmodels.testing` checks the logits."""
     mixed = batch_of(case.config, MIXED)
     given = (mixed.tokens, mixed.positions, mixed.segment_ids)
     for order in orders(*reversed(MIXED.shape)):
@@ -127,7 +127,7 @@ def test_split_arguments_are_those_of_the_rows(case: Case) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """How many numbers the largest tensor made meanwhile holds. (tracemalloc does not see torch's memory.)"""
+    """Records the number of elements of the largest tensor created (tracemalloc does not see torch's memory)."""
 
     numel = 0
 
@@ -140,7 +140,7 @@ class Largest(TorchDispatchMode):
 
 @every_structure
 def test_masks_cost_linear_memory(case: Case) -> None:
-    """B7: at 131,072 tokens a dense mask would hold 1.7e10 numbers."""
+    """B7: at 131,072 tokens a dense mask would have 1.7e10 elements."""
     length = 131_072
     positions = torch.arange(length)[None]
     segment_ids = torch.ones_like(positions)
@@ -155,7 +155,7 @@ def test_masks_cost_linear_memory(case: Case) -> None:
 
 @every_case_and_kernel
 def test_gradients_flow_from_the_past_only(case: Case, kernel: str) -> None:
-    """B10: d logits[t] / d embedding[u] is exactly 0 for a later u, another document and a pad, else it is not."""
+    """B10: d logits[t] / d embedding[u] is exactly 0 if u is later, in another document or padding, else nonzero."""
     row = batch_of(case.config, segments((-1, 3, 5, -1)))
     positions, segment_ids = row.positions[0], row.segment_ids[0]
     weights, prepared = generic_params(case.config), row.prepared()
@@ -172,7 +172,7 @@ def test_gradients_flow_from_the_past_only(case: Case, kernel: str) -> None:
 
 @every_structure
 def test_positions_segments_and_tokens_are_independent(case: Case) -> None:
-    """P2: each tensor that `prepare` returns follows its own argument and no other."""
+    """P2: each tensor that `prepare` returns depends on its own argument only."""
     mixed = batch_of(case.config, MIXED)
     inputs, masks, freqs_cis = mixed.prepared()
     other = Batch(case.config, mixed.tokens, mixed.positions, torch.ones_like(MIXED), 24).prepared()
@@ -201,7 +201,7 @@ def test_one_document_gets_positions_from_zero(case: Case) -> None:
 
 @every_case_and_kernel
 def test_a_row_of_tables_serves_all_rows_of_a_block(case: Case, kernel: str) -> None:
-    """A single op takes tables and masks with batch 1; `prepare` returns them expanded."""
+    """A block accepts tables and masks with batch 1; `prepare` returns them expanded."""
     family, weights = fnmodels.family_of(case.config), generic_params(case.config)
     tokens = tokens_of(case.config, 3, 8)
     inputs, masks, freqs_cis = fnmodels.prepare(case.config, tokens, length=24)

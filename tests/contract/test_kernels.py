@@ -1,4 +1,4 @@
-"""A kernel computes the mask that it is given, or says that it cannot (B8); a row's bits are its own (R3)."""
+"""A kernel computes the given mask or refuses it (B8); a row's bits do not depend on other rows (R3)."""
 
 import re
 from typing import Any
@@ -33,7 +33,7 @@ ROWS = slice(0, 2)  # their documents are in order, so that there is a layout
 
 
 def logits_under(case: Case, mask: MaskLike, kernel: str) -> Tensor:
-    """Of two rows, with one mask in the place of all that the family made; 0 on padding."""
+    """Logits of two rows with one mask replacing those of the family; 0 on padding."""
     batch = Batch(case.config, tokens_of(case.config, 2, 10), POSITIONS[ROWS], SEGMENTS[ROWS], length=24)
     inputs, masks, freqs_cis = batch.prepared()
     layout = fnmodels.layout(masks) if kernel in ("auto", "blocks") else None
@@ -46,7 +46,7 @@ def logits_under(case: Case, mask: MaskLike, kernel: str) -> Tensor:
 
 @pytest.mark.parametrize(("case", "kernel"), PAIRS, ids=str)
 def test_every_rule_through_every_kernel(case: Case, kernel: str) -> None:
-    """B8: as with a dense mask that was asked for pair by pair, whatever masks the family makes by itself."""
+    """B8: equal to a dense mask evaluated pair by pair, also for rules that the family does not use itself."""
     for rule, seen in RULES.values():
         mask = fnmodels.build_mask(rule, POSITIONS[ROWS], SEGMENTS[ROWS], spans=SPANS[ROWS])
         assert off(logits_under(case, mask, kernel), logits_under(case, slow(seen)[ROWS], "math")) < 1e-5, rule
@@ -54,7 +54,7 @@ def test_every_rule_through_every_kernel(case: Case, kernel: str) -> None:
 
 @every_structure
 def test_a_mask_without_a_rule(case: Case) -> None:
-    """B8: one that no rule expresses is computed as it is; kernels that read rules refuse it and name one that can."""
+    """B8: a mask that no rule expresses is applied unchanged; kernels that read rules refuse it and name another."""
     drawn = torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)) < 0.4
     wanted = logits_under(case, drawn, "math")
     assert off(logits_under(case, slow(RULES["causal"][1])[ROWS], "math"), wanted) > 1e-2
@@ -86,7 +86,7 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(case: Case) -> None:
 
 @every_structure
 def test_a_kernel_of_the_callers_own(case: Case) -> None:
-    """It is asked in every layer, with the mask as the family made it, and what it returns is what counts."""
+    """It is called in every layer, with the mask as the family made it, and its result is used."""
     batch = batch_of(case.config, segments((7, 3), (-4, 6)))
     inputs, masks, freqs_cis = batch.prepared()
     kinds, weights, factor = fnmodels.family_of(case.config).kinds(case.config), generic_params(case.config), 1

@@ -1,4 +1,4 @@
-"""From documents to gradients: what counts as a document, which token is whose label, and what is divided by what."""
+"""From documents to gradients: segment ids, labels, and the normalization of loss and gradient over microbatches."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ LENGTHS = (5, 1, 4)
 
 @every_structure
 def test_converters_agree_on_documents(case: Case) -> None:
-    """P3: said by lengths, end tokens or positions, with padding said or found, documents are the same."""
+    """P3: segment ids from lengths, end tokens or positions agree, with padding given or detected."""
     lengths = (5, 3, 2)
     row = batch_of(case.config, segments((*lengths, -2)))
     end = case.config.vocab_size - 1
@@ -45,7 +45,7 @@ def packed(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @every_structure
 def test_labels_are_the_next_tokens_of_each_document(case: Case) -> None:
-    """P6: the loss of packed rows is that of each token but the first of each document, given those before it."""
+    """P6: the loss of packed rows counts every token of a document but the first, given the tokens before it."""
     weights = generic_params(case.config, torch.float64)
     documents = [tokens_of(case.config, 1, n, seed=n)[0] for n in LENGTHS]
     total, count = next_token_loss(weights, packed(documents), config=case.config, kernel="math", length=24)
@@ -59,14 +59,14 @@ def test_labels_are_the_next_tokens_of_each_document(case: Case) -> None:
 
 
 def test_an_oracle_reaches_zero() -> None:
-    """P6: it knows that documents count upwards, and nothing of where one ends."""
+    """P6: the oracle knows that tokens of a document count upwards, but not where a document ends."""
     batch = packed([torch.arange(n) + 10 * n for n in LENGTHS])
     total, count = cross_entropy(1e4 * F.one_hot(batch["tokens"] + 1, 99).double(), batch["labels"])
     assert float(total) == 0 and int(count) == sum(LENGTHS) - len(LENGTHS)
 
 
 def one_step(case: Case, batch: dict[str, torch.Tensor], accumulate: int) -> tuple[Any, dict[str, Any]]:
-    """(the gradient, metrics): with a rate of 1, what a step of SGD takes off."""
+    """(gradient, metrics) of one SGD step with learning rate 1, whose update is the gradient."""
     weights = generic_params(case.config, torch.float64)
     loss = partial(next_token_loss, config=case.config, kernel="math", length=24)
     optimizer = sgd(1.0, spec=fnmodels.family_of(case.config).spec(case.config))
@@ -84,7 +84,7 @@ def uneven(case: Case) -> dict[str, torch.Tensor]:
 
 @every_structure
 def test_any_split_is_the_step_of_one_batch(case: Case) -> None:
-    """P5: parts with 10 and 1 labels, and parts without any."""
+    """P5: microbatches with 10 and 1 labels, and microbatches without any."""
     gradient, wanted = one_step(case, uneven(case), 1)
     assert int(wanted["count"]) == 11
     for accumulate in (2, 3, 4):
@@ -96,7 +96,7 @@ def test_any_split_is_the_step_of_one_batch(case: Case) -> None:
 
 @every_structure
 def test_a_step_on_nothing(case: Case) -> None:
-    """P5: no label in any part: loss 0, gradient exactly 0, no NaN."""
+    """P5: no label in any microbatch: loss 0, gradient exactly 0, no NaN."""
     batch = uneven(case)
     for accumulate in (1, 2):
         gradient, metrics = one_step(case, batch | {"labels": torch.full_like(batch["labels"], -100)}, accumulate)

@@ -1,6 +1,6 @@
-"""Mixtures of experts, in every family that has one: padding, dispatch, paths, dtypes, counts, balance and replay.
+"""Mixtures of experts in every MoE family: padding, dispatch, implementations, dtypes, counts, balance and replay.
 
-The functions alone are tested in tests/fnmodels/ops/test_moe.py and tests/train/losses/test_moe_balance.py.
+The functions by themselves are tested in tests/fnmodels/ops/test_moe.py and tests/train/losses/test_moe_balance.py.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (-12,))
 
 @functools.cache
 def fits(case: Case, experts: str) -> bool:
-    """Whether a path takes the model's widths; if not, it must say so and name one that does."""
+    """Whether an implementation supports the model's widths; if not, it must refuse them and name another."""
     try:
         batch_of(case.config, segments((2,))).forward(generic_params(case.config), experts=experts)
     except ValueError as error:
@@ -59,7 +59,7 @@ def fits(case: Case, experts: str) -> bool:
 
 
 def with_paths(cases: list[Case]) -> Any:
-    """The mark that runs a test on each case with every path that takes it."""
+    """The mark that runs a test on each case with every implementation that supports it."""
     pairs = [(case, path) for case in cases for path in ("loop", "grouped", "dense") if fits(case, path)]
     return pytest.mark.parametrize(("case", "experts"), pairs, ids=[f"{case}-{path}" for case, path in pairs])
 
@@ -69,15 +69,15 @@ def test_there_are_families() -> None:
 
 
 def relative(a: Any, b: Any) -> float:
-    """The largest |a - b| of a leaf in units of |b|, over the leaves; both 0 but for rounding is 0."""
+    """The largest |a - b| / |b| over the leaves; 0 for a leaf where both are rounding noise."""
     left, right = tree.leaves(a), tree.leaves(b)
-    rounding = 1e-7 * max(float(y.norm()) for y in right)  # all that a key's bias has where there is no position
+    rounding = 1e-7 * max(float(y.norm()) for y in right)  # a key bias without position has no more
     pairs = [(x, y) for x, y in zip(left, right, strict=True) if max(float(x.norm()), float(y.norm())) > rounding]
     return max((float((x - y).norm()) / float(y.norm().clamp(min=rounding)) for x, y in pairs), default=0.0)
 
 
 def results(case: Case, batch: Batch, params: Any, **options: Any) -> tuple[Tensor, Tensor, Any, list[list[int]]]:
-    """(logits at real tokens, loss, gradients, counts of each sparse layer)."""
+    """(logits at real tokens, loss, gradients, token counts of each MoE layer)."""
     leaves = trainable(params)
     logits, tapped = batch.forward(leaves, taps=("layers.*.counts",), **options)
     loss = summed_loss(logits, batch.labels)
@@ -85,14 +85,14 @@ def results(case: Case, batch: Batch, params: Any, **options: Any) -> tuple[Tens
 
 
 def chosen(case: Case) -> int:
-    """k: how many experts a token goes to."""
+    """k, the number of experts per token."""
     batch = batch_of(case.config, segments((2,)))
     return routing_of(generic_params(case.config), batch.prepared(), case.config, kernel="math").shape[-1]
 
 
 @with_paths(STRUCTURES)
 def test_padding_reaches_no_expert(case: Case, experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M1: counts are those of real tokens; NaN at padding changes no bit of logits, loss, counts or gradients."""
+    """M1: counts include real tokens only; NaN at padding changes no bit of logits, loss, counts or gradients."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     want = results(case, batch, params, experts=experts)
     assert len(want[3]) == len(sparse_layers(case.config))
@@ -111,7 +111,7 @@ def test_padding_reaches_no_expert(case: Case, experts: str, monkeypatch: pytest
 
 @every_structure
 def test_products_are_of_real_tokens_only(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M1: as many rows as choices of real tokens go through experts."""
+    """M1: the expert matmuls have one row per choice of a real token."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     want = int(batch.valid.sum()) * chosen(case)
     rows: list[int] = []
@@ -145,7 +145,7 @@ def test_rows_of_padding_alone(case: Case) -> None:
 def naive_experts(
     experts: Any, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, *, act: Any, input_weighted: bool = False
 ) -> Tensor:
-    """The reference: for each expert the tokens that chose it, nothing sorted."""
+    """The reference: a loop over experts and the tokens routed to each, without sorting."""
     y = torch.zeros_like(x)
     for e in range(len(experts["gate_proj"])):
         part = {name: leaf[e] for name, leaf in experts.items()}
@@ -160,7 +160,7 @@ def naive_experts(
 
 @with_paths(ROUTED)
 def test_every_path_is_the_naive_loop(case: Case, experts: str) -> None:
-    """M3: logits, and the gradients of experts, router, biases and shared experts to 1e-5 of their size."""
+    """M3: logits and all gradients (experts, router, biases, shared experts) agree to a relative 1e-5."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     want = results(case, batch, params, experts=naive_experts)
     got = results(case, batch, params, experts=experts)
@@ -173,7 +173,7 @@ def test_every_path_is_the_naive_loop(case: Case, experts: str) -> None:
 @every_structure
 @pytest.mark.parametrize("ranks", [5, 64])
 def test_dispatch_in_ranks_that_do_not_divide_the_tokens(case: Case, ranks: int) -> None:
-    """M2: there and back is the identity, for the routing of the model; and ranks that each send their own agree."""
+    """M2: dispatch and combine are inverse for the model's routing, also if each rank sends its own tokens."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     seen = []
 
@@ -193,7 +193,7 @@ def test_dispatch_in_ranks_that_do_not_divide_the_tokens(case: Case, ranks: int)
 
 @every_structure
 def test_nothing_is_cast_before_the_choice(case: Case) -> None:
-    """M4: logits that bf16 cannot tell apart are chosen from as in fp64, and weights are of the tokens' own kind."""
+    """M4: router logits that bf16 would round together are chosen from as in fp64; weights have the declared dtype."""
     flat = tree.flatten(generic_params(case.config))
     params = tree.unflatten({p: t * (not p.endswith("selection_bias")) for p, t in flat.items()})
     moe, routes = context.moe, []
@@ -209,7 +209,7 @@ def test_nothing_is_cast_before_the_choice(case: Case) -> None:
     generator = torch.Generator().manual_seed(0)
     for route, experts in routes:
         order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(50)])
-        close = 1.0 + 1.6e-4 * 1.4**order  # so that no two sums of two are alike, which groups are chosen by
+        close = 1.0 + 1.6e-4 * 1.4**order  # all sums of two differ, by which groups are chosen
         assert (close.bfloat16() == 1).any(-1).all()
         indices = route(close)[1]
         assert torch.equal(indices, route(close.double())[1])
@@ -219,7 +219,7 @@ def test_nothing_is_cast_before_the_choice(case: Case) -> None:
 def declared_routing(
     layer: Any, x: Tensor, route: Any, indices: Tensor, dtypes: RouterDtypes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference: (the router's weight, logits, the experts' weights) in the dtypes that are declared."""
+    """The reference: (router weight, logits, weights of the chosen experts) in the declared dtypes."""
     kinds, how = {"model": x.dtype, "wide": torch.promote_types(x.dtype, torch.float32)}, route.keywords
     wide = [layer[name].to(kinds[dtypes.projection]) for name in ("router", "router_bias") if name in layer]
     logits = F.linear(x.to(kinds[dtypes.projection]), *wide)
@@ -236,7 +236,7 @@ def declared_routing(
 
 @every_structure
 def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
-    """M4: in a bf16 model, the router's weight, logits and the experts' weights, bit for bit."""
+    """M4: in a bf16 model the router weight, logits and weights of the chosen experts agree bit for bit."""
     family, seen = fnmodels.family_of(case.config), []
     published = getattr(variants_of(case.family), "ROUTER", family.ROUTER)
     assert published == family.ROUTER, f"ROUTER in tests/variants/{case.family}.py is {published}."
@@ -258,7 +258,7 @@ def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
 
 
 def test_a_router_may_stay_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`RouterDtypes(param="wide")` and `moe_leaves(wide_router=True)` belong together; one alone is found."""
+    """`RouterDtypes(param="wide")` and `moe_leaves(wide_router=True)` need each other; one alone is detected."""
     case = next(case for case in STRUCTURES if case.name == "glm4_moe")
     family, wide = fnmodels.family_of(case.config), functools.partial(moe_leaves, wide_router=True)
     declared = dataclasses.replace(family.ROUTER, param="wide")
@@ -277,7 +277,7 @@ def test_a_router_may_stay_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_structure
 def test_counts_are_of_the_batch(case: Case) -> None:
-    """M5: the same in eval, under remat and in parts; and so is the selection bias, where there is one."""
+    """M5: counts, and the selection bias if any, are the same in eval, under remat and over microbatches."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
     spec = fnmodels.family_of(case.config).spec(case.config)
@@ -298,7 +298,7 @@ def test_counts_are_of_the_batch(case: Case) -> None:
 
 @every_structure
 def test_uniform_scores_balance_to_one(case: Case) -> None:
-    """M6: per layer and from logits; a router that says nothing has loss 1, one that says something another."""
+    """M6: per layer and from logits; a uniform router has loss 1, any other a different one."""
     batch, params = batch_of(case.config, MIXED), generic_params(case.config)
     given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
     mute = {p: torch.zeros_like(t) if ".mlp.router" in p else t for p, t in tree.flatten(params).items()}
@@ -317,7 +317,7 @@ def test_uniform_scores_balance_to_one(case: Case) -> None:
 @every_case
 @pytest.mark.parametrize("kernel", ["math", "auto"])
 def test_replay_is_bit_equal(case: Case, kernel: str) -> None:
-    """R4: logits and gradients of a forward that is told its own choice; another choice is another model."""
+    """R4: a forward that gets its own routing has the same bits in logits and gradients; other routing changes them."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     inputs, masks, freqs_cis = batch.prepared()
     routing = routing_of(params, (inputs, masks, freqs_cis), case.config, kernel=kernel)
@@ -352,7 +352,7 @@ def test_replay_is_bit_equal(case: Case, kernel: str) -> None:
 
 @every_structure
 def test_routing_travels_with_the_tokens(case: Case) -> None:
-    """R4, B5: it is one more order-sensitive tensor, with the batch first."""
+    """R4, B5: routing is one more per-token tensor with the batch in dimension 0."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     inputs, masks, freqs_cis = batch.prepared()
     routing = routing_of(params, (inputs, masks, freqs_cis), case.config, kernel="math").flip(-2).flip(1)
@@ -368,7 +368,7 @@ def test_routing_travels_with_the_tokens(case: Case) -> None:
 
 @every_structure
 def test_losses_replay_what_the_batch_holds(case: Case) -> None:
-    """R4 in training: its own choice gives the same bits, another one another loss; parts and orders carry it."""
+    """R4 in training: own routing gives the same bits, other routing another loss; splits and orders keep it."""
     params, batch = generic_params(case.config), batch_of(case.config, MIXED)
     given = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
     routing = routing_of(params, batch.prepared(), case.config, kernel="math")

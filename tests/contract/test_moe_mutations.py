@@ -1,4 +1,4 @@
-"""The tests of mixtures of experts can fail: each bug, planted, is found by the test of the property that it breaks."""
+"""Planted bugs in mixtures of experts: each is detected by the test of the property that it breaks."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ PROPERTIES = {
 
 @dataclass(frozen=True)
 class Bug:
-    """The property it breaks, how it is planted, the variant that shows it, and the test which must fail."""
+    """A planted bug: the property it breaks, the patch, the variant that shows it, and the test that must fail."""
 
     breaks: str
     plant: Patch
@@ -317,7 +317,7 @@ def a_bias_that_feeds_the_greedy(patch: pytest.MonkeyPatch) -> None:
     lambda case: test_moe_balance.test_losses_are_the_sums_of_their_definition("softmax"),
 )
 def balance_on_probabilities(patch: pytest.MonkeyPatch) -> None:
-    """A softmax of what has been through one is nearly flat: collapsed routing looks fine."""
+    """A softmax of probabilities is nearly uniform, which hides collapsed routing."""
     right = train.balance_loss
     patch.setattr(train, "balance_loss", lambda logits, *rest, **how: right(logits.softmax(-1), *rest, **how))
 

@@ -1,4 +1,4 @@
-"""The suite can fail: each bug, planted in a model that is right, is found by the test of the property it breaks."""
+"""Planted bugs: each one, patched into a correct model, is detected by the test of the property that it breaks."""
 
 import dataclasses
 import itertools
@@ -86,7 +86,7 @@ ATTENTION = "fnmodels.models.common.context.attention"
 
 @dataclass(frozen=True)
 class Bug:
-    """The property that it breaks, how it is planted, the variant that shows it, and the test which must fail."""
+    """A planted bug: the property it breaks, the patch, the variant that shows it, and the test that must fail."""
 
     breaks: str
     plant: Patch
@@ -107,7 +107,7 @@ def bug(breaks: str, variant: str, *found_by: Test) -> Callable[[Patch], Patch]:
 
 
 def check(public: Callable[[testing.Subject], None], kernel: str = "math") -> Test:
-    """One of the public checks, of the case that it is given."""
+    """A public check as a test of a case."""
     return lambda case: public(subject_of(case, kernel))
 
 
@@ -124,7 +124,7 @@ def in_a_folder(test: Callable[[Case, Path], object]) -> Test:
 
 
 def _compiled(test: Test) -> Test:
-    """With an empty compiler before and after."""
+    """Runs the test with the compiler reset before and after."""
 
     def run(case: Case) -> None:
         torch.compiler.reset()
@@ -136,27 +136,27 @@ def _compiled(test: Test) -> Test:
     return run
 
 
-# Seconds each.
+# Each takes seconds.
 LINEARIZED: Test = lambda case: test_transforms.test_linearize(case.family)  # noqa: E731
 ONE_GRAPH = _compiled(test_compile.test_prepare_and_forward_are_one_graph)
 ONE_BLOCK = _compiled(test_compile.test_one_compilation_of_the_block_for_sixteen_layers)
 
 
 def _around_block(change: Callable[..., Any]) -> Patch:
-    """`change(block, layer, x, mask, freqs, **options)` in the place of the block."""
+    """Replaces the block by `change(block, layer, x, mask, freqs, **options)`."""
     block = fnmodels.models.llama.block
     return lambda patch: patch.setattr(f"{LLAMA}.block", lambda *args, **options: change(block, *args, **options))
 
 
 def _around_mlp(function: type[torch.autograd.Function]) -> Patch:
-    """What the MLP adds goes through `function`."""
+    """Applies `function` to the output of the MLP."""
     return lambda patch: patch.setattr(
         f"{LLAMA}.gated_mlp", lambda layer, x, **o: function.apply(gated_mlp(layer, x, **o))
     )
 
 
 class Identity(torch.autograd.Function):
-    """With every rule, and all of them right; bugs change one."""
+    """The identity with all rules correct; each bug changes one."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def tables_in_the_default_dtype(patch: pytest.MonkeyPatch) -> None:
 
 @bug("B2", "llama", test_inputs.test_low_precision_parameters_leave_the_tables_alone)
 def angles_in_the_dtype_of_the_activations(patch: pytest.MonkeyPatch) -> None:
-    """As where a table of angles, not of cosines, follows the parameters when the model is cast."""
+    """As if a table of angles, not of cosines, were cast with the parameters."""
 
     def change(block: Any, layer: Any, x: Tensor, mask: Any, freqs: Tensor, **options: Any) -> Any:
         angles = (torch.atan2(freqs[..., 1], freqs[..., 0]) + 200 * torch.pi).to(x.dtype).float()
@@ -280,7 +280,7 @@ def a_table_cached_on_a_global(patch: pytest.MonkeyPatch) -> None:
 @bug("P1", "llama", check(testing.check_packing_of_a_cut_document))
 def positions_counted_by_index(patch: pytest.MonkeyPatch) -> None:
     def by_index(rope: Rope, head_dim: int, positions: Tensor, length: Any = None) -> Tensor:
-        # Left pads come out right all the same: rotary scores see distances only. So from a square.
+        # A mere offset would stay hidden, since rotary scores depend on distances only: so the square.
         return rotary_table(rope, head_dim, torch.arange(positions.shape[1]).square().expand(positions.shape), length)
 
     patch.setattr(f"{DECODER}.rotary_table", by_index)
@@ -300,7 +300,7 @@ def a_mask_by_index(patch: pytest.MonkeyPatch) -> None:
 def a_layout_of_another_order(patch: pytest.MonkeyPatch) -> None:
     stale = fnmodels.document_layout(torch.arange(12)[None], torch.ones(4, 12, dtype=torch.long))
     patch.setattr(fnmodels, "layout", lambda masks: stale)
-    # as where values cannot be read
+    # as in a context where values cannot be read
     patch.setattr("fnmodels.ops.attention.select._check_documents", lambda *given: None)
 
 
@@ -320,7 +320,7 @@ def padding_that_is_seen(patch: pytest.MonkeyPatch) -> None:
 @bug("B7", "llama", test_inputs.test_masks_cost_linear_memory)
 def a_dense_mask_at_once(patch: pytest.MonkeyPatch) -> None:
     def masks(config: Any, positions: Tensor, segment_ids: Tensor, *, create: Any = None) -> Any:
-        few = positions[:, :4096]  # 1.7e7 numbers are enough to be seen, and not too many to be made
+        few = positions[:, :4096]  # 1.7e7 elements: enough to be detected, few enough to allocate
         return {"full": few[:, :, None] >= few[:, None]}
 
     patch.setattr(f"{LLAMA}.attention_masks", masks)
@@ -402,7 +402,7 @@ def a_workspace_that_threads_share(patch: pytest.MonkeyPatch) -> None:
     def change(block: Any, layer: Any, x: Tensor, *rest: Any, **options: Any) -> Any:
         shared["x"] = x
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.005)  # so that the other one comes in between
+            time.sleep(0.005)  # lets the other thread run in between
         return block(layer, shared["x"], *rest, **options)
 
     _around_block(change)(patch)
@@ -456,7 +456,7 @@ def documents_told_apart_by_position_resets(patch: pytest.MonkeyPatch) -> None:
 
 @bug("P1", "llama", check(testing.check_packing, "auto"))
 def documents_merged_where_positions_run_on(patch: pytest.MonkeyPatch) -> None:
-    """By the layout, and so by the kernels that read it; the mask itself is right."""
+    """In the layout, and so in the kernels that read it; the mask itself is correct."""
     right = fnmodels.document_layout
 
     def merged(positions: Tensor, segment_ids: Tensor) -> Any:
@@ -467,7 +467,7 @@ def documents_merged_where_positions_run_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def _around_prepare(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Patch:
-    """Positions and segment ids, where both are given, are `change(positions, segment_ids)`."""
+    """Replaces positions and segment ids, if both are given, by `change(positions, segment_ids)`."""
     prepare = fnmodels.prepare
 
     def changed(config: Any, tokens: Tensor, *, positions: Any = None, segment_ids: Any = None, **o: Any) -> Any:
@@ -480,7 +480,7 @@ def _around_prepare(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -
 
 @bug("P1", "llama", check(testing.check_packing_of_a_cut_document))
 def positions_counted_anew(patch: pytest.MonkeyPatch) -> None:
-    """Invisible to every comparison of two calls: rotary scores see distances only."""
+    """Not visible in comparisons of two calls: rotary scores depend on distances only."""
     _around_prepare(lambda _, ids: (fnmodels.positions_from_segments(ids), ids))(patch)
 
 
@@ -590,7 +590,7 @@ def a_slope_cut(patch: pytest.MonkeyPatch) -> None:
 
 @bug("F1", "llama", test_transforms.test_hessian_vector_products)
 def a_backward_of_one_order(patch: pytest.MonkeyPatch) -> None:
-    """As where a backward is computed outside of the graph."""
+    """As if backward were computed outside of the autograd graph."""
 
     class Once(torch.autograd.Function):
         @staticmethod
@@ -726,7 +726,7 @@ def a_break_in_the_graph(patch: pytest.MonkeyPatch) -> None:
 
 @bug("F10", "llama_ungrouped", ONE_GRAPH)
 def a_compilation_for_an_equal_config(patch: pytest.MonkeyPatch) -> None:
-    """What is looked up by identity is another for each object, equal or not."""
+    """A cache keyed by identity misses for equal but distinct objects."""
     seen: dict[int, int] = {}
     embed = fnmodels.models.llama.embed
     patch.setattr(
@@ -825,7 +825,7 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     planted = PLANTED[name]
     case = next(case for case in cases() if case.name == planted.variant)
     planted.plant(monkeypatch)
-    # On meta tensors torch itself says that there is no value to read.
+    # On meta tensors torch itself raises.
     error = RuntimeError if planted.plant is a_value_read_on_the_host else AssertionError
     with pytest.raises(error):
         planted.found_by(case)

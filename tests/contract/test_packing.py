@@ -1,4 +1,4 @@
-"""Documents packed in one row are what they are alone; rows without a token to learn give nothing, and no NaN."""
+"""Packed documents equal the same documents alone; rows without labels contribute nothing and give no NaN."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,13 +35,13 @@ every_structure_and_kernel = with_kernels(structures())
 
 @every_case_and_kernel
 def test_packed_equals_separate(case: Case, kernel: str) -> None:
-    """P1: to 1e-10 of the largest, gradients too."""
+    """P1: logits and gradients agree to 1e-10 of the largest."""
     testing.check_packing(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
 
 
 @every_structure_and_kernel
 def test_a_cut_document_equals_it_separate(case: Case, kernel: str) -> None:
-    """P1, of rows that begin in the middle of a document."""
+    """P1 for rows that begin in the middle of a document."""
     testing.check_packing_of_a_cut_document(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
 
 
@@ -62,7 +62,7 @@ def test_what_stands_in_padding_does_not_matter(case: Case, kernel: str) -> None
 
 @every_case_and_kernel
 def test_what_is_not_finite_in_padding_does_not_matter(case: Case, kernel: str) -> None:
-    """M1, in every family: as a vector, or as the row of a pad token, if no head reads that; and it learns nothing."""
+    """M1 for every family: as an embedding, or as the row of a pad token unless tied; and it gets no gradient."""
     family, config = fnmodels.family_of(case.config), case.config
     batch = batch_of(config, segments((-2, 4, -1, 3, -2), (12,), (-12,)))
     pad = config.vocab_size - 1
@@ -109,7 +109,7 @@ def test_rows_of_padding_and_of_one_token(case: Case, kernel: str) -> None:
     assert loss > 0 and to_embedding.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in tree.leaves(to_weights))
     assert not to_embedding[~mixed.valid].any()
-    assert not to_embedding[[1, 3, 4]].any()  # a document of one token has nothing to predict
+    assert not to_embedding[[1, 3, 4]].any()  # a document of one token has no label
     assert to_embedding[2, :5].any(-1).all()
 
 
@@ -126,7 +126,7 @@ def test_a_batch_without_a_label(case: Case, kernel: str) -> None:
 @every_structure_and_kernel
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
 def test_empty_batches(case: Case, kernel: str, shape: tuple[int, int]) -> None:
-    """P4: no rows, or rows of nothing."""
+    """P4: no rows, or rows of length 0."""
     tokens = tokens_of(case.config, *shape)
     prepared = fnmodels.prepare(case.config, tokens, length=24)
     logits = forward(generic_params(case.config), prepared, config=case.config, kernel=kernel)
@@ -136,7 +136,7 @@ def test_empty_batches(case: Case, kernel: str, shape: tuple[int, int]) -> None:
 
 @every_structure_and_kernel
 def test_uneven_parts_sum_to_the_whole(case: Case, kernel: str) -> None:
-    """P5: sums over parts with 10, 1 and 0 labels have the gradient of the sum over all."""
+    """P5: summed gradients of microbatches with 10, 1 and 0 labels equal the gradient of the sum over all."""
     batch = batch_of(case.config, segments((11,), (2, 1, -8), (1, -10)))
     weights = trainable(generic_params(case.config, torch.float64))
     whole = gradients(summed_loss(batch.forward(weights, kernel=kernel), batch.labels), weights)

@@ -1,4 +1,4 @@
-"""Every family passes the property checks that are public (`fnmodels.testing`), through every kernel that can."""
+"""Every family passes the public property checks (`fnmodels.testing`), with every kernel that supports them."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def test_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]
 
 @every_case_and_kernel
 def test_history_independence(case: Case, kernel: str) -> None:
-    """B4: with lengths on both sides of every scaling's threshold, left to each call."""
+    """B4: with lengths on both sides of each rope scaling's threshold."""
     testing.check_history_independence(subject_of(case, kernel, length=None))
 
 
@@ -39,7 +39,7 @@ def test_rotary_tables(case: Case) -> None:
 
 
 def test_every_public_check_is_run() -> None:
-    """The others where they belong: packing in test_packing.py, vmap(grad) in test_transforms.py."""
+    """Packing is checked in test_packing.py, vmap(grad) in test_transforms.py, the others here."""
     others = {
         testing.check_history_independence,
         testing.check_rotary_tables,

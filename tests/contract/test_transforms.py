@@ -1,6 +1,6 @@
-"""The model is a function: every transform of torch.func goes through it, alone and composed, and agrees with a loop.
+"""Every torch.func transform works on the model, alone and composed, and agrees with a loop.
 
-All with kernel="math", in fp64 where derivatives are compared with differences.
+With kernel="math", and in fp64 where derivatives are compared with finite differences.
 """
 
 import importlib
@@ -82,7 +82,7 @@ class Problem:
 
 
 def difference(f: Callable[[Any], Any], problem: Problem, step: float = 1e-5) -> Any:
-    """Central difference of `f` along the direction: exact to about 1e-9 here."""
+    """Central difference of `f` along the direction, accurate to about 1e-9 here."""
     return tree.map(lambda hi, lo: (hi - lo) / (2 * step), f(problem.moved(step)), f(problem.moved(-step)))
 
 
@@ -119,7 +119,7 @@ def test_jvp(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "deepseek", "gpt_oss"])
 def test_linearize(family: str) -> None:
-    """F6: traced once, applied often. Tracing takes seconds, so few stand for all; its rules are those of jvp."""
+    """F6: traced once, applied often. Tracing takes seconds, so one case per family; its rules are those of jvp."""
     p = Problem(next(case for case in structures() if case.family == family))
     _, push = linearize(p.loss, p.weights)
     wanted = jvp(p.loss, (p.weights,), (p.direction,))[1]
@@ -136,7 +136,7 @@ def test_hessian_vector_products(case: Case) -> None:
     assert off(grad(lambda w: dot(grad(p.loss)(w), p.direction))(p.weights), wanted) < 1e-10
     assert off(grad(lambda w: jvp(p.loss, (w,), (p.direction,))[1])(p.weights), wanted) < 1e-10
     leaves = trainable(p.weights)
-    # a bias of a router's choice is in no graph
+    # a selection bias is in no autograd graph
     first = torch.autograd.grad(p.loss(leaves), tree.leaves(leaves), create_graph=True, materialize_grads=True)
     inner = sum((g * d).sum() for g, d in zip(first, tree.leaves(p.direction), strict=True))
     assert off(gradients(inner, leaves), wanted) < 1e-10
@@ -145,7 +145,7 @@ def test_hessian_vector_products(case: Case) -> None:
 
 @every_family
 def test_jacobians(case: Case) -> None:
-    """F1, F6: jacrev equals jacfwd, of some logits by a token's embedding and by a norm's weight; and the Hessian."""
+    """F1, F6: jacrev equals jacfwd for logits by a token's embedding and by a norm's weight; and the Hessian."""
     p = Problem(case, segments((-1, 3, 2)))
     x = fnmodels.family_of(p.config).embed(p.weights, p.prepared[0], config=p.config)
 
@@ -207,7 +207,7 @@ def test_ensembles(case: Case) -> None:
 
 @every_structure
 def test_one_adapted_leaf(case: Case) -> None:
-    """F9: a function of one leaf, the rest held: what adapters and probes do."""
+    """F9: a function of one leaf with the others constant, as for adapters and probes."""
     p = Problem(case)
     flat = tree.flatten(p.weights)
     path = next(path for path in flat if path.startswith("layers.1.") and flat[path].ndim == 2)
@@ -222,7 +222,7 @@ def test_one_adapted_leaf(case: Case) -> None:
 
 
 def shards_of(params: Any) -> Any:
-    """The tree in which a layer is two: one half of the rows of each leaf and the other half; of a scalar, it and 0."""
+    """The tree with each layer as two halves of the rows of its leaves; a scalar is split into itself and 0."""
 
     def half(t: Tensor, i: int) -> Tensor:
         return t.tensor_split(2)[i] if t.ndim else t * (1 - i)
@@ -237,7 +237,7 @@ def gather(*shards: Tensor) -> Tensor:
 
 @every_structure
 def test_parameters_gathered_layer_by_layer(case: Case) -> None:
-    """F5, without processes: shards that `layer_fn` puts together have the derivatives of the whole, in every mode."""
+    """F5, without processes: shards that `layer_fn` joins have the derivatives of full parameters, in every mode."""
     p = Problem(case)
 
     def loss(shards: Any) -> Tensor:
@@ -263,7 +263,7 @@ def custom_functions() -> list[type[Function]]:
             try:
                 importlib.import_module(info.name)
             except ModuleNotFoundError as error:
-                if error.name != "lm_eval":  # of the one extra that the tests do without
+                if error.name != "lm_eval":  # the one optional package that the tests do not need
                     raise
     ours = [m for name, m in sys.modules.items() if name.partition(".")[0] in ("fnmodels", "params", "train")]
     values = [value for module in ours for value in vars(module).values() if isinstance(value, type)]
@@ -271,15 +271,15 @@ def custom_functions() -> list[type[Function]]:
 
 
 def test_custom_functions_have_every_rule() -> None:
-    """F4: setup_context, a rule for vmap and one for jvp, if only one that refuses in words."""
+    """F4: setup_context, a vmap rule and a jvp rule, which may raise an error with a message."""
     assert {function.__name__ for function in custom_functions()} >= {"_Tiles", "_HeadLoss", "Scores"}
     for function in custom_functions():
-        if function.__module__ == "train.simulate.fake_ops":  # shapes alone, on meta: on no model's path
+        if function.__module__ == "train.simulate.fake_ops":  # shapes only, on meta; in no model's path
             continue
         assert function.setup_context is not Function.setup_context, function
         if function.__name__.endswith(
             "Traced"
-        ):  # for torch.compile, which takes no rule for jvp: eager mode has others
+        ):  # for torch.compile, which supports no jvp rule; eager uses others
             assert function.__subclasses__(), function
             continue
         assert function.generate_vmap_rule or function.vmap is not Function.vmap, function
@@ -288,7 +288,7 @@ def test_custom_functions_have_every_rule() -> None:
 
 @with_kernels(tuple(case for case in cases() if getattr(case.config, "tie_word_embeddings", False)))
 def test_a_tied_head_is_one_leaf_read_twice(case: Case, kernel: str) -> None:
-    """F7: its gradient is the sum of what the two uses give where they are two leaves of equal values."""
+    """F7: its gradient is the sum of the gradients of two untied leaves with equal values."""
     batch, config = batch_of(case.config, MIXED), replace(case.config, tie_word_embeddings=False)
     tied = trainable(generic_params(case.config))
     untied = trainable({**tied, "lm_head": tied["embed_tokens"]})
@@ -301,7 +301,7 @@ def test_a_tied_head_is_one_leaf_read_twice(case: Case, kernel: str) -> None:
 
 @every_case_and_kernel
 def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
-    """F8: embed, layers in two slices, head: the bits of forward; `hidden` is what the head reads, also in chunks."""
+    """F8: embed, two slices of layers and head have the bits of forward; so has the head on (chunks of) `hidden`."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
     inputs, masks, freqs_cis = batch.prepared()
     options: dict[str, Any] = {"config": case.config, "kernel": kernel}
@@ -326,7 +326,7 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
 
 @every_case_and_kernel
 def test_taps_are_outputs(case: Case, kernel: str) -> None:
-    """Asking for activations changes no bit, names all of them, and they carry gradients."""
+    """Taps change no bit of the logits, are named in the result, and carry gradients."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
     layers = len(family.kinds(case.config))
     names = ("input", "output", *family.TAPS)
@@ -356,7 +356,7 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
 
 @every_case_and_kernel
 def test_layer_fn_wraps_each_kind_once(case: Case, kernel: str) -> None:
-    """And rematerialization (F3) changes no bit of loss or gradient."""
+    """layer_fn is called once per kind, and rematerialization (F3) changes no bit of loss or gradient."""
     batch, weights = batch_of(case.config, MIXED), trainable(generic_params(case.config))
     seen: list[Any] = []
 
@@ -394,7 +394,7 @@ def test_a_module_around_it_is_the_callers_business(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in structures() if supports(case, "sdpa")], ids=str)
 def test_the_fused_kernel_names_the_one_that_can(case: Case) -> None:
-    """F1: grad, vmap and vmap(grad) go through "sdpa"; forward mode does not, and is told of kernel="math"."""
+    """F1: grad, vmap and vmap(grad) work with "sdpa"; forward mode raises an error that names kernel="math"."""
     p = Problem(case)
 
     def loss(weights: Any, prepared: Any = p.prepared, labels: Tensor = p.labels) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where bf16 rounds: each norm bit for bit as transformers', and a layer no further from fp32 than theirs."""
+"""bf16 rounding: each norm equals that of transformers bit for bit, and a layer is as close to fp32."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ Norm = Callable[[Tensor], Tensor]
 
 @functools.cache
 def reference(case: Case) -> Any:
-    """The reference in bf16, to which nothing is written."""
+    """The reference model in bf16, read-only."""
     return model_of(case.values).bfloat16()
 
 

@@ -1,4 +1,4 @@
-"""A configuration means the same in every dialect of config.json, with keys left out, and after our own writing."""
+"""A config.json gives the same Config in every dialect, with default keys removed, and after `to_hf`."""
 
 import copy
 from typing import Any
@@ -21,10 +21,10 @@ def _config(values: dict[str, Any]) -> Any:
 
 
 def published_dialect(values: dict[str, Any]) -> dict[str, Any]:
-    """The 4.x form of a 5.x config.json: `rope_theta` and `rope_scaling` at the top, rules in place of lists."""
+    """The 4.x form of a 5.x config.json: `rope_theta` and `rope_scaling` at the top, rules instead of lists."""
     old = copy.deepcopy(values)
     rope = old.pop("rope_parameters", None)
-    if rope is None:  # positions are learned
+    if rope is None:  # learned positions
         return old
     variants = variants_of(fnmodels.family_for(values["model_type"]).__name__.rpartition(".")[2])
     if any(isinstance(value, dict) for value in rope.values()):  # a table for each layer type
@@ -47,7 +47,7 @@ def test_both_dialects_give_one_config(case: Case) -> None:
     assert _config(new) == case.config
     assert _config(published_dialect(case.values)) == case.config
     named = published_dialect(case.values)
-    if named.get("rope_scaling"):  # still older: `type` in place of `rope_type`
+    if named.get("rope_scaling"):  # still older: `type` instead of `rope_type`
         named["rope_scaling"]["type"] = named["rope_scaling"].pop("rope_type")
     assert _config(named) == case.config
 
@@ -68,7 +68,7 @@ def test_a_key_left_out_has_the_reference_default(case: Case) -> None:
         try:
             ours = _config(values)
         except fnmodels.CheckpointError:
-            continue  # asked for, which is as good as the right default
+            continue  # required, which is as good as the right default
         assert ours == _config(AutoConfig.for_model(**reference_values(values)).to_dict()), key
 
 

@@ -1,4 +1,4 @@
-"""Vectors instead of tokens mean what transformers' inputs_embeds do: positions and multipliers are the model's own."""
+"""Embeddings instead of tokens act as transformers' inputs_embeds: the model adds its positions and multipliers."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Each field of a config.json means to us what it means to transformers, or is refused.
+"""Each field of a config.json has the same effect as in transformers, or is refused.
 
-A field that is read and not used, or passed over though it changes the maths, gives other logits than the reference's.
+A field that is read but not used, or ignored although it changes the maths, gives other logits than the reference.
 """
 
 import copy
@@ -24,7 +24,7 @@ NAMES = {"model_type", "pad_token_id", "bos_token_id", "eos_token_id"}
 
 
 def others(value: Any) -> list[Any]:
-    """Values near this one, some of which should be possible; None could be a size, a cap or a switch."""
+    """Values near this one, some of which should be valid; None could be a size, a cap or a switch."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -61,12 +61,12 @@ def _changed_ropes(values: dict[str, Any], ropes: dict[str, Any]) -> Iterator[tu
 
 
 def _reference(values: dict[str, Any], tokens: torch.Tensor) -> tuple[torch.nn.Module, torch.Tensor] | None:
-    """transformers' model and its logits; None for what it cannot be."""
+    """transformers' model and its logits; None if it refuses the config."""
     try:
         model = model_of(values)
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits
-    except Exception:  # there is no end to the kinds
+    except Exception:  # transformers raises many types
         return None
     return (model, logits) if torch.isfinite(logits).all() else None
 

@@ -18,7 +18,7 @@ every_case = pytest.mark.parametrize("case", [case for case in structures() if c
 @every_case
 @pytest.mark.parametrize("shard", ["one", "several"])
 def test_there_and_back(case: Case, shard: str, tmp_path: Path) -> None:
-    """L5: what transformers wrote we read, and write back with the same names, dtypes and bits."""
+    """L5: a checkpoint from transformers is loaded and saved with the same names, dtypes and bits."""
     model = model_of(case.values)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="5GB" if shard == "one" else "20KB")
     config, weights = P.load_pretrained(tmp_path / "theirs")

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: experts in mxfp4, which become what transformers makes of them."""
+"""gpt-oss checkpoints as published, with experts in mxfp4: dequantized as in transformers."""
 
 import json
 from pathlib import Path
@@ -16,13 +16,13 @@ from tests.support.cases import Case, forward, generic_params, tokens_of
 from tests.support.oracle import assert_close
 from tests.variants import gpt_oss as variants
 
-VALUES = variants.TINY | {"hidden_size": 64, "intermediate_size": 32}  # whole blocks of 32
+VALUES = variants.TINY | {"hidden_size": 64, "intermediate_size": 32}  # multiples of the block size 32
 CASE = Case("gpt_oss", "gpt_oss_mxfp4", VALUES, gpt_oss.Config.from_hf(VALUES))
 FILE = "model.safetensors"
 
 
 def _quantized(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint as OpenAI's: its tensors."""
+    """The tensors of a checkpoint in OpenAI's format."""
     P.save_pretrained(folder, CASE.config, generic_params(CASE.config, torch.bfloat16))
     tensors = load_file(folder / FILE)
     generator = torch.Generator().manual_seed(0)

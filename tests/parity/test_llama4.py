@@ -1,4 +1,4 @@
-"""Llama 4 as it is published: with a vision tower beside it, which we leave out, and names that say so."""
+"""Llama 4 checkpoints as published, with a vision tower, which is not read, and names of the text model."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ PUBLISHED_VISION = VISION | {
     "projector_input_dim": 4096,
     "projector_output_dim": 4096,
 }
-# What the published files of all parts add up to.
+# Parameter counts of the published files, vision tower included.
 TOTALS = {"llama4_scout": 108_641_793_536, "llama4_maverick": 401_583_781_376}
 
 
@@ -46,7 +46,7 @@ def _model(text: dict[str, Any], vision: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.config.model_type == "llama4"], ids=str)
 def test_the_text_part_of_both(case: Case, tmp_path: Path) -> None:
-    """Read from what transformers wrote of the whole, with equal logits; written with the same names and bits."""
+    """The text model of a full checkpoint from transformers: equal logits; saved with the same names and bits."""
     model = _model(case.config.to_hf()["text_config"], VISION)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -54,7 +54,7 @@ def test_the_text_part_of_both(case: Case, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "theirs")
     config, weights = P.load_pretrained(tmp_path / "theirs")
     assert config == case.config and config.model_type == "llama4"
-    tokens = tokens_of(config, 2, 24).clamp(min=1)  # 0 stands for an image
+    tokens = tokens_of(config, 2, 24).clamp(min=1)  # 0 is the image token
     ours = forward(weights, fnmodels.prepare(config, tokens), config=config, kernel="math")
     with torch.no_grad():
         assert_close(ours, model(input_ids=tokens, use_cache=False).logits)

@@ -29,14 +29,14 @@ from tests.support.cases import (
 from tests.support.oracle import assert_close, logits_of, model_of, params_of
 
 LENGTH = 24
-MARGIN = 1e-3  # of router logits; what two implementations of fp32 differ by is a thousandth of it
+MARGIN = 1e-3  # of router logits; a thousand times the fp32 difference of two implementations
 WITH_REFERENCE = [case for case in cases() if case.values is not None]
 every_case = pytest.mark.parametrize("case", WITH_REFERENCE, ids=str)
 every_kernel = pytest.mark.parametrize("kernel", ["math", "auto"])
 
 FORMS = {
     "plain": segments((24,), (24,)),
-    "left": segments((24,), (-5, 19), (-23, 1)),  # 5: no chunk's length, which would hide counting by columns
+    "left": segments((24,), (-5, 19), (-23, 1)),  # 5: no chunk's length, which would hide counting by index
     "right": segments((24,), (17, -7), (1, -23)),
     "packed": segments((3, 1, 20), (19, 5)),
     "packed_one": segments((1, 1, 2, 20)),
@@ -46,7 +46,7 @@ FORMS = {
 def _ours(case: Case, params: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
     kernel = given.pop("kernel", "math")
     inputs, masks, freqs_cis = fnmodels.prepare(case.config, tokens, **given)
-    layout = fnmodels.layout(masks) if kernel == "auto" else None  # as the train step has it
+    layout = fnmodels.layout(masks) if kernel == "auto" else None  # as in the train step
     return fnmodels.forward(params, inputs, masks, freqs_cis, config=case.config, kernel=kernel, layout=layout)
 
 
@@ -61,7 +61,7 @@ def _document_by_document(case: Case, tokens: torch.Tensor, segment_ids: torch.T
 
 @functools.cache
 def _reference(case: Case) -> Any:
-    """The reference's parameters as our tree, which nobody writes to."""
+    """The reference's parameters as our tree, read-only."""
     return params_of(model_of(case.values), case.config)
 
 
@@ -96,14 +96,14 @@ def test_logits(case: Case, kernel: str, form: str) -> None:
         assert_close(ours[valid], theirs[valid])
     except AssertionError as error:
         raise AssertionError(f"{error}\n{first_difference(case)}") from None
-    if form in ("plain", "left", "right"):  # one document per row: prepare knows its positions
+    if form in ("plain", "left", "right"):  # one document per row: prepare numbers its positions
         same = _ours(case, params, tokens, segment_ids=segment_ids, kernel=kernel)
         if "dynamic" not in case.name and "longrope" not in case.name:
             assert torch.equal(same[valid], ours[valid])
 
 
 def first_difference(case: Case) -> str:
-    """What `python -m params.compare` says of this variant: the first leaf, or first part of a layer, that differs."""
+    """The output of `python -m params.compare`: the first leaf, or first part of a layer, that differs."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
         model_of(case.values).save_pretrained(folder)
         try:
@@ -128,10 +128,10 @@ def test_the_first_difference_is_named(name: str, ours: str, said: str, monkeypa
 
 
 def test_rows_long_enough_for_tiles() -> None:
-    """From 256 tokens on the training kernel is another one in fp32.
+    """From 256 tokens on, fp32 training uses another kernel.
 
-    Held against the written-out attention in fp64, at the usual bound: at these positions transformers' fp32 angles are
-    2.3e-5 off that themselves.
+    It is compared with kernel="math" in fp64 at the usual bound: at these positions the fp32 angles of transformers are
+    off by 2.3e-5 themselves.
     """
     case = next(case for case in cases() if case.name == "llama")
     tokens, params = tokens_of(case.config, 2, 300), params_of(model_of(case.values), case.config)

@@ -1,4 +1,4 @@
-"""Gradients of experts, routers, biases and shared experts equal transformers', as do those of everything else."""
+"""Gradients of all parameters of MoE models (experts, routers, biases, shared experts) equal those of transformers."""
 
 import pytest
 import torch
@@ -20,17 +20,17 @@ from tests.support.cases import (
 from tests.support.oracle import model_of, params_of
 
 ROUTED = [case for case in cases() if case.values is not None and is_routed(case.config)]
-ROWS = segments((24,), (17, -7), (1, -23))  # where all experts are used and no choice is close: see test_logits.py
+ROWS = segments((24,), (17, -7), (1, -23))  # all experts used, no close choices: see test_logits.py
 
 
 @pytest.mark.parametrize("kernel", ["math", "auto"])
 @pytest.mark.parametrize("case", ROUTED, ids=str)
 def test_every_gradient(case: Case, kernel: str) -> None:
-    """To 1e-5 of each leaf's size; where only rounding is left (a key's bias without position), in both."""
+    """To 1e-5 of each leaf's norm; a leaf with only rounding noise (a key bias without position) has it in both."""
     tokens, valid = tokens_of(case.config, *ROWS.shape, seed=seed_of(case)), ROWS > 0
     labels = torch.where(valid[:, 1:], tokens[:, 1:], -100)
     model = model_of(case.values)
-    model.get_input_embeddings().padding_idx = None  # with one, torch gives that row no gradient
+    model.get_input_embeddings().padding_idx = None  # with a padding_idx, torch gives that row no gradient
     logits = model(tokens, attention_mask=valid.long(), position_ids=positions_of(ROWS), use_cache=False).logits
     summed_loss(logits[:, :-1], labels).backward()
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_every_gradient(case: Case, kernel: str) -> None:
             if not parameter.requires_grad:
                 continue
             assert parameter.grad is not None
-            parameter.copy_(parameter.grad)  # a gradient lies in the file as its parameter does
+            parameter.copy_(parameter.grad)  # the gradient has the file layout of its parameter
     want = tree.flatten(params_of(model, case.config))
 
     leaves = trainable(params_of(model_of(case.values), case.config))

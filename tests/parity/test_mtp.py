@@ -1,7 +1,6 @@
-"""Heads that predict further tokens equal those of transformers, which loads them beside a model from our files.
+"""MTP heads equal those of transformers, which loads them from the files that `params.save_pretrained` writes.
 
-It reads what we wrote, under the published names; its patterns of those names know the published numbers of layers
-only, and are told ours.
+The patterns of transformers for the published tensor names contain the published layer counts; the test replaces them.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The comparison can fail: weights moved wrongly, maths changed by a little."""
+"""Planted bugs that the comparison detects: wrongly converted weights, slightly changed maths."""
 
 from collections.abc import Callable, Iterator
 
@@ -35,7 +35,7 @@ def _fails(case: Case, params: object, theirs: Tensor, tokens: Tensor) -> bool:
 
 @pytest.mark.parametrize("case", WITH_REFERENCE, ids=str)
 def test_every_tensor_counts(case: Case) -> None:
-    """A 2% change of any one tensor is seen; so no tensor is at a value where its use cannot be told."""
+    """A 2% change of any single tensor changes the logits, so no tensor has a value that hides its use."""
     tokens = tokens_of(case.config, 1, 24, seed=seed_of(case))
     theirs = logits_of(case.values, tokens)
     params = params_of(model_of(case.values), case.config)
@@ -45,9 +45,9 @@ def test_every_tensor_counts(case: Case) -> None:
         layer = path.split(".")[1] if path.startswith("layers.") else None
         tables_of_layer = tree.leaves(tables[kinds[int(layer)]]) if layer else []
         if path.endswith("k_bias") and any(table.shape[-2:] == (0, 2) for table in tables_of_layer):
-            continue  # without position a key's bias adds one number to all scores of a query: softmax does not see it
+            continue  # without rotary embedding a key bias shifts all scores of a query: no effect on softmax
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
-        share = 1.0 if path.endswith("selection_bias") else 0.02  # it must change a choice, and none is close
+        share = 1.0 if path.endswith("selection_bias") else 0.02  # large enough to change a choice
         moved = tree.flatten(params) | {path: tensor + share * tensor.std().clamp(min=0.1) * noise}
         assert _fails(case, tree.unflatten(moved), theirs, tokens), path
 

@@ -18,9 +18,9 @@ WITH_REFERENCE = [case for case in richest(lambda case: case.config.model_type) 
 
 
 def _reference(case: Case, batches: list[Batch]) -> list[float]:
-    """transformers' loss, torch's optimizer and clipping; decay as the spec says, as is usual: matrices only."""
+    """transformers' loss, torch's optimizer and clipping; weight decay as in the spec: matrices only."""
     model = model_of(case.values).train()
-    # With one, torch gives no gradient to that row, though in these batches it is a token like others.
+    # With a padding_idx, torch gives that row no gradient, but in these batches it is an ordinary token.
     model.get_input_embeddings().padding_idx = None
     decays = _decays(case)
     groups = [
@@ -33,7 +33,7 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     optimizer = torch.optim.AdamW(groups, lr=RATE)
     losses = []
     for batch in batches:
-        labels = torch.where(batch.valid, batch.tokens, -100)  # shifted inside of transformers
+        labels = torch.where(batch.valid, batch.tokens, -100)  # transformers shifts them
         loss = model(
             input_ids=batch.tokens,
             attention_mask=batch.valid.long(),
@@ -50,9 +50,9 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
 
 
 def _decays(case: Case) -> dict[str, bool]:
-    """{parameter of the reference: whether our spec says that it decays}. In memory it may hold all experts at once.
+    """{parameter of the reference: whether it has weight decay by our spec}.
 
-    So each is filled with a number of its own, by which what its checkpoint holds is known again.
+    Its parameters may fuse those of our tree, so each is filled with a distinct number and found in its checkpoint.
     """
     family = fnmodels.family_of(case.config)
     model, names = model_of(case.values), family.hf_names(case.config)
