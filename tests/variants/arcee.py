@@ -1,4 +1,4 @@
-"""Tiny configurations of AFM and Apertus, one per way in which their maths can differ, and their published sizes."""
+"""Tiny configurations of AFM and Apertus, one per variation of their maths, and their published sizes."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-# xIELU has no name of another activation.
+# hidden_act is not used with xIELU.
 BLIND = {name: {"hidden_act"} for name in ("apertus", "apertus_bias_tied")}
-# Apertus without its learned activation was never published.
+# No Apertus without xIELU was published.
 REFUSED = {"apertus": {"hidden_act"}}
 
 
@@ -29,7 +29,7 @@ def variants() -> dict[str, dict[str, Any]]:
     yarn |= {"original_max_position_embeddings": 16}
     llama3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0}
     llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}  # without a scaling its older files mean llama3
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}  # unscaled, its files default to llama3
     apertus = TINY | {"model_type": "apertus"}
     biased = {"attention_bias": True, "tie_word_embeddings": True}
     return {
@@ -41,7 +41,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     common = {"attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02, "mlp_bias": False}
     common |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True}
     yarn = {"rope_type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096}
@@ -90,8 +90,8 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has}, with two numbers of each layer of Apertus that are not
-    trained."""
+    """{name of a published model: number of parameters}, including two constants per layer of
+    Apertus that are not trainable."""
     return {"afm_4_5b": 4_619_184_640, "apertus_70b": 70_599_864_480 + 2 * 80}
 
 

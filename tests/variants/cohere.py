@@ -1,4 +1,4 @@
-"""Tiny configurations of the Cohere family, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of the Cohere family, one per variation of its maths, and its published sizes."""
 
 import json
 from typing import Any
@@ -20,13 +20,13 @@ def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     values = TINY | {"model_type": "cohere2", "layer_norm_eps": 1e-2, "num_hidden_layers": 3, "layer_types": types}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # the default ones lie outside of this vocabulary
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # the defaults are outside of this vocabulary
     values |= {"sliding_window": 6, "logit_scale": 0.8, "tie_word_embeddings": True, **ids}
     return {"cohere2": values, "cohere2_bias_untied": values | {"attention_bias": True, "tie_word_embeddings": False}}
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     return {
         "command_a": {
             "architectures": ["Cohere2ForCausalLM"],
@@ -50,17 +50,17 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"command_a": 111_057_580_032}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "command-r7b": 8_028_033_024,
     "command-a-111b": 111_057_580_032,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "command-r7b": {
     "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "attention_bias": false, "attention_dropout":
@@ -75,7 +75,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# (file, a change, the error): second names in FILES that say something else.
+# (file, change, error): duplicate fields in FILES with a contradicting value.
 CONTRADICTIONS = [
     ("command-r7b", {"layer_switch": 2}, "'layer_switch' is 2; only 4"),
     ("command-r7b", {"order_of_interleaved_layers": "global_attn_first"}, "'order_of_interleaved_layers'"),

@@ -1,6 +1,6 @@
-"""Tiny configurations of the DeepSeek line, one per way in which its maths can differ, and its published sizes.
+"""Tiny configurations of the DeepSeek line, one per variation of its maths, and its published sizes.
 
-transformers knows no kimi_k2; it is deepseek_v3 under another name, and compared with that.
+transformers has no kimi_k2, which is compared with deepseek_v3, the same model under another name.
 """
 
 from typing import Any
@@ -9,12 +9,12 @@ from fnmodels.ops.moe.router import RouterDtypes
 
 STANDS_FOR = {"kimi_k2": "deepseek_v3"}
 BLIND = {
-    "deepseek_v3_dense": {  # no layer has experts
+    "deepseek_v3_dense": {  # no MoE layer
         *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group"),
         *("topk_group", "norm_topk_prob", "routed_scaling_factor", "softmax_scores"),
     },
-    "deepseek_v2_lite": {"intermediate_size"},  # all have
-    "kimi_k2": {"rope.truncate"},  # a ramp between two equal ends is a step either way
+    "deepseek_v2_lite": {"intermediate_size"},  # all layers are MoE layers
+    "kimi_k2": {"rope.truncate"},  # a ramp with equal ends is a step in both cases
 }
 SEEDS = {"deepseek_v3_biases": 1, "deepseek_v2": 1, "deepseek_v2_lite": 7, "kimi_k2": 16}
 
@@ -44,7 +44,7 @@ TINY: dict[str, Any] = {
     "rms_norm_eps": 1e-2,
     "num_nextn_predict_layers": 0,
     "tie_word_embeddings": False,
-    # the default ones lie outside of this vocabulary
+    # the defaults are outside of this vocabulary
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -60,7 +60,7 @@ def _tiny(rope: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
 def _v2(rope: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     values = _tiny(rope, model_type="deepseek_v2", norm_topk_prob=False, topk_method="group_limited_greedy")
     del values["num_nextn_predict_layers"]
-    return values | {"num_attention_heads": 4, "num_key_value_heads": 4} | changes  # divisors of hidden_size, it says
+    return values | {"num_attention_heads": 4, "num_key_value_heads": 4} | changes  # divide hidden_size, as required
 
 
 def variants() -> dict[str, dict[str, Any]]:
@@ -83,7 +83,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     yarn = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
     common: dict[str, Any] = {
         "attention_bias": False,
@@ -175,10 +175,10 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: how many parameters}, counted by hand from the shapes; selection biases are among them.
+    """{name: number of parameters}, counted by hand from the shapes, selection biases included.
 
-    V3 is published as 671B, of which this is the exact number, and 11.5B more in its MTP module (which on disk holds
-    copies of embedding and head besides). Kimi K2 as 1T, V2 as 236B.
+    Published are 671B for V3, plus 11.5B in its MTP module (which on disk also holds copies of embedding and head), 1T
+    for Kimi K2 and 236B for V2.
     """
     return {
         "deepseek_v3": 671_026_419_200 + 11_610_068_224,
@@ -188,17 +188,17 @@ def sizes() -> dict[str, int]:
     }
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200 + 11_610_068_224,  # the main model and the MTP module
     "deepseek-r1": 671_026_419_200 + 11_610_068_224,
     "kimi-k2": 1_026_408_232_448,
-    "moonlight-16b-a3b": 15_289_021_568 + 2 * 163840 * 2048,  # without embedding and head as in its paper, and these
+    "moonlight-16b-a3b": 15_289_021_568 + 2 * 163840 * 2048,  # its paper excludes embedding and head
 }
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "deepseek_v2": {"head_dim", "mlp_bias", "n_group", "norm_topk_prob"},
     "deepseek_v3": {"n_group", "num_attention_heads", "num_mtp_layers"},

@@ -1,4 +1,4 @@
-"""Tiny configurations of ERNIE 4.5, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of ERNIE 4.5, one per variation of its maths, and its published sizes."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ ROUTER = RouterDtypes(param="wide", projection="wide", score="wide", output="mod
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """{name: config.json}; in the last the chosen weights often add up to less than moe_norm_min."""
+    """{name: config.json}; in the last one the chosen weights often sum to less than moe_norm_min."""
     biased = {"use_bias": True, "tie_word_embeddings": False, "head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}
     sparse = TINY | {"model_type": "ernie4_5_moe", "moe_intermediate_size": 12, "moe_num_experts": 6, "moe_k": 2}
     every = {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_norm_min": 0.6}
@@ -42,7 +42,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members of both types, in the published dialect."""
+    """{name: config.json} of the largest published models of both types, in the published dialect."""
     common = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "hidden_act": "silu", "rms_norm_eps": 1e-5}
     common |= {"rope_theta": 500000.0, "max_position_embeddings": 131072, "vocab_size": 103424, "use_bias": False}
     common |= {"torch_dtype": "bfloat16", "use_cache": True}
@@ -85,11 +85,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has}; published as 0.36B and 300B, counted by hand."""
+    """{name of a published model: number of parameters}; published as 0.36B and 300B, counted by hand."""
     return {"ernie_4_5_0_3b": 360_748_032, "ernie_4_5_300b_a47b": 299_484_163_264}
 
 
-# Without the block of 21B that predicts a further token.
+# Without the MTP block of 21B.
 TOTALS: dict[str, int | str] = {
     "ernie-4.5-0.3b": 360_748_032,
     "ernie-4.5-21b-a3b": 21_825_437_888,

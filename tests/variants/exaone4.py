@@ -1,4 +1,4 @@
-"""Tiny configurations of EXAONE 4.0, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of EXAONE 4.0, one per variation of its maths, and its published sizes."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """{name: config.json}; the last has both, a pattern that is not read and the list that is."""
+    """{name: config.json}; the last has both the list and a pattern, which is not read."""
     full, sliding = "full_attention", "sliding_attention"
     rope = LLAMA3 | {"rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16}
     everywhere = {"sliding_window": None, "layer_types": [full, full], "num_hidden_layers": 2}
@@ -34,7 +34,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published member, in the published dialect."""
+    """{name: config.json} of the largest published model, in the published dialect."""
     return {
         "exaone_4_0_32b": {
             "architectures": ["Exaone4ForCausalLM"],
@@ -67,7 +67,7 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has}; published as 32.0B, counted by hand."""
+    """{name of a published model: number of parameters}; published as 32.0B, counted by hand."""
     return {"exaone_4_0_32b": 32_003_216_384}
 
 

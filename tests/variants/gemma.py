@@ -1,15 +1,15 @@
-"""Tiny configurations of the Gemma family, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of the Gemma family, one per variation of its maths, and its published sizes."""
 
 import json
 from typing import Any
 
-# In the published dialect: which layer type `rope_theta` and `rope_scaling` speak of, and the other thetas' own fields.
+# In the published dialect: the layer type of `rope_theta` and `rope_scaling`, and the fields of the other thetas.
 OLDER_ROPES = ("full_attention", {"sliding_attention": "rope_local_base_freq"})
 
-# EmbeddingGemma: tokens see later ones.
+# EmbeddingGemma has bidirectional attention.
 BIDIRECTIONAL = {"gemma3_text_bidirectional"}
 
-# A model of one kind of layer reads one table.
+# A model with one kind of layer reads one rotary table.
 BLIND = {name: {"local_rope.theta", "local_rope.partial"} for name in ("gemma", "gemma_bias_untied")}
 
 TINY: dict[str, Any] = {
@@ -70,7 +70,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     return {
         "gemma2_27b": {
             "architectures": ["Gemma2ForCausalLM"],
@@ -95,13 +95,13 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"gemma2_27b": 27_227_128_320}
 
 
-# What stands beside the text in the totals of Gemma 3: its tower, and a norm and a matrix from there.
+# The vision part of Gemma 3's totals: the tower, and the norm and the matrix of its projection.
 TOWER, PATCH = 416_866_032, 1152
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "gemma-2b": 2_506_172_416,
     "gemma-7b": 8_537_680_896,
@@ -116,7 +116,7 @@ TOTALS: dict[str, int | str] = {
     "embeddinggemma-300m": 302_863_104,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "gemma-2b": {
     "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "attention_bias": false, "attention_dropout": 0.0,
@@ -172,19 +172,19 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# (file, a change, the error): second names in FILES that say something else.
+# (file, change, error): duplicate fields in FILES with a contradicting value.
 CONTRADICTIONS = [
     ("gemma-2-9b", {"hidden_act": "gelu"}, "'hidden_act' is \"gelu\""),
     ("gemma-2-9b", {"sliding_window_size": 512}, "'sliding_window_size' is 512; only 4096"),
 ]
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "gemma": {"use_bidirectional_attention"},
     "gemma2": {"use_bidirectional_attention"},
 }
 
-# fp32 itself gives this variant no 1e-5 over 20 steps: AdamW turns the rounding of small gradients into steps.
-# transformers against itself, from weights that are one rounding off, differs by 1e-5 (gemma) and 0.5e-5 (granite);
-# ours against it by 0.8e-5 to 1.1e-5 and 0.6e-5 to 1.2e-5, depending on the CPU's instructions.
+# fp32 does not reach 1e-5 over 20 steps in this variant: AdamW amplifies the rounding of small gradients.
+# transformers with weights changed by one rounding differs from itself by 1e-5 (gemma) and 0.5e-5 (granite);
+# fnmodels differs from it by 0.8e-5 to 1.1e-5 and 0.6e-5 to 1.2e-5, depending on the CPU's instructions.
 TRAINING_TOLERANCE = {"gemma": 2e-5}

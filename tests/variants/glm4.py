@@ -1,4 +1,4 @@
-"""Tiny configurations of the GLM-4 (0414) family, one per way in which its maths can differ; its published sizes."""
+"""Tiny configurations of the GLM-4 (0414) family, one per variation of its maths; its published sizes."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ TINY: dict[str, Any] = {
     "rms_norm_eps": 1e-2,
     "attention_bias": True,
     "tie_word_embeddings": False,
-    # the default ones lie outside of this vocabulary
+    # the defaults are outside of this vocabulary
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -31,7 +31,7 @@ def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
     return {
-        "glm4": _glm4({}),  # half of each head rotates, unsaid
+        "glm4": _glm4({}),  # by default half of each head rotates
         "glm4_no_bias": _glm4({"partial_rotary_factor": 0.5}, attention_bias=False, num_key_value_heads=4),
         "glm4_whole": _glm4({"partial_rotary_factor": 1.0}, hidden_act="gelu_pytorch_tanh"),
         "glm4_yarn_tied": _glm4(
@@ -41,7 +41,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     return {
         "glm_4_32b": {
             "architectures": ["Glm4ForCausalLM"],
@@ -66,17 +66,17 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has}; published as 32.57B, counted by hand."""
+    """{name of a published model: number of parameters}; published as 32.57B, counted by hand."""
     return {"glm_4_32b": 32_566_081_536}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "glm-4-9b": 9_400_279_040,
     "glm-4-32b": "32B",
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "glm-4-9b": {
     "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": true, "attention_dropout": 0.0,
@@ -88,7 +88,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "glm4": {"rope_parameters..partial_rotary_factor"},
 }

@@ -1,4 +1,4 @@
-"""Tiny configurations of GLM-4.5 and dots.llm1, one per way in which their maths can differ; their published sizes."""
+"""Tiny configurations of GLM-4.5 and dots.llm1, one per variation of their maths; their published sizes."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def variants() -> dict[str, dict[str, Any]]:
     yarn: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
     yarn |= {"original_max_position_embeddings": 16, "partial_rotary_factor": 0.7}
     return {
-        "glm4_moe": _glm({}),  # half of each head rotates, unsaid
+        "glm4_moe": _glm({}),  # by default half of each head rotates
         "glm4_moe_qk_norm": _glm({"partial_rotary_factor": 0.5}, use_qk_norm=True, n_shared_experts=2),
         "glm4_moe_groups_yarn": _glm(
             yarn,
@@ -68,7 +68,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     return {
         "glm_4_7": {
             "architectures": ["Glm4MoeForCausalLM"],
@@ -141,22 +141,22 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: how many parameters}, counted by hand from the shapes.
+    """{name: number of parameters}, counted by hand from the shapes.
 
-    3,988,069,792 of GLM 4.7's are the MTP module, whose copies of embedding and head on disk make the files' 358B.
+    3,988,069,792 of GLM 4.7's are in the MTP module; with its copies of embedding and head the files have 358B.
     Published as 355B and 142B.
     """
     return {"glm_4_7": 356_785_898_816, "dots_llm1": 142_774_381_696}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "glm-4.5": 358_337_791_296 - 2 * 151552 * 5120,
     "glm-4.5-air": 110_468_824_832 - 2 * 151552 * 4096,
     "dots.llm1": 142_774_381_696,
 }
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "glm4_moe": {"num_mtp_layers", "rope_parameters..partial_rotary_factor"},
 }

@@ -1,4 +1,4 @@
-"""Tiny configurations of GPT-2, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of GPT-2, one per variation of its maths, and its published sizes."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ TINY: dict[str, Any] = {
     "layer_norm_epsilon": 1e-2,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "attn_pdrop": 0.0,  # transformers' default of 0.1 would take part in its training
+    "attn_pdrop": 0.0,  # transformers' default of 0.1 would apply in its training
     "embd_pdrop": 0.0,
     "resid_pdrop": 0.0,
 }
@@ -55,11 +55,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"gpt2_xl": 1_557_611_200}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -67,7 +67,7 @@ TOTALS: dict[str, int | str] = {
     "gpt2-xl": 1_557_611_200,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "gpt2": {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop":
@@ -79,7 +79,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "gpt2": {"add_cross_attention"},
 }

@@ -1,9 +1,9 @@
-"""Tiny configurations of GPT-NeoX, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of GPT-NeoX, one per variation of its maths, and its published sizes."""
 
 import json
 from typing import Any
 
-# The older names of what stands at the top.
+# The older names of top-level fields.
 OLDER_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 
 TINY: dict[str, Any] = {
@@ -35,7 +35,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     common = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "max_position_embeddings": 2048}
     common |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "layer_norm_eps": 1e-5, "use_parallel_residual": True}
     common |= {"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
@@ -49,11 +49,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"gpt_neox_20b": 20_554_567_680, "pythia_12b": 11_846_072_320}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "gpt-neox-20b": 20_554_567_680,
     "pythia-70m": 70_426_624,
@@ -66,7 +66,7 @@ TOTALS: dict[str, int | str] = {
     "pythia-12b": 11_846_072_320,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "pythia-70m": {
     "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "bos_token_id": 0, "eos_token_id": 0,

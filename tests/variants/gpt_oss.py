@@ -1,7 +1,7 @@
-"""Tiny configurations of gpt-oss, one per way in which its maths can differ, and its published sizes.
+"""Tiny configurations of gpt-oss, one per variation of its maths, and its published sizes.
 
-24 tokens reach beyond the window and the original context. At theta 100 yarn's ramp spans pairs of dimensions, and its
-ends lie between them, so that cutting them to whole ones shows.
+24 tokens exceed the window and the original context. At theta 100 YaRN's ramp spans several dimension pairs and ends
+between them, so that rounding its ends to integers changes the logits.
 """
 
 import json
@@ -9,10 +9,10 @@ from typing import Any
 
 from fnmodels.ops.moe.router import RouterDtypes
 
-# transformers makes its masks without looking at positions, so that packed documents see each other.
+# transformers builds its masks without positions, so that packed documents attend to each other.
 SEPARATE = {"packed": "its masks do not tell documents apart"}
 
-BLIND = {"gpt_oss_plain_tied": {"sliding_window"}}  # no layer of it has one
+BLIND = {"gpt_oss_plain_tied": {"sliding_window"}}  # no sliding layer
 
 SEEDS = {"gpt_oss": 10, "gpt_oss_truncated": 3}
 
@@ -41,7 +41,7 @@ TINY: dict[str, Any] = {
     "rope_parameters": YARN,
     "rms_norm_eps": 1e-2,
     "sliding_window": 5,
-    "swiglu_limit": 1.0,  # cuts some
+    "swiglu_limit": 1.0,  # clamps some values
     "tie_word_embeddings": False,
 }
 
@@ -124,17 +124,17 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has}; published as 117B (116.83B) and 21B (20.91B)."""
+    """{name of a published model: number of parameters}; published as 117B (116.83B) and 21B (20.91B)."""
     return {"gpt_oss_120b": 116_829_156_672, "gpt_oss_20b": 20_914_757_184}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "gpt-oss-20b": {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": true, "attention_dropout":
@@ -155,7 +155,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "gpt_oss": {"hidden_act"},
 }

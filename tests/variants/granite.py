@@ -1,4 +1,4 @@
-"""Tiny configurations of the Granite family, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of the Granite family, one per variation of its maths, and its published sizes."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     return {
         "granite_3_1_8b": {
             "architectures": ["GraniteForCausalLM"],
@@ -54,17 +54,17 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"granite_3_1_8b": 8_170_848_256}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "granite-3.1-2b": 2_533_531_648,
     "granite-3.1-8b": 8_170_848_256,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "granite-3.1-2b": {
     "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_bias": false, "attention_dropout":
@@ -77,7 +77,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# fp32 itself gives this variant no 1e-5 over 20 steps: AdamW turns the rounding of small gradients into steps.
-# transformers against itself, from weights that are one rounding off, differs by 1e-5 (gemma) and 0.5e-5 (granite);
-# ours against it by 0.8e-5 to 1.1e-5 and 0.6e-5 to 1.2e-5, depending on the CPU's instructions.
+# fp32 does not reach 1e-5 over 20 steps in this variant: AdamW amplifies the rounding of small gradients.
+# transformers with weights changed by one rounding differs from itself by 1e-5 (gemma) and 0.5e-5 (granite);
+# fnmodels differs from it by 0.8e-5 to 1.1e-5 and 0.6e-5 to 1.2e-5, depending on the CPU's instructions.
 TRAINING_TOLERANCE = {"granite": 2e-5}

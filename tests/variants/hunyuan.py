@@ -1,4 +1,4 @@
-"""Tiny configurations of Hunyuan, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of Hunyuan, one per variation of its maths, and its published sizes."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published member, in the published dialect."""
+    """{name: config.json} of the largest published model, in the published dialect."""
     rope = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     return {
         "hunyuan_7b": {
@@ -67,7 +67,7 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has}; published as 7.5B, counted by hand."""
+    """{name of a published model: number of parameters}; published as 7.5B, counted by hand."""
     return {"hunyuan_7b": 7_504_568_320}
 
 

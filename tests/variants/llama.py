@@ -1,6 +1,6 @@
-"""Tiny configurations of the Llama family, one per way in which its maths can differ, and its published sizes.
+"""Tiny configurations of the Llama family, one per variation of its maths, and its published sizes.
 
-Dimensions differ from their neighbors where they can. The original context is 16, so that 24 tokens reach beyond it.
+Adjacent dimensions differ where possible. The original context is 16, which 24 tokens exceed.
 """
 
 import json
@@ -24,7 +24,7 @@ def _llama(**changes: Any) -> dict[str, Any]:
 
 
 def _scaled(rope_type: str, **rope: Any) -> dict[str, Any]:
-    # theta 100 spreads the four frequencies of so small a head over the range in which yarn and llama3 blend
+    # theta 100 spreads the four frequencies of a small head over the range in which yarn and llama3 interpolate
     return _llama(rope_parameters={"rope_type": rope_type, "rope_theta": 100.0, **rope}, max_position_embeddings=64)
 
 
@@ -39,7 +39,7 @@ def variants() -> dict[str, dict[str, Any]]:
     wide = {"head_dim": 16}
     long = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.2, 2.0, 3.5, 5.0]}
     uneven = {"hidden_size": 42, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # smollm3's own lie outside of this vocabulary
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # smollm3's defaults are outside of this vocabulary
     undropped = {"attention_dropout": 0.0, "residual_dropout": 0.0}
     return {
         "llama": _llama(),
@@ -101,7 +101,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members and of some whose files have fields of their own."""
+    """{name: config.json} of the largest published models and of some whose files have fields of their own."""
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     return {
         "llama_3_3_70b": {
@@ -249,7 +249,7 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {
         "llama_3_3_70b": 70_553_706_496,
         "qwen2_5_72b": 72_706_203_648,
@@ -260,7 +260,7 @@ def sizes() -> dict[str, int]:
     }
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
@@ -302,7 +302,7 @@ TOTALS: dict[str, int | str] = {
     "falcon3-10b": 10_305_653_760,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "llama-3.2-1b": {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": false, "attention_dropout": 0.0,
@@ -381,7 +381,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "smollm3": {"num_hidden_layers", "use_sliding_window"},
 }

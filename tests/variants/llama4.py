@@ -1,6 +1,6 @@
-"""Tiny configurations of Llama 4, one per way in which its maths can differ, and the published sizes of its text part.
+"""Tiny configurations of Llama 4, one per variation of its maths, and the published sizes of its text model.
 
-24 tokens reach beyond two chunks, the original context and several steps of the queries' temperature.
+24 tokens exceed two chunks, the original context and several steps of the query temperature.
 """
 
 from typing import Any
@@ -8,13 +8,13 @@ from typing import Any
 from fnmodels import llama4
 from fnmodels.ops.moe.router import RouterDtypes
 
-# transformers counts the steps of the temperature from the left end of a row, whatever stands there.
+# transformers computes the temperature from indices in the row instead of positions.
 SEPARATE = {
     "left": "its temperature goes by the place in the row, not by position",
     "packed": "its temperature goes by the place in the row, not by position",
 }
 
-# The width of dense layers where there are none, and the numbers of a temperature that is off.
+# Without effect: the width of dense layers without any, and settings of a disabled temperature.
 BLIND = {name: {"intermediate_size_mlp"} for name in ("llama4", "llama4_text_all_experts")}
 BLIND["llama4_text_untuned_tied"] = {"attn_scale", "floor_scale"}
 BLIND["llama4_text_biased"] = {"attn_scale", "floor_scale", "attn_temperature_tuning"}
@@ -42,7 +42,7 @@ TINY: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "rms_norm_eps": 1e-2,
     "tie_word_embeddings": False,
-    # the default ones lie outside of this vocabulary
+    # the defaults are outside of this vocabulary
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -52,7 +52,7 @@ TINY: dict[str, Any] = {
 def variants() -> dict[str, Any]:
     """{name: config.json, or a Config}."""
     rope = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # as Scout has it: no blend between
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # as in Scout: no interpolation range
     scout = TINY | {
         "interleave_moe_layer_step": 1,
         "no_rope_layer_interval": 2,
@@ -73,7 +73,7 @@ def variants() -> dict[str, Any]:
             "num_experts_per_tok": 2,
             "hidden_act": "gelu_pytorch_tanh",
         },
-        # all layers rotate, as a key's bias changes nothing where none does
+        # all layers rotate, since a key bias has no effect without rotary embedding
         "llama4_text_biased": TINY
         | {
             "num_hidden_layers": 2,
@@ -150,20 +150,20 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters its text part has}; published as 109B and 400B with vision."""
+    """{name of a published member: number of parameters of its text model}; published as 109B and 400B with vision."""
     return {"llama4_scout": 107_769_861_120, "llama4_maverick": 400_711_848_960}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
-    # all parts, less the vision tower and its projection
+    # the full model minus the vision tower and its projection
     "llama-4-scout": 108_641_793_536 - 871_932_416,
     "llama-4-scout-text": 108_641_793_536 - 871_932_416,
     "llama-4-maverick": 401_583_781_376 - 871_932_416,
     "llama-4-maverick-text": 401_583_781_376 - 871_932_416,
 }
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "llama4_text": {"rope_parameters..low_freq_factor", "router_jitter_noise"},
 }

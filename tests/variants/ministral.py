@@ -1,4 +1,4 @@
-"""Tiny configurations of the Ministral 3 family, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of the Ministral 3 family, one per variation of its maths, and its published sizes."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members (text part), in the published dialect."""
+    """{name: config.json} of the largest published models (text part), in the published dialect."""
     yarn = {"rope_type": "yarn", "rope_theta": 1000000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0}
     yarn |= {
         "original_max_position_embeddings": 16384,
@@ -51,11 +51,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: how many parameters}: counted from the shapes, for the published 14B include a vision tower."""
+    """{name: number of parameters}: counted from the shapes, since the published 14B include a vision tower."""
     return {"ministral3_14b": 13_506_073_600}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "ministral-3-3b": 3_429_006_336,
     "ministral-3-8b": "8.4B",

@@ -1,4 +1,4 @@
-"""Tiny configurations of Mixtral, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of Mixtral, one per variation of its maths, and its published sizes."""
 
 import json
 from typing import Any
@@ -62,17 +62,17 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"mixtral_8x7b": 46_702_792_704, "mixtral_8x22b": 140_630_071_296}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "mixtral-8x7b": {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "attention_dropout": 0.0, "bos_token_id": 1,
@@ -85,7 +85,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "mixtral": {"router_jitter_noise"},
 }

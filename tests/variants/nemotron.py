@@ -1,4 +1,4 @@
-"""Tiny configurations of Nemotron, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of Nemotron, one per variation of its maths, and its published sizes."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published member, and of one whose file names the size of a head twice.
+    """{name: config.json} of the largest published model, and of one whose file has two fields for the head width.
 
     Sizes of the first are those of table 1 of arXiv 2406.11704.
     """
@@ -57,11 +57,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: how many parameters}; the report of the first says 9.4B of the embeddings and 331.6B of the rest."""
+    """{name: number of parameters}; the report of the first states 9.4B for embeddings and 331.6B for the rest."""
     return {"nemotron_4_340b": 341_029_195_776, "minitron_8b": 8_271_699_968}
 
 
-# What each preset has as published. The report of the 15B says 3.2B of the embeddings and 12.5B of the rest.
+# Published parameter counts of the presets. The report of the 15B states 3.2B for embeddings and 12.5B for the rest.
 TOTALS: dict[str, int | str] = {
     "minitron-4b": "4.19B",
     "minitron-8b": "8.27B",

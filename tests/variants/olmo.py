@@ -1,4 +1,4 @@
-"""Tiny configurations of the OLMo family, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of the OLMo family, one per variation of its maths, and its published sizes."""
 
 import json
 from typing import Any
@@ -15,10 +15,10 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-# In the published dialect: which layer type `rope_theta` and `rope_scaling` speak of, and the other thetas' own fields.
+# In the published dialect: the layer type of `rope_theta` and `rope_scaling`, and the fields of the other thetas.
 OLDER_ROPES = ("full_attention", {})
 
-# A model of one kind of layer reads one table.
+# A model with one kind of layer reads one rotary table.
 BLIND = {name: {"local_rope.theta", "local_rope.partial"} for name in ("olmo2", "olmo2_bias_tied")}
 
 
@@ -45,7 +45,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     return {
         "olmo2_32b": {
             "architectures": ["Olmo2ForCausalLM"],
@@ -64,11 +64,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"olmo2_32b": 32_234_279_936}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "olmo-2-1b": 1_484_916_736,
     "olmo-2-7b": 7_298_617_344,
@@ -78,7 +78,7 @@ TOTALS: dict[str, int | str] = {
     "olmo-3-32b": 32_233_522_176,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "olmo-2-7b": {
     "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": false, "attention_dropout": 0.0,

@@ -1,4 +1,4 @@
-"""Tiny configurations of Phi-1 to Phi-2, one per way in which their maths can differ, and their published sizes."""
+"""Tiny configurations of Phi-1 to Phi-2, one per variation of their maths, and their published sizes."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ def variants() -> dict[str, dict[str, Any]]:
     return {"phi": TINY, "phi_grouped_norms_tied": TINY | grouped | normed}
 
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "phi-2": {
     "architectures": ["PhiForCausalLM"], "model_type": "phi", "_name_or_path": "microsoft/phi-2",
@@ -41,12 +41,12 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published member, in the published dialect."""
+    """{name: config.json} of the largest published model, in the published dialect."""
     return {"phi_2": FILES["phi-2"]}
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"phi_2": 2_779_683_840}
 
 

@@ -1,6 +1,6 @@
-"""Tiny configurations of the Phi-3 family, one per way in which its maths can differ, and its published sizes.
+"""Tiny configurations of the Phi-3 family, one per variation of its maths, and its published sizes.
 
-24 tokens reach beyond an original context of 16, and not beyond one of 32.
+24 tokens exceed an original context of 16, but not one of 32.
 """
 
 import json
@@ -17,7 +17,7 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-2,
     "tie_word_embeddings": False,
-    # the default ones lie outside of this vocabulary
+    # the defaults are outside of this vocabulary
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -52,7 +52,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect (the long factors made up)."""
+    """{name: config.json} of the largest published models, in the published dialect (the long factors made up)."""
     mini_rope = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0 + i for i in range(48)]}
     return {
         "phi_4": {
@@ -104,11 +104,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has}; published as 14.7B and 3.8B, counted by hand."""
+    """{name of a published model: number of parameters}; published as 14.7B and 3.8B, counted by hand."""
     return {"phi_4": 14_659_507_200, "phi_4_mini": 3_836_021_760}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "phi-3-mini": 3_821_079_552,
     "phi-3-medium": 13_960_238_080,
@@ -116,7 +116,7 @@ TOTALS: dict[str, int | str] = {
     "phi-4-mini": 3_836_021_760,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "phi-3-mini": {
     "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"], "model_type": "phi3",
@@ -139,7 +139,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# Fields that are refused whatever they say: alone they contradict others, or no published model has them.
+# Fields refused at any changed value: alone they contradict other fields, or no published model has them.
 REFUSED = {
     "phi3": {"hidden_size"},
 }

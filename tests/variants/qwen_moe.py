@@ -1,4 +1,4 @@
-"""Tiny configurations of Qwen's and OLMo's mixtures of experts, one per way in which they differ; published sizes."""
+"""Tiny configurations of Qwen's and OLMo's mixtures of experts, one per variation of their maths; published sizes."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-# The width of dense layers where there are none; kinds of layers that are the same from the last to the first.
+# Without effect: the width of dense layers without any; layer kinds that are the same in reverse order.
 BLIND = {
     "qwen2_moe": {"layer_kinds"},
     "qwen2_moe_sliding": {"intermediate_size"},
@@ -39,7 +39,7 @@ def variants() -> dict[str, dict[str, Any]]:
     second = TINY | {"model_type": "qwen2_moe", "num_experts": 5, "shared_expert_intermediate_size": 36}
     third = TINY | {"model_type": "qwen3_moe", "num_experts": 6, "head_dim": 12}
     olmoe = {name: value for name, value in TINY.items() if name != "moe_intermediate_size"}
-    olmoe |= {"model_type": "olmoe", "num_experts": 7, "pad_token_id": 0, "eos_token_id": 2}  # not beyond 61
+    olmoe |= {"model_type": "olmoe", "num_experts": 7, "pad_token_id": 0, "eos_token_id": 2}  # below vocab_size
     window = {"use_sliding_window": True, "sliding_window": 5}
     return {
         "qwen2_moe": second | {"num_hidden_layers": 3, "mlp_only_layers": [1]},
@@ -61,7 +61,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members, in the published dialect."""
+    """{name: config.json} of the largest published models, in the published dialect."""
     return {
         "qwen2_57b_a14b": {
             "architectures": ["Qwen2MoeForCausalLM"],
@@ -139,11 +139,11 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"qwen2_57b_a14b": 57_408_658_944, "qwen3_235b_a22b": 235_093_634_560, "olmoe_1b_7b": 6_919_161_856}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2-57b-a14b": "57.4B",
@@ -152,7 +152,7 @@ TOTALS: dict[str, int | str] = {
     "olmoe-1b-7b": 6_919_161_856,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "qwen1.5-moe-a2.7b": {
     "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "attention_dropout": 0.0, "bos_token_id":
@@ -187,7 +187,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# (file, a change, the error): second names in FILES that say something else.
+# (file, change, error): duplicate fields in FILES with a contradicting value.
 CONTRADICTIONS = [
     ("qwen3-30b-a3b", {"qkv_bias": True}, "'qkv_bias' is true; only false"),
     ("qwen3-30b-a3b", {"use_qk_norm": False}, "'use_qk_norm' is false; only true"),

@@ -1,4 +1,4 @@
-"""Tiny configurations of StableLM, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of StableLM, one per variation of its maths, and its published sizes."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published member, in the published dialect."""
+    """{name: config.json} of the largest published model, in the published dialect."""
     return {
         "stablelm_2_12b": {
             "architectures": ["StableLmForCausalLM"],
@@ -61,20 +61,20 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: how many parameters}, by shapes; the card says 12,143,605,760, see TOTALS."""
+    """{name: number of parameters}, from the shapes; the model card says 12,143,605,760, see TOTALS."""
     return {"stablelm_2_12b": 12_143_185_920}
 
 
-# The card of StableLM 2 12B says 12,143,605,760. Its shapes add up to that less weights and biases of the 41 LayerNorms
-# over the model's width, which have been counted twice there.
-# What each preset has as published.
+# The model card of StableLM 2 12B says 12,143,605,760. Its shapes sum to that minus the weights and biases of the 41
+# LayerNorms over the model's width, which the card counts twice.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "stablelm-3b-4e1t": 2_795_443_200,
     "stablelm-2-1.6b": 1_644_515_328,
     "stablelm-2-12b": 12_143_605_760 - 41 * 2 * 5120,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "stablelm-2-1.6b": {
     "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "bos_token_id": 100257, "eos_token_id":

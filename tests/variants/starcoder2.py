@@ -1,4 +1,4 @@
-"""Tiny configurations of StarCoder 2, one per way in which its maths can differ, and its published sizes."""
+"""Tiny configurations of StarCoder 2, one per variation of its maths, and its published sizes."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published member, in the published dialect."""
+    """{name: config.json} of the largest published model, in the published dialect."""
     return {
         "starcoder2_15b": {
             "architectures": ["Starcoder2ForCausalLM"],
@@ -57,18 +57,18 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
+    """{name of a published model: its published number of parameters}."""
     return {"starcoder2_15b": 15_957_889_024}
 
 
-# What each preset has as published.
+# Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "starcoder2-3b": 3_030_371_328,
     "starcoder2-7b": 7_173_923_840,
     "starcoder2-15b": 15_957_889_024,
 }
 
-# config.json files of presets as they are published, every field.
+# The complete published config.json files of presets.
 FILES: dict[str, dict[str, Any]] = json.loads("""{
   "starcoder2-3b": {
     "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "activation_function": "gelu",
@@ -82,7 +82,7 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 
-# (file, a change, the error): second names in FILES that say something else.
+# (file, change, error): duplicate fields in FILES with a contradicting value.
 CONTRADICTIONS = [
     ("starcoder2-3b", {"layer_norm_epsilon": 1e-3}, "'layer_norm_epsilon' is 0.001; only 1e-05"),
     ("starcoder2-3b", {"activation_function": "relu"}, "'activation_function'"),
