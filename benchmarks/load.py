@@ -181,7 +181,7 @@ def main() -> None:
                     "PYTHONPATH": root,
                     "TQDM_DISABLE": "1",
                 }
-                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check_folder=True)
+                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
                 found.setdefault((contender, mode), []).append(json.loads(done.stdout))
     for mode in MODES:
         sums = {contender: found[contender, mode][0]["sum"] for contender in arguments.contenders}

@@ -61,8 +61,8 @@ def _rope(fields: Fields, *, head_dim: int, max_positions: int) -> Rope:
     """`parse_rope`, except that "dynamic" with `alpha` is a larger theta at any length and ignores other fields."""
     values = rope_values(fields)
     inner = Fields(values, f"{fields.where}, rope")
-    kinds = {values[name] for name in ("rope_type", "type") if name in values}
-    if kinds != {"dynamic"} or values.get("alpha") is None:
+    kinds = [values[name] for name in ("rope_type", "type") if name in values]
+    if not kinds or any(kind != "dynamic" for kind in kinds) or values.get("alpha") is None:
         return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4)
     if head_dim % 2 or head_dim == 2:
         raise ConfigError(f"{inner.where}: 'head_dim' is {head_dim}; with 'alpha' it must be even and more than 2.")

@@ -76,7 +76,11 @@ def our_norms(case: Case, params: Any) -> dict[str, Norm]:
     return found
 
 
-@every_type
+# Nemotron hands 1 + weight to its norm, so no call can be matched to a parameter; the test of a layer covers it.
+matched_types = pytest.mark.parametrize("case", [case for case in BY_TYPE if case.family != "nemotron"], ids=str)
+
+
+@matched_types
 def test_norms_round_as_in_transformers(case: Case) -> None:
     params = params_of(reference(case), case.config)
     stored = fnmodels.family_of(case.config).hf_names(case.config)

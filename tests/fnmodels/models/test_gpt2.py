@@ -19,11 +19,13 @@ def test_bare_tokens_do_not_say_where_they_stand() -> None:
         fnmodels.forward(weights, tokens, masks, freqs_cis, config=config)
     x = fnmodels.family_of(config).embed(weights, inputs, config=config)
     assert torch.equal(x, weights["embed_tokens"][tokens] + weights["embed_positions"][inputs["positions"]])
-    for vectors in (x, {**inputs, "tokens": x}):  # they pass through, as in every family
-        assert torch.equal(
-            fnmodels.forward(weights, vectors, masks, freqs_cis, config=config),
-            fnmodels.forward(weights, inputs, masks, freqs_cis, config=config),
-        )
+    vectors = weights["embed_tokens"][tokens]  # positions are added to them, as to transformers' inputs_embeds
+    assert torch.equal(
+        fnmodels.forward(weights, {**inputs, "tokens": vectors}, masks, freqs_cis, config=config),
+        fnmodels.forward(weights, inputs, masks, freqs_cis, config=config),
+    )
+    with pytest.raises(ValueError, match="bare token ids or vectors do not say where they stand"):
+        fnmodels.forward(weights, vectors, masks, freqs_cis, config=config)
 
 
 def test_a_position_that_nobody_learned() -> None:

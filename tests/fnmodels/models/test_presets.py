@@ -59,5 +59,5 @@ def test_an_unknown_name_lists_near_ones() -> None:
     ):
         with pytest.raises(ValueError, match=rf"There is no preset '{wrong}'; near it are .*\b{near}\b"):
             preset(wrong)
-    with pytest.raises(ValueError, match=r"There is no preset 'zzzz'; there are command-a-111b, .*, starcoder2-7b"):
+    with pytest.raises(ValueError, match=r"There is no preset 'zzzz'; there are afm-4.5b, .*, starcoder2-7b"):
         preset("zzzz")
