@@ -116,15 +116,14 @@ def _process(main: Main, argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"{main_job()}: stopped", file=sys.stderr)
         code = 130
-    except Exception:
+    except Exception:  # a bug: its traceback is printed here, and the exit code tells the launcher
         traceback.print_exc()
         code = 1
     ended.set()
     if code not in (0, PEER_LOST):
         sys.exit(code)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGTERM}
-    )  # with which the launcher ends processes that have returned
+    # The launcher ends processes that have returned with SIGTERM.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     return code
 
 
