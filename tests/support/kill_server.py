@@ -7,6 +7,7 @@ has ended, its exit code. A kill thus costs a fork, and no start of Python or im
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -124,6 +125,7 @@ def child(log: str, command: str, arguments: dict[str, Any]) -> None:
         print(f"{type(error).__name__}: {error.strerror}", flush=True)
         os._exit(2)
     except BaseException:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
@@ -173,6 +175,18 @@ class KillServer:
         """Waits for the child; returns its exit code, negative for a signal."""
         code, self.pid = int(self.answer()), 0
         return code
+
+    def interrupt(self) -> int:
+        """Sends SIGINT until the child ends; returns its exit code.
+
+        Once is not always enough: Python ignores a KeyboardInterrupt that is raised in a weak reference's callback.
+        """
+        assert self.process.stdout
+        ended: list[Any] = []
+        while not ended:
+            os.kill(self.pid, signal.SIGINT)
+            ended, _, _ = select.select([self.process.stdout], [], [], 5.0)
+        return self.ended()
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
