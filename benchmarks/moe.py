@@ -28,6 +28,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import train
 from fnmodels import qwen_moe, tree
+from fnmodels.models.qwen_moe import ROUTER
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.layer import moe
 from fnmodels.ops.moe.router import softmax_top_k
@@ -71,13 +72,13 @@ def block(dtype: torch.dtype, sizes: dict[str, int]) -> Contenders:
     leaves |= {"up_proj": draw(experts, inner, dim), "down_proj": draw(experts, dim, inner)}
     x, slope = draw(1, tokens, dim) * dim**0.5, draw(1, tokens, dim)
     valid = torch.ones(1, tokens, dtype=torch.bool)
-    route = functools.partial(softmax_top_k, k=sizes["num_experts_per_tok"], renormalize=True, dtype=dtype)
+    route = functools.partial(softmax_top_k, k=sizes["num_experts_per_tok"], renormalize=True)
     act = functools.partial(glu, activation="silu")
 
     def ours(path: str) -> tuple[Tensor, ...]:
         given = {name: leaf.detach().requires_grad_() for name, leaf in {"x": x, **leaves}.items()}
         layer = {"router": given["router"], "experts": {n: given[n] for n in ("gate_proj", "up_proj", "down_proj")}}
-        y, _ = moe(layer, given["x"], route, valid=valid, act=act, experts=path)
+        y, _ = moe(layer, given["x"], route, valid=valid, act=act, experts=path, dtypes=ROUTER)
         return y.detach(), *torch.autograd.grad(y, list(given.values()), slope)
 
     def module(path: str) -> Callable[[], tuple[Tensor, ...]]:

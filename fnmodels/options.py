@@ -53,3 +53,8 @@ class ForwardOptions:
     layer_fn: LayerFn | None = None
     experts: str | Experts = "auto"
     context: Callable[..., Any] | None = None
+
+    @property
+    def expert_path(self) -> str | Experts:
+        """`experts`, where "auto" is "dense" with kernel="math": both support every transform."""
+        return "dense" if self.experts == "auto" and self.kernel == "math" else self.experts

@@ -152,21 +152,10 @@ def _v2_experts(fields: Fields, layers: int) -> dict[str, Any]:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    D, heads, std = config.hidden_size, config.num_attention_heads, config.initializer_range
-    ranks: Any = {"q_rank": config.q_lora_rank, "kv_rank": config.kv_lora_rank}
-
-    def layer(kind: str) -> Tree:
-        biases, biased = config.attention_bias, not config.softmax_scores
-        attention = latent_attention_leaves(D, heads, **ranks, **_widths(config), std=std, biases=biases)
-        return layer_leaves(D, attention, mixture.grouped_leaves(config, kind, selection_bias=biased))
-
-    layers = [layer(kind) for kind in config.layer_kinds]
+    attention, biased = latent_attention_leaves(config), not config.softmax_scores
+    mlps = [mixture.grouped_leaves(config, kind, selection_bias=biased) for kind in config.layer_kinds]
+    layers = [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps]
     return decoder_leaves(config, layers) | mtp.heads(config, layers[-1])
-
-
-def _widths(config: Config) -> dict[str, int]:
-    """Widths per head: queries and keys without position, their rotary part, and values."""
-    return {"nope_dim": config.qk_nope_head_dim, "rope_dim": config.qk_rope_head_dim, "value_dim": config.v_head_dim}
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -189,14 +178,13 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     eps, weights = config.rms_norm_eps, layer["attention"]
     rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
-    q, k, v = latent_qkv(weights, normed, freqs, **_widths(config), rotate=rotate)
+    widths = {"nope_dim": config.qk_nope_head_dim, "rope_dim": config.qk_rope_head_dim, "value_dim": config.v_head_dim}
+    q, k, v = latent_qkv(weights, normed, freqs, **widths, rotate=rotate)
     mixed = ctx.attend(q, k, v, mask, scale=latent_scale(config.rope, q.shape[-1]))
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
-    how = mixture.grouped_choice(config, ROUTER.output_dtype(x.dtype))
-    how |= {} if config.softmax_scores else {"bias": layer["mlp"]["selection_bias"]}
-    route = functools.partial(softmax_top_k if config.softmax_scores else sigmoid_top_k, **how)
-    fed = ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, wide_router=ROUTER.wide_projection)
-    return x + ctx.tap("mlp", fed)
+    score = softmax_top_k if config.softmax_scores else sigmoid_top_k
+    route = functools.partial(score, bias=layer["mlp"].get("selection_bias"), **mixture.grouped_choice(config))
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

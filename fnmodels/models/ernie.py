@@ -106,16 +106,12 @@ def _experts(fields: Fields, layers: int) -> dict[str, Any]:
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
     D, std, bias = config.hidden_size, config.initializer_range, config.use_bias
-
-    def layer(kind: str) -> Tree:
-        mlp: Tree = usual_mlp(config, biases=bias)
-        if kind == "full_moe":
-            inner, shared = config.moe_intermediate_size, config.num_shared_experts
-            count, width = config.num_experts, shared * inner
-            mlp = moe_leaves(D, count, inner, std=std, shared=width, selection_bias=True, wide_router=True)
-        return layer_leaves(D, usual_attention(config, qkv_bias=bias, o_bias=bias), mlp)
-
-    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
+    inner, experts = config.moe_intermediate_size, config.num_experts
+    shared = config.num_shared_experts * inner
+    sparse = moe_leaves(D, experts, inner, std=std, shared=shared, selection_bias=True, wide_router=True)
+    mlps = {"full": usual_mlp(config, biases=bias), "full_moe": sparse}
+    attention = usual_attention(config, qkv_bias=bias, o_bias=bias)
+    return decoder_leaves(config, [layer_leaves(D, attention, mlps[kind]) for kind in config.layer_kinds])
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -149,11 +145,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":
         return x + ctx.tap("mlp", gated_mlp(mlp, normed, activation=config.hidden_act))
-    chosen, dtype = config.num_experts_per_tok, ROUTER.output_dtype(x.dtype)
-    how = functools.partial(softmax_top_k, k=chosen, renormalize=True, norm_min=config.moe_norm_min, dtype=dtype)
-    route = functools.partial(how, bias=mlp["selection_bias"])
-    fed = ctx.moe(mlp, normed, route, act=config.hidden_act, wide_router=ROUTER.wide_projection)
-    return x + ctx.tap("mlp", fed)
+    how: dict[str, Any] = {"k": config.num_experts_per_tok, "renormalize": True, "norm_min": config.moe_norm_min}
+    route = functools.partial(softmax_top_k, bias=mlp["selection_bias"], **how)
+    return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=config.hidden_act, dtypes=ROUTER))
 
 
 _MOE = {"model_type": "ernie4_5_moe", "vocab_size": 103424, "moe_num_experts": 64}

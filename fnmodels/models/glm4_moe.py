@@ -115,11 +115,8 @@ def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
     attention = usual_attention(config, qkv_bias=config.attention_bias, o_bias=config.o_bias)
     attention |= head_norms(config) if config.use_qk_norm else {}
-
-    def layer(kind: str) -> Tree:
-        return layer_leaves(config.hidden_size, attention, mixture.grouped_leaves(config, kind, selection_bias=True))
-
-    layers = [layer(kind) for kind in config.layer_kinds]
+    mlps = [mixture.grouped_leaves(config, kind, selection_bias=True) for kind in config.layer_kinds]
+    layers = [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps]
     return decoder_leaves(config, layers) | mtp.heads(config, layers[-1])
 
 
@@ -149,10 +146,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
-    how = mixture.grouped_choice(config, ROUTER.output_dtype(x.dtype))
-    route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **how)
-    fed = ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, wide_router=ROUTER.wide_projection)
-    return x + ctx.tap("mlp", fed)
+    route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **mixture.grouped_choice(config))
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
 
 
 PRESETS: dict[str, dict[str, Any]] = {

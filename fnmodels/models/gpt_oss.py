@@ -119,7 +119,7 @@ def spec(config: Config) -> Tree:
     heads, dtype = config.num_attention_heads, attention["q_proj"].dtype
     attention["sinks"] = Leaf((heads,), dtype, ("heads",), Normal(std), decay=False)
     experts, inner = config.num_local_experts, config.intermediate_size
-    mlp = moe_leaves(D, experts, inner, std=std, biases=True, router_bias=True)
+    mlp = moe_leaves(D, experts, inner, std=std, biases=True)
     layer = layer_leaves(D, attention, mlp)
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
@@ -162,9 +162,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5, sinks=weights["sinks"])
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm_fp32_weight(x, layer["post_attention_layernorm"], eps=eps)
-    route = functools.partial(top_k_softmax, k=config.num_experts_per_tok, dtype=ROUTER.output_dtype(x.dtype))
+    route = functools.partial(top_k_softmax, k=config.num_experts_per_tok)
     act = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
-    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=act))
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=act, dtypes=ROUTER))
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

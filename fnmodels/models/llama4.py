@@ -193,5 +193,6 @@ def block(
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
-    route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok, dtype=ROUTER.output_dtype(x.dtype))
-    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, input_weighted=True))
+    route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok)
+    fed = ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER, input_weighted=True)
+    return x + ctx.tap("mlp", fed)

@@ -106,6 +106,5 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    chosen, dtype = config.num_experts_per_tok, ROUTER.output_dtype(x.dtype)
-    route = functools.partial(softmax_top_k, k=chosen, renormalize=True, dtype=dtype)
-    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act))
+    route = functools.partial(softmax_top_k, k=config.num_experts_per_tok, renormalize=True)
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

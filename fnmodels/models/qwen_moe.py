@@ -25,6 +25,7 @@ from fnmodels.models.common.spec import (
     moe_leaves,
     usual_attention,
     usual_mlp,
+    weight,
 )
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops.linear import linear
@@ -141,8 +142,8 @@ def spec(config: Config) -> Tree:
     attention = usual_attention(config, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
     if config.qk_norm:
         attention |= joint_head_norms(config) if config.qk_norm_full else head_norms(config)
-    experts = (config.num_experts, config.moe_intermediate_size)
-    sparse = moe_leaves(D, *experts, std=std, shared=shared, shared_gate=shared > 0)
+    sparse = moe_leaves(D, config.num_experts, config.moe_intermediate_size, std=std, shared=shared)
+    sparse |= {"shared_expert_gate": weight((1, D), ("one", "embed"), std)} if shared else {}
     mlps = [sparse if kind.endswith("_moe") else usual_mlp(config) for kind in config.layer_kinds]
     return decoder_leaves(config, [layer_leaves(D, attention, mlp) for mlp in mlps])
 
@@ -178,6 +179,5 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
-    chosen, renormalize = config.num_experts_per_tok, config.norm_topk_prob
-    route = functools.partial(softmax_top_k, k=chosen, renormalize=renormalize, dtype=ROUTER.output_dtype(x.dtype))
-    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act))
+    route = functools.partial(softmax_top_k, k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

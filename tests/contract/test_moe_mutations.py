@@ -24,6 +24,7 @@ import train.losses.next_token
 import train.step
 from fnmodels.models.common import context
 from fnmodels.ops.moe import dispatch as dispatch_module
+from fnmodels.ops.moe.router import RouterDtypes
 from tests.contract import test_moe
 from tests.fnmodels.ops import test_moe as test_ops
 from tests.support.cases import Case, cases
@@ -177,15 +178,15 @@ def tokens_that_no_rank_owns(patch: pytest.MonkeyPatch) -> None:
 
 @bug("M3", naive("loop"), naive("dense"), naive("grouped"))
 def weights_left_out(patch: pytest.MonkeyPatch) -> None:
-    right = moe_module.choose_experts
+    right = context.choose_experts
 
-    def choose(experts: Any, *tensors: Tensor, kernel: str) -> Any:
-        run = right(experts, *tensors, kernel=kernel)
+    def choose(experts: Any, *tensors: Tensor) -> Any:
+        run = right(experts, *tensors)
         if experts is test_moe.naive_experts:
             return run
         return lambda e, x, weights, *rest, **how: run(e, x, torch.ones_like(weights), *rest, **how)
 
-    patch.setattr(moe_module, "choose_experts", choose)
+    patch.setattr(context, "choose_experts", choose)
 
 
 @bug("M3", naive("grouped"))
@@ -219,27 +220,28 @@ def scores_rounded_before_the_choice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(router_module, "choose", lambda scores, *rest, **how: right(scores.bfloat16(), *rest, **how))
 
 
+def _with_dtypes(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    right = context.moe
+
+    def moe(*args: Any, dtypes: RouterDtypes, **how: Any) -> Any:
+        return right(*args, dtypes=dataclasses.replace(dtypes, **changes), **how)
+
+    patch.setattr(context, "moe", moe)
+
+
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="deepseek_v3")
 def a_narrow_router(patch: pytest.MonkeyPatch) -> None:
-    right = context.moe
-    patch.setattr(context, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
+    _with_dtypes(patch, projection="model")
 
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="glm4_moe")
 def another_narrow_router(patch: pytest.MonkeyPatch) -> None:
-    right = context.moe
-    patch.setattr(context, "moe", lambda *args, **how: right(*args, **how | {"wide_router": False}))
+    _with_dtypes(patch, projection="model")
 
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="mixtral")
 def weights_in_the_dtype_of_the_model(patch: pytest.MonkeyPatch) -> None:
-    right = fnmodels.models.mixtral.softmax_top_k
-
-    @functools.wraps(right)
-    def route(logits: Tensor, indices: Tensor | None = None, **how: Any) -> Any:
-        return right(logits, indices, **how | {"dtype": torch.bfloat16})
-
-    patch.setattr(fnmodels.models.mixtral, "softmax_top_k", route)
+    _with_dtypes(patch, output="model")
 
 
 @bug("M4", test_moe.test_routers_keep_to_the_declared_dtypes, variant="mixtral")

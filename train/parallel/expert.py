@@ -54,7 +54,7 @@ def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Ex
         got = collectives.exchange(rows[: len(rows) - padding], sent, received, group)
         ids = torch.arange(here, device=x.device).repeat(ranks)
         expert = ids.repeat_interleave(coming.flatten(), output_size=len(got))[:, None]
-        local = choose_experts(inner, got, *experts.values(), kernel="auto")
+        local = choose_experts(inner, got, *experts.values())
         ones, real = got.new_ones(len(got), 1), torch.ones(len(got), dtype=torch.bool, device=x.device)
         back = collectives.exchange(local(experts, got, ones, expert, real, act=act), received, sent, group)
         if not len(x):

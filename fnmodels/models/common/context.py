@@ -20,8 +20,10 @@ from torch import Tensor
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mlp import glu
+from fnmodels.ops.moe.experts import choose_experts
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.layer import KEPT, Route, moe
+from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.options import Block, ForwardOptions
 from fnmodels.tree import Tree
 
@@ -69,26 +71,20 @@ class Context:
         route: Route,
         *,
         act: str | Act,
+        dtypes: RouterDtypes,
         input_weighted: bool = False,
-        wide_router: bool = False,
     ) -> Tensor:
         """The mixture of experts on x [B, S, D]: [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
 
-        act: a function (gate, up) -> inner, or the name of an activation for `glu`. Token counts and router logits are
-        always in aux; the chosen experts and their weights if they are in `taps`.
+        act: a function (gate, up) -> inner, or the name of an activation for `glu`. input_weighted: scale the experts'
+        inputs, not their outputs. Token counts and router logits are always in aux; the chosen experts and their
+        weights if they are in `taps`.
         """
-        y, routed = moe(
-            layer,
-            x,
-            route,
-            valid=self.tensors.get("valid"),
-            routing=self.tensors.get("routing"),
-            experts=self.options.experts,
-            kernel=self.options.kernel,
-            act=functools.partial(glu, activation=act) if isinstance(act, str) else act,
-            input_weighted=input_weighted,
-            wide_router=wide_router,
-        )
+        act = functools.partial(glu, activation=act) if isinstance(act, str) else act
+        run = choose_experts(self.options.expert_path, x, *layer["experts"].values())
+        experts = functools.partial(run, input_weighted=input_weighted)
+        tensors = {name: self.tensors.get(name) for name in ("valid", "routing")}
+        y, routed = moe(layer, x, route, **tensors, experts=experts, act=act, dtypes=dtypes)
         self.aux |= {name: value for name, value in routed.items() if name in KEPT or name in self.taps}
         return y
 

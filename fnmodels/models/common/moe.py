@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from fnmodels.errors import ConfigError
 from fnmodels.models.common import mtp
 from fnmodels.tree import Tree
@@ -175,13 +173,11 @@ def grouped_leaves(config: Any, kind: str, *, selection_bias: bool) -> Tree:
     return moe_leaves(width, experts, inner, std=std, shared=shared, selection_bias=selection_bias)
 
 
-def grouped_choice(config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Keyword arguments for `sigmoid_top_k` and `softmax_top_k`; dtype: that of the chosen experts' weights."""
+def grouped_choice(config: Any) -> dict[str, Any]:
+    """Keyword arguments for `sigmoid_top_k` and `softmax_top_k`."""
     return {
         "k": config.num_experts_per_tok,
         "renormalize": config.norm_topk_prob,
         "scale": config.routed_scaling_factor,
-        "groups": config.n_group,
-        "kept_groups": config.topk_group,
-        "dtype": dtype,
+        "groups": (config.n_group, config.topk_group),
     }

@@ -75,6 +75,23 @@ class LayerNormConfig(UsualConfig, Protocol):
     def layer_norm_eps(self) -> float: ...
 
 
+class LatentConfig(DecoderConfig, Protocol):
+    """The widths of multi-head latent attention, see `ops.mla`."""
+
+    @property
+    def q_lora_rank(self) -> int | None: ...  # None: queries without a latent
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_head_dim(self) -> int: ...
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def attention_bias(self) -> bool: ...
+
+
 class TwoRopesConfig(UsualConfig, Protocol):
     @property
     def local_rope(self) -> Rope: ...  # of sliding-window layers

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fnmodels.models.common.registry import DecoderConfig, UsualConfig
+from fnmodels.models.common.registry import DecoderConfig, LatentConfig, UsualConfig
 from fnmodels.tree import Tree
 
 
@@ -144,24 +144,16 @@ def attention_leaves(
     return leaves
 
 
-def latent_attention_leaves(
-    width: int,
-    heads: int,
-    *,
-    q_rank: int | None,
-    kv_rank: int,
-    nope_dim: int,
-    rope_dim: int,
-    value_dim: int,
-    std: float,
-    biases: bool = False,
-) -> dict[str, Leaf]:
+def latent_attention_leaves(config: LatentConfig) -> dict[str, Leaf]:
     """Parameters of multi-head latent attention (`ops.mla.latent_qkv`) and its o projection.
 
-    q_rank: None for queries without a latent. biases: of the projections that read x, and of o. "latent" is the axis of
-    both latents; the rows of the shared rotary key follow those of the kv latent.
+    attention_bias: of the projections that read x, and of o. "latent" is the axis of both latents; the rows of the
+    shared rotary key follow those of the kv latent.
     """
-    of_q, of_kv = nope_dim + rope_dim, nope_dim + value_dim
+    width, heads, std = config.hidden_size, config.num_attention_heads, config.initializer_range
+    q_rank, kv_rank, value = config.q_lora_rank, config.kv_lora_rank, config.v_head_dim
+    of_q, of_kv = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_nope_head_dim + value
+    joint = kv_rank + config.qk_rope_head_dim
     if q_rank is None:
         leaves = {"q_proj": weight((heads * of_q, width), ("heads", "embed"), std, unit=of_q)}
     else:
@@ -171,14 +163,14 @@ def latent_attention_leaves(
             "q_b_proj": weight((heads * of_q, q_rank), ("heads", "latent"), std, unit=of_q),
         }
     leaves |= {
-        "kv_a_proj": weight((kv_rank + rope_dim, width), ("latent", "embed"), std),
+        "kv_a_proj": weight((joint, width), ("latent", "embed"), std),
         "kv_a_layernorm": norm(kv_rank, "latent"),
         "kv_b_proj": weight((heads * of_kv, kv_rank), ("heads", "latent"), std, unit=of_kv),
-        "o_proj": weight((width, heads * value_dim), ("embed", "heads"), std, unit=value_dim),
+        "o_proj": weight((width, heads * value), ("embed", "heads"), std, unit=value),
     }
-    if biases:
-        latent = {} if q_rank is None else {"q_a_bias": bias(q_rank, "latent")}
-        leaves |= latent | {"kv_a_bias": bias(kv_rank + rope_dim, "latent"), "o_bias": bias(width, "embed")}
+    if config.attention_bias:
+        leaves |= {} if q_rank is None else {"q_a_bias": bias(q_rank, "latent")}
+        leaves |= {"kv_a_bias": bias(joint, "latent"), "o_bias": bias(width, "embed")}
     return leaves
 
 
@@ -202,39 +194,32 @@ def moe_leaves(
     std: float,
     biases: bool = False,
     shared: int = 0,
-    shared_gate: bool = False,
     selection_bias: bool = False,
-    router_bias: bool = False,
     wide_router: bool = False,
 ) -> dict[str, Any]:
     """The parameters of an MoE layer: a router [E, D] and `experts` gated MLPs of width `inner`, as flagged.
 
-    biases, router_bias: of the experts and of the router. shared: width of the shared expert, 0 for none; shared_gate:
-    it has a gate. selection_bias: state without a gradient (see `train.update_bias`). The router has its own axis
-    "router", so that expert parallelism leaves it replicated. wide_router: its parameters stay fp32 when the model is
-    cast; such a family declares `RouterDtypes(param="wide", projection="wide", ...)`.
+    biases: of the router and the experts. shared: width of the shared expert, 0 for none. selection_bias: state without
+    a gradient (see `train.update_bias`). The router has its own axis "router", so that expert parallelism leaves it
+    replicated. wide_router: its parameters stay fp32 when the model is cast; such a family declares
+    `RouterDtypes(param="wide", projection="wide", ...)`.
     """
     stacks: dict[str, Any] = {
         "gate_proj": weight((experts, inner, width), ("expert", "expert_mlp", "embed"), std),
         "up_proj": weight((experts, inner, width), ("expert", "expert_mlp", "embed"), std),
         "down_proj": weight((experts, width, inner), ("expert", "embed", "expert_mlp"), std),
     }
+    router = replace(weight((experts, width), ("router", "embed"), std), keep_dtype=wide_router)
+    leaves: dict[str, Any] = {"router": router, "experts": stacks}
     if biases:
         sizes = {"gate_bias": (inner, "expert_mlp"), "up_bias": (inner, "expert_mlp"), "down_bias": (width, "embed")}
         for name, (size, axis) in sizes.items():
             stacks[name] = Leaf((experts, size), torch.float32, ("expert", axis), Constant(0.0), decay=False)
-    router = replace(weight((experts, width), ("router", "embed"), std), keep_dtype=wide_router)
-    leaves: dict[str, Any] = {"router": router, "experts": stacks}
-    if router_bias:
         leaves["router_bias"] = replace(bias(experts, "router"), keep_dtype=wide_router)
     if selection_bias:
-        leaves["selection_bias"] = Leaf(
-            (experts,), torch.float32, ("router",), Constant(0.0), trainable=False, decay=False, keep_dtype=True
-        )
+        leaves["selection_bias"] = replace(bias(experts, "router"), trainable=False, keep_dtype=True)
     if shared:
         leaves["shared_expert"] = gated_mlp_leaves(width, shared, std=std)
-    if shared_gate:
-        leaves["shared_expert_gate"] = weight((1, width), ("one", "embed"), std)
     return leaves
 
 

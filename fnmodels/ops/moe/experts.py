@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import readable
 from fnmodels.ops.autograd_guard import first_order
-from fnmodels.options import Experts, Kernel
+from fnmodels.options import Experts
 
 from .dispatch import Dispatched, combine, dispatch
 from .dispatch_cpu import DispatchedCpu, combine_cpu, dispatch_cpu
@@ -31,16 +31,16 @@ from .experts_loop import Act, loop_mlps
 _ROWS = 16
 
 
-def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor, kernel: Kernel) -> Experts:
+def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Experts:
     """The implementation named `experts` ("loop", "grouped", "dense", "auto"), or `experts` itself if it is a function.
 
-    "auto" is "dense" with kernel="math", in compiled graphs, and if values of x or the weights cannot be read (vmap,
-    meta); else "grouped" if dtype and widths allow it, and "loop" otherwise. ValueError for an unknown name.
+    "auto" is "dense" in compiled graphs, and if values of x or the weights cannot be read (vmap, meta); else "grouped"
+    if dtype and widths allow it, and "loop" otherwise. ValueError for an unknown name.
     """
     if not isinstance(experts, str):
         return experts
     if experts == "auto":
-        if kernel == "math" or torch.compiler.is_compiling() or not all(map(readable, (x, *weights))):
+        if torch.compiler.is_compiling() or not all(map(readable, (x, *weights))):
             experts = "dense"
         else:
             experts = "loop" if x.dtype is torch.float64 or any(map(_misaligned, weights)) else "grouped"

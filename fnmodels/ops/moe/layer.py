@@ -7,7 +7,6 @@ gradient. Attention would spread NaN before this layer, so `forward` zeroes padd
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +15,20 @@ from fnmodels.inputs.values import readable
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
-from fnmodels.options import Experts, Kernel
+from fnmodels.options import Experts
 from fnmodels.tree import Tree
 
 from .experts import choose_experts
 from .experts_loop import Act
+from .router import RouterDtypes
 
 # What a sparse block always returns, and its further taps.
 KEPT = ("counts", "router_logits")
 MOE_TAPS = (*KEPT, "expert_indices", "expert_weights")
 
 Route = Callable[..., tuple[Tensor, Tensor]]
+
+_UNCAST = RouterDtypes(param="model", projection="model", score="wide", output="wide")
 
 
 def moe(
@@ -38,18 +40,16 @@ def moe(
     routing: Tensor | None = None,
     experts: str | Experts = "auto",
     act: Act,
-    kernel: Kernel = "auto",
-    input_weighted: bool = False,
-    wide_router: bool = False,
+    dtypes: RouterDtypes = _UNCAST,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 
     layer: the leaves of `fnmodels.models.common.spec.moe_leaves`. x [B, S, D]. route: a function of `ops.moe.router`
     with its keywords bound. valid: [B, S] bool, False at padding. routing: [B, S, k] int64, a replay of experts chosen
     earlier, distinct per token; their weights come from the live logits. On the CPU, ValueError for an expert that does
-    not exist or is named twice (`forward` checks k, since it knows the config). experts, kernel: see
-    `ops.moe.experts.choose_experts`. input_weighted: scale the experts' inputs, not their outputs. wide_router: logits
-    in fp32 at least, whatever x's dtype. counts: number of tokens routed to each expert.
+    not exist or is named twice (`forward` checks k, since it knows the config). experts: see
+    `ops.moe.experts.choose_experts`. dtypes: those of the logits and of the weights of the chosen experts. counts:
+    number of tokens routed to each expert.
     """
     if valid is None:
         raise ValueError(
@@ -68,13 +68,12 @@ def moe(
             )
         _check_range(routing, valid, len(layer["router"]))
     x = _zero_padding(x, valid)
-    cast = upcast if wide_router else _identity
-    bias = layer.get("router_bias")
-    logits = linear(cast(x), cast(layer["router"]), None if bias is None else cast(bias))
+    projection = [x, layer["router"]] + ([layer["router_bias"]] if "router_bias" in layer else [])
+    logits = linear(*(map(upcast, projection) if dtypes.projection == "wide" else projection))
     weights, indices = route(logits, None if routing is None else routing.where(valid[..., None], 0))
+    weights = weights.to(dtypes.output_dtype(x.dtype))
     flat = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1), valid.flatten())
-    run = choose_experts(experts, x, *layer["experts"].values(), kernel=kernel)
-    y = run(layer["experts"], *flat, act=act, input_weighted=input_weighted).reshape(x.shape)
+    y = choose_experts(experts, x, *layer["experts"].values())(layer["experts"], *flat, act=act).reshape(x.shape)
     if "shared_expert" in layer:
         y = y + _shared(layer, x, act)
     aux = {"counts": count_tokens(indices, valid, logits.shape[-1]), "router_logits": logits}
@@ -120,7 +119,3 @@ def _shared(layer: Tree, x: Tensor, act: Act) -> Tensor:
     # Written out: in a matrix product with one row, the last bits would depend on the memory alignment of that row.
     score = (upcast(x) * upcast(gate)).sum(-1, keepdim=True)
     return score.to(x.dtype).sigmoid() * y
-
-
-def _identity(x: Any) -> Any:
-    return x

@@ -12,7 +12,7 @@ scores of those experts; the choice itself has no gradient. Logits must be finit
     sigmoid_top_k    sigmoid          score + bias, groups   score, renormalized if asked     DeepSeek V3, GLM 4.5
     top_k_sigmoid    logits           logit                  sigmoid of the chosen logits     Llama 4
 
-`dtype` is that of the returned weights; None keeps the scores' dtype.
+The weights have the scores' dtype; `ops.moe.layer.moe` casts them as the family's `RouterDtypes` say.
 """
 
 from __future__ import annotations
@@ -41,10 +41,6 @@ class RouterDtypes:
     score: Width
     output: Width
 
-    @property
-    def wide_projection(self) -> bool:
-        return self.projection == "wide"
-
     def output_dtype(self, model: torch.dtype) -> torch.dtype:
         """The dtype of the returned weights for activations of dtype `model`."""
         return model if self.output == "model" else torch.promote_types(model, torch.float32)
@@ -59,26 +55,23 @@ def softmax_top_k(
     renormalize: bool = False,
     norm_min: float = 0.0,
     scale: float = 1.0,
-    expert_scale: Tensor | None = None,
-    groups: int = 1,
-    kept_groups: int = 1,
-    dtype: torch.dtype | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
     """The k most probable experts (arXiv 2101.03961).
 
     bias [E] takes part in the choice only. renormalize: the k weights are divided by their sum, or by `norm_min` if
-    that is greater, before `scale`. expert_scale [E] multiplies each expert's weight. groups: only experts of the
-    `kept_groups` groups with the greatest single score can be chosen (arXiv 2405.04434).
+    that is greater, before `scale`. groups (n, m): only experts of the m out of n groups with the greatest single score
+    can be chosen (arXiv 2405.04434).
     """
     scores = upcast(logits).softmax(-1)
     if indices is None:
-        wanted = scores if bias is None else scores + bias
         # A group's score is its best expert's (DeepSeek V3 adds the best two instead).
-        indices = choose(wanted, k, groups=groups, kept_groups=kept_groups, best=1)
-    weights = _weights(scores, indices, renormalize=renormalize, eps=0.0, scale=scale, norm_min=norm_min)
-    if expert_scale is not None:
-        weights = weights * upcast(expert_scale)[indices]
-    return weights.to(dtype or weights.dtype), indices
+        indices = choose(scores if bias is None else scores + bias, k, groups=groups, best=1)
+    weights = scores.gather(-1, indices)
+    if renormalize:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total.clamp(min=norm_min) if norm_min else total)
+    return _scaled(weights, scale), indices
 
 
 def sigmoid_top_k(
@@ -88,65 +81,50 @@ def sigmoid_top_k(
     k: int,
     bias: Tensor | None = None,
     renormalize: bool = False,
-    eps: float = 1e-20,
     scale: float = 1.0,
-    groups: int = 1,
-    kept_groups: int = 1,
-    dtype: torch.dtype | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
     """The k experts with the largest sigmoid + `bias` [E]; the bias affects only the choice (arXiv 2412.19437).
 
-    groups: only experts of the `kept_groups` groups with the largest sum of their two best scores can be chosen.
-    renormalize: weights are divided by their sum + eps, then multiplied by `scale`.
+    groups (n, m): only experts of the m out of n groups with the largest sum of their two best scores can be chosen.
+    renormalize: weights are divided by their sum + 1e-20, then multiplied by `scale`.
     """
     scores = upcast(logits).sigmoid()
     if indices is None:
-        biased = scores if bias is None else scores + bias
-        indices = choose(biased, k, groups=groups, kept_groups=kept_groups, best=2)
-    weights = _weights(scores, indices, renormalize=renormalize, eps=eps, scale=scale)
-    return weights.to(dtype or weights.dtype), indices
+        indices = choose(scores if bias is None else scores + bias, k, groups=groups, best=2)
+    weights = scores.gather(-1, indices)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if renormalize else weights
+    return _scaled(weights, scale), indices
 
 
-def top_k_softmax(
-    logits: Tensor, indices: Tensor | None = None, *, k: int, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
+def top_k_softmax(logits: Tensor, indices: Tensor | None = None, *, k: int) -> tuple[Tensor, Tensor]:
     """The k experts with the largest logits, weighted by the softmax over these k logits."""
     indices = choose(logits, k) if indices is None else indices
-    weights = upcast(logits).gather(-1, indices).softmax(-1)
-    return weights.to(dtype or weights.dtype), indices
+    return upcast(logits).gather(-1, indices).softmax(-1), indices
 
 
-def top_k_sigmoid(
-    logits: Tensor, indices: Tensor | None = None, *, k: int, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
+def top_k_sigmoid(logits: Tensor, indices: Tensor | None = None, *, k: int) -> tuple[Tensor, Tensor]:
     """The k experts with the largest logits, each weighted by the sigmoid of its logit."""
     indices = choose(logits, k) if indices is None else indices
-    weights = upcast(logits).gather(-1, indices).sigmoid()
-    return weights.to(dtype or weights.dtype), indices
+    return upcast(logits).gather(-1, indices).sigmoid(), indices
 
 
-def choose(scores: Tensor, k: int, *, groups: int = 1, kept_groups: int = 1, best: int = 1) -> Tensor:
+def choose(scores: Tensor, k: int, *, groups: tuple[int, int] = (1, 1), best: int = 1) -> Tensor:
     """[..., k] int64: indices of the largest `scores` [..., E], best first.
 
-    groups > 1: only experts of the `kept_groups` groups of adjacent experts with the largest sums of their `best`
+    groups (n, m): only experts of the m out of n groups of adjacent experts with the largest sums of their `best`
     largest scores.
     """
-    if groups > 1:
-        grouped = scores.unflatten(-1, (groups, -1))
+    count, kept = groups
+    if count > 1:
+        grouped = scores.unflatten(-1, (count, -1))
         group_scores = grouped.topk(min(best, grouped.shape[-1]), dim=-1).values.sum(-1)
-        kept = group_scores.topk(kept_groups, dim=-1).indices
-        ids = torch.arange(groups, device=scores.device)
+        inside = group_scores.topk(kept, dim=-1).indices
         # comparisons rather than a scatter, which vmap would not support
-        outside = (kept[..., None] != ids).all(-2)
+        outside = (inside[..., None] != torch.arange(count, device=scores.device)).all(-2)
         scores = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
     return scores.topk(k, dim=-1).indices
 
 
-def _weights(
-    scores: Tensor, indices: Tensor, *, renormalize: bool, eps: float, scale: float, norm_min: float = 0.0
-) -> Tensor:
-    weights = scores.gather(-1, indices)
-    if renormalize:
-        total = weights.sum(-1, keepdim=True) + eps
-        weights = weights / (total.clamp(min=norm_min) if norm_min else total)
+def _scaled(weights: Tensor, scale: float) -> Tensor:
     return weights * scale if scale != 1.0 else weights

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import Causal, build_mask
+from fnmodels import Causal, build_mask, deepseek
 from fnmodels.models.common.spec import latent_attention_leaves
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mla import LATENT_EPS, latent_qkv, latent_scale
@@ -19,9 +19,11 @@ ROPE = Rope(100.0)
 
 
 def weights_of(q_rank: int | None, *, biases: bool) -> dict[str, Tensor]:
-    leaves = latent_attention_leaves(
-        D, N, q_rank=q_rank, kv_rank=RANK, nope_dim=P, rope_dim=R, value_dim=HV, std=1.0, biases=biases
-    )
+    sizes = {"vocab_size": 2, "hidden_size": D, "intermediate_size": 2, "num_hidden_layers": 1, "kv_lora_rank": RANK}
+    sizes |= {"qk_nope_head_dim": P, "qk_rope_head_dim": R, "v_head_dim": HV, "num_attention_heads": N}
+    experts = {"moe_intermediate_size": 2, "n_routed_experts": 1, "num_experts_per_tok": 1}
+    config = deepseek.Config(**sizes, **experts, q_lora_rank=q_rank, attention_bias=biases)
+    leaves = latent_attention_leaves(config)
     return {name: generic(name, torch.empty(leaf.shape)).double() for name, leaf in leaves.items()}
 
 

@@ -17,7 +17,7 @@ from fnmodels.ops.moe.dispatch import combine, dispatch, virtual_padding
 from fnmodels.ops.moe.dispatch_cpu import combine_cpu, dispatch_cpu
 from fnmodels.ops.moe.experts import choose_experts, dense_experts, grouped_experts, loop_experts
 from fnmodels.ops.moe.layer import moe
-from fnmodels.ops.moe.router import choose, sigmoid_top_k, softmax_top_k, top_k_sigmoid, top_k_softmax
+from fnmodels.ops.moe.router import RouterDtypes, choose, sigmoid_top_k, softmax_top_k, top_k_sigmoid, top_k_softmax
 from tests.support.cases import generic, off
 
 E, D, F, K = 5, 8, 16, 2
@@ -58,8 +58,6 @@ def test_a_softmax_over_all() -> None:
             assert torch.allclose(weights[b, s], p[best])
             share, _ = softmax_top_k(logits, k=K, renormalize=True, scale=2.5)
             assert torch.allclose(share[b, s], 2.5 * p[best] / p[best].sum())
-    scaled, _ = softmax_top_k(logits, k=K, expert_scale=torch.arange(E).double())
-    assert torch.allclose(scaled, weights * indices)
 
 
 def test_scores_of_the_chosen_only() -> None:
@@ -85,7 +83,7 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 @pytest.mark.parametrize("best", [1, 2])
 def test_experts_of_the_best_groups(best: int) -> None:
     scores = noise(40, 12).sigmoid()
-    got = choose(scores, 4, groups=4, kept_groups=2, best=best)
+    got = choose(scores, 4, groups=(4, 2), best=best)
     for row, indices in zip(scores.tolist(), got.tolist(), strict=True):
         groups = [sum(sorted(row[3 * g : 3 * g + 3])[-best:]) for g in range(4)]
         kept = sorted(range(4), key=lambda g, groups=groups: -groups[g])[:2]
@@ -95,8 +93,8 @@ def test_experts_of_the_best_groups(best: int) -> None:
 
 def test_the_two_rules_for_groups_are_told_apart() -> None:
     logits = torch.tensor([[3.0, -9.0, 1.0, 0.9]], dtype=torch.float64)  # a best expert, and a best pair
-    assert softmax_top_k(logits, k=1, groups=2, kept_groups=1)[1].tolist() == [[0]]
-    assert sigmoid_top_k(logits, k=1, groups=2, kept_groups=1)[1].tolist() == [[2]]
+    assert softmax_top_k(logits, k=1, groups=(2, 1))[1].tolist() == [[0]]
+    assert sigmoid_top_k(logits, k=1, groups=(2, 1))[1].tolist() == [[2]]
 
 
 ROUTERS: dict[str, Callable[..., Any]] = {
@@ -122,12 +120,11 @@ def test_a_replay_reads_the_live_scores(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_nothing_is_cast_before_the_choice(name: str) -> None:
-    """M4: logits one part in 10^4 apart, which bf16 takes for equal; weights come in the dtype asked for."""
+    """M4: logits one part in 10^4 apart, which bf16 takes for equal; weights are fp32 at least."""
     logits = torch.full((2, E), -2.0)
     logits[0, 4], logits[0, 3] = logits[1, 3], logits[1, 4] = 2.0002, 2.0001
     route = functools.partial(ROUTERS[name], **({"bias": None} if name == "sigmoid" else {}))
-    weights, indices = route(logits, dtype=torch.bfloat16)
-    assert indices.tolist() == [[4, 3], [3, 4]] and weights.dtype == torch.bfloat16
+    assert route(logits)[1].tolist() == [[4, 3], [3, 4]]
     assert ROUTERS[name](logits.bfloat16())[0].dtype == torch.float32
     assert torch.equal(ROUTERS[name](torch.zeros(1, E))[1], ROUTERS[name](torch.zeros(1, E), None)[1])
 
@@ -220,9 +217,9 @@ def one_by_one(experts: Any, x: Tensor, weights: Tensor, indices: Tensor, valid:
 def problem(dtype: torch.dtype, biases: bool, tokens: int = 9) -> tuple[Any, ...]:
     x, logits = noise(tokens, D).to(dtype), noise(tokens, E, seed=1)
     logits[:, 2] = -9  # an expert without tokens
-    weights, indices = softmax_top_k(logits, k=K, dtype=dtype)
+    weights, indices = softmax_top_k(logits, k=K)
     valid = torch.arange(tokens) % 4 != 1
-    return leaves(dtype, biases=biases)["experts"], x, weights, indices, valid
+    return leaves(dtype, biases=biases)["experts"], x, weights.to(dtype), indices, valid
 
 
 @contextlib.contextmanager
@@ -419,18 +416,17 @@ def test_static_shapes_go_through_every_transform() -> None:
 
 def test_who_is_chosen_and_who_says_no() -> None:
     experts, x, weights, indices, valid = problem(torch.float32, False)
-    assert choose_experts("auto", x, kernel="math") is dense_experts
-    assert choose_experts("auto", x, *experts.values(), kernel="auto") is grouped_experts
-    assert choose_experts("auto", x.double(), kernel="auto") is loop_experts
-    assert choose_experts("auto", x, experts["gate_proj"][..., :6], kernel="auto") is loop_experts
-    assert choose_experts("auto", x.to("meta"), kernel="auto") is dense_experts
-    assert choose_experts(grouped_experts, x, kernel="math") is grouped_experts
+    assert choose_experts("auto", x, *experts.values()) is grouped_experts
+    assert choose_experts("auto", x.double()) is loop_experts
+    assert choose_experts("auto", x, experts["gate_proj"][..., :6]) is loop_experts
+    assert choose_experts("auto", x.to("meta")) is dense_experts
+    assert choose_experts(grouped_experts, x) is grouped_experts
     with pytest.raises(ValueError, match="experts is 'quick'; it must be auto, loop, grouped, dense"):
-        choose_experts("quick", x, kernel="auto")
+        choose_experts("quick", x)
     seen = []
-    vmap(lambda row: seen.append(choose_experts("auto", row, kernel="auto")) or row)(x)
-    grad(lambda x: seen.append(choose_experts("auto", x, kernel="auto")) or x.sum())(x)
-    vmap(lambda leaf: seen.append(choose_experts("auto", x, leaf, kernel="auto")) or leaf)(experts["gate_proj"])
+    vmap(lambda row: seen.append(choose_experts("auto", row)) or row)(x)
+    grad(lambda x: seen.append(choose_experts("auto", x)) or x.sum())(x)
+    vmap(lambda leaf: seen.append(choose_experts("auto", x, leaf)) or leaf)(experts["gate_proj"])
     assert seen == [dense_experts, grouped_experts, dense_experts]
     with pytest.raises(NotImplementedError, match='experts="loop" does not support this transform'):
         vmap(lambda leaf: loop_experts({**experts, "gate_proj": leaf}, x, weights, indices, valid, act=SILU))(
@@ -457,7 +453,8 @@ def test_who_is_chosen_and_who_says_no() -> None:
 
 
 def test_the_whole_layer() -> None:
-    layer = leaves(shared=7, shared_gate=True, router_bias=True)
+    layer = leaves(shared=7, biases=True)
+    layer["shared_expert_gate"] = generic("shared_expert_gate", torch.empty(1, D)).double()
     x, valid = noise(2, 6, D), torch.tensor([[False, True, True, True, True, False], [True] * 6])
     route = functools.partial(softmax_top_k, k=K)
     y, aux = moe(layer, x, route, valid=valid, act=SILU)
@@ -476,7 +473,7 @@ def test_the_whole_layer() -> None:
     assert torch.equal(again, y)
     own = []
     moe(layer, x, route, valid=valid, act=SILU, experts=lambda *a, **o: own.append(o) or loop_experts(*a, **o))
-    assert own == [{"act": SILU, "input_weighted": False}]
+    assert own == [{"act": SILU}]
 
 
 @pytest.mark.parametrize("wrong", [-1, E, E + 7])
@@ -503,22 +500,25 @@ def test_widths_that_grouped_products_refuse_are_no_error_of_auto() -> None:
     experts, x, weights, indices, valid = problem(torch.float32, False)
     wide = {name: torch.cat((leaf, leaf[..., :1]), -1)[..., :-1] for name, leaf in experts.items()}
     for given in (wide, {**experts, "up_proj": wide["up_proj"]}):
-        run = choose_experts("auto", x, *given.values(), kernel="auto")
+        run = choose_experts("auto", x, *given.values())
         assert run is loop_experts
         want = dense_experts(experts, x, weights, indices, valid, act=SILU)
         assert off(run(given, x, weights, indices, valid, act=SILU), want) < 1e-5
         with pytest.raises(ValueError, match='experts="loop" takes any width'):
             grouped_experts(given, x, weights, indices, valid, act=SILU)
     flipped = {name: leaf.mT.contiguous().mT for name, leaf in experts.items()}
-    assert choose_experts("auto", x, *flipped.values(), kernel="auto") is grouped_experts
+    assert choose_experts("auto", x, *flipped.values()) is grouped_experts
     assert off(grouped_experts(flipped, x, weights, indices, valid, act=SILU), want) < 1e-5
+
+
+WIDE = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 
 
 def test_a_wide_router() -> None:
     layer = leaves(torch.bfloat16)
     x, valid = noise(1, 6, D).bfloat16(), torch.ones(1, 6, dtype=torch.bool)
     _, narrow = moe(layer, x, functools.partial(softmax_top_k, k=K), valid=valid, act=SILU)
-    _, wide = moe(layer, x, functools.partial(softmax_top_k, k=K), valid=valid, act=SILU, wide_router=True)
+    _, wide = moe(layer, x, functools.partial(softmax_top_k, k=K), valid=valid, act=SILU, dtypes=WIDE)
     assert narrow["router_logits"].dtype == torch.bfloat16
     assert torch.equal(wide["router_logits"], x.float() @ layer["router"].float().T)
 
@@ -532,7 +532,7 @@ def expert_parallel(
     *,
     ranks: int,
     act: Any,
-    input_weighted: bool,
+    input_weighted: bool = False,
 ) -> Tensor:
     """Tokens in equal slots on each rank, rows sent to the rank that owns their expert, and back; loops for wires.
 

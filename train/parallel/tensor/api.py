@@ -45,7 +45,7 @@ from train.losses.model_loss import RunOptions
 from train.losses.vocab_parallel import Vocab
 
 from .leaf_roles import DIVIDED, Use, check_divided, divided_dims, uses_of
-from .leaf_wrappers import NODES, Entry, columns_of_experts
+from .leaf_wrappers import NODES, Entry, width_sharded_experts
 
 
 def tensor_axes(config: Any, dim: str = "tp") -> dict[str, str]:
@@ -110,7 +110,7 @@ class TensorParallel:
         here, how = self._layer(layer), dict(bound)
         if "valid" in more and "expert_mlp" in self.divided:
             options: ForwardOptions = how["options"]
-            inner = functools.partial(columns_of_experts, self.region, experts=options.experts, kernel=options.kernel)
+            inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
             how["options"] = dataclasses.replace(options, experts=inner)
         x, aux = block(here, x, mask, freqs, **how, **more)
         return x, {name: self._tap(value) for name, value in aux.items()}

@@ -96,7 +96,7 @@ NODES: dict[str, Callable[[Any, Entry], Any]] = {
 }
 
 
-def columns_of_experts(
+def width_sharded_experts(
     region: Region,
     leaves: Mapping[str, Tensor],
     x: Tensor,
@@ -105,9 +105,7 @@ def columns_of_experts(
     valid: Tensor,
     *,
     experts: str | Experts,
-    kernel: Any,
-    act: Any,
-    input_weighted: bool = False,
+    **how: Any,
 ) -> Tensor:
     """Experts whose MLP width is sharded (`fnmodels.ops.moe.experts`); tokens enter from the residual stream."""
     x, weights = region.enter(x, 0), region.enter(weights, 0)
@@ -116,5 +114,5 @@ def columns_of_experts(
         valid = collectives.join(valid.byte(), 0, region.group).bool()
     if "down_bias" in leaves and region.rank:  # the reduction must add the bias once
         leaves = {**leaves, "down_bias": leaves["down_bias"] * 0}
-    run = choose_experts(experts, x, *leaves.values(), kernel=kernel)
-    return region.leave(run(leaves, x, weights, indices, valid, act=act, input_weighted=input_weighted), 0)
+    run = choose_experts(experts, x, *leaves.values())
+    return region.leave(run(leaves, x, weights, indices, valid, **how), 0)
