@@ -14,6 +14,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import (
     decoder_leaves,
@@ -100,13 +101,6 @@ def hf_names(config: Config) -> dict[str, str]:
         if ".mlp.xielu_" in path:
             names[path] = "model." + path.replace(".xielu_", ".act_fn.")
     return names
-
-
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 @with_context

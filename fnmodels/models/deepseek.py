@@ -18,6 +18,7 @@ from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
@@ -165,11 +166,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
 
 
 hf_copies = mtp.copies
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 @with_context

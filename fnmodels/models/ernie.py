@@ -16,6 +16,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops.mlp import gated_mlp
@@ -125,13 +126,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
             name = f"model.{path.removesuffix('selection_bias')}moe_statics.e_score_correction_bias"
             names[path] = TensorSlice(name, 0, count, count, row_vector=True)
     return names
-
-
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 @with_context

@@ -15,6 +15,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.norm import rms_norm
@@ -86,14 +87,6 @@ def spec(config: Config) -> Tree:
         "post_feedforward_layernorm": norm(config.hidden_size, "embed"),
     }
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
-
-
-hf_names = decoder.hf_names
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 @with_context

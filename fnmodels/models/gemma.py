@@ -19,6 +19,7 @@ from fnmodels.inputs.rules import BidirectionalWindow, Everything
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import hf_names, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
 from fnmodels.ops.embedding import embed_tokens
@@ -144,8 +145,6 @@ def spec(config: Config) -> Tree:
     return decoder_leaves(config, [layer for _ in config.layer_kinds]) | {"norm": norm(D, "embed", 0.0)}
 
 
-hf_names = decoder.hf_names
-kinds = decoder.kinds
 freqs_cis = decoder.freqs_cis_by_window
 
 

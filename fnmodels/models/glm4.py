@@ -14,6 +14,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, norm, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored
@@ -78,13 +79,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
     for i in range(config.num_hidden_layers):
         names |= decoder.fused(flat, f"layers.{i}.mlp", "gate_up_proj", ("gate_proj", "up_proj"))
     return names
-
-
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 @with_context

@@ -15,6 +15,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice
@@ -130,10 +131,6 @@ def _stored(path: str, config: Config) -> Stored:
     return ".".join(("gpt_neox", *filter(None, (where, _ON_DISK.get(stem, stem))), ending))
 
 
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
 unembed = decoder.unembed_layer_norm
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.moe import check_experts, experts_from_hf, transposed_experts
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import Leaf, Normal, decoder_leaves, layer_leaves, moe_leaves, usual_attention
@@ -138,12 +139,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
             part = experts[f"{ours}.experts.{leaf}_proj"]
             names[f"{ours}.experts.{leaf}_bias"] = replace(part, name=f"{part.name}_bias")
     return names
-
-
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:

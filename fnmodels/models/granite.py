@@ -13,6 +13,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, usual_attention, usual_mlp
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.mlp import gated_mlp
@@ -65,12 +66,6 @@ def spec(config: Config) -> Tree:
     attention = usual_attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
     layer = layer_leaves(config.hidden_size, attention, usual_mlp(config, biases=config.mlp_bias))
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
-
-
-hf_names = decoder.hf_names
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:

@@ -14,6 +14,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention, usual_mlp
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
@@ -61,8 +62,8 @@ def _rope(fields: Fields, *, head_dim: int, max_positions: int) -> Rope:
     """`parse_rope`, except that "dynamic" with `alpha` is a larger theta at any length and ignores other fields."""
     values = rope_values(fields)
     inner = Fields(values, f"{fields.where}, rope")
-    kinds = [values[name] for name in ("rope_type", "type") if name in values]
-    if not kinds or any(kind != "dynamic" for kind in kinds) or values.get("alpha") is None:
+    types = [values[name] for name in ("rope_type", "type") if name in values]
+    if not types or any(one != "dynamic" for one in types) or values.get("alpha") is None:
         return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4)
     if head_dim % 2 or head_dim == 2:
         raise ConfigError(f"{inner.where}: 'head_dim' is {head_dim}; with 'alpha' it must be even and more than 2.")
@@ -87,13 +88,6 @@ def hf_names(config: Config) -> dict[str, str]:
         path: name.replace(".q_norm.", ".query_layernorm.").replace(".k_norm.", ".key_layernorm.")
         for path, name in decoder.hf_names(config).items()
     }
-
-
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 @with_context

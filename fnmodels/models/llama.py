@@ -15,6 +15,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention, usual_mlp
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.norm import rms_norm
@@ -68,7 +69,7 @@ class Config(decoder.BaseConfig):
             fields.expect("attention_bias", False)
         if model_type not in _MLP_BIAS:
             fields.expect("mlp_bias", False)
-        window, kinds = _layer_kinds(fields, model_type, usual["num_hidden_layers"])
+        window, layer_kinds = _layer_kinds(fields, model_type, usual["num_hidden_layers"])
         config = Config(
             **usual,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -77,7 +78,7 @@ class Config(decoder.BaseConfig):
             mlp_bias=model_type in _MLP_BIAS and fields.boolean("mlp_bias", False),
             qk_norm=model_type == "qwen3",
             sliding_window=window,
-            layer_kinds=kinds,
+            layer_kinds=layer_kinds,
         )
         return decoder.finished(config, fields)
 
@@ -126,8 +127,8 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
     slides = decoder.sliding_layers(fields, slides)
     if any(slides) and window is None:
         raise ConfigError("'layer_types' has sliding layers, but 'sliding_window' is off.")
-    kinds = [("sliding" if s else "full") + ("" if r else "_nope") for s, r in zip(slides, rope, strict=True)]
-    return window if any(slides) else None, tuple(kinds)
+    found = [("sliding" if s else "full") + ("" if r else "_nope") for s, r in zip(slides, rope, strict=True)]
+    return window if any(slides) else None, tuple(found)
 
 
 def spec(config: Config) -> Tree:
@@ -136,14 +137,6 @@ def spec(config: Config) -> Tree:
     attention |= head_norms(config) if config.qk_norm else {}
     layer = layer_leaves(config.hidden_size, attention, usual_mlp(config, biases=config.mlp_bias))
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
-
-
-hf_names = decoder.hf_names
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 @with_context

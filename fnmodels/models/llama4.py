@@ -21,6 +21,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops.mlp import gated_mlp
@@ -150,11 +151,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
             ours, theirs = f"layers.{i}.mlp.experts", f"{prefix}model.layers.{i}.feed_forward.experts"
             names |= mixture.transposed_experts(ours, theirs, D, inner, in_turn=False)
     return names
-
-
-kinds = decoder.kinds
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 def attention_masks(

@@ -15,6 +15,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds, spec, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm
@@ -68,14 +69,6 @@ class Config(decoder.BaseConfig):
         names = ("rms_norm_eps", "hidden_act", "sliding_window")
         rope = rope_to_hf(self.rope) | temperature
         return decoder.decoder_to_hf(self, "Ministral3ForCausalLM", *names, rope_parameters=rope)
-
-
-spec = decoder.spec
-hf_names = decoder.hf_names
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import bias, decoder_leaves, norm, plain_mlp_leaves, usual_attention
 from fnmodels.ops.linear import linear
@@ -82,13 +83,6 @@ def spec(config: Config) -> Tree:
 def _norm_leaves(name: str, size: int) -> Tree:
     """A LayerNorm's weight, initialized to 0 (1 is added), and its bias."""
     return {name: norm(size, "embed", value=0.0), f"{name}_bias": bias(size, "embed")}
-
-
-hf_names = decoder.hf_names
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
 
 
 def _norm(owner: Tree, name: str, x: Tensor, config: Config) -> Tensor:

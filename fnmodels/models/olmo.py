@@ -14,6 +14,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, norm, usual_attention, usual_mlp
 from fnmodels.ops.linear import linear
@@ -91,11 +92,7 @@ def spec(config: Config) -> Tree:
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
 
-hf_names = decoder.hf_names
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
 freqs_cis = decoder.freqs_cis_by_window
-embed = decoder.embed
 
 
 @with_context

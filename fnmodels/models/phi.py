@@ -15,6 +15,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import bias, decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.ops.linear import linear
@@ -99,12 +100,6 @@ def hf_names(config: Config) -> dict[str, str]:
     for ours, theirs in _ON_DISK.items():
         names = {path: name.replace(ours, theirs) for path, name in names.items()}
     return names | {"lm_head_bias": "lm_head.bias"}
-
-
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
 
 
 @with_context

@@ -16,6 +16,7 @@ from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, spec, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
@@ -86,9 +87,6 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
     return rope
 
 
-spec = decoder.spec
-
-
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk, or its rows of a fused tensor}."""
     flat = flatten(spec(config))
@@ -97,13 +95,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
         names |= decoder.fused(flat, f"layers.{i}.attention", "qkv_proj", ("q_proj", "k_proj", "v_proj"))
         names |= decoder.fused(flat, f"layers.{i}.mlp", "gate_up_proj", ("gate_proj", "up_proj"))
     return names
-
-
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 @with_context

@@ -17,6 +17,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import (
     decoder_leaves,
     head_norms,
@@ -82,7 +83,7 @@ class Config(decoder.BaseConfig):
         experts, chosen = mixture.experts_from_hf(fields, experts, chosen, usual["num_hidden_layers"])
         bias = fields.boolean("qkv_bias", True) if second else fields.boolean("attention_bias", False)
         inner = fields.integer("moe_intermediate_size", inner) if inner else usual["intermediate_size"]
-        window, kinds = _layer_kinds(fields, model_type, usual["num_hidden_layers"])
+        window, layer_kinds = _layer_kinds(fields, model_type, usual["num_hidden_layers"])
         if model_type == "qwen3_moe":  # in Qwen3-Coder's files; true of every qwen3_moe
             fields.expect("qkv_bias", bias)
             fields.expect("use_qk_norm", True)
@@ -101,7 +102,7 @@ class Config(decoder.BaseConfig):
             qk_norm_full=olmoe,
             clip_qkv=fields.number("clip_qkv") if olmoe and fields.take("clip_qkv", None) is not None else None,
             sliding_window=window,
-            layer_kinds=kinds,
+            layer_kinds=layer_kinds,
         )
         return decoder.finished(config, fields)
 
@@ -132,8 +133,8 @@ def _layer_kinds(fields: Fields, model_type: str, layers: int) -> tuple[int | No
     if any(slides) and not window:
         raise ConfigError(f"{fields.where}: 'layer_types' has sliding layers, but 'sliding_window' is off.")
     sparse = mixture.sparse_layers(fields, layers)
-    kinds = [("sliding" if s else "full") + ("_moe" if e else "") for s, e in zip(slides, sparse, strict=True)]
-    return window if any(slides) else None, tuple(kinds)
+    found = [("sliding" if s else "full") + ("_moe" if e else "") for s, e in zip(slides, sparse, strict=True)]
+    return window if any(slides) else None, tuple(found)
 
 
 def spec(config: Config) -> Tree:
@@ -151,13 +152,6 @@ def spec(config: Config) -> Tree:
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
     return {path: mixture.moe_name(path, config.num_experts) for path in flatten(spec(config))}
-
-
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
 
 
 @with_context

@@ -16,6 +16,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_norm_leaves, norm, usual_attention, usual_mlp
 from fnmodels.ops.mlp import gated_mlp
@@ -87,10 +88,6 @@ def hf_names(config: Config) -> dict[str, str]:
     return {path: name.replace("_norms.", "_layernorm.norms.") for path, name in decoder.hf_names(config).items()}
 
 
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
 unembed = decoder.unembed_layer_norm
 
 

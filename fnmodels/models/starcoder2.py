@@ -14,6 +14,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
@@ -82,12 +83,6 @@ def hf_names(config: Config) -> dict[str, str]:
     """{path of a parameter: its name on disk}."""
     names = decoder.hf_names(config)
     return {path: n.replace(".up_proj.", ".c_fc.").replace(".down_proj.", ".c_proj.") for path, n in names.items()}
-
-
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
 
 
 @with_context

@@ -1,6 +1,6 @@
 """Default parts of a decoder family: Config fields, masks, rotary tables, embedding, head, and tensor names.
 
-A family takes a function by assignment (`kinds = decoder.kinds`) and writes its own where it differs.
+A family imports a function by its name (`from fnmodels.models.common.decoder import kinds`) or writes its own.
 """
 
 from __future__ import annotations
