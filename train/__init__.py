@@ -5,6 +5,7 @@ loss_call    one call of a loss on one microbatch         gradients   sums over 
 update       from summed gradients to the next State      state       `State`: step, params, optimizer state
 remat        `layer_fn`: recomputation and compilation    engine      the same for loops of other programs
 
+generate/                               drawing tokens, with a cache
 losses/  optim/  data/  checkpoint/     what the step is made of; `dist/` and `parallel/` run it on many processes
 job/  commands/  eval/  simulate/       programs on top: `python -m train`, whose command line is `cli`
 """
@@ -18,6 +19,7 @@ from train import checkpoint
 from train.checkpoint import sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.rng_state import random_state, set_random_state
+from train.generate.sampling import Sampling
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence
 from train.losses.lm_head import head_loss
@@ -43,6 +45,7 @@ __all__ = [
     "Balance",
     "ModelLoss",
     "Optimizer",
+    "Sampling",
     "Saver",
     "State",
     "adafactor",
