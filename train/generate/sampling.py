@@ -158,7 +158,7 @@ def sample_step(
     """
     sampling = state.sampling
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    edited = wide if logits_fn is None else _edited(wide, logits_fn)
+    edited = wide if logits_fn is None else _edited(wide, logits_fn, active)
     edited = _penalized(edited, state)
     best = edited.argmax(-1)
     if sampling.greedy:
@@ -211,12 +211,14 @@ def _at(values: Tensor, tokens: Tensor) -> Tensor:
     return values.gather(-1, tokens[:, None])[:, 0]
 
 
-def _edited(logits: Tensor, logits_fn: LogitsFn) -> Tensor:
+def _edited(logits: Tensor, logits_fn: LogitsFn, active: Tensor | None) -> Tensor:
     edited = logits_fn(logits)
     if edited.shape != logits.shape:
         raise ValueError(f"logits_fn returned {list(edited.shape)}; it must return logits {list(logits.shape)}.")
-    if not bool((edited > -torch.inf).any(-1).all()):
-        row = int((edited > -torch.inf).any(-1).logical_not().nonzero()[0])
+    empty = (edited == -torch.inf).all(-1)
+    empty = empty if active is None else empty & active
+    if bool(empty.any()):
+        row = int(empty.nonzero()[0])
         raise ValueError(f"logits_fn set all tokens of row {row} to -inf; at least one must be left to draw.")
     return edited.to(logits.dtype)
 
