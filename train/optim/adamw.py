@@ -1,9 +1,10 @@
-"""AdamW and SGD: pure, and in place with torch's fused kernels."""
+"""AdamW and SGD: the pure update rules, and in place torch's fused kernels."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,21 +15,8 @@ from torch.optim.sgd import sgd as fused_sgd
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .base import (
-    Optimizer,
-    Rate,
-    check_betas,
-    check_numbers,
-    check_rate,
-    first_step,
-    from_spec,
-    rate_of,
-    trainable_mask,
-    trainable_only,
-    updates_tree,
-    wide_dtype,
-    with_replaced,
-)
+from .base import Optimizer, Rate, check_betas, check_numbers, from_spec, rate_of, trainable_only
+from .per_leaf import State, leafwise, zeros
 
 
 def adamw(
@@ -47,50 +35,23 @@ def adamw(
 
     The moments have the parameter's dtype; the arithmetic is fp32 at least. State: {step, exp_avg, exp_avg_sq}.
     """
-    check_rate(lr)
-    check_numbers(eps=eps, weight_decay=weight_decay)
+    check_numbers(eps=eps)
     beta1, beta2 = check_betas(betas)
-    trainable, decays = from_spec(spec)
+    masks = from_spec(spec)
 
-    def init(params: Tree) -> Tree:
-        first, second = _zeros(params, trainable), _zeros(params, trainable)
-        return {"step": first_step(params), "exp_avg": first, "exp_avg_sq": second}
-
-    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        step = opt_state["step"] + 1
-        rate = rate_of(lr, step)
-        given = tree.flatten(trainable_only(grads, trainable))
-        flat = [tree.flatten(t) for t in (params, opt_state["exp_avg"], opt_state["exp_avg_sq"])]
+    def rule(grad: Tensor, state: State, _: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
+        first = state["exp_avg"].lerp(grad, 1 - beta1)
+        second = state["exp_avg_sq"] * beta2 + (1 - beta2) * grad * grad
         # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
-        corrections = {
-            wide: [-torch.expm1(step.to(wide) * _log(beta)) for beta in betas]
-            for wide in {wide_dtype(flat[0][path].dtype) for path in given}
-        }
-        updates, first, second = {}, {}, {}
-        for path, grad in given.items():
-            param, m, v = (t[path] for t in flat)
-            wide = wide_dtype(param.dtype)
-            correction1, correction2 = corrections[wide]
-            g, p = grad.to(wide), param.to(wide)
-            m_new = m.to(wide).lerp(g, 1 - beta1)
-            v_new = v.to(wide) * beta2 + (1 - beta2) * g * g
-            change = (m_new / correction1) / ((v_new / correction2).sqrt() + eps)
-            decay = weight_decay if decays is None or decays[path] else 0.0
-            updates[path] = -rate * (change + decay * p if decay else change)
-            first[path], second[path] = m_new.to(m.dtype), v_new.to(v.dtype)
-        moments = {
-            "exp_avg": with_replaced(opt_state["exp_avg"], first),
-            "exp_avg_sq": with_replaced(opt_state["exp_avg_sq"], second),
-        }
-        return updates_tree(grads, updates), {"step": step, **moments}
+        correction1, correction2 = (-torch.expm1(step.to(grad.dtype) * _log(beta)) for beta in betas)
+        change = -rate * (first / correction1) / ((second / correction2).sqrt() + eps)
+        return change, {"exp_avg": first, "exp_avg_sq": second}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         step = opt_state["step"]
         rate = rate_of(lr, step + 1)
-        names = (opt_state["exp_avg"], opt_state["exp_avg_sq"])
-        given = trainable_only(grads, trainable)
-        for decay, (ps, gs, ms, vs) in _groups(given, params, names, decays, weight_decay):
+        for decay, (ps, gs, ms, vs) in _groups(grads, opt_state, params, masks, weight_decay):
             # found_inf is the kernels' flag for leaving everything unchanged.
             fused_adamw(
                 ps,
@@ -111,9 +72,10 @@ def adamw(
             )
         step.add_(1 if skip is None else (~skip).to(step))
 
-    return Optimizer(
-        init, update, apply_, lambda opt_state: rate_of(lr, opt_state["step"] + 1), trainable, elementwise=True
-    )
+    def init(param: Tensor) -> State:
+        return {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
+
+    return replace(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, elementwise=True), apply_=apply_)
 
 
 def sgd(
@@ -126,41 +88,24 @@ def sgd(
 ) -> Optimizer:
     """Stochastic gradient descent with momentum, equal to torch.optim.SGD (weight decay is added to the gradient).
 
-    lr, spec: as in `adamw`. State: {step, momentum}, where `momentum` is None if there is none.
+    lr, spec: as in `adamw`. State: {step, momentum}; without momentum only {step}.
     """
-    check_rate(lr)
-    check_numbers(momentum=momentum, weight_decay=weight_decay)
+    check_numbers(momentum=momentum)
     if nesterov and not momentum:
         raise ValueError("nesterov=True needs a momentum above 0.")
-    trainable, decays = from_spec(spec)
+    masks = from_spec(spec)
 
-    def init(params: Tree) -> Tree:
-        return {"step": first_step(params), "momentum": _zeros(params, trainable) if momentum else None}
-
-    def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        step = opt_state["step"] + 1
-        rate = rate_of(lr, step)
-        flat_params, flat_buffers = tree.flatten(params), tree.flatten(opt_state["momentum"])
-        updates, buffers = {}, {}
-        for path, grad in tree.flatten(trainable_only(grads, trainable)).items():
-            param = flat_params[path]
-            wide = wide_dtype(param.dtype)
-            g = grad.to(wide)
-            if weight_decay and (decays is None or decays[path]):
-                g = g + weight_decay * param.to(wide)
-            if momentum:
-                buffer = momentum * flat_buffers[path].to(wide) + g
-                buffers[path] = buffer.to(flat_buffers[path].dtype)
-                g = g + momentum * buffer if nesterov else buffer
-            updates[path] = -rate * g
-        return updates_tree(grads, updates), {"step": step, "momentum": with_replaced(opt_state["momentum"], buffers)}
+    def rule(grad: Tensor, state: State, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
+        if not momentum:
+            return -rate * grad, {}
+        buffer = momentum * state["momentum"] + grad
+        return -rate * (grad + momentum * buffer if nesterov else buffer), {"momentum": buffer}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         step = opt_state["step"]
         rate = rate_of(lr, step + 1)
-        names = (opt_state["momentum"],) if momentum else ()
-        groups = _groups(trainable_only(grads, trainable), params, names, decays, weight_decay)
+        groups = _groups(grads, opt_state, params, masks, weight_decay)
         for decay, (ps, gs, *buffers) in ((decay, lists) for decay, group in groups for lists in _for_sgd(group)):
             fused_sgd(
                 ps,
@@ -177,38 +122,42 @@ def sgd(
             )
         step.add_(1 if skip is None else (~skip).to(step))
 
-    return Optimizer(
-        init, update, apply_, lambda opt_state: rate_of(lr, opt_state["step"] + 1), trainable, elementwise=True
+    pure = leafwise(
+        lambda param: {"momentum": zeros(param)} if momentum else {},
+        rule,
+        lr,
+        weight_decay=weight_decay,
+        spec=spec,
+        decoupled=False,
+        elementwise=True,
     )
+    return replace(pure, apply_=apply_)
 
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
-def _zeros(params: Tree, trainable: Tree | None) -> Tree:
-    return tree.map(
-        lambda p, t: torch.zeros_like(p, memory_format=torch.contiguous_format) if t else None,
-        params,
-        trainable_mask(params, trainable),
-    )
-
-
 def _groups(
-    grads: Tree, params: Tree, states: tuple[Tree, ...], decays: dict[str, bool] | None, weight_decay: float
+    grads: Tree,
+    opt_state: Tree,
+    params: Tree,
+    masks: tuple[Tree | None, dict[str, bool] | None],
+    weight_decay: float,
 ) -> Iterator[tuple[float, tuple[list[Tensor], ...]]]:
     """(weight decay, lists of params, gradients, states) per device, dtype and decay, as fused kernels require.
 
-    The kernels use one index for all tensors: same dtype, same memory layout. Tensors with another layout are passed as
-    copies, which are written back after the last group.
+    masks: of `from_spec`. The kernels use one index for all tensors: same dtype, same memory layout. Tensors with
+    another layout are passed as copies, which are written back after the last group.
     """
-    flat = [tree.flatten(t) for t in (params, *states)]
+    trainable, decays = masks
+    flat = [tree.flatten(t) for t in (params, *(opt_state[name] for name in sorted(opt_state) if name != "step"))]
     groups: dict[Any, list[list[Tensor]]] = {}
     copies: list[tuple[Tensor, Tensor]] = []
-    for path, grad in tree.flatten(grads).items():
-        param, *rest = (t[path] for t in flat)
+    for path, grad in tree.flatten(trainable_only(grads, trainable)).items():
+        param, *rest = (t[path] for t in flat if t)
         decay = weight_decay if decays is None or decays[path] else 0.0
-        lists = groups.setdefault((param.device, param.dtype, decay), [[] for _ in range(2 + len(states))])
+        lists = groups.setdefault((param.device, param.dtype, decay), [[] for _ in range(2 + len(rest))])
         lists[1].append(grad.to(param.dtype).contiguous())
         for into, tensor in zip((lists[0], *lists[2:]), (param, *rest), strict=True):
             into.append(tensor.contiguous())

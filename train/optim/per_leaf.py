@@ -50,6 +50,7 @@ def leafwise(
     *,
     weight_decay: float,
     spec: Tree | None,
+    decoupled: bool = True,
     elementwise: bool = False,
     of_matrix: Callable[[Tensor], Tensor] | None = None,
     on_full: OnFull = lambda path, function, x: function(x),
@@ -57,7 +58,8 @@ def leafwise(
     """An Optimizer from the update rule of one leaf; the arithmetic is fp32 at least, the state keeps its dtype.
 
     In place it proceeds leaf by leaf, so that temporary memory is that of one or two leaves.
-    Decoupled weight decay, -rate x weight_decay x parameter, is added to the rule's change. lr, spec: as in `adamw`.
+    decoupled: -rate x weight_decay x parameter is added to the rule's change; False: weight_decay x parameter is added
+    to the gradient. lr, spec: as in `adamw`.
     elementwise: see `Optimizer`. of_matrix: turns the rule's result, a direction, into the change for a rate of -1,
     matrix by matrix; the rule itself is then elementwise. on_full: how to apply it to shards, as in
     `Optimizer.for_shards`. State: {step, and per name of the rule's state a tree like the parameters, None where a leaf
@@ -80,12 +82,15 @@ def leafwise(
         for path, grad in tree.flatten(trainable_only(grads, trainable)).items():
             wide = wide_dtype(flat[path].dtype)
             old = {name: values[path] for name, values in states.items() if path in values}
-            param = flat[path].to(wide)
-            change, new = rule(grad.to(wide), {name: s.to(wide) for name, s in old.items()}, param, step, rate)
+            param, grad = flat[path].to(wide), grad.to(wide)
+            decay = weight_decay if decays is None or decays[path] else 0.0
+            if decay and not decoupled:
+                grad = grad + decay * param
+            change, new = rule(grad, {name: s.to(wide) for name, s in old.items()}, param, step, rate)
             if of_matrix is not None:
                 change = -rate * on_full(path, of_matrix, change).to(wide)
-            if weight_decay and (decays is None or decays[path]):
-                change = change - rate * weight_decay * param
+            if decay and decoupled:
+                change = change - rate * decay * param
             yield Change(path, change, flat[path], old, new)
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
