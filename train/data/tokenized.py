@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -156,27 +156,44 @@ def tokenize_texts(
 ) -> TokenizedSource:
     """A corpus of texts as token ids, cached by the hashes of the corpus and the tokenizer."""
     known_as = fingerprint(corpus)
-    settings = f"2 {known_as} {end} {tokenizer.to_str()}"
+
+    def make() -> TokenizedSource:
+        texts, count = [document.text for document in corpus.train + corpus.heldout], len(corpus.train)
+        ids, lengths = encode(tokenizer, texts, end, workers=workers, show=show)
+        at, heldout = int(lengths[:count].sum()), concatenated_bytes(corpus.heldout)
+        sizes = (len(concatenated_bytes(corpus.train)), len(heldout), len(zlib.compress(heldout, 9)))
+        train, held = concatenated(ids[:at], lengths[:count]), concatenated(ids[at:], lengths[count:])
+        return TokenizedSource(train, held, sizes, known_as)
+
+    return _cached("tokens", f"2 {known_as} {end} {tokenizer.to_str()}", known_as, make)
+
+
+def _cached(kind: str, key: str, known_as: str, make: Callable[[], TokenizedSource]) -> TokenizedSource:
+    """`make()` from the cache. key: what it depends on; known_as: its fingerprint."""
 
     def write(path: Path) -> None:
-        documents, count = corpus.train + corpus.heldout, len(corpus.train)
-        ids, lengths = encode(tokenizer, [document.text for document in documents], end, workers=workers, show=show)
-        at = int(lengths[:count].sum())
-        arrays = {"train.ids": ids[:at], "train.lengths": lengths[:count]}
-        arrays |= {"heldout.ids": ids[at:], "heldout.lengths": lengths[count:]}
-        heldout = concatenated_bytes(corpus.heldout)
-        sizes = [len(concatenated_bytes(corpus.train)), len(heldout), len(zlib.compress(heldout, 9))]
-        save_file(arrays | {"sizes": np.array(sizes)}, path)
+        source = make()
+        arrays = {"sizes": np.array(source.sizes), "skipped": np.frombuffer(json.dumps(source.skipped).encode(), "u1")}
+        for name, tokens in (("train", source.train), ("heldout", source.heldout)):
+            arrays |= {f"{name}.ids": tokens.arrays[0], f"{name}.lengths": tokens.lengths}
+            arrays[f"{name}.begins"] = tokens.begins
+            if tokens.loss_mask is not None:
+                arrays[f"{name}.learnt"] = tokens.loss_mask
+        save_file(arrays, path)
 
     def read(path: Path) -> TokenizedSource:
         arrays = load_file(path)
-        train, heldout = (
-            concatenated(arrays[f"{name}.ids"], arrays[f"{name}.lengths"]) for name in ("train", "heldout")
-        )
-        train_bytes, heldout_bytes, zlib_bytes = arrays["sizes"].tolist()
-        return TokenizedSource(train, heldout, (train_bytes, heldout_bytes, zlib_bytes), known_as)
 
-    return cached(f"tokens-{hashlib.sha256(settings.encode()).hexdigest()[:32]}.safetensors", write, read)
+        def tokens(name: str) -> Tokens:
+            ids, begins, lengths = (arrays[f"{name}.{field}"] for field in ("ids", "begins", "lengths"))
+            return Tokens((ids,), begins, lengths, arrays.get(f"{name}.learnt"))
+
+        train_bytes, heldout_bytes, zlib_bytes = arrays["sizes"].tolist()
+        skipped = tuple(json.loads(arrays["skipped"].tobytes()))
+        sizes = (train_bytes, heldout_bytes, zlib_bytes)
+        return TokenizedSource(tokens("train"), tokens("heldout"), sizes, known_as, skipped)
+
+    return cached(f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors", write, read)
 
 
 def read_shards(source: Source, tokenizer: Tokenizer, end: int | None, vocab_size: int) -> TokenizedSource:
@@ -200,38 +217,23 @@ def tokenize_chats(
 ) -> TokenizedSource:
     """Conversations as token ids, cached as texts are. The sizes count the assistant's text only, the targets."""
     known_as = hashlib.sha256(f"{fingerprint(corpus)} {template}".encode()).hexdigest()
-    settings = f"2 {known_as} {length} {tokenizer.to_str()}"
 
-    def write(path: Path) -> None:
-        arrays: dict[str, np.ndarray] = {}
-        targets_text: list[bytes] = []
+    def make() -> TokenizedSource:
+        found: list[Tokens] = []
+        texts: list[bytes] = []
         skipped: list[str] = []
-        for name, documents in (("train", corpus.train), ("heldout", corpus.heldout)):
+        for documents in (corpus.train, corpus.heldout):
             tokens, faults = encode_conversations(documents, tokenizer, template, length, workers, show)
             skipped += faults
-            if not len(tokens.lengths) or tokens.loss_mask is None:
+            if not len(tokens.lengths):
                 raise UserError(f"too few conversations to train on some and hold out others (skipped: {skipped[0]})")
-            arrays |= {f"{name}.ids": tokens.arrays[0], f"{name}.learnt": tokens.loss_mask}
-            arrays |= {f"{name}.begins": tokens.begins, f"{name}.lengths": tokens.lengths}
+            found.append(tokens)
             targets = np.concatenate([tokens.targets(n, 0, length) for n in range(len(tokens.lengths))])
-            targets_text.append(
-                tokenizer.decode(targets[targets >= 0].tolist(), skip_special_tokens=False).encode("utf-8")
-            )
-        sizes = [*map(len, targets_text), len(zlib.compress(targets_text[-1], 9))]
-        skipped_json = np.frombuffer(json.dumps(skipped).encode(), np.uint8)
-        save_file(arrays | {"sizes": np.array(sizes), "skipped": skipped_json}, path)
+            texts.append(tokenizer.decode(targets[targets >= 0].tolist(), skip_special_tokens=False).encode("utf-8"))
+        sizes = (len(texts[0]), len(texts[1]), len(zlib.compress(texts[1], 9)))
+        return TokenizedSource(found[0], found[1], sizes, known_as, tuple(skipped))
 
-    def read(path: Path) -> TokenizedSource:
-        arrays = load_file(path)
-        train, heldout = (
-            Tokens((arrays[f"{name}.ids"],), *(arrays[f"{name}.{field}"] for field in ("begins", "lengths", "learnt")))
-            for name in ("train", "heldout")
-        )
-        train_bytes, heldout_bytes, zlib_bytes = arrays["sizes"].tolist()
-        skipped = tuple(json.loads(arrays["skipped"].tobytes()))
-        return TokenizedSource(train, heldout, (train_bytes, heldout_bytes, zlib_bytes), known_as, skipped)
-
-    return cached(f"chats-{hashlib.sha256(settings.encode()).hexdigest()[:32]}.safetensors", write, read)
+    return _cached("chats", f"2 {known_as} {length} {tokenizer.to_str()}", known_as, make)
 
 
 def encode_conversations(
