@@ -10,6 +10,10 @@ losses/  optim/  data/  checkpoint/     what the step is made of; `dist/` and `p
 job/  commands/  eval/  simulate/       programs on top: `python -m train`, whose command line is `cli`
 """
 
+from train import _interrupt
+
+_interrupt.exit_in_one_line()  # before the imports that take seconds
+
 from pathlib import Path
 from runpy import run_path
 

@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -164,3 +165,13 @@ def test_the_module_exits_with_the_code_of_main(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["train", "train.sample"])
+def test_ctrl_c_while_torch_is_imported_is_one_line(module):
+    command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert running.stderr is not None and any(" torch." in line for line in running.stderr)
+    running.send_signal(signal.SIGINT)
+    rest = [line for line in running.stderr if not line.startswith("import time:")]
+    assert (running.wait(), rest) == (130, [f"python -m {module}: stopped\n"])
