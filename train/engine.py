@@ -26,6 +26,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from train.dist.dtensor import local_tree
 from train.optim.base import Optimizer
@@ -49,7 +50,7 @@ class Engine:
 
     def __init__(
         self,
-        config: Any,
+        config: DecoderConfig,
         params: Tree,
         optimizer: Optimizer,
         *,

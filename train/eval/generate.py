@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.errors import UserError
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int | None, generato
 @torch.no_grad()
 def continuation(
     params: Tree,
-    config: Any,
+    config: DecoderConfig,
     ids: Sequence[int],
     *,
     tokens: int,
@@ -60,7 +61,9 @@ def continuation(
         context.append(token)
 
 
-def complete(params: Tree, config: Any, tokenizer: Tokenizer, prompt: str, end: Sequence[int], **options: Any) -> str:
+def complete(
+    params: Tree, config: DecoderConfig, tokenizer: Tokenizer, prompt: str, end: Sequence[int], **options: Any
+) -> str:
     """The prompt and its continuation as text; `options` are keywords of `continuation`. UserError without tokens."""
     ids = tokenizer.encode(prompt).ids
     if not ids:

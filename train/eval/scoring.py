@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
 from train.losses.lm_head import CHUNK
@@ -24,7 +24,7 @@ ROW_TOKENS = 4096  # tokens of a batch, padding included
 
 @torch.no_grad()
 def score_continuations(
-    params: Tree, config: Any, pairs: Sequence[Pair], *, batch_tokens: int = ROW_TOKENS
+    params: Tree, config: DecoderConfig, pairs: Sequence[Pair], *, batch_tokens: int = ROW_TOKENS
 ) -> list[tuple[float, bool]]:
     """(log-probability of the continuation in nats, whether greedy decoding yields it) of each (context, continuation).
 
@@ -60,7 +60,7 @@ def _batches(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
         order = order[rows:]
 
 
-def _score_batch(params: Tree, config: Any, rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
+def _score_batch(params: Tree, config: DecoderConfig, rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
     width = max(len(tokens) for tokens, _ in rows) - 1
     shape = (len(rows), width)
     batch = {"tokens": torch.zeros(shape, dtype=torch.int64), "positions": torch.arange(width).expand(shape)}

@@ -12,15 +12,15 @@ appendix B, counts S). Rematerialization is not counted.
 import math
 import resource
 import sys
-from typing import Any
 
 from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 
 TABLES = ("embed_tokens", "embed_positions")
 
 
-def flops_per_token(config: Any, spec: Tree, length: int) -> float:
+def flops_per_token(config: DecoderConfig, spec: Tree, length: int) -> float:
     """FLOPs of forward and backward per token, in rows of `length`. spec: the family's, or `params.lora.spec`'s."""
     leaves = {path.removesuffix(".weight"): leaf for path, leaf in tree.flatten(spec).items()}
     tables = TABLES if "lm_head" in leaves else TABLES[1:]  # a tied embedding table is the head too

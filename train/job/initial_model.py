@@ -18,7 +18,7 @@ import params as P
 from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.models import llama
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.tree import Tree
 from params.checkpoint.load import check_folder
 from params.checkpoint.manifest import MANIFEST, digest
@@ -30,7 +30,7 @@ from train.eval import pretrained
 from train.state import State
 
 from . import lora_flag
-from .settings import Settings
+from .settings import MODEL_SIZES, Settings
 
 Json = dict[str, Any]
 
@@ -44,7 +44,7 @@ class Model:
     does not train. weights: {file: digest} of the base weights of adapters.
     """
 
-    config: Any
+    config: DecoderConfig
     params: Tree
     spec: Tree
     tokenizer: Tokenizer
@@ -56,28 +56,22 @@ class Model:
 
 def for_new_run(settings: Settings, texts: sources.DataSources, *, on_meta: bool = False) -> Model:
     """The model of a new run. UserError where the settings name none that can be trained."""
-    if settings.init is not None:
-        source = Path(settings.init)
-        model = (
-            from_checkpoint_with_lora(source, settings, on_meta=on_meta)
-            if settings.lora
-            else from_checkpoint(source, on_meta=on_meta)
-        )
-    else:
+    if settings.init is None:
         model = from_scratch(settings, texts, on_meta=on_meta)
+    else:
+        model = from_checkpoint(Path(settings.init), settings, on_meta=on_meta)
     pretrained.check_vocabulary(model.tokenizer, model.config.vocab_size, model.source or Path("the new model"))
     return model
 
 
 def from_run(path: Path, settings: Settings, *, on_meta: bool = False) -> Model:
     """The model of the run in the folder `path`, whose parameter values are in its saved steps."""
+    tokenizer = pretrained.load_tokenizer(path)  # compared with the one that the run started with
     if settings.lora:
-        model = from_checkpoint_with_lora(Path(str(settings.init)), settings, on_meta=on_meta)
-        tokenizer = pretrained.load_tokenizer(path)  # compared with the one that the run started with
-        return replace(model, tokenizer=tokenizer)
-    config, tokenizer = P.load_config(path), pretrained.load_tokenizer(path)
+        return replace(from_checkpoint(Path(str(settings.init)), settings, on_meta=on_meta), tokenizer=tokenizer)
+    config = P.load_config(path)
     pretrained.check_vocabulary(tokenizer, config.vocab_size, path)
-    params = P.abstract(config, dtype=torch.float32)
+    params = params_without_storage(config, settings)
     return Model(config, params, family_spec(config), tokenizer, pretrained.end_ids(path), path)
 
 
@@ -90,68 +84,41 @@ def from_scratch(settings: Settings, texts: sources.DataSources, *, on_meta: boo
     return Model(config, params, family_spec(config), tokenizer, (ids["eos_token_id"],))
 
 
-def from_checkpoint(source: Path, *, on_meta: bool) -> Model:
-    """All weights of a checkpoint, in fp32; a folder of adapters is merged into its base model."""
-    tokenizer = pretrained.load_tokenizer(source)
+def from_checkpoint(source: Path, settings: Settings, *, on_meta: bool) -> Model:
+    """The weights of a checkpoint as `load_weights` reads them; adapters get values even with `on_meta`."""
     check_unchanged(source)
-    dropped = unused_parts(source)
-    if on_meta:
-        config = checked_config(source, dropped)
-        params = P.abstract(config, dtype=torch.float32)
-    else:
-        config, params = load_weights(source)
-    return Model(config, params, family_spec(config), tokenizer, pretrained.end_ids(source), source, dropped)
-
-
-def checked_config(source: Path, dropped: tuple[str, ...]) -> Any:
-    """The config of a checkpoint without its `dropped` parts; CheckpointError where its weights do not match it."""
-    with ExitStack() as stack:
-        return check_folder(pretrained.weights_folder(source), stack, dropped).config
-
-
-def load_weights(source: Path, *, plan: Tree | None = None) -> tuple[Any, Tree]:
-    """(config, params) in fp32, adapters merged. plan: of shardings, loads only the local shards of its parameters."""
-    options: Json = {"dtype": torch.float32, "copy": True, "drop": unused_parts(source), "plan": plan}
-    return pretrained.load_model(source, merge=True, **options)
-
-
-def config_of_checkpoint(source: Path, settings: Settings) -> Any:
-    """The config of --init's checkpoint, of which only the files' headers are read. UserError, CheckpointError."""
-    pretrained.load_tokenizer(source)
+    config, tokenizer = config_of_checkpoint(source, settings), pretrained.load_tokenizer(source)
+    params = params_without_storage(config, settings) if on_meta else load_weights(source, settings)[1]
+    spec, weights = family_spec(config), None
     if settings.lora:
-        check_full_weights(source)
-    return checked_config(source, unused_parts(source))
+        spec = P.lora.spec(config, params)
+        weights = {path.name: digest(path) for path in sorted(source.glob("*.safetensors"))}
+    return Model(config, params, spec, tokenizer, pretrained.end_ids(source), source, unused_parts(source), weights)
 
 
-def check_full_weights(source: Path) -> None:
-    if pretrained.weights_folder(source) != source:
+def config_of_checkpoint(source: Path, settings: Settings) -> DecoderConfig:
+    """The config of --init's checkpoint, without unused parts; only headers are read. UserError, CheckpointError."""
+    pretrained.load_tokenizer(source)
+    folder = pretrained.weights_folder(source)
+    if settings.lora and folder != source:
         raise UserError(f"--init {source} holds adapters: --lora needs the checkpoint of their base model")
+    with ExitStack() as stack:
+        return check_folder(folder, stack, unused_parts(source)).config
 
 
-def from_checkpoint_with_lora(source: Path, settings: Settings, *, on_meta: bool) -> Model:
-    """A checkpoint's weights with new adapters, which get values even with `on_meta`."""
-    tokenizer = pretrained.load_tokenizer(source)
-    check_full_weights(source)
-    check_unchanged(source)
-    dropped = unused_parts(source)
-    if on_meta:
-        config = checked_config(source, dropped)
-        params = add_adapters(config, storageless_params(config, settings), settings)
-    else:
-        config, params = load_weights_with_lora(source, settings)
-    spec = P.lora.spec(config, params)
-    weights = {path.name: digest(path) for path in sorted(source.glob("*.safetensors"))}
-    return Model(config, params, spec, tokenizer, pretrained.end_ids(source), source, dropped, weights)
+def load_weights(source: Path, settings: Settings, *, plan: Tree | None = None) -> tuple[DecoderConfig, Tree]:
+    """(config, params) of a checkpoint in fp32, its adapters merged; with --lora in the compute dtype, with new ones.
 
-
-def load_weights_with_lora(source: Path, settings: Settings, *, plan: Tree | None = None) -> tuple[Any, Tree]:
-    """(config, params) with new adapters; the frozen weights are in the compute dtype. plan: as in `load_weights`."""
-    dtype = getattr(torch, str(settings.dtype))
-    config, params = P.load_pretrained(source, dtype=dtype, copy=True, drop=unused_parts(source), plan=plan)
+    plan: of shardings, loads only the local shards of its parameters.
+    """
+    options: Json = {"copy": True, "drop": unused_parts(source), "plan": plan}
+    if settings.lora is None:
+        return pretrained.load_model(source, merge=True, dtype=torch.float32, **options)
+    config, params = P.load_pretrained(source, dtype=getattr(torch, str(settings.dtype)), **options)
     return config, add_adapters(config, params, settings)
 
 
-def add_adapters(config: Any, params: Tree, settings: Settings) -> Tree:
+def add_adapters(config: DecoderConfig, params: Tree, settings: Settings) -> Tree:
     """`params` with new adapters in fp32, as --lora names them. UserError where a target is no weight."""
     lora = lora_flag.parse_lora(str(settings.lora))
     options: Json = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets, "seed": settings.seed}
@@ -162,10 +129,13 @@ def add_adapters(config: Any, params: Tree, settings: Settings) -> Tree:
     return P.lora.attach(params, map_local(torch.Tensor.float, P.lora.adapters(params)))
 
 
-def storageless_params(config: Any, settings: Settings) -> Tree:
-    """Parameters without storage (expanded scalars), to which adapters can be added."""
+def params_without_storage(config: DecoderConfig, settings: Settings) -> Tree:
+    """Meta parameters; with --lora expanded scalars, to which adapters with values can be added."""
+    if settings.lora is None:
+        return P.abstract(config, dtype=torch.float32)
     abstract = P.abstract(config, dtype=getattr(torch, str(settings.dtype)))
-    return tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), abstract)
+    scalars = tree.map(lambda leaf: torch.empty((), dtype=leaf.dtype).expand(leaf.shape), abstract)
+    return add_adapters(config, scalars, settings)
 
 
 def state_to_save(state: State, settings: Settings) -> State:
@@ -185,7 +155,7 @@ def restore_state(state: State, saved: State, settings: Settings) -> State:
     return State(saved.step, P.lora.attach(state.params, saved.params), saved.opt_state)
 
 
-def write_checkpoint(path: Path, config: Any, params: Tree, base: str | None) -> None:
+def write_checkpoint(path: Path, config: DecoderConfig, params: Tree, base: str | None) -> None:
     """Writes the run folder's checkpoint: full weights, or adapters in PEFT's format for the base model `base`."""
     if has_adapters(params):
         P.lora.save_adapters(path, config, params, base=base or "")
@@ -197,16 +167,16 @@ def has_adapters(params: Tree) -> bool:
     return bool(tree.leaves(P.lora.adapters(params)))
 
 
-def family_spec(config: Any) -> Tree:
+def family_spec(config: DecoderConfig) -> Tree:
     """The spec of the model without adapters."""
     return fnmodels.family_of(config).spec(config)
 
 
-def run_spec(config: Any, settings: Settings) -> Tree:
+def run_spec(config: DecoderConfig, settings: Settings) -> Tree:
     """The spec of a run with these settings, adapters included."""
     if settings.lora is None:
         return family_spec(config)
-    return P.lora.spec(config, add_adapters(config, storageless_params(config, settings), settings))
+    return P.lora.spec(config, params_without_storage(config, settings))
 
 
 def unused_parts(source: Path) -> tuple[str, ...]:
@@ -245,13 +215,9 @@ def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
 def new_config_json(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> Json:
     """config.json of a new model for a tokenizer of `vocab_size` tokens."""
     return {
+        **{name: getattr(settings, name) for name in MODEL_SIZES},
         "model_type": "llama",
         "vocab_size": -(-vocab_size // 64) * 64,  # padded, so that any usual mesh divides it
-        "hidden_size": settings.hidden_size,
-        "intermediate_size": settings.intermediate_size,
-        "num_hidden_layers": settings.num_hidden_layers,
-        "num_attention_heads": settings.num_attention_heads,
-        "num_key_value_heads": settings.num_key_value_heads,
         "max_position_embeddings": settings.row_length,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,

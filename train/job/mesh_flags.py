@@ -8,6 +8,7 @@ from typing import Any
 import params as P
 from fnmodels.errors import UserError
 from fnmodels.inputs.load_balance import head_tail_order
+from fnmodels.models.common.registry import DecoderConfig
 from train.dist.torchrun import rank_and_world_size
 from train.optim.base import supports_shards
 from train.parallel import Mesh, Strategy
@@ -130,7 +131,7 @@ def resolve_mesh(
     return MeshSetup(mesh, strategy, microbatches or rows)
 
 
-def check_model_fits(mesh_setup: MeshSetup, settings: Settings, config: Any) -> None:
+def check_model_fits(mesh_setup: MeshSetup, settings: Settings, config: DecoderConfig) -> None:
     """UserError where the mesh cannot shard the model."""
     mesh, strategy = mesh_setup.mesh, mesh_setup.strategy
     length = min(settings.row_length, config.max_position_embeddings)

@@ -45,13 +45,16 @@ def _is_row(row: Row) -> bool:
     return type(row.get("step")) is int and all(value is None or type(value) in (int, float) for value in losses)
 
 
-def truncate_after(path: Path, step: int) -> list[Row]:
+def truncate_after(path: Path, step: int, *, needed: bool = True) -> list[Row]:
     """Removes the rows after `step` from the file, and returns the others.
 
-    UserError where a row up to `step` is damaged or missing: rows are on disk before the checkpoint of their step.
+    UserError where a row up to `step` is damaged or missing, for rows are on disk before the checkpoint of their step.
+    not needed: for resuming; damaged rows are removed with those after them, and an absent file stays absent.
     """
     rows = read_rows(path)
-    if path.exists() and (rows[-1]["step"] if rows else 0) < step:
+    if not (needed or path.exists()):
+        return rows
+    if needed and path.exists() and (rows[-1]["step"] if rows else 0) < step:
         raise UserError(
             f"{path}: line {len(rows) + 1} is damaged or missing, but step {step} was saved after it was written: "
             "repair the file, or move it away to resume without its rows"
@@ -104,15 +107,6 @@ def step_metrics(
 def six_digits(value: float) -> float:
     """Rounds to six significant digits, which is about the precision of fp32."""
     return float(f"{value:.6g}")
-
-
-def truncate_optional_file(path: Path, step: int) -> list[Row]:
-    """As `truncate_after` for a file that resuming does not need: a damaged row and those after it are removed."""
-    if not path.exists():
-        return []
-    kept = [row for row in read_rows(path) if row["step"] <= step]
-    write_text(path, "".join(map(json_line, kept)))
-    return kept
 
 
 def scalars(row: Row, name: str = "") -> Iterator[tuple[str, float]]:

@@ -17,11 +17,7 @@ from params.io.files import write_atomic
 from train.job.metrics_log import Row, read_rows
 
 NATS_PER_BIT = math.log(2)
-
-
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
-
-
 PANELS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -32,7 +28,7 @@ PANELS = {
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRows:
     """The rows of a run's metrics.jsonl and speed.jsonl."""
 
     rows: list[Row]
@@ -45,7 +41,7 @@ class Run:
 
 def draw_run(
     path: Path,
-    run: Run,
+    run: RunRows,
     *,
     bytes_per_token: float,
     zlib_bits: float,
@@ -71,18 +67,19 @@ def draw_run(
     if final_loss is not None and run.rows:
         axes.plot(run.rows[-1]["step"], final_loss, "*", color="tab:red", markersize=12, label=f"{heldout}, all files")
     axes.axhline(zlib_bits * to_nats, color="tab:gray", linestyle="--", label=f"zlib -9: {zlib_bits:.2f} bits per byte")
-    axes.set(xlabel="step", ylabel="loss in nats per token", title=title(final_loss, to_nats))
     bits = axes.secondary_yaxis(
         "right", functions=(lambda y: np.asarray(y) / to_nats, lambda y: np.asarray(y) * to_nats)
     )
     bits.set_ylabel("bits per byte of held-out text")
+    at_end = "" if final_loss is None else f"; at the end {final_loss / to_nats:.3f} bits per byte held out"
+    save_losses(path, figure, axes, f"Loss{at_end}")
+
+
+def save_losses(path: Path, figure: Figure, axes: Axes, title: str) -> None:
+    axes.set(xlabel="step", ylabel="loss in nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=120))
-
-
-def title(final_loss: float | None, to_nats: float) -> str:
-    return "Loss" if final_loss is None else f"Loss; at the end {final_loss / to_nats:.3f} bits per byte held out"
 
 
 def running_mean(losses: tuple[float, ...]) -> list[float]:
@@ -94,7 +91,7 @@ def running_mean(losses: tuple[float, ...]) -> list[float]:
     return means
 
 
-def figure_with_panels(runs: Mapping[str, Run]) -> tuple[Figure, Axes]:
+def figure_with_panels(runs: Mapping[str, RunRows]) -> tuple[Figure, Axes]:
     """A figure with axes for the losses, and below them a small panel per quantity that some run has."""
     present = [name for name in PANELS if any(run.curve(name) for run in runs.values())]
     if not present:
@@ -118,20 +115,20 @@ def colors() -> Iterator[str]:
     return (f"C{number}" for number in count())
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRows:
     """Reads a run folder. UserError where it is none, or has no loss yet."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise UserError(f"{folder} is no run folder: it has no {file.name}")
-    run = Run(read_rows(file), read_rows(folder / "speed.jsonl"))
+    run = RunRows(read_rows(file), read_rows(folder / "speed.jsonl"))
     if not run.curve("loss"):
         raise UserError(f"{file} has no loss in it yet")
     return run
 
 
-def check_suffix(path: Path) -> None:
+def check_suffix(path: Path, flag: str = "--out") -> None:
     if path.suffix not in IMAGE_SUFFIXES:
-        raise UserError(f"--out {path}: the name of a picture ends in {' or '.join(IMAGE_SUFFIXES)}")
+        raise UserError(f"{flag} {path}: the name of a picture ends in {' or '.join(IMAGE_SUFFIXES)}")
 
 
 def draw_losses(path: Path, folders: Mapping[str, Path]) -> None:
@@ -145,8 +142,4 @@ def draw_losses(path: Path, folders: Mapping[str, Path]) -> None:
         axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)
         if held := run.curve("heldout_loss"):
             axes.plot(*zip(*held, strict=True), "o:", color=color, markersize=3, label=f"{name}, held out")
-    axes.set(xlabel="step", ylabel="loss in nats per token", title="Train loss: running mean, and each step")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, lambda temporary: figure.savefig(temporary, dpi=120))
+    save_losses(path, figure, axes, "Train loss: running mean, and each step")

@@ -3,9 +3,10 @@
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from torch.profiler import profile
+from torch.profiler import ProfilerAction, profile
 
 from params.io.files import write_atomic
 
@@ -23,39 +24,26 @@ def profiled(path: Path, steps: int | None, remaining: int) -> Iterator[Callable
     if steps is None:
         yield lambda: None
         return
-    profiler, done_steps = profile(), 0
     first = min(WARMUP_STEPS, max(remaining - steps, 0))
-    last = min(first + steps, remaining)
+    last, complete = min(first + steps, remaining), False
 
-    def export(temporary: Path) -> None:
+    def action(step: int) -> ProfilerAction:
+        if not first <= step < last:
+            return ProfilerAction.NONE
+        return ProfilerAction.RECORD if step + 1 < last else ProfilerAction.RECORD_AND_SAVE
+
+    def write(profiler: profile, temporary: Path) -> None:
         profiler.export_chrome_trace(str(temporary))  # which does not report a full disk as an exception
         if b'"traceName"' not in temporary.read_bytes()[-TAIL_BYTES:]:
             raise OSError(errno.ENOSPC, "The trace could not be written in full", str(path))
 
-    def finish() -> None:
-        profiler.stop()
-        write_atomic(path, export)
-        print(f"trace of {done_steps - first} steps: {path}")
+    def export(profiler: profile) -> None:
+        if profiler.step_num == last or (complete and profiler.step_num > first):
+            write_atomic(path, partial(write, profiler))
+            print(f"trace of {profiler.step_num - first} steps: {path}")
 
-    def done() -> None:
-        nonlocal done_steps
-        done_steps += 1
-        if done_steps == first:
-            profiler.start()
-        elif done_steps == last:
-            finish()
-
-    if not first:
-        profiler.start()
-    try:
-        yield done
-    except BaseException:
-        if first <= done_steps < last:
-            profiler.stop()
-        raise
-    if first < done_steps < last:
-        finish()
-    elif done_steps <= first < last:
-        if done_steps == first:
-            profiler.stop()
+    with profile(schedule=action, on_trace_ready=export) as profiler:
+        yield profiler.step
+        complete = True  # without an exception
+    if profiler.step_num <= first < last:
         print("no trace: the run stopped before the steps to be profiled (--profile)")

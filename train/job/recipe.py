@@ -1,13 +1,18 @@
 """The optimizer and the loss terms of a run's settings, and the default hyperparameters of each optimizer."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+import fnmodels
+from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.tree import Tree
+from train.loss_call import LossFn
 from train.losses.moe_balance import Balance
+from train.losses.next_token import next_token_loss
 from train.optim.adafactor import adafactor
 from train.optim.adamw import adamw, sgd
 from train.optim.base import Optimizer
@@ -102,10 +107,20 @@ def moe_balance(settings: Settings) -> Balance | None:
     return Balance(sequence=settings.balance_loss, z=settings.router_z_loss)
 
 
-def loss_terms(settings: Settings) -> dict[str, Any]:
-    """Keywords of `next_token_loss` for terms that the training loss has and the held-out loss does not."""
+def losses(config: DecoderConfig, settings: Settings) -> tuple[LossFn, LossFn]:
+    """(held-out loss, training loss with the terms that only it has), with aux (expert counts) for MoE models."""
+    loss = functools.partial(next_token_loss, config=config, aux=is_routed(config))
     terms = {"label_smoothing": settings.label_smoothing, "z_loss": settings.z_loss}
-    return {"balance": moe_balance(settings), **terms}
+    return loss, functools.partial(loss, balance=moe_balance(settings), **terms)
+
+
+def is_routed(config: DecoderConfig) -> bool:
+    return bool(may_have(fnmodels.family_of(config), "ROUTED"))
+
+
+def step_options(settings: Settings) -> dict[str, Any]:
+    """Keywords of `make_step`."""
+    return {name: getattr(settings, name) for name in ("accumulate", "clip", "remat", "compile", "balance_rate")}
 
 
 def is_cross_entropy(settings: Settings) -> bool:

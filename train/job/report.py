@@ -1,18 +1,20 @@
 """Output of the main job: lines on standard output, and loss.png."""
 
+import math
 import shlex
 import sys
 import textwrap
 from pathlib import Path
 
 import params as P
+from fnmodels import tree
 from params.command_line import printable
 from params.io.files import write_text
 from train.command_line import sentence
 
 from . import run_folder
 from .metrics_log import Row
-from .pictures import Run, draw_run
+from .pictures import RunRows, draw_run
 from .recipe import is_cross_entropy
 from .settings import Settings, to_toml
 from .setup import Job, Json
@@ -26,7 +28,7 @@ def draw(job: Job, rows: list[Row], costs: list[Row], final_loss: float | None) 
     heldout = job.dataset.heldout
     draw_run(
         job.path / run_folder.PICTURE,
-        Run(rows, costs),
+        RunRows(rows, costs),
         bytes_per_token=heldout.bytes / job.heldout_targets,
         zlib_bits=8 * job.dataset.zlib_bytes / heldout.bytes,
         final_loss=final_loss,
@@ -58,11 +60,13 @@ def prepared(job: Job, seconds: float) -> None:
     what = job.settings.data or "the Python standard library"
     sizes = job.dataset.train.bytes / 1e6, job.dataset.heldout.bytes / 1e6
     print(f"text: {what}, {sizes[0]:.2f} MB to train on and {sizes[1]:.2f} MB held out, ready in {seconds:.0f} s")
-    for part in job.dropped:
+    for part in job.model.dropped:
         print(f"left out: {part}, a part of the checkpoint that next-token prediction does not use")
-    adapters = f", and adapters with {job.trainable_count:,} the only trainable ones" if job.settings.lora else ""
+    trainable = sum(math.prod(leaf.shape) for leaf in tree.leaves(job.model.spec) if leaf.trainable)
+    adapters = f", and adapters with {trainable:,} the only trainable ones" if job.settings.lora else ""
+    config = job.model.config
     print(
-        f"model: {job.config.model_type} with {P.count(job.config) / 1e6:.1f} million parameters{adapters}; "
+        f"model: {config.model_type} with {P.count(config) / 1e6:.1f} million parameters{adapters}; "
         f"{job.settings.steps} steps of {job.settings.batch_rows} rows of {job.mixture.length} tokens, "
         f"{job.mixture.fill:.1%} of them text",
         flush=True,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from fnmodels.errors import UserError
-from fnmodels.tree import Tree
 from train.checkpoint import saved_steps, sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.saved_steps import Checkpoint
@@ -35,9 +34,9 @@ from .flops import peak_memory
 from .mesh_flags import check_model_fits, resolve_mesh
 from .profile import profiled
 from .progress import progress
-from .recipe import evaluated_params, is_cross_entropy, moe_balance, unused_settings
+from .recipe import evaluated_params, is_cross_entropy, moe_balance, step_options, unused_settings
 from .settings import CHANGEABLE, MODEL_SIZES, SETTING_TYPES, Settings, absolute_paths, flag, from_json, read_toml
-from .setup import Job, Json, prepare, resolved, step_options
+from .setup import Job, Json, prepare, resolved
 
 
 @dataclass(frozen=True)
@@ -88,17 +87,17 @@ def train_run(options: Options, defaults: Settings) -> int:
         began = time.monotonic()
         several = mesh_setup.mesh.world > 1
         check_config = partial(check_model_fits, mesh_setup, settings)
-        params, job = prepare(options.run, settings, recorded if saved else None, check_config, on_meta=several)
+        job = prepare(options.run, settings, recorded if saved else None, check_config, on_meta=several)
         report.skipped(job)
         report.settings(settings)  # after reading the text, whose errors would be lost below this page
         report.prepared(job, time.monotonic() - began)
         report.mfu(job)
         controller = (
-            Controller(WorkerConfig(mesh_setup, settings, job.config, options.limit), fresh=saved is None)
+            Controller(WorkerConfig(mesh_setup, settings, job.model.config, options.limit), fresh=saved is None)
             if several
             else None
         )
-        return train_and_summarize(job, params, saved, controller)
+        return train_and_summarize(job, saved, controller)
 
 
 def recorded_identity(saved: Checkpoint) -> Json:
@@ -169,28 +168,26 @@ def choose_settings(
     return resolved(settings)
 
 
-def train_and_summarize(job: Job, params: Tree, saved: Checkpoint | None, controller: Controller | None) -> int:
+def train_and_summarize(job: Job, saved: Checkpoint | None, controller: Controller | None) -> int:
     """Trains from the saved step to the end and evaluates, or saves and stops on a signal; returns the exit code.
 
     controller: controls the processes of the run, where there are several.
     """
-    state, position = controller.state if controller else init_state(params, job.optimizer), Position(step=0, tokens=0)
+    position = Position(saved.step, saved.progress["tokens"]) if saved else Position(step=0, tokens=0)
+    state = controller.state if controller else init_state(job.model.params, job.optimizer)
     if saved:
-        position = Position(step=saved.step, tokens=saved.progress["tokens"])
         if controller:
             state = controller.do("load", saved)
         else:
-            single_process = (saved.path / saved_steps.STATE).exists()
-            found = (saved_steps if single_process else sharded).load(
-                saved, like=initial_model.state_to_save(state, job.settings)
-            )
+            load = saved_steps.load if (saved.path / saved_steps.STATE).exists() else sharded.load
+            found = load(saved, like=initial_model.state_to_save(state, job.settings))
             state = initial_model.restore_state(state, found, job.settings)
         saved_steps.set_aside(job.path / run_folder.STEPS, after=saved.step)
         write_checkpoints(job, state, controller)  # a kill may have come after the step was saved and before this
         print(f"resuming at step {position.step} of {job.settings.steps}")
     rows = metrics_log.truncate_after(job.path / run_folder.METRICS, position.step)
-    costs = metrics_log.truncate_optional_file(job.path / run_folder.SPEED, position.step)
-    metrics_log.truncate_optional_file(job.path / run_folder.SAMPLES, position.step)
+    costs = metrics_log.truncate_after(job.path / run_folder.SPEED, position.step, needed=False)
+    metrics_log.truncate_after(job.path / run_folder.SAMPLES, position.step, needed=False)
     state = train_steps(job, state, rows, costs, position, controller)
     stopped = int(state.step)
     if stopped < job.settings.steps:
@@ -219,16 +216,14 @@ def train_steps(
     sample = heldout.evenly_spaced_rows(job.heldout, job.settings.eval_rows)
     evaluate_every = job.settings.eval_every or max(1, total // 10)
     sample_every, speed = job.settings.sample_every, 0.0
-    bits_per_byte, balance = (
-        job.train_bits_per_byte if is_cross_entropy(job.settings) else None,
-        moe_balance(job.settings),
-    )
+    bits_per_byte = job.train_bits_per_byte if is_cross_entropy(job.settings) else None
+    balance = moe_balance(job.settings)
     with (
         metrics_log.open_log(job.path, after=first) as log,
         progress(total, first) as show,
         profiled(job.path / run_folder.TRACE, job.settings.profile, total - first) as done,
         stop_requests() as stop_requested,
-        Saver(partial(save, job, job.settings.keep)) if not controller else nullcontext() as saver,
+        Saver(partial(save, job, None)) if not controller else nullcontext() as saver,
     ):
         for index in range(first, total):
             if saver:
@@ -261,8 +256,8 @@ def train_steps(
                 current = Position(index + 1, tokens)
                 if saver:
                     saver.save(initial_model.state_to_save(state, job.settings), current)
-                elif controller:
-                    save_distributed(job, controller, state, current)
+                else:
+                    save(job, controller, state, current)
             if stopping:
                 break
     return state
@@ -280,20 +275,14 @@ def speed_row(job: Job, step: int, tokens: int, seconds: float) -> metrics_log.R
     return cost
 
 
-def save(job: Job, keep: int, state: State, position: Position) -> None:
+def save(job: Job, controller: Controller | None, state: State, position: Position) -> None:
     """Saves the step in one rename, then writes the Hugging Face checkpoints of the same state."""
-    saved_steps.save(job.path / run_folder.STEPS, position.step, state, progress_record(job, position), keep=keep)
-    write_checkpoints(job, state, None)
-
-
-def save_distributed(job: Job, controller: Controller, state: State, position: Position) -> None:
-    """`save` by several processes, each of which writes its shards; training waits."""
-    controller.do("save", job.path / run_folder.STEPS, position.step, progress_record(job, position), job.settings.keep)
+    steps, progress_so_far = job.path / run_folder.STEPS, {"tokens": position.tokens, "run": job.identity}
+    if controller:
+        controller.do("save", steps, position.step, progress_so_far, job.settings.keep)
+    else:
+        saved_steps.save(steps, position.step, state, progress_so_far, keep=job.settings.keep)
     write_checkpoints(job, state, controller)
-
-
-def progress_record(job: Job, position: Position) -> Json:
-    return {"tokens": position.tokens, "run": job.identity}
 
 
 def write_checkpoints(job: Job, state: State, controller: Controller | None) -> None:
@@ -304,7 +293,7 @@ def write_checkpoints(job: Job, state: State, controller: Controller | None) -> 
             params = controller.do("gather_checkpoint", averaged)
         else:
             params = evaluated_params(state, job.settings) if averaged else state.params
-        initial_model.write_checkpoint(path, job.config, params, job.settings.init)
+        initial_model.write_checkpoint(path, job.model.config, params, job.settings.init)
 
     write(job.path, False)
     if job.settings.ema is not None:
@@ -334,6 +323,7 @@ def summarize(job: Job, state: State, controller: Controller | None) -> Json:
 def sample_text(job: Job, state: State, controller: Controller | None) -> str:
     """The prompt with a sampled continuation; the random draws are the same each time."""
     params = controller.do("gather_weights") if controller else evaluated_params(state, job.settings)
+    model, settings = job.model, job.settings
     return complete(
-        params, job.config, job.tokenizer, job.settings.prompt, job.end_ids, tokens=job.settings.sample_tokens
+        params, model.config, model.tokenizer, settings.prompt, model.end_ids, tokens=settings.sample_tokens
     )

@@ -5,19 +5,16 @@ The identity is written to run.json for readers, and into each saved step, where
 
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
-import fnmodels
 from fnmodels import tree
 from fnmodels.errors import UserError
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
 from params.io.files import write_text
@@ -27,7 +24,7 @@ from train.data.mixture import Mixture, epochs
 from train.data.rows import Batch
 from train.data.tokenizer import tokenizer_config
 from train.eval import pretrained
-from train.losses.next_token import next_token_loss
+from train.loss_call import LossFn
 from train.optim.base import Optimizer
 
 from . import initial_model, run_folder
@@ -36,7 +33,7 @@ from .heldout import bits_per_byte
 from .initial_model import Model
 from .metrics_log import six_digits
 from .progress import tokenizing
-from .recipe import loss_terms, optimizer_for, with_optimizer_defaults
+from .recipe import is_routed, losses, optimizer_for, with_optimizer_defaults
 from .settings import Settings, fixed_settings, flag, to_toml
 
 Json = dict[str, Any]
@@ -49,19 +46,15 @@ class Job:
     path: Path
     identity: Json
     settings: Settings
-    config: Any
-    tokenizer: Tokenizer
-    end_ids: tuple[int, ...]
+    model: Model
     texts: sources.DataSources
     dataset: tokenized.Dataset
     mixture: Mixture
     heldout: Batch
-    loss: Callable[..., tuple[Any, ...]]
-    train_loss: Callable[..., tuple[Any, ...]]  # with the terms that only training has
+    loss: LossFn
+    train_loss: LossFn  # with the terms that only training has
     optimizer: Optimizer
-    trainable_count: int
     flops_per_token: float
-    dropped: tuple[str, ...]
 
     @property
     def heldout_targets(self) -> int:
@@ -86,9 +79,14 @@ def resolved(settings: Settings) -> Settings:
 
 
 def prepare(
-    path: Path, settings: Settings, recorded: Json | None, check_config: Callable[[Any], None], *, on_meta: bool = False
-) -> tuple[Tree, Job]:
-    """(params, Job): text, tokenizer and model, new or of --init, or on resume (`recorded`) of the run folder.
+    path: Path,
+    settings: Settings,
+    recorded: Json | None,
+    check_config: Callable[[DecoderConfig], None],
+    *,
+    on_meta: bool = False,
+) -> Job:
+    """Text, tokenizer and model, new or of --init, or on resume (`recorded`) of the run folder.
 
     check_config: raises where the mesh cannot shard the model; called before anything is written. on_meta: parameters
     without values, of which each of several processes will make its shard. UserError for settings or text that cannot
@@ -99,7 +97,7 @@ def prepare(
         model = initial_model.from_run(path, settings, on_meta=on_meta)
     else:
         model = initial_model.for_new_run(settings, texts, on_meta=on_meta)
-    config, tokenizer, end_ids = model.config, model.tokenizer, model.end_ids
+    config, tokenizer = model.config, model.tokenizer
     check_config(config)
     length = min(settings.row_length, config.max_position_embeddings)
     if not tokenizer.encode(settings.prompt).ids:
@@ -109,7 +107,7 @@ def prepare(
         dataset = tokenized.tokenize(
             texts,
             tokenizer,
-            end_ids[0] if end_ids else None,
+            model.end_ids[0] if model.end_ids else None,
             config.vocab_size,
             length=length,
             template=template,
@@ -131,23 +129,21 @@ def prepare(
     if not recorded:
         init_run_folder(path, identity, model, length)
     write_text(path / run_folder.SETTINGS, to_toml(settings))
-    return model.params, Job(
+    dtype = getattr(torch, str(settings.dtype))
+    loss, train_loss = (computed_in(dtype, function, model.spec) for function in losses(config, settings))
+    return Job(
         path=path,
         identity=identity,
         settings=settings,
-        config=config,
-        tokenizer=tokenizer,
-        end_ids=end_ids,
+        model=model,
         texts=texts,
         dataset=dataset,
         mixture=tokenized.make_mixture(dataset, length),
         heldout=tokenized.heldout_batch(dataset, length),
-        loss=loss_function(config, model.spec, getattr(torch, str(settings.dtype))),
-        train_loss=loss_function(config, model.spec, getattr(torch, str(settings.dtype)), **loss_terms(settings)),
+        loss=loss,
+        train_loss=train_loss,
         optimizer=optimizer_for(model.spec, settings),
-        trainable_count=sum(math.prod(leaf.shape) for leaf in tree.leaves(model.spec) if leaf.trainable),
         flops_per_token=flops_per_token(config, model.spec, length),
-        dropped=model.dropped,
     )
 
 
@@ -189,7 +185,7 @@ def check_agreement(recorded: Json, identity: Json, path: Path) -> None:
             raise UserError(f"--run {path}: {change}, so resuming would not give the same result: name another --run")
 
 
-def check_expert_settings(config: Any, spec: Tree, settings: Settings) -> None:
+def check_expert_settings(config: DecoderConfig, spec: Tree, settings: Settings) -> None:
     """UserError where load-balancing settings do not apply to the model."""
     reason = f"and {settings.init or 'the new model'} has none"
     for name in ("balance_loss", "router_z_loss"):
@@ -217,24 +213,11 @@ def check_heldout_length(dataset: tokenized.Dataset, length: int, source: str | 
         )
 
 
-def is_routed(config: Any) -> bool:
-    return bool(may_have(fnmodels.family_of(config), "ROUTED"))
-
-
-def step_options(settings: Settings) -> Json:
-    """Keywords of `make_step`."""
-    return {name: getattr(settings, name) for name in ("accumulate", "clip", "remat", "compile", "balance_rate")}
-
-
-def loss_function(config: Any, spec: Tree, dtype: torch.dtype, **terms: Any) -> Callable[..., tuple[Any, ...]]:
-    """next_token_loss computed in `dtype`, with aux (expert counts) for MoE models; `terms` are its keywords.
-
-    Trainable parameters, their gradients and the loss stay fp32: each call casts the parameters.
-    """
+def computed_in(dtype: torch.dtype, loss: LossFn, spec: Tree) -> LossFn:
+    """The loss with its model computed in `dtype`: trainable parameters, their gradients and the loss stay fp32."""
     casts = tree.map(lambda leaf: leaf.dtype.is_floating_point and not leaf.keep_dtype, spec)
 
-    def loss(params: Tree, batch: Batch) -> tuple[Any, ...]:
-        cast = tree.map(lambda param, casts: param.to(dtype) if casts else param, params, casts)
-        return next_token_loss(cast, batch, config=config, aux=is_routed(config), **terms)
+    def computed(params: Tree, batch: Batch) -> tuple[Any, ...]:
+        return loss(tree.map(lambda param, casts: param.to(dtype) if casts else param, params, casts), batch)
 
-    return loss
+    return computed

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.moe.experts import grouped_experts
 from fnmodels.options import Block
@@ -80,7 +81,7 @@ class _Holder:
 
 
 def layer_kept(
-    config: Any, spec: Tree, plan: Tree, index: int, shape: tuple[int, int], mesh: Mesh, work: Work
+    config: DecoderConfig, spec: Tree, plan: Tree, index: int, shape: tuple[int, int], mesh: Mesh, work: Work
 ) -> Layer:
     """One layer run with the heads, positions and experts of one rank."""
     leaf = functools.partial(_in_layer, mesh=mesh, dtype=work.dtype)
@@ -136,7 +137,7 @@ def layer_kept(
     return Layer(saved, kept[-1], leaves, sum(keys), *chosen)
 
 
-def ends_kept(config: Any, spec: Tree, plan: Tree, shape: tuple[int, int], mesh: Mesh, work: Work) -> Ends:
+def ends_kept(config: DecoderConfig, spec: Tree, plan: Tree, shape: tuple[int, int], mesh: Mesh, work: Work) -> Ends:
     """The embedding; and the head's loss, which saves the final hidden states and its gradients, computed at once."""
     outside = {name: leaf for name, leaf in spec.items() if name != "layers"}
     shards = {name: leaf for name, leaf in plan.items() if name != "layers"}
@@ -162,7 +163,7 @@ def ends_kept(config: Any, spec: Tree, plan: Tree, shape: tuple[int, int], mesh:
     )
 
 
-def _stream(config: Any, shape: tuple[int, int], work: Work) -> Tensor:
+def _stream(config: DecoderConfig, shape: tuple[int, int], work: Work) -> Tensor:
     return torch.empty(*shape, config.hidden_size, dtype=work.dtype, device="meta", requires_grad=True)
 
 

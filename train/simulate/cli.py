@@ -16,7 +16,7 @@ from train.parallel.mesh import Mesh
 from train.parallel.pipeline import gradients as pp
 
 from .facts import Work
-from .report import check_picture, picture, table, traffic
+from .report import picture, table, traffic
 from .simulation import simulate
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -40,7 +40,9 @@ def parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.picture:
-        check_picture(arguments.picture)
+        from train.job.pictures import check_suffix  # imports matplotlib
+
+        check_suffix(arguments.picture, "--picture")
     try:
         config, mesh, schedule = fnmodels.preset(arguments.preset), Mesh.parse(arguments.mesh), arguments.schedule
         if schedule not in (None, *pp.SCHEDULES):

@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline import gradients as pp
@@ -26,7 +26,7 @@ from .local_leaves import LocalLeaf
 class Model:
     """shape: rows and positions of a microbatch on a rank. layers, ends: the bytes that they save and communicate."""
 
-    config: Any
+    config: DecoderConfig
     spec: Tree
     plan: Tree
     mesh: Mesh

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fnmodels.errors import UserError
 from params.io.files import write_atomic
 
 from .facts import HELD, RankFacts
@@ -67,14 +66,6 @@ def shown(size: float) -> str:
             return f"{size:,.0f} B" if unit == "B" else f"{size:,.1f} {unit}"
         size /= 1024
     raise AssertionError
-
-
-def check_picture(path: Path) -> None:
-    """UserError if the name is not that of a picture."""
-    from train.job.pictures import IMAGE_SUFFIXES
-
-    if path.suffix not in IMAGE_SUFFIXES:
-        raise UserError(f"--picture {path}: the name of a picture ends in {' or '.join(IMAGE_SUFFIXES)}")
 
 
 def picture(path: Path, found: Sequence[RankFacts], memory: float | None, title: str) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import fnmodels
 import params as P
 from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline import gradients as pp
@@ -22,7 +21,7 @@ from .rank import Model, PipelineRank, pipeline_rank
 from .traffic import messages
 
 
-def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
+def simulate(config: DecoderConfig, mesh: Mesh, work: Work) -> list[RankFacts]:
     """The facts of each pipeline rank. ValueError if mesh, model and batch do not fit together."""
     family = fnmodels.family_of(config)
     spec = family.spec(config)
@@ -45,7 +44,7 @@ def simulate(config: Any, mesh: Mesh, work: Work) -> list[RankFacts]:
     return [_facts(pipeline_rank(model, rank, orders[rank]), waits[rank]) for rank in range(mesh.pp)]
 
 
-def _check(config: Any, spec: Tree, mesh: Mesh, work: Work) -> None:
+def _check(config: DecoderConfig, spec: Tree, mesh: Mesh, work: Work) -> None:
     """ValueError for work that the mesh does not divide, that the model does not support, or that is not simulated."""
     parts = mesh.rows * work.microbatches
     if work.rows % parts or work.rows < 1:

@@ -28,6 +28,7 @@ from train.dist.torchrun import rank_and_world_size
 from train.state import State
 
 from .launch import PEER_LOST, starter_reports, with_long_timeout
+from .signals import handled
 from .worker import Worker, WorkerConfig
 
 Message = tuple[str, tuple[Any, ...]]
@@ -116,30 +117,27 @@ def peer_failure(error: BaseException | None) -> str | None:
 def follow(limit: datetime.timedelta | None) -> int:
     """The loop of all ranks but 0: executes commands; returns rank 0's exit code. limit: of `process_group`."""
     worker: Worker | None = None
-    # rank 0 handles requests to stop
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while True:
-            with with_long_timeout(limit):
-                command, args = _receive()
-            if command == "end":
-                code: int = args[0]
-                return code
-            if command == "setup":
-                worker = Worker(*args)
-            else:
-                getattr(worker, command)(*args)
-    except Exception as error:  # any failure ends this process, and so the run
-        lost = peer_failure(error)
-        if lost and starter_reports(lost):
-            return PEER_LOST
-        what = f"ends, for another has ended or hangs: {lost}" if lost else f"has failed: {str(error) or repr(error)}"
-        said = sentence(f"process {rank_and_world_size()[0]} of the run {what}")
-        print(f"{main_job()}: {said}", file=sys.__stderr__, flush=True)
-        return 1
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handled(signal.SIG_IGN, (signal.SIGINT, signal.SIGTERM)):  # rank 0 handles requests to stop
+        try:
+            while True:
+                with with_long_timeout(limit):
+                    command, args = _receive()
+                if command == "end":
+                    code: int = args[0]
+                    return code
+                if command == "setup":
+                    worker = Worker(*args)
+                else:
+                    getattr(worker, command)(*args)
+        except Exception as error:  # any failure ends this process, and so the run
+            lost = peer_failure(error)
+            if lost and starter_reports(lost):
+                return PEER_LOST
+            failure = str(error) or repr(error)
+            what = f"ends, for another has ended or hangs: {lost}" if lost else f"has failed: {failure}"
+            said = sentence(f"process {rank_and_world_size()[0]} of the run {what}")
+            print(f"{main_job()}: {said}", file=sys.__stderr__, flush=True)
+            return 1
 
 
 def _send(message: Message) -> None:

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -12,41 +12,40 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, STOP)
 
 
 @contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Yields stop_requested(). The first signal only sets it; a second one has its default effect."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can set signal handlers
-        yield lambda: False
-        return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    stop_requested = threading.Event()
+def handled(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, signals: Sequence[signal.Signals] = SIGNALS
+) -> Iterator[Callable[[], None]]:
+    """Sets the handler of the signals, which only the main thread can; yields a function that restores the former."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in signals if main}
 
     def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Yields stop_requested(). The first signal only sets it; a second one has its default effect."""
+    stop_requested = threading.Event()
 
     def request(number: int, frame: FrameType | None) -> None:
         stop_requested.set()
         restore()
         os.write(2, b"\nstopping after this step, then saving; once more to stop at once\n")  # print is not reentrant
 
-    for number in SIGNALS:
-        signal.signal(number, request)
-    try:
+    with handled(request) as restore:
         yield stop_requested.is_set
-    finally:
-        restore()
 
 
 @contextmanager
 def counted_requests() -> Iterator[Callable[[], int]]:
     """Yields a function that returns the number of stop requests so far, for a process that passes them on."""
     requests: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: 0
-        return
-    before = {number: signal.signal(number, lambda got, _: requests.append(got)) for number in SIGNALS}
-    try:
+    with handled(lambda number, _: requests.append(number)):
         yield lambda: len(requests)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

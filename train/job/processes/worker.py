@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,15 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from train.checkpoint import sharded
 from train.checkpoint.saved_steps import Checkpoint
 from train.data.rows import Batch
 from train.job import initial_model
 from train.job.mesh_flags import MeshSetup
-from train.job.recipe import evaluated_params, loss_terms, optimizer_for
+from train.job.recipe import evaluated_params, losses, optimizer_for, step_options
 from train.job.settings import Settings
-from train.job.setup import is_routed, step_options
-from train.losses.next_token import next_token_loss
 from train.optim.base import with_paths
 from train.parallel.pipeline.stages import init_stage, stage_plan
 from train.parallel.placement import rules_of
@@ -41,7 +39,7 @@ class WorkerConfig:
 
     mesh_setup: MeshSetup
     settings: Settings
-    config: Any
+    config: DecoderConfig
     limit: datetime.timedelta | None = None  # as `launch.process_group` yields it
 
 
@@ -58,10 +56,9 @@ class Worker:
         self.plan = P.plan(family.spec(self.config), rules_of(self.mesh, self.config), devices)  # of the weights
         if self.mesh.pp > 1:
             self.plan = stage_plan(self.plan, self.config, devices, strategy)
-        loss = functools.partial(next_token_loss, config=self.config, aux=is_routed(self.config))
         self.spec = initial_model.run_spec(self.config, settings)
         self.optimizer = optimizer_for(self.spec, settings)
-        train_loss = functools.partial(loss, **loss_terms(settings))
+        loss, train_loss = losses(self.config, settings)
         options = step_options(settings) | {"mesh": self.mesh, "strategy": strategy}
         if self.mesh.pp > 1:
             options["accumulate"] = worker_config.mesh_setup.microbatches
@@ -72,11 +69,11 @@ class Worker:
 
     def initialize(self, fresh: bool) -> State:
         """Makes the State of step 0, each rank its own shards; not `fresh`: with uninitialized values for `load`."""
-        if self.settings.lora is not None:
-            _, params = initial_model.load_weights_with_lora(
-                Path(str(self.settings.init)), self.settings, plan=self.plan
-            )
-        elif not fresh:
+        if self.settings.lora is not None or (fresh and self.settings.init is not None):
+            _, params = initial_model.load_weights(Path(str(self.settings.init)), self.settings, plan=self.plan)
+        elif fresh:
+            params = init_stage(self.config, self.settings.seed, self.plan)
+        else:
             kinds = tree.flatten(P.abstract(self.config, dtype=torch.float32))
 
             def empty(path: str, sharding: P.Sharding) -> Tensor:
@@ -84,10 +81,6 @@ class Worker:
                 return sharding.distribute(torch.empty(part.shape, dtype=part.dtype))
 
             params = with_paths(empty, self.plan)
-        elif self.settings.init is not None:
-            _, params = initial_model.load_weights(Path(self.settings.init), plan=self.plan)
-        else:
-            params = init_stage(self.config, self.settings.seed, self.plan)
         self.state = init_state(params, self.optimizer)
         return self.state
 
