@@ -10,7 +10,6 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fnmodels.errors import UserError
 
@@ -71,11 +70,6 @@ def read_corpus(data: Path | None = None, *, without: Path | None = None, strict
     else:
         raise UserError(f"--data {data}: there is no such file or folder")
     return corpus_from_records(read_files(files, root), source, strict=strict)
-
-
-def of_dataset(dataset: Any, name: str = "dataset", *, strict: bool = False) -> Corpus:
-    """The corpus of a Hugging Face dataset, or of any sequence of dicts with `text` or `messages`. Errors as above."""
-    return corpus_from_records(((name, record) for record in records.of_dataset(dataset)), f"the {name}", strict=strict)
 
 
 def corpus_from_records(named_records: Iterable[tuple[str, Record]], source: str, *, strict: bool) -> Corpus:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, TypedDict, Unpack
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -24,32 +24,29 @@ ProgressCallback = Callable[[int, int], None]  # (characters done, characters in
 Arrays = tuple[np.ndarray, ...]
 
 
-def encode(
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    end: int | None,
-    *,
-    workers: int | None = None,
-    show: ProgressCallback | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`train.data.encoder.encode` in `workers` processes: ids int32 [T] of all texts and their lengths int64 [N].
+class PoolOptions(TypedDict, total=False):
+    """workers: 1 is this process alone; None takes as many as there are processors, fewer for little text."""
 
-    workers: 1 is this process alone; None takes as many as there are processors, fewer for little text. RuntimeError
-    where a worker dies. Any exception raised here, Ctrl-C included, ends all workers.
+    workers: int | None
+    show: ProgressCallback | None
+
+
+def encode(
+    tokenizer: Tokenizer, texts: Sequence[str], end: int | None, **pool: Unpack[PoolOptions]
+) -> tuple[np.ndarray, np.ndarray]:
+    """`train.data.encoder.encode` in several processes: ids int32 [T] of all texts and their lengths int64 [N].
+
+    RuntimeError where a worker dies. Any exception raised here, Ctrl-C included, ends all workers.
     """
-    ids, lengths = _encode(tokenizer, "texts", end, texts, [len(text) for text in texts], workers, show)
+    ids, lengths = _encode(tokenizer, "texts", end, texts, [len(text) for text in texts], **pool)
     return ids, lengths
 
 
 def encode_chats(
-    tokenizer: Tokenizer,
-    chats: Sequence[RenderedChat],
-    *,
-    workers: int | None = None,
-    show: ProgressCallback | None = None,
+    tokenizer: Tokenizer, chats: Sequence[RenderedChat], **pool: Unpack[PoolOptions]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`train.data.encoder.encode_chats` in `workers` processes, as `encode`: ids, lengths and loss masks."""
-    ids, lengths, loss_mask = _encode(tokenizer, "chats", None, chats, [len(text) for text, _ in chats], workers, show)
+    """`train.data.encoder.encode_chats` in several processes, as `encode`: ids, lengths and loss masks."""
+    ids, lengths, loss_mask = _encode(tokenizer, "chats", None, chats, [len(text) for text, _ in chats], **pool)
     return ids, lengths, loss_mask
 
 
@@ -59,8 +56,8 @@ def _encode(
     end: int | None,
     items: Sequence,
     sizes: list[int],
-    workers: int | None,
-    show: ProgressCallback | None,
+    workers: int | None = None,
+    show: ProgressCallback | None = None,
 ) -> Arrays:
     total, done = sum(sizes), 0
     if workers is None:

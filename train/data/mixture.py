@@ -49,11 +49,6 @@ class RowOrigin:
     documents: tuple[int, ...]
 
 
-def single_source(rows: Rows, name: str = "") -> Mixture:
-    """A mixture of one source."""
-    return Mixture((name,), (rows,), (1,))
-
-
 def batch(mixture: Mixture, seed: int, step: int, batch_rows: int, *, rank: int = 0, ranks: int = 1) -> Batch:
     """The batch of step `step` (from 0), tensors [B, S]: a pure function of its arguments, with no loader state.
 

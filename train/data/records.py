@@ -86,7 +86,7 @@ def _parquet(path: Path) -> Iterator[Record]:
             yield Record(where, fault=f"not Parquet: {error}")
 
 
-def of_dataset(dataset: Any) -> Iterator[Record]:
+def read_dataset(dataset: Any) -> Iterator[Record]:
     """The records of a dataset of dicts with a length, such as `datasets.Dataset`; else UserError."""
     try:
         count = len(dataset)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fnmodels.errors import UserError
 
-from . import corpus, token_shards
+from . import corpus, records, token_shards
 from .corpus import Corpus
 
 LIBRARY = "the Python standard library"
@@ -123,8 +123,9 @@ def combine(texts: DataSources | Source | Iterable[Source]) -> DataSources:
 
 
 def of_dataset(dataset: Any, name: str = "dataset", *, weight: Fraction | int = 1, strict: bool = False) -> Source:
-    """A Hugging Face dataset as a source, for `tokenize`. UserError as in `read_sources`."""
-    return Source(name, Fraction(weight), corpus.of_dataset(dataset, name, strict=strict))
+    """A Hugging Face dataset, or any sequence of dicts with `text` or `messages`. UserError as in `read_sources`."""
+    named = ((name, record) for record in records.read_dataset(dataset))
+    return Source(name, Fraction(weight), corpus.corpus_from_records(named, f"the {name}", strict=strict))
 
 
 def parse_sources(data: str) -> list[tuple[Path | None, Fraction]]:

@@ -15,14 +15,14 @@ from safetensors.numpy import load_file, save_file
 from fnmodels.errors import UserError
 
 from .cache import cached
+from .corpus import FEW_DOCUMENTS, HELDOUT_FRACTION
 from .rows import Tokens
 from .sampling import permute
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 LENGTHS = ".lengths.npy"
 CHUNK_IDS = 1 << 24  # ids checked at a time
-HELDOUT_FRACTION, MAX_HELDOUT_TOKENS = 0.05, 1 << 20  # fraction of the documents; tokens
-FEW_DOCUMENTS = 100  # with fewer, the tail of each document is held out instead of whole documents
+MAX_HELDOUT_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from .cache import cached
 from .chat import Template, no_targets_message, read_template, render_examples
 from .corpus import Corpus, Document, concatenated_bytes, fingerprint
 from .encoder import RenderedChat
-from .encoder_pool import ProgressCallback, encode, encode_chats
+from .encoder_pool import PoolOptions, encode, encode_chats
 from .mixture import Mixture
 from .rows import Batch, Rows, Tokens, all_rows, concatenated, pack_documents, pack_stream, truncate_documents
 from .sources import DataSources, Source, combine
@@ -79,10 +80,9 @@ def tokenize(
     length: int | None = None,
     template: Template | None = None,
     strict: bool = False,
-    workers: int | None = None,
-    show: ProgressCallback | None = None,
+    **pool: Unpack[PoolOptions],
 ) -> Dataset:
-    """All sources as token ids, from the cache or made by `workers` processes (train.data.encoder_pool).
+    """All sources as token ids, from the cache or made in the processes of train.data.encoder_pool.
 
     end: the end-of-text id, appended to each text. Conversations need a `template` and the `length` of a row, to which
     they are truncated. UserError where ids are outside of `vocab_size`, and with `strict` also for a conversation that
@@ -93,10 +93,10 @@ def tokenize(
         if source.text is None:
             return read_shards(source, tokenizer, end, vocab_size)
         if not source.text.is_chat:
-            return tokenize_texts(source.text, tokenizer, end, workers, show)
+            return tokenize_texts(source.text, tokenizer, end, **pool)
         if template is None or length is None:
             raise UserError(f"{source.name} holds conversations, which need a chat template and the length of a row")
-        return tokenize_chats(source.text, tokenizer, template, length, workers, show)
+        return tokenize_chats(source.text, tokenizer, template, length, **pool)
 
     texts = combine(texts)
     tokenized = [tokenize_source(source) for source in texts.sources]
@@ -148,18 +148,14 @@ def pack_rows(tokens: Tokens, length: int) -> Rows:
 
 
 def tokenize_texts(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    end: int | None,
-    workers: int | None = None,
-    show: ProgressCallback | None = None,
+    corpus: Corpus, tokenizer: Tokenizer, end: int | None, **pool: Unpack[PoolOptions]
 ) -> TokenizedSource:
     """A corpus of texts as token ids, cached by the hashes of the corpus and the tokenizer."""
     known_as = fingerprint(corpus)
 
     def make() -> TokenizedSource:
         texts, count = [document.text for document in corpus.train + corpus.heldout], len(corpus.train)
-        ids, lengths = encode(tokenizer, texts, end, workers=workers, show=show)
+        ids, lengths = encode(tokenizer, texts, end, **pool)
         at, heldout = int(lengths[:count].sum()), concatenated_bytes(corpus.heldout)
         sizes = (len(concatenated_bytes(corpus.train)), len(heldout), len(zlib.compress(heldout, 9)))
         train, held = concatenated(ids[:at], lengths[:count]), concatenated(ids[at:], lengths[count:])
@@ -212,8 +208,7 @@ def tokenize_chats(
     tokenizer: Tokenizer,
     template: Template,
     length: int,
-    workers: int | None = None,
-    show: ProgressCallback | None = None,
+    **pool: Unpack[PoolOptions],
 ) -> TokenizedSource:
     """Conversations as token ids, cached as texts are. The sizes count the assistant's text only, the targets."""
     known_as = hashlib.sha256(f"{fingerprint(corpus)} {template}".encode()).hexdigest()
@@ -223,7 +218,7 @@ def tokenize_chats(
         texts: list[bytes] = []
         skipped: list[str] = []
         for documents in (corpus.train, corpus.heldout):
-            tokens, faults = encode_conversations(documents, tokenizer, template, length, workers, show)
+            tokens, faults = encode_conversations(documents, tokenizer, template, length, **pool)
             skipped += faults
             if not len(tokens.lengths):
                 raise UserError(f"too few conversations to train on some and hold out others (skipped: {skipped[0]})")
@@ -241,8 +236,7 @@ def encode_conversations(
     tokenizer: Tokenizer,
     template: Template,
     length: int,
-    workers: int | None,
-    show: ProgressCallback | None,
+    **pool: Unpack[PoolOptions],
 ) -> tuple[Tokens, list[str]]:
     """Conversations truncated to `length` tokens, and "name (reason)" of each one left without a target."""
     skipped: list[str] = []
@@ -256,7 +250,7 @@ def encode_conversations(
             continue
         rendered += examples
         names += [document.name] * len(examples)
-    ids, lengths, loss_mask = encode_chats(tokenizer, rendered, workers=workers, show=show)
+    ids, lengths, loss_mask = encode_chats(tokenizer, rendered, **pool)
     tokens, kept = truncate_documents(concatenated(ids, lengths, loss_mask), length)
     covered = {names[number] for number in kept}
     for name, size in zip(names, lengths.tolist(), strict=True):

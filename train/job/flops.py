@@ -14,7 +14,7 @@ import resource
 import sys
 
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, field_of
 from fnmodels.tree import Tree
 
 TABLES = ("embed_tokens", "embed_positions")
@@ -28,7 +28,7 @@ def flops_per_token(config: DecoderConfig, spec: Tree, length: int) -> float:
     for path, leaf in leaves.items():
         if len(leaf.shape) < 2 or path in tables or path.endswith("_bias") or path.startswith("mtp."):
             continue
-        active = config.num_experts_per_tok / leaf.shape[0] if leaf.axes[0] == "expert" else 1.0
+        active = field_of(config, "num_experts_per_tok") / leaf.shape[0] if leaf.axes[0] == "expert" else 1.0
         flops += (6 if leaf.trainable else 4) * math.prod(leaf.shape) * active
         if path.endswith(".o_proj"):
             flops += 6 * length * leaf.shape[1]

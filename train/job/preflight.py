@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fnmodels.errors import UserError
 from fnmodels.models import llama
+from fnmodels.models.common.registry import DecoderConfig
 from train.data import sources
 
 from . import initial_model
@@ -16,7 +17,7 @@ def check(settings: Settings, mesh_setup: MeshSetup) -> None:
     """UserError or CheckpointError for settings that cannot work. Later checks, which need the text, may still fail."""
     check_data_paths(settings.data)
     if settings.init is None:
-        config = provisional_config(settings, mesh_setup)
+        config: DecoderConfig = provisional_config(settings, mesh_setup)
     else:
         config = initial_model.config_of_checkpoint(Path(settings.init), settings)
     check_expert_settings(config, initial_model.run_spec(config, settings), settings)

@@ -7,7 +7,7 @@ that affect its results must not be changed.
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,20 @@ from .setting_types import (
     integer,
 )
 
-TEXT, MODEL, TRAINING, LOGGING, SAVING = (
-    "data and length",
-    "a new model (without --init)",
-    "training",
-    "evaluation and logging",
-    "saving",
-)
-GROUPS = (TEXT, MODEL, TRAINING, LOGGING, SAVING)
+GROUPS = ("data and length", "a new model (without --init)", "training", "evaluation and logging", "saving")
 
 
-def setting(default: Any, kind: SettingType, group: str, help: str, *, changeable: bool = False) -> Any:
-    """A field of Settings. changeable: does not affect the results, so that a resumed run may change it."""
-    return field(default=default, metadata={"type": kind, "group": group, "help": help, "changeable": changeable})
+def _group(name: str) -> Callable[..., Any]:
+    """The function that makes the fields of one group."""
+
+    def setting(default: Any, kind: SettingType, help: str, *, changeable: bool = False) -> Any:
+        """A field of Settings. changeable: does not affect the results, so that a resumed run may change it."""
+        return field(default=default, metadata={"type": kind, "group": name, "help": help, "changeable": changeable})
+
+    return setting
+
+
+text, model, training, logging, saving = map(_group, GROUPS)
 
 
 @dataclass(frozen=True)
@@ -55,167 +56,134 @@ class Settings:
     All sizes are divisible by 2 (tensor, context, pipeline parallelism), the rows of a batch by 4 (data parallelism).
     """
 
-    data: str | None = setting(
+    data: str | None = text(
         None,
         DATA,
-        TEXT,
         "a text file, a folder of them (without hidden ones), .jsonl, .parquet, or a folder of .npy shards of token "
         "ids; or several, each with a weight",
     )
-    broken: str = setting("skip", choice("skip", "stop"), TEXT, "skip a file or record that cannot be read, or stop")
-    init: str | None = setting(None, CHECKPOINT, TEXT, "start from the weights and tokenizer of a checkpoint folder")
-    lora: str | None = setting(
+    broken: str = text("skip", choice("skip", "stop"), "skip a file or record that cannot be read, or stop")
+    init: str | None = text(None, CHECKPOINT, "start from the weights and tokenizer of a checkpoint folder")
+    lora: str | None = text(
         None,
         LORA,
-        TEXT,
         "train LoRA adapters of rank R on the frozen weights of --init: r=8,alpha=16,targets=q_proj+v_proj, where "
         "targets are the last parts of weights' names, or patterns of full names",
     )
-    steps: int = setting(1000, integer(1), TEXT, "optimizer steps of the run in total, over all resumes")
-    seed: int = setting(0, integer(0), TEXT, "seed of the initial weights and the data order")
-    row_length: int = setting(512, integer(2), TEXT, "tokens per row, at most the model's positions")
-    batch_rows: int = setting(4, integer(1), TEXT, "rows per batch, over all processes")
+    steps: int = text(1000, integer(1), "optimizer steps of the run in total, over all resumes")
+    seed: int = text(0, integer(0), "seed of the initial weights and the data order")
+    row_length: int = text(512, integer(2), "tokens per row, at most the model's positions")
+    batch_rows: int = text(4, integer(1), "rows per batch, over all processes")
 
-    vocab_size: int = setting(4096, integer(257), MODEL, "maximal size of the new tokenizer's vocabulary")
-    hidden_size: int = setting(192, integer(1), MODEL, "width of the residual stream")
-    intermediate_size: int = setting(512, integer(1), MODEL, "width of the MLP")
-    num_hidden_layers: int = setting(4, integer(1), MODEL, "number of layers")
-    num_attention_heads: int = setting(4, integer(1), MODEL, "number of query heads")
-    num_key_value_heads: int = setting(2, integer(1), MODEL, "number of key and value heads")
+    vocab_size: int = model(4096, integer(257), "maximal size of the new tokenizer's vocabulary")
+    hidden_size: int = model(192, integer(1), "width of the residual stream")
+    intermediate_size: int = model(512, integer(1), "width of the MLP")
+    num_hidden_layers: int = model(4, integer(1), "number of layers")
+    num_attention_heads: int = model(4, integer(1), "number of query heads")
+    num_key_value_heads: int = model(2, integer(1), "number of key and value heads")
 
-    learning_rate: float | None = setting(
+    learning_rate: float | None = training(
         None,
         NUMBER,
-        TRAINING,
         "peak learning rate; by default 0.003, for adapters 0.001, for a checkpoint 0.0003; a tenth of that with Lion, "
         "ten times with Adafactor, thirty with SGD",
     )
-    optimizer: str = setting(
+    optimizer: str = training(
         "adamw",
         choice("adamw", "muon", "lion", "sgd", "adafactor"),
-        TRAINING,
         "the optimizer; muon: Muon for the matrices in the layers, AdamW for the rest",
     )
-    muon_learning_rate: float | None = setting(
-        None, NUMBER, TRAINING, "peak learning rate of Muon's matrices (default 0.02)"
+    muon_learning_rate: float | None = training(None, NUMBER, "peak learning rate of Muon's matrices (default 0.02)")
+    warmup: int = training(60, integer(0), "warmup steps, at most a tenth of all steps")
+    decay_ratio: float = training(
+        0.6, FRACTION, "fraction of the steps, the last ones, over which the learning rate decays"
     )
-    warmup: int = setting(60, integer(0), TRAINING, "warmup steps, at most a tenth of all steps")
-    decay_ratio: float = setting(
-        0.6, FRACTION, TRAINING, "fraction of the steps, the last ones, over which the learning rate decays"
+    decay_shape: str = training("linear", choice(*SHAPES), "shape of the decay; sqrt is 1 - sqrt(progress)")
+    decay_floor: float = training(0.0, FRACTION, "final learning rate as a fraction of the peak")
+    betas: tuple[float, float] | None = training(
+        None, BETAS, "decay rates of the moments of AdamW (default 0.9,0.95) and Lion (0.9,0.99)"
     )
-    decay_shape: str = setting("linear", choice(*SHAPES), TRAINING, "shape of the decay; sqrt is 1 - sqrt(progress)")
-    decay_floor: float = setting(0.0, FRACTION, TRAINING, "final learning rate as a fraction of the peak")
-    betas: tuple[float, float] | None = setting(
-        None, BETAS, TRAINING, "decay rates of the moments of AdamW (default 0.9,0.95) and Lion (0.9,0.99)"
-    )
-    momentum: float | None = setting(None, FRACTION_BELOW_1, TRAINING, "momentum of SGD (default 0.9) and Muon (0.95)")
-    weight_decay: float | None = setting(
+    momentum: float | None = training(None, FRACTION_BELOW_1, "momentum of SGD (default 0.9) and Muon (0.95)")
+    weight_decay: float | None = training(
         None,
         NUMBER,
-        TRAINING,
         "decay of matrices (default 0.1, Lion 1, Adafactor 0.01, SGD 0.0001); none for norms, biases and embeddings",
     )
-    clip: float = setting(1.0, POSITIVE, TRAINING, "maximal global gradient norm")
-    ema: float | None = setting(
+    clip: float = training(1.0, POSITIVE, "maximal global gradient norm")
+    ema: float | None = training(
         None,
         FRACTION_BELOW_1,
-        TRAINING,
         "keep an exponential moving average of the weights with this decay per step (for example 0.999), which is "
         "evaluated and sampled from; DIR/ema is its checkpoint",
     )
-    label_smoothing: float = setting(
-        0.0,
-        FRACTION_BELOW_1,
-        TRAINING,
-        "label smoothing: fraction of each target spread over the vocabulary, in training only",
+    label_smoothing: float = training(
+        0.0, FRACTION_BELOW_1, "label smoothing: fraction of each target spread over the vocabulary, in training only"
     )
-    z_loss: float = setting(
+    z_loss: float = training(
         0.0,
         NUMBER,
-        TRAINING,
         "weight of the z-loss, log(sum(exp(logits)))^2, which keeps logits from drifting (for example 1e-4)",
     )
-    balance_loss: float = setting(0.0, NUMBER, TRAINING, "MoE models: weight of the load-balancing loss of each row")
-    router_z_loss: float = setting(0.0, NUMBER, TRAINING, "MoE models: weight of the routers' z-loss")
-    balance_rate: float | None = setting(
+    balance_loss: float = training(0.0, NUMBER, "MoE models: weight of the load-balancing loss of each row")
+    router_z_loss: float = training(0.0, NUMBER, "MoE models: weight of the routers' z-loss")
+    balance_rate: float | None = training(
         None,
         POSITIVE,
-        TRAINING,
         "MoE models with a selection bias in their routers (DeepSeek V3, GLM-4.5): its update rate per step",
     )
-    accumulate: int = setting(
-        1,
-        integer(1),
-        TRAINING,
-        "gradient accumulation: the number of microbatches per step; less memory, the same step",
+    accumulate: int = training(
+        1, integer(1), "gradient accumulation: the number of microbatches per step; less memory, the same step"
     )
-    remat: str = setting(
+    remat: str = training(
         "none",
         REMAT,
-        TRAINING,
         "rematerialization: what backward recomputes of each layer; less memory, the same results",
         changeable=True,
     )
-    compile: str = setting(
+    compile: str = training(
         "none",
         choice("none", "block", "whole"),
-        TRAINING,
         "what torch.compile compiles: each kind of layer (block), or the loss (whole)",
     )
-    dtype: str | None = setting(
+    dtype: str | None = training(
         None,
         choice("bfloat16", "float32"),
-        TRAINING,
         "compute dtype; weights and gradients are float32; default: the fastest on this machine",
     )
 
-    eval_every: int | None = setting(
+    eval_every: int | None = logging(
         None,
         integer(1),
-        LOGGING,
         "steps between evaluations on a sample of the held-out text (default: a tenth of all); the last step is one",
     )
-    eval_rows: int = setting(16, integer(1), LOGGING, "rows of that sample")
-    peak_flops: float | None = setting(
+    eval_rows: int = logging(16, integer(1), "rows of that sample")
+    peak_flops: float | None = logging(
         None,
         POSITIVE,
-        LOGGING,
         "the machine's peak in FLOP/s, to report model FLOPs utilization, MFU (train/job/flops.py)",
         changeable=True,
     )
-    profile: int | None = setting(
-        None,
-        integer(1),
-        LOGGING,
-        "number of steps to profile into a Chrome trace, after two warmup steps",
-        changeable=True,
+    profile: int | None = logging(
+        None, integer(1), "number of steps to profile into a Chrome trace, after two warmup steps", changeable=True
     )
-    sample_every: int | None = setting(
-        None,
-        integer(1),
-        LOGGING,
-        "steps between sampled continuations of --prompt; one is sampled at the end",
-        changeable=True,
+    sample_every: int | None = logging(
+        None, integer(1), "steps between sampled continuations of --prompt; one is sampled at the end", changeable=True
     )
-    prompt: str = setting("def ", STRING, LOGGING, "the text that the model continues in samples")
-    sample_tokens: int = setting(120, integer(1), LOGGING, "tokens per sample")
+    prompt: str = logging("def ", STRING, "the text that the model continues in samples")
+    sample_tokens: int = logging(120, integer(1), "tokens per sample")
 
-    save_every: int = setting(
-        100, integer(1), SAVING, "steps between checkpoints; the last step is always saved", changeable=True
+    save_every: int = saving(
+        100, integer(1), "steps between checkpoints; the last step is always saved", changeable=True
     )
-    keep: int = setting(
-        2,
-        integer(1),
-        SAVING,
-        "number of saved steps to keep; a damaged one falls back to the one before",
-        changeable=True,
+    keep: int = saving(
+        2, integer(1), "number of saved steps to keep; a damaged one falls back to the one before", changeable=True
     )
 
 
 DEFAULT = Settings()
 SETTING_TYPES: dict[str, SettingType] = {entry.name: entry.metadata["type"] for entry in fields(Settings)}
 CHANGEABLE = frozenset(entry.name for entry in fields(Settings) if entry.metadata["changeable"])
-MODEL_SIZES = tuple(entry.name for entry in fields(Settings) if entry.metadata["group"] == MODEL)
+MODEL_SIZES = tuple(entry.name for entry in fields(Settings) if entry.metadata["group"] == GROUPS[1])  # a new model
 
 
 def fixed_settings(settings: Settings) -> dict[str, Any]:

@@ -5,12 +5,13 @@ The identity is written to run.json for readers, and into each saved step, where
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import UserError
@@ -217,7 +218,7 @@ def computed_in(dtype: torch.dtype, loss: LossFn, spec: Tree) -> LossFn:
     """The loss with its model computed in `dtype`: trainable parameters, their gradients and the loss stay fp32."""
     casts = tree.map(lambda leaf: leaf.dtype.is_floating_point and not leaf.keep_dtype, spec)
 
-    def computed(params: Tree, batch: Batch) -> tuple[Any, ...]:
+    def computed(params: Tree, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
         return loss(tree.map(lambda param, casts: param.to(dtype) if casts else param, params, casts), batch)
 
     return computed

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.mixture import Mixture, RowOrigin, batch, batch_origins, epochs, single_source
+from train.data.mixture import Mixture, RowOrigin, batch, batch_origins, epochs
 from train.data.rows import Rows, concatenated, pack_documents, pack_stream
 
 ROWS = 8  # of a batch, over all ranks
@@ -60,7 +60,7 @@ def test_batch_origins_are_the_documents_of_the_batch(packer: str) -> None:
 
 
 def test_every_document_of_a_source_is_seen_once_in_an_epoch() -> None:
-    mixture = single_source(_rows(pack_documents, 1, 40))
+    mixture = Mixture(("",), (_rows(pack_documents, 1, 40),), (1,))
     steps = -(-mixture.counts[0] // 4)
     found = [row for step in range(steps) for row in batch_origins(mixture, 0, step, 4) if row.epoch == 0]
     assert sorted(document for row in found for document in row.documents) == list(range(40))
@@ -91,4 +91,4 @@ def test_sources_that_cannot_be_mixed_are_named() -> None:
     with pytest.raises(ValueError, match=r"source b has .* rows of 8 tokens"):
         Mixture(("a", "b"), (rows, pack_stream(rows.tokens, 8)), (1, 1))
     with pytest.raises(ValueError, match="does not divide over 3 ranks"):
-        batch(single_source(rows), 0, 0, 8, ranks=3)
+        batch(Mixture(("",), (rows,), (1,)), 0, 0, 8, ranks=3)

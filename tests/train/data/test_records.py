@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from fnmodels.errors import UserError
-from train.data import corpus
-from train.data.records import of_dataset, read_records
+from train.data import corpus, of_dataset
+from train.data.records import read_dataset, read_records
 
 GOOD = [f"text number {i}\n" * 5 for i in range(3)]
 
@@ -172,7 +172,7 @@ def test_fields_that_only_other_rows_have_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     as_text = [row | {"tools": json.dumps(row["tools"])} for row in rows]
     found = [read_records(tmp_path / "a.parquet"), read_records(tmp_path / "b.jsonl")]
-    found += [of_dataset(dataset) for some in (rows, as_text) for dataset in _datasets(some)]
+    found += [read_dataset(dataset) for some in (rows, as_text) for dataset in _datasets(some)]
     for source in map(list, found):
         assert [list(record.messages or ()) for record in source] == CALLS
         assert [list(record.tools) for record in source] == schemas
@@ -233,22 +233,22 @@ def _datasets(rows: list[dict]) -> list:
 
 def test_a_dataset_is_read_by_what_it_can_do() -> None:
     for dataset in _datasets([{"text": text, "id": i} for i, text in enumerate([*GOOD, " "])]):
-        found = corpus.of_dataset(dataset, "notes")
+        found = of_dataset(dataset, "notes").text
         assert _texts(found) == GOOD
         assert found.skipped == ("notes, item 3 ('text' is empty)",)
         assert found.train[0].name == "notes, item 0 (head)"
         with pytest.raises(UserError, match="1 files or records of the notes"):
-            corpus.of_dataset(dataset, "notes", strict=True)
+            of_dataset(dataset, "notes", strict=True)
     for dataset in _datasets([{"messages": talk} for talk in TALKS]):
-        found = corpus.of_dataset(dataset)
+        found = of_dataset(dataset).text
         assert found.is_chat and len(found.train) + len(found.heldout) == 150
 
 
 def test_what_is_no_dataset_is_told() -> None:
     with pytest.raises(UserError, match="the dataset is a generator without a length"):
-        corpus.of_dataset(value for value in [{"text": "a"}])
+        of_dataset(value for value in [{"text": "a"}])
     with pytest.raises(UserError, match="the dataset is a dict of named splits: give one of them"):
-        corpus.of_dataset({"train": Columns([])})
-    assert corpus.of_dataset(Columns([*({"text": text} for text in GOOD), 7])).skipped == (
+        of_dataset({"train": Columns([])})
+    assert of_dataset(Columns([*({"text": text} for text in GOOD), 7])).text.skipped == (
         "dataset, item 3 (7 is no dict of columns)",
     )
