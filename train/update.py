@@ -72,7 +72,7 @@ def update(
         for grad in sums.grads:
             grad.mul_(scale)
     metrics: dict[str, Any] = {"loss": loss, "count": sums.count, "grad_norm": norm, "finite": finite}
-    metrics["lr"] = _rate(optimizer, state)
+    metrics["lr"] = _as_rate(float("nan") if optimizer.lr is None else optimizer.lr(state.opt_state))
     if optimizer.rates is not None:
         metrics["lr_of"] = {name: _as_rate(rate) for name, rate in optimizer.rates(state.opt_state).items()}
     if sums.aux is not None:
@@ -156,10 +156,6 @@ def _update(optimizer: Optimizer, state: State, grads: Tree, skip: Tensor, inpla
 def _scatter(train: Tree, grads: list[Tensor]) -> Tree:
     values = iter(grads)
     return tree.map(lambda trains: next(values) if trains else None, train)
-
-
-def _rate(optimizer: Optimizer, state: State) -> Tensor:
-    return _as_rate(float("nan") if optimizer.lr is None else optimizer.lr(state.opt_state))
 
 
 def _as_rate(rate: float | Tensor) -> Tensor:

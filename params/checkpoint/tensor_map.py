@@ -146,11 +146,7 @@ def drop_optional(
 
 def _strip_prefix(stored: Stored, prefix: str) -> Stored:
     if isinstance(stored, Stack):
-        return Stack(tuple(_strip_prefix_of_one(single, prefix) for single in stored.tensors))
-    return _strip_prefix_of_one(stored, prefix)
-
-
-def _strip_prefix_of_one(stored: Single, prefix: str) -> Single:
+        return replace(stored, tensors=tuple(_strip_prefix(single, prefix) for single in stored.tensors))
     if isinstance(stored, str):
         return stored.removeprefix(prefix)
     return replace(stored, name=stored.name.removeprefix(prefix))

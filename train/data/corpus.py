@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fnmodels.errors import UserError
+from params.command_line import printable
 
 from . import records
 from .records import Messages, Record, canonical_json
@@ -58,7 +59,11 @@ def read_corpus(data: Path | None = None, *, without: Path | None = None, strict
     """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [path for path in files_under(root) if is_library_source(path.relative_to(root))]
+        files = [
+            path
+            for path in files_under(root)
+            if path.suffix == ".py" and EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+        ]
         source = f"the standard library's folder {root}"
     elif data.is_file():
         root, files, source = data.parent, [data], str(data)
@@ -111,10 +116,6 @@ def is_below(path: Path, folder: Path) -> bool:
     return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 
-def is_library_source(path: Path) -> bool:
-    return path.suffix == ".py" and EXCLUDED_FOLDERS.isdisjoint(path.parts)
-
-
 def read_files(files: list[Path], root: Path) -> Iterator[tuple[str, Record]]:
     """(file name, record) of all files; a plain text file is one record without a place."""
     for path in files:
@@ -151,16 +152,11 @@ def deduplicate(named_records: Iterable[tuple[str, Record]]) -> tuple[list[Docum
         name = f"{file}, {record.place}" if record.place else file
         text = canonical_json(record) if record.messages is not None else record.text
         if text is None:
-            skipped.append(printable(f"{name} ({record.fault})"))
+            skipped.append(printable(f"{name} ({record.fault})").replace("\n", "\\n"))
         elif text.strip():  # an empty file is neither a document nor a fault
             document = Document(name, text, record.messages, record.tools)
             duplicates += documents.setdefault(text_digest(text), document) is not document
     return list(documents.values()), tuple(skipped), duplicates
-
-
-def printable(text: str) -> str:
-    """Escapes what cannot be printed: file and field names may hold lone surrogates and terminal control codes."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def text_digest(text: str) -> str:

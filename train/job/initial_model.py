@@ -157,14 +157,10 @@ def restore_state(state: State, saved: State, settings: Settings) -> State:
 
 def write_checkpoint(path: Path, config: DecoderConfig, params: Tree, base: str | None) -> None:
     """Writes the run folder's checkpoint: full weights, or adapters in PEFT's format for the base model `base`."""
-    if has_adapters(params):
+    if tree.leaves(P.lora.adapters(params)):
         P.lora.save_adapters(path, config, params, base=base or "")
     else:
         P.save_pretrained(path, config, params)
-
-
-def has_adapters(params: Tree) -> bool:
-    return bool(tree.leaves(P.lora.adapters(params)))
 
 
 def family_spec(config: DecoderConfig) -> Tree:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -119,10 +119,16 @@ def scalars(row: Row, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 class MetricsLog:
-    """The open metrics files of the run folder `run`, and the same values in TensorBoard."""
+    """The metrics files of the run folder `run`, open for appending, and the same values in TensorBoard.
 
-    def __init__(self, run: Path, board: SummaryWriter, files: ExitStack) -> None:
-        self.run, self.board, self.files = run, board, files
+    TensorBoard hides what was written earlier for steps past `after`.
+    """
+
+    def __init__(self, run: Path, *, after: int) -> None:
+        self.run, self.files = run, ExitStack()
+        self.board = SummaryWriter(str(run / TENSORBOARD), purge_step=after + 1)
+        self.files.callback(self.board.close)
+        self.close = self.files.close
         self.opened: dict[str, TextIO] = {}
 
     def write(self, row: Row, cost: Row) -> None:
@@ -146,14 +152,3 @@ class MetricsLog:
         """Flushes to disk, so that a state saved after this call never has more steps than metrics.jsonl has rows."""
         os.fsync(self.opened[METRICS].fileno())
         self.board.flush()
-
-
-@contextmanager
-def open_log(run: Path, *, after: int) -> Iterator[MetricsLog]:
-    """Opens the files for appending; TensorBoard hides what was written earlier for steps past `after`."""
-    with ExitStack() as files:
-        writer = SummaryWriter(str(run / TENSORBOARD), purge_step=after + 1)
-        try:
-            yield MetricsLog(run, writer, files)
-        finally:
-            writer.close()

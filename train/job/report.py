@@ -1,7 +1,6 @@
 """Output of the main job: lines on standard output, and loss.png."""
 
 import math
-import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -18,10 +17,6 @@ from .pictures import RunRows, draw_run
 from .recipe import is_cross_entropy
 from .settings import Settings, to_toml
 from .setup import Job, Json
-
-
-def how_to_resume(path: Path) -> str:
-    return f"resume with: python -m train --run {shlex.quote(str(path))} --resume"
 
 
 def draw(job: Job, rows: list[Row], costs: list[Row], final_loss: float | None) -> None:

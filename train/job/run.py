@@ -6,10 +6,11 @@ same metrics as an uninterrupted one.
 
 import datetime
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -192,7 +193,8 @@ def train_and_summarize(job: Job, saved: Checkpoint | None, controller: Controll
     stopped = int(state.step)
     if stopped < job.settings.steps:
         report.draw(job, rows, costs, None)
-        print(f"stopped at step {stopped} of {job.settings.steps}, saved; {report.how_to_resume(job.path)}")
+        resume = f"python -m train --run {shlex.quote(str(job.path))} --resume"
+        print(f"stopped at step {stopped} of {job.settings.steps}, saved; resume with: {resume}")
         return 130
     summary = summarize(job, state, controller)
     report.draw(job, rows, costs, summary["heldout_loss"])
@@ -219,7 +221,7 @@ def train_steps(
     bits_per_byte = job.train_bits_per_byte if is_cross_entropy(job.settings) else None
     balance = moe_balance(job.settings)
     with (
-        metrics_log.open_log(job.path, after=first) as log,
+        closing(metrics_log.MetricsLog(job.path, after=first)) as log,
         progress(total, first) as show,
         profiled(job.path / run_folder.TRACE, job.settings.profile, total - first) as done,
         stop_requests() as stop_requested,

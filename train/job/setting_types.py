@@ -51,10 +51,6 @@ def choice(*names: str) -> SettingType:
     return SettingType(f"one of {', '.join(names)}", "|".join(names), str, lambda value: value in names)
 
 
-def _pair(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
-
-
 NUMBER = SettingType("a number from 0", "X", float, lambda value: _is_number(value, 0.0, math.inf))
 POSITIVE = SettingType("a number above 0", "X", float, lambda value: _is_number(value, 0.0, math.inf) and value > 0)
 FRACTION = SettingType("a number from 0 to 1", "X", float, lambda value: _is_number(value, 0.0, 1.0))
@@ -64,7 +60,7 @@ FRACTION_BELOW_1 = SettingType(
 BETAS = SettingType(
     "two numbers from 0 to below 1",
     "X,X",
-    _pair,
+    lambda text: tuple(map(float, text.split(","))),
     lambda pair: type(pair) is tuple and len(pair) == 2 and all(_is_number(x, 0.0, 1.0) and x < 1 for x in pair),
 )
 

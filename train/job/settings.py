@@ -241,10 +241,7 @@ def to_toml(settings: Settings) -> str:
     lines = []
     for name, value in asdict(settings).items():
         unused = value is None or (settings.init and name in MODEL_SIZES)
-        lines.append(f"# {name} =\n" if unused else f"{name} = {_value(value)}\n")
+        # JSON of these values is valid TOML, but for one character that only TOML must escape.
+        text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines.append(f"# {name} =\n" if unused else f"{name} = {text}\n")
     return "".join(lines)
-
-
-def _value(value: Any) -> str:
-    # JSON of these values is valid TOML, but for one character that only TOML must escape.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -8,7 +8,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 
 from .base import Optimizer, Rate, check_numbers
-from .per_leaf import State, leafwise, zeros
+from .per_leaf import Slots, leafwise, zeros
 
 
 def adafactor(
@@ -34,13 +34,13 @@ def adafactor(
     least, of_param = eps
     check_numbers(**({} if least is None else {"eps[0]": least}), **{"eps[1]": of_param})
 
-    def init(param: Tensor) -> State:
+    def init(param: Tensor) -> Slots:
         if param.ndim < 2:
             return {"variance": zeros(param)}
         *stack, rows, columns = param.shape
         return {"row": param.new_zeros(*stack, rows, 1), "column": param.new_zeros(*stack, 1, columns)}
 
-    def rule(grad: Tensor, state: State, param: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
+    def rule(grad: Tensor, state: Slots, param: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
         if not param.numel():  # means over nothing would be NaN
             return grad, state
         floor = torch.finfo(param.dtype).eps if least is None else least

@@ -16,7 +16,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .base import Optimizer, Rate, check_betas, check_numbers, from_spec, rate_of, trainable_only
-from .per_leaf import State, leafwise, zeros
+from .per_leaf import Slots, leafwise, zeros
 
 
 def adamw(
@@ -39,7 +39,7 @@ def adamw(
     beta1, beta2 = check_betas(betas)
     masks = from_spec(spec)
 
-    def rule(grad: Tensor, state: State, _: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
+    def rule(grad: Tensor, state: Slots, _: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
         first = state["exp_avg"].lerp(grad, 1 - beta1)
         second = state["exp_avg_sq"] * beta2 + (1 - beta2) * grad * grad
         # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
@@ -72,7 +72,7 @@ def adamw(
             )
         step.add_(1 if skip is None else (~skip).to(step))
 
-    def init(param: Tensor) -> State:
+    def init(param: Tensor) -> Slots:
         return {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
 
     return replace(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, elementwise=True), apply_=apply_)
@@ -95,7 +95,7 @@ def sgd(
         raise ValueError("nesterov=True needs a momentum above 0.")
     masks = from_spec(spec)
 
-    def rule(grad: Tensor, state: State, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
+    def rule(grad: Tensor, state: Slots, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
         if not momentum:
             return -rate * grad, {}
         buffer = momentum * state["momentum"] + grad

@@ -10,7 +10,7 @@ from torch import Tensor
 from fnmodels.tree import Tree
 
 from .base import Optimizer, Rate, check_below_1, check_numbers
-from .per_leaf import State, leafwise, zeros
+from .per_leaf import Slots, leafwise, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the largest derivative at 0
 
@@ -41,7 +41,7 @@ def muon(
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is {steps!r}; it must be a whole number, at least 1.")
 
-    def init(param: Tensor) -> State:
+    def init(param: Tensor) -> Slots:
         if param.ndim < 2:
             raise ValueError(
                 f"Muon updates matrices; one parameter has the shape {list(param.shape)}. Give it to another optimizer "
@@ -49,7 +49,7 @@ def muon(
             )
         return {"momentum": zeros(param)}
 
-    def rule(grad: Tensor, state: State, param: Tensor, _: Tensor, rate: float | Tensor) -> tuple[Tensor, State]:
+    def rule(grad: Tensor, state: Slots, param: Tensor, _: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
         moment = state["momentum"].lerp(grad, 1 - momentum)
         direction = grad.lerp(moment, momentum) if nesterov else moment
         return direction.to(torch.bfloat16), {"momentum": moment}

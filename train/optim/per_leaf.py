@@ -28,9 +28,9 @@ from .base import (
     with_replaced,
 )
 
-State = dict[str, Tensor]
+Slots = dict[str, Tensor]  # the optimizer state of one leaf
 # (gradient, state, parameter, number of the update from 1, rate) -> (change to add to the parameter, state)
-Rule = Callable[[Tensor, State, Tensor, Tensor, "float | Tensor"], tuple[Tensor, State]]
+Rule = Callable[[Tensor, Slots, Tensor, Tensor, "float | Tensor"], tuple[Tensor, Slots]]
 
 
 class Change(NamedTuple):
@@ -39,12 +39,12 @@ class Change(NamedTuple):
     path: str
     change: Tensor
     param: Tensor
-    old: State
-    new: State
+    old: Slots
+    new: Slots
 
 
 def leafwise(
-    init_leaf: Callable[[Tensor], State],
+    init_leaf: Callable[[Tensor], Slots],
     rule: Rule,
     lr: Rate,
     *,
@@ -128,7 +128,7 @@ def leafwise(
     )
 
 
-def _by_name(leaves: dict[str, State], params: Tree) -> dict[str, Tree]:
+def _by_name(leaves: dict[str, Slots], params: Tree) -> dict[str, Tree]:
     names = sorted({name for state in leaves.values() for name in state})
     return {name: with_paths(lambda path, _, n=name: leaves.get(path, {}).get(n), params) for name in names}  # type: ignore[misc]
 

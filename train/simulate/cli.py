@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         if mesh.pp == 1 and (schedule or arguments.virtual):
             raise ValueError(f"--schedule and --virtual are for a pipeline, and the mesh {mesh} has none: add a pp.")
         schedule = schedule or "1F1B"
-        per_rank = 1 if schedule in pp.SINGLE else arguments.virtual or 2
-        microbatches = arguments.microbatches or (2 * mesh.pp * per_rank if mesh.pp > 1 else 1)
+        pipe = pp.pipeline(config, mesh.pp, schedule, virtual=arguments.virtual)
+        microbatches = arguments.microbatches or (2 * len(pipe.layers) if mesh.pp > 1 else 1)
         work = Work(
             arguments.rows or mesh.rows * microbatches,
             arguments.length,

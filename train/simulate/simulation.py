@@ -17,7 +17,7 @@ from train.remat import layer_fn
 from .activations import ends_kept, layer_kept
 from .facts import RankFacts, Work
 from .memory import held
-from .rank import Model, PipelineRank, pipeline_rank
+from .rank import Model, pipeline_rank
 from .traffic import messages
 
 
@@ -41,7 +41,9 @@ def simulate(config: DecoderConfig, mesh: Mesh, work: Work) -> list[RankFacts]:
     model = Model(config, spec, plan, mesh, work, pipe, shape, layers, ends)
     orders = [order(pipe, rank, work.microbatches) for rank in range(mesh.pp)]
     waits = idle(pipe, orders, [sum(model.recomputes(stage).values()) for stage in range(len(pipe.layers))])
-    return [_facts(pipeline_rank(model, rank, orders[rank]), waits[rank]) for rank in range(mesh.pp)]
+    ranks = [pipeline_rank(model, rank, orders[rank]) for rank in range(mesh.pp)]
+    stages = [tuple(pipe.layers[stage] for stage in rank.stages) for rank in ranks]
+    return [RankFacts(i, stages[i], held(rank), messages(rank), waits[i]) for i, rank in enumerate(ranks)]
 
 
 def _check(config: DecoderConfig, spec: Tree, mesh: Mesh, work: Work) -> None:
@@ -73,8 +75,3 @@ def _check_tp(spec: Tree, plan: Tree, mesh: Mesh) -> None:
     leaves, where = tree.flatten(spec), divided_dims(tree.flatten(plan), "tp")
     divided = frozenset(leaf.axes[n] for path, leaf in leaves.items() if (n := where[path]) is not None)
     check_divided(leaves, where, divided, "tp", mesh.tp, sequence=False)
-
-
-def _facts(rank: PipelineRank, waits: float) -> RankFacts:
-    layers = tuple(rank.model.pipe.layers[stage] for stage in rank.stages)
-    return RankFacts(rank.index, layers, held(rank), messages(rank), waits)
