@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from train.dist.torchrun import is_started, rank_and_world_size
-from train.job.flags import as_flag, value_of
 from train.job.setting_types import STRING, SettingType, choice, integer
-from train.job.settings import DEFAULT, GROUPS, Settings, flag
+from train.job.settings import DEFAULT, GROUPS, Settings, as_flag, flag
 
 from .command_line import NEEDS, Parser, main_job, run_command
 
@@ -101,12 +100,12 @@ def parser() -> Parser:
     )
     command.add_argument(
         "--nproc",
-        type=value_of(integer(1)),
+        type=integer(1).parse,
         metavar="NUMBER",
         help="the number of processes; by default that of the mesh, which it must equal",
     )
     for name, (setting_type, text) in MESH_FLAGS.items():
-        command.add_argument(flag(name), type=value_of(setting_type), metavar=setting_type.metavar, help=text)
+        command.add_argument(flag(name), type=setting_type.parse, metavar=setting_type.metavar, help=text)
     command.add_argument(
         "--sequence",
         action="store_true",
@@ -114,7 +113,7 @@ def parser() -> Parser:
     )
     command.add_argument(
         "--timeout",
-        type=value_of(MINUTES),
+        type=MINUTES.parse,
         default=30.0,
         metavar="MINUTES",
         help="several processes: how long they wait for one that hangs (default 30)",
@@ -125,7 +124,7 @@ def parser() -> Parser:
         shown = "" if default is None else f" (default {as_flag(default)})"
         groups[entry.metadata["group"]].add_argument(
             flag(entry.name),
-            type=value_of(setting_type),
+            type=setting_type.parse,
             default=argparse.SUPPRESS,
             metavar=setting_type.metavar,
             help=entry.metadata["help"] + shown,

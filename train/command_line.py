@@ -1,9 +1,8 @@
-"""Shared by the commands of train, beyond params.command_line: number flags with a minimum, optional packages."""
+"""Shared by the commands of train, beyond params.command_line: the packages that a command needs."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TypeVar
 
 import params.command_line
 from fnmodels.errors import UserError
@@ -12,7 +11,6 @@ from params.command_line import Parser, program_name, sentence, suggestion
 __all__ = [
     "NEEDS",
     "Parser",
-    "at_least",
     "check_installed",
     "main_job",
     "program_name",
@@ -20,8 +18,6 @@ __all__ = [
     "sentence",
     "suggestion",
 ]
-
-T = TypeVar("T", int, float)
 
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")  # by the main job
 EXTRA_OF = {
@@ -38,22 +34,6 @@ EXTRA_OF = {
 def main_job() -> str:
     """The name of the main job's command, as it was called."""
     return program_name("fnmodels-train", "train")
-
-
-def at_least(low: T) -> Callable[[str], T]:
-    """The argparse `type=` of a finite number of `low`'s type that is at least `low`."""
-    kind = "a whole number" if isinstance(low, int) else "a number"
-
-    def convert(text: str) -> T:
-        try:
-            value = type(low)(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {low:g}")
-        return value
-
-    return convert
 
 
 def run_command(

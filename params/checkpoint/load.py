@@ -263,7 +263,7 @@ def _same(one: _Located, two: _Located, buffer: Tensor, share: tuple[int, int]) 
     if entry.dtype != twin.dtype:
         return False
     if isinstance(entry, Quantized) or isinstance(twin, Quantized):
-        values = [_read(*where, None, buffer, None).contiguous().view(torch.uint8) for where in (one, two)]
+        values = [_read(where, None, buffer, None).contiguous().view(torch.uint8) for where in (one, two)]
         return torch.equal(*values)
     halves, size = buffer.chunk(2), entry.stop - entry.start
     first, last = (size * index // share[1] for index in (share[0], share[0] + 1))
@@ -304,9 +304,7 @@ def _by_name(parameter: StoredLeaf, box: Box, value: Tensor) -> Iterator[tuple[s
 
 
 def _target(parameter: StoredLeaf, dtype: torch.dtype | None, found: Found) -> torch.dtype | None:
-    if (
-        dtype is None and parameter.leaf.keep_dtype
-    ):  # e.g. a bf16 selection bias, in which small updates would be rounded away
+    if dtype is None and parameter.leaf.keep_dtype:  # e.g. a selection bias: bf16 would round small updates away
         return torch.promote_types(found[disk_names(parameter.stored)[0]][1].dtype, parameter.leaf.dtype)
     return None if dtype is None else leaf_dtype(parameter.leaf, dtype)
 
@@ -335,7 +333,7 @@ def _leaf(parameter: StoredLeaf, box: Box, source: _Source, dtype: torch.dtype |
         on_disk = source.found[disk_name(singles[0])][1].dtype
         return torch.empty(shape, dtype=dtype or on_disk, device=device), False
     if isinstance(stored, Stack):
-        sources = [(single, *source.found[disk_name(single)]) for single in stored.tensors[box[0]]]
+        sources = [(single, source.found[disk_name(single)]) for single in stored.tensors[box[0]]]
         return _stacked(sources, box, source, dtype), False
     file, entry = source.found[disk_name(stored)]
     if isinstance(entry, Entry):
@@ -355,46 +353,34 @@ def _leaf(parameter: StoredLeaf, box: Box, source: _Source, dtype: torch.dtype |
         return read_quantized(file, entry, dtype, source.buffer, box).to(device), False
     if isinstance(stored, TensorSlice) and stored.batched:
         one = replace(stored, batched=False)
-        return _stacked([(one, file, matrix) for matrix in split_rows(entry, box[0])], box, source, dtype), False
+        return _stacked([(one, (file, matrix)) for matrix in split_rows(entry, box[0])], box, source, dtype), False
     out = torch.empty(shape, dtype=dtype or entry.dtype, device=device)
-    _fill(out, stored, box, file, entry, dtype, source.buffer)
+    _fill(out, stored, box, (file, entry), dtype, source.buffer)
     return out, False
 
 
 def _stacked(
-    sources: Sequence[tuple[Single, TensorFile, Entry | Quantized]],
-    box: Box,
-    source: _Source,
-    dtype: torch.dtype | None,
+    sources: Sequence[tuple[Single, _Located]], box: Box, source: _Source, dtype: torch.dtype | None
 ) -> Tensor:
     """The shard [E, ...] of a stacked parameter in one allocation, filled expert by expert."""
-    out = torch.empty(box_shape(box), dtype=dtype or sources[0][2].dtype, device=source.device)
-    for target, (single, file, entry) in zip(out, sources, strict=True):
-        _fill(target, single, box[1:], file, entry, dtype, source.buffer)
+    out = torch.empty(box_shape(box), dtype=dtype or sources[0][1][1].dtype, device=source.device)
+    for target, (single, where) in zip(out, sources, strict=True):
+        _fill(target, single, box[1:], where, dtype, source.buffer)
     return out
 
 
-def _fill(
-    out: Tensor,
-    stored: Single,
-    box: Box,
-    file: TensorFile,
-    entry: Entry | Quantized,
-    dtype: torch.dtype | None,
-    buffer: Tensor,
-) -> None:
+def _fill(out: Tensor, stored: Single, box: Box, where: _Located, dtype: torch.dtype | None, buffer: Tensor) -> None:
     """Read the shard `box` of what is one tensor on disk (or one slice of a batched one) into `out`."""
-    region = disk_region(stored, box)
+    region, (file, entry) = disk_region(stored, box), where
     if isinstance(region.stored, str) and isinstance(entry, Entry) and out.device.type == "cpu":
         read_box(out, file, entry, region.box, buffer)
     else:
-        extract_into(out, region.stored, _read(file, entry, dtype, buffer, region.box), region.skip)
+        extract_into(out, region.stored, _read(where, dtype, buffer, region.box), region.skip)
 
 
-def _read(
-    file: TensorFile, entry: Entry | Quantized, dtype: torch.dtype | None, buffer: Tensor, box: Box | None
-) -> Tensor:
+def _read(where: _Located, dtype: torch.dtype | None, buffer: Tensor, box: Box | None) -> Tensor:
     """A tensor or its shard `box` in the file's dtype; a quantized one dequantized to `dtype`."""
+    file, entry = where
     if isinstance(entry, Quantized):
         return read_quantized(file, entry, dtype, buffer, box)
     return read_tensor(file, entry, None, buffer, box)

@@ -145,11 +145,12 @@ def drop_optional(
 
 
 def _strip_prefix(stored: Stored, prefix: str) -> Stored:
-    if isinstance(stored, Stack):
-        return replace(stored, tensors=tuple(_strip_prefix(single, prefix) for single in stored.tensors))
-    if isinstance(stored, str):
-        return stored.removeprefix(prefix)
-    return replace(stored, name=stored.name.removeprefix(prefix))
+    def one(single: Single) -> Single:
+        if isinstance(single, str):
+            return single.removeprefix(prefix)
+        return replace(single, name=single.name.removeprefix(prefix))
+
+    return Stack(tuple(map(one, stored.tensors))) if isinstance(stored, Stack) else one(stored)
 
 
 def dtype_class(dtype: torch.dtype) -> str:

@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fnmodels.errors import UserError
-from train.command_line import NEEDS, Parser, at_least, check_installed, run_command
+from train.command_line import NEEDS, Parser, check_installed, run_command
 from train.job import run_folder
-from train.job.flags import as_flag
-from train.job.settings import DEFAULT, MODEL_SIZES, flag, from_json
+from train.job.setting_types import NUMBER
+from train.job.settings import DEFAULT, MODEL_SIZES, as_flag, flag, from_json
 
 SHOWN = 20  # rows of the table
 
@@ -150,7 +150,7 @@ def parser() -> Parser:
     flags.add_argument("--out", type=Path, metavar="PNG", help="plot both loss curves to this file")
     flags.add_argument(
         "--within",
-        type=at_least(0.0),
+        type=NUMBER.parse,
         metavar="X",
         help="exit with 1 where a difference is larger than X, or the runs made different steps",
     )

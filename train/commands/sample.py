@@ -7,8 +7,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.command_line import Parser, at_least, program_name, run_command
+from train.command_line import Parser, program_name, run_command
 from train.eval.generate import complete
+from train.job.setting_types import NUMBER, integer
 
 
 def _name() -> str:
@@ -26,27 +27,27 @@ def parser() -> Parser:
     flags.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     flags.add_argument(
         "--tokens",
-        type=at_least(1),
+        type=integer(1).parse,
         default=100,
         metavar="N",
         help="maximal number of new tokens (default %(default)s)",
     )
     flags.add_argument(
         "--temperature",
-        type=at_least(0.0),
+        type=NUMBER.parse,
         default=0.8,
         metavar="T",
         help="0 takes the likeliest token each time (default %(default)s)",
     )
     flags.add_argument(
         "--top-k",
-        type=at_least(1),
+        type=integer(1).parse,
         default=50,
         metavar="K",
         help="sample from the K likeliest tokens (default %(default)s)",
     )
     flags.add_argument(
-        "--seed", type=at_least(0), default=0, metavar="N", help="seed of the sampling (default %(default)s)"
+        "--seed", type=integer(0).parse, default=0, metavar="N", help="seed of the sampling (default %(default)s)"
     )
     return flags
 

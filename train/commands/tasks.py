@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fnmodels.errors import UserError
-from train.command_line import Parser, at_least, run_command, suggestion
+from train.command_line import Parser, run_command, suggestion
+from train.job.setting_types import integer
 
 
 def parser() -> Parser:
@@ -18,8 +19,8 @@ def parser() -> Parser:
     flags.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face")
     flags.add_argument("--tasks", required=True, metavar="NAME,...", help="names of tasks, comma-separated")
     flags.add_argument("--include", type=Path, metavar="DIR", help="a folder with tasks of your own, as YAML files")
-    flags.add_argument("--limit", type=at_least(1), metavar="N", help="only the first N documents of each task")
-    flags.add_argument("--shots", type=at_least(0), metavar="N", help="few-shot examples before each question")
+    flags.add_argument("--limit", type=integer(1).parse, metavar="N", help="only the first N documents of each task")
+    flags.add_argument("--shots", type=integer(0).parse, metavar="N", help="few-shot examples before each question")
     flags.add_argument(
         "--no-special-tokens",
         action="store_true",

@@ -1,5 +1,6 @@
 """Types of settings: how a value is parsed from a flag or a TOML file, and which values are valid."""
 
+import argparse
 import math
 import re
 from collections.abc import Callable
@@ -28,6 +29,13 @@ class SettingType:
             if self.accepts(candidate):
                 return candidate
         raise ValueError(self.description)
+
+    def parse(self, text: str) -> Any:
+        """The `type=` function of argparse for such a value."""
+        try:
+            return self.check(self.read(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self.description}") from error
 
 
 def _as_float(value: Any) -> Any:

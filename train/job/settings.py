@@ -216,6 +216,11 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def as_flag(value: Any) -> str:
+    """The text of a value on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, paths relative to its folder. UserError names an unknown key or invalid value."""
     try:

@@ -11,7 +11,8 @@ import torch
 import fnmodels
 import params as P
 from fnmodels.errors import UserError
-from train.command_line import Parser, at_least, run_command
+from train.command_line import Parser, run_command
+from train.job.setting_types import POSITIVE, integer
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline import gradients as pp
 
@@ -26,14 +27,20 @@ def parser() -> Parser:
     made = Parser(prog="python -m train.simulate", description="What each rank of a mesh will hold, send and wait for.")
     made.add_argument("--preset", required=True, metavar="NAME", help="a model of fnmodels.presets()")
     made.add_argument("--mesh", default="", metavar="AXES", help="pp=8,fsdp=4,ep=16 and so on")
-    made.add_argument("--rows", type=at_least(1), metavar="N", help="of the global batch; default: one per microbatch")
-    made.add_argument("--length", type=at_least(1), default=4096, metavar="N", help="tokens of a row (default 4096)")
-    made.add_argument("--microbatches", type=at_least(1), metavar="N", help="per rank; default: twice the stages, or 1")
+    made.add_argument(
+        "--rows", type=integer(1).parse, metavar="N", help="of the global batch; default: one per microbatch"
+    )
+    made.add_argument(
+        "--length", type=integer(1).parse, default=4096, metavar="N", help="tokens of a row (default 4096)"
+    )
+    made.add_argument(
+        "--microbatches", type=integer(1).parse, metavar="N", help="per rank; default: twice the stages, or 1"
+    )
     made.add_argument("--schedule", metavar="NAME", help=f"{', '.join(pp.SCHEDULES)}; default 1F1B")
-    made.add_argument("--virtual", type=at_least(1), metavar="N", help="stages per rank of a looped schedule")
+    made.add_argument("--virtual", type=integer(1).parse, metavar="N", help="stages per rank of a looped schedule")
     made.add_argument("--remat", default="none", metavar="HOW", help="none, full or every:N layers (default none)")
     made.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of activations and of weights in use")
-    made.add_argument("--memory", type=at_least(1.0), default=80.0, metavar="GIB", help="of a device (default 80)")
+    made.add_argument("--memory", type=POSITIVE.parse, default=80.0, metavar="GIB", help="of a device (default 80)")
     made.add_argument("--picture", type=Path, metavar="PNG", help="draw the memory of the ranks there")
     return made
 
