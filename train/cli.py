@@ -13,35 +13,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from train.dist.torchrun import is_started, rank_and_world_size
-from train.job.setting_types import STRING, SettingType, choice, integer
-from train.job.settings import DEFAULT, GROUPS, Settings, as_flag, flag
+from train.job.setting_types import SettingType, integer
+from train.job.settings import DEFAULT, GROUPS, MESH_FLAGS, Settings, as_flag, flag
 
 from .command_line import NEEDS, Parser, main_job, run_command
 
 MINUTES = SettingType(
     "a number of minutes above 0, a day's 1440 at most", "MINUTES", float, lambda value: 0 < value <= 1440
 )
-
-# Flags of parallelism beside --mesh; like the mesh, they do not affect the results of a run.
-MESH_FLAGS = {
-    "context": (
-        choice("gather", "ulysses", "ring"),
-        "cp: how attention gets the keys and values of other ranks' positions (default gather)",
-    ),
-    "order": (
-        choice("mask", "head_tail"),
-        "cp: how positions are distributed over ranks (default mask, balanced by the masks; ulysses: contiguous)",
-    ),
-    "schedule": (
-        SettingType("a name", "NAME", str, STRING.accepts),
-        "pp: pipeline schedule, 1F1B, GPipe, ... (default 1F1B)",
-    ),
-    "virtual": (integer(1), "pp: stages per process of an interleaved schedule (default 2)"),
-    "microbatches": (
-        integer(1),
-        "pp: number of microbatches per step (default: one row each)",
-    ),
-}
 
 DESCRIPTION = """\
 Train a small Llama from scratch, by default on the source files of the Python standard library.
@@ -104,13 +83,11 @@ def parser() -> Parser:
         metavar="NUMBER",
         help="the number of processes; by default that of the mesh, which it must equal",
     )
-    for name, (setting_type, text) in MESH_FLAGS.items():
-        command.add_argument(flag(name), type=setting_type.parse, metavar=setting_type.metavar, help=text)
-    command.add_argument(
-        "--sequence",
-        action="store_true",
-        help="tp: shard the sequence dimension between its sublayers too (sequence parallelism)",
-    )
+    for name, (dim, setting_type, text) in MESH_FLAGS.items():
+        how = (
+            {"type": setting_type.parse, "metavar": setting_type.metavar} if setting_type else {"action": "store_true"}
+        )
+        command.add_argument(flag(name), help=f"{dim}: {text}", **how)
     command.add_argument(
         "--timeout",
         type=MINUTES.parse,
@@ -136,7 +113,7 @@ def run(arguments: argparse.Namespace, defaults: Settings, argv: Sequence[str]) 
     flags = vars(arguments)
     nproc = flags.pop("nproc")
     job_flags = {name: flags.pop(name) for name in ("run", "config", "resume", "mesh")}
-    mesh_flags = {name: flags.pop(name) for name in ("sequence", *MESH_FLAGS)}
+    mesh_flags = {name: flags.pop(name) for name in MESH_FLAGS}
     limit = datetime.timedelta(minutes=flags.pop("timeout"))
     from train.job.mesh_flags import process_count
     from train.job.processes import controller, launch

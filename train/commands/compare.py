@@ -25,6 +25,8 @@ from train.job.settings import DEFAULT, MODEL_SIZES, as_flag, flag, from_json
 
 SHOWN = 20  # rows of the table
 
+Losses = dict[int, float]  # by step
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -41,23 +43,13 @@ class Difference:
         return abs(self.first - self.second) if not any(is_nan) else 0.0 if all(is_nan) else math.inf
 
 
-def differences(first: Path, second: Path) -> list[Difference]:
-    """The differences of all steps that both runs made. UserError where there is none."""
-    one, two = all_losses(first), all_losses(second)
-    both = sorted(one.keys() & two.keys())
-    if not both:
-        raise UserError(f"the runs {first} and {second} have no step in common")
-    return [Difference(step, one[step], two[step]) for step in both]
-
-
-def unshared_steps(first: Path, second: Path, *, called: str) -> list[str]:
-    """A line for each run with steps that the other did not make. called: the name of the second run."""
-    one, two = all_losses(first).keys(), all_losses(second).keys()
-    pairs = ((first, sorted(one - two)), (called, sorted(two - one)))
+def unshared_steps(one: Losses, two: Losses, *names: str) -> list[str]:
+    """A line for each run, of these names, with steps that the other did not make."""
+    pairs = zip(names, (sorted(one.keys() - two.keys()), sorted(two.keys() - one.keys())), strict=True)
     return [f"{run} alone made {len(steps)} steps, {steps[0]} to {steps[-1]}" for run, steps in pairs if steps]
 
 
-def all_losses(run: Path) -> dict[int, float]:
+def all_losses(run: Path) -> Losses:
     """{step: train loss} of a run folder, NaN for a loss that was not finite. UserError where it has no loss."""
     from train.job.pictures import read_run
 
@@ -167,7 +159,13 @@ def compare(arguments: argparse.Namespace) -> int:
     with TemporaryDirectory() as temporary:
         second = arguments.second or run_at(arguments.ref, arguments.first, Path(temporary))
         name = arguments.ref or str(second)
-        found, alone = differences(arguments.first, second), unshared_steps(arguments.first, second, called=name)
+        one, two = all_losses(arguments.first), all_losses(second)
+        if not (both := sorted(one.keys() & two.keys())):
+            raise UserError(f"the runs {arguments.first} and {second} have no step in common")
+        found, alone = (
+            [Difference(n, one[n], two[n]) for n in both],
+            unshared_steps(one, two, str(arguments.first), name),
+        )
         print(table(found))
         print("".join(f"{line}\n" for line in alone), end="")
         for line in setting_differences(arguments.first, second):

@@ -95,12 +95,9 @@ class Rows:
     @property
     def fill(self) -> float:
         """The fraction of the rows' tokens that are not padding."""
-        return self.token_count / (self.count * self.length) if self.count else 0.0
-
-    @property
-    def token_count(self) -> int:
         lengths = self.tokens.lengths
-        return int(lengths[lengths <= self.length].sum() if self.dropped else lengths.sum())
+        tokens = lengths[lengths <= self.length] if self.dropped else lengths
+        return int(tokens.sum()) / (self.count * self.length) if self.count else 0.0
 
 
 def pack_stream(tokens: Tokens, length: int) -> Rows:

@@ -21,7 +21,7 @@ from train.parallel.update import check_whole
 
 from . import initial_model
 from .recipe import optimizer_for
-from .settings import Settings, flag
+from .settings import MESH_FLAGS, Settings, flag
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,7 @@ class MeshSetup:
         return f"--mesh {self.mesh}"
 
 
-# Flags that need a mesh dimension: {flag: (dimension, what it is for)}.
-_DIMENSION_OF_FLAG = {
-    "sequence": ("tp", "tensor parallelism"),
-    "context": ("cp", "context parallelism"),
-    "order": ("cp", "context parallelism"),
-    "schedule": ("pp", "pipelines"),
-    "virtual": ("pp", "pipelines"),
-    "microbatches": ("pp", "pipelines"),
-}
+_PURPOSES = {"tp": "tensor parallelism", "cp": "context parallelism", "pp": "pipelines"}
 
 
 def parse_mesh(text: str | None) -> Mesh:
@@ -112,10 +104,12 @@ def resolve_mesh(
         local = f"leaves each rank {settings.batch_rows // mesh.rows} of the {settings.batch_rows} rows of a batch"
         raise UserError(f"{mesh_flag} {local}: too few for --accumulate {settings.accumulate}")
     for name, value in (strategy_flags | {"microbatches": microbatches}).items():
-        dim, what = _DIMENSION_OF_FLAG[name]
+        dim = MESH_FLAGS[name][0]
         if value is not None and mesh.sizes[dim] == 1:
             written = flag(name) if value is True else f"{flag(name)} {value}"
-            raise UserError(f"{written} is for {what}, and {mesh_flag} has none: leave it out, or give --mesh {dim}=2")
+            raise UserError(
+                f"{written} is for {_PURPOSES[dim]}, and {mesh_flag} has none: leave it out, or give --mesh {dim}=2"
+            )
     if mesh.pp == 1:
         return MeshSetup(mesh, strategy)
     if settings.accumulate > 1:

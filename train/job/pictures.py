@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -101,18 +100,13 @@ def figure_with_panels(runs: Mapping[str, RunRows]) -> tuple[Figure, Axes]:
     grid = figure.add_gridspec(2, len(present), height_ratios=(5, 2))
     for column, name in enumerate(present):
         axes = figure.add_subplot(grid[1, column])
-        for color, run in zip(colors(), runs.values(), strict=False):  # colors() is endless
+        for number, run in enumerate(runs.values()):
             if curve := run.curve(name):
-                axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.8)
+                axes.plot(*zip(*curve, strict=True), color=f"C{number}", linewidth=0.8)
         axes.set_title(PANELS[name], fontsize="x-small")
         axes.tick_params(labelsize="x-small")
         axes.grid(alpha=0.3)
     return figure, figure.add_subplot(grid[0, :])
-
-
-def colors() -> Iterator[str]:
-    """Matplotlib's color cycle, endless."""
-    return (f"C{number}" for number in count())
 
 
 def read_run(folder: Path) -> RunRows:
@@ -136,7 +130,8 @@ def draw_losses(path: Path, folders: Mapping[str, Path]) -> None:
     check_suffix(path)
     runs = {name: read_run(folder) for name, folder in folders.items()}
     figure, axes = figure_with_panels(runs)
-    for color, (name, run) in zip(colors(), runs.items(), strict=False):  # colors() is endless
+    for number, (name, run) in enumerate(runs.items()):
+        color = f"C{number}"
         steps, values = zip(*run.curve("loss"), strict=True)
         axes.plot(steps, running_mean(values), color=color, linewidth=1.6, label=name)
         axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)

@@ -8,7 +8,7 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,29 @@ DEFAULT = Settings()
 SETTING_TYPES: dict[str, SettingType] = {entry.name: entry.metadata["type"] for entry in fields(Settings)}
 CHANGEABLE = frozenset(entry.name for entry in fields(Settings) if entry.metadata["changeable"])
 MODEL_SIZES = tuple(entry.name for entry in fields(Settings) if entry.metadata["group"] == GROUPS[1])  # a new model
+
+# {flag of parallelism beside --mesh: (mesh dimension, type or None for a switch, help)}. Like the mesh, they do not
+# affect the results of a run.
+MESH_FLAGS: dict[str, tuple[str, SettingType | None, str]] = {
+    "context": (
+        "cp",
+        choice("gather", "ulysses", "ring"),
+        "how attention gets the keys and values of other ranks' positions (default gather)",
+    ),
+    "order": (
+        "cp",
+        choice("mask", "head_tail"),
+        "how positions are distributed over ranks (default mask, balanced by the masks; ulysses: contiguous)",
+    ),
+    "schedule": (
+        "pp",
+        replace(STRING, description="a name", metavar="NAME"),
+        "pipeline schedule, 1F1B (default), GPipe, ...",
+    ),
+    "virtual": ("pp", integer(1), "stages per process of an interleaved schedule (default 2)"),
+    "microbatches": ("pp", integer(1), "number of microbatches per step (default: one row each)"),
+    "sequence": ("tp", None, "shard the sequence dimension between its sublayers too (sequence parallelism)"),
+}
 
 
 def fixed_settings(settings: Settings) -> dict[str, Any]:
