@@ -1,7 +1,5 @@
 """Command-line helpers shared by all commands: an argument parser, error sentences on standard error, exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import sys

@@ -1,7 +1,5 @@
 """Parameter initialization from a family's spec: random values, meta tensors, and the number of parameters."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from numbers import Integral

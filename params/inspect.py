@@ -7,8 +7,6 @@ The exit code is 0 without problems and 2 with problems, which standard error su
 the report are independent, so that one damage does not hide the next.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -7,8 +7,6 @@ Run it in the root of a checkout. `python -m tests.support.find_seeds TYPE` find
 needs transformers as the reference, and therefore lives with the tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -3,8 +3,6 @@
 Losses and per-token outputs share it, so a function computes the same in training and in evaluation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 

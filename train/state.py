@@ -1,7 +1,5 @@
 """`State`: step, parameters and optimizer state of a training run between two steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """One optimizer update from summed gradients: division by the count, clipping, update of params and state."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The family's `Config.from_hf` reads the fields that its maths depends on. The fi
 here: the class it was saved from (architectures), the dtype, and the special tokens.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -10,8 +10,6 @@ last ones may be smaller. mxfp4 is the format of gpt-oss (OCP Microscaling Forma
 the low half of their byte, and X itself is transposed, [.., in, out].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload

@@ -7,8 +7,6 @@ two. blake2b reaches 0.9, crc32 4.2 with only 32 bits; xxh3 reaches 16 but would
 where disks give 1 to 5 GB/s. `sha256sum` can check the digests without this code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

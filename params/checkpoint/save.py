@@ -1,7 +1,5 @@
 """Saving (config, params) as a Hugging Face checkpoint folder: config.json and safetensors, byte-deterministic."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """The map from tensor names to the safetensors files of a checkpoint folder: one file, or shards with an index."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Safe file access in checkpoint folders: path checks, strict JSON, and atomic, flushed writes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

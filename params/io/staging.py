@@ -1,7 +1,5 @@
 """Crash-safe saving into a folder: write to a staging folder, flush, then rename, under an exclusive file lock."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -4,8 +4,6 @@ With --ref the second run is trained here, with the settings of RUN_A, by anothe
 worktree. It shows whether a refactoring changed results.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

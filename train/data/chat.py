@@ -8,8 +8,6 @@ The assistant's turns are located in the rendered text, which is tokenized in on
 tokenizing turn by turn gives other tokens at the boundaries.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

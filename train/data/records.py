@@ -4,8 +4,6 @@ A record's document is its field `text` or, where it has none, `messages`: a lis
 The optional field `tools` lists the JSON schemas of the tools that the assistant can call, as objects or a JSON string.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ below. Defaults follow its `hf` model of transformers, so that results are compa
 lengths, sampling and stop conditions.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Any

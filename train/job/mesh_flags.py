@@ -1,7 +1,5 @@
 """Mesh and parallelism strategy of a run, from --mesh and related flags, checked against settings and model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plots of runs with matplotlib: loss curves, and panels of learning rate, gradient norm, throughput and MFU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

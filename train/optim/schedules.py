@@ -4,8 +4,6 @@ They take a Python number or a 0-d tensor and return the same kind, so that one 
 compiled step that must not wait for the device.
 """
 
-from __future__ import annotations
-
 import math
 from numbers import Real
 from typing import Any

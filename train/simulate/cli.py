@@ -1,7 +1,5 @@
 """The command `python -m train.simulate`: flags and output."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Input and output of a simulation: `Work`, and `RankFacts` for each pipeline rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

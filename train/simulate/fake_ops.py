@@ -1,7 +1,5 @@
 """Replacements on meta for operations that communicate, or whose saved tensors meta does not know."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The parameters of one pipeline rank, as `params.plan` shards them: what it holds, and what it computes with."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Container, Iterable

@@ -1,7 +1,5 @@
 """Peak bytes that one pipeline rank holds, by what they are for."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Mapping

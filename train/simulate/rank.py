@@ -1,7 +1,5 @@
 """A model on a mesh, and one rank of its pipeline."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tables and a picture of the facts of all pipeline ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`simulate`: the facts of each pipeline rank."""
 
-from __future__ import annotations
-
 import fnmodels
 import params as P
 from fnmodels import tree

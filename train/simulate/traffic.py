@@ -1,7 +1,5 @@
 """Messages of one pipeline rank in a step, by the rules of `train.parallel`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

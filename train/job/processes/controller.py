@@ -8,8 +8,6 @@ checkpoints, of which each reads its shards, and cannot diverge from rank 0. Use
 others start to work; any other failure of one process ends all.
 """
 
-from __future__ import annotations
-
 import datetime
 import signal
 import sys

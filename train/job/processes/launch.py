@@ -1,7 +1,5 @@
 """Process group of a run: rendezvous of the processes, also after a restart, and their timeouts."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import sys

@@ -4,8 +4,6 @@ A terminal sends Ctrl-C to all processes at once, a service manager SIGTERM. The
 starting process handles them and sends STOP, upon which rank 0 stops as a run in one process does.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
