@@ -1,7 +1,7 @@
-"""Command R7B and its successors (Cohere 2): parallel attention and MLP, which share one LayerNorm without bias.
+"""Command R (Cohere) and Command R7B (Cohere 2): parallel attention and MLP, which share one LayerNorm without bias.
 
-Three sliding-window layers with interleaved rotary embedding alternate with one full layer without position embedding.
-Logits are scaled.
+Rotary embedding is interleaved and logits are scaled. All layers of Cohere have full attention, and some members
+normalize queries and keys. In Cohere 2 three sliding-window layers alternate with a full one without rotary embedding.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.spec import decoder_leaves, norm, usual_attention, usual_mlp
+from fnmodels.models.common.spec import Constant, Leaf, decoder_leaves, norm, usual_attention, usual_mlp
 from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.norm import layer_norm
+from fnmodels.ops.norm import layer_norm, upcast
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import apply_rotary_interleaved, no_rotation
+from fnmodels.ops.rotary import apply_rotary_interleaved
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("cohere2",)
-KINDS = ("full", "sliding")
+MODEL_TYPES = ("cohere2", "cohere")
+KINDS = ("full_nope", "sliding", "full")
 TAPS = ("attention", "mlp")
 
 
 @dataclass(frozen=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches. `layer_kinds`: "full" (no rotary embedding) or "sliding" per layer."""
+    """Sizes and switches. `layer_kinds`: "full", or in cohere2 "full_nope" (no rotary embedding) or "sliding"."""
 
     layer_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     attention_bias: bool = False
+    use_qk_norm: bool = False
     logit_scale: float = 0.0625
     sliding_window: int | None = None
     max_position_embeddings: int = 8192
@@ -41,57 +43,77 @@ class Config(decoder.BaseConfig):
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=8192, tied=True)
-        pattern = decoder.sliding_pattern(fields, 4)
-        # Fields of the first release that duplicate others or describe what this family always does.
-        fields.expect("layer_switch", pattern)
-        fields.expect("order_of_interleaved_layers", "local_attn_first")
-        fields.expect("position_embedding_type", "rope_gptj")
-        fields.expect("rotary_pct", 1.0, 1)
-        fields.expect("use_embedding_sharing", usual["tie_word_embeddings"])
-        fields.expect("use_gated_activation", True)
-        fields.expect("use_parallel_block", True)
-        fields.expect("use_parallel_embedding", False)
-        fields.expect("use_qk_norm", False)
-        slides = decoder.patterned_layers(fields, pattern, usual["num_hidden_layers"])
+        is_first = fields.choice("model_type", MODEL_TYPES) == "cohere"
+        theta = 5e5 if is_first else 1e4  # 1e4 for both before transformers 5, and all published files have it
+        usual = decoder.base_fields(fields, MODEL_TYPES, theta=theta, max_positions=8192, tied=True)
         config = Config(
             **usual,
+            **(_cohere_fields if is_first else _cohere2_fields)(fields, usual),
             layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
             attention_bias=fields.boolean("attention_bias", False),
             logit_scale=fields.number("logit_scale", 0.0625),
-            sliding_window=fields.integer("sliding_window", 4096),
-            layer_kinds=tuple("sliding" if s else "full" for s in slides),
         )
         return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        names = ("layer_norm_eps", "attention_bias", "hidden_act", "logit_scale", "sliding_window")
+        names = ("layer_norm_eps", "attention_bias", "hidden_act", "logit_scale")
+        if self.model_type == "cohere":
+            return decoder.decoder_to_hf(self, "CohereForCausalLM", *names, "use_qk_norm")
         types = decoder.layer_types([kind == "sliding" for kind in self.layer_kinds])
-        return decoder.decoder_to_hf(self, "Cohere2ForCausalLM", *names, layer_types=types)
+        return decoder.decoder_to_hf(self, "Cohere2ForCausalLM", *names, "sliding_window", layer_types=types)
+
+
+def _cohere_fields(fields: Fields, usual: dict[str, Any]) -> dict[str, Any]:
+    kinds = ("full",) * usual["num_hidden_layers"]
+    return {"use_qk_norm": fields.boolean("use_qk_norm", False), "layer_kinds": kinds}
+
+
+def _cohere2_fields(fields: Fields, usual: dict[str, Any]) -> dict[str, Any]:
+    pattern = decoder.sliding_pattern(fields, 4)
+    # Fields of the first release that duplicate others or describe what this family always does.
+    fields.expect("layer_switch", pattern)
+    fields.expect("order_of_interleaved_layers", "local_attn_first")
+    fields.expect("position_embedding_type", "rope_gptj")
+    fields.expect("rotary_pct", 1.0, 1)
+    fields.expect("use_embedding_sharing", usual["tie_word_embeddings"])
+    fields.expect("use_gated_activation", True)
+    fields.expect("use_parallel_block", True)
+    fields.expect("use_parallel_embedding", False)
+    fields.expect("use_qk_norm", False)
+    slides = decoder.patterned_layers(fields, pattern, usual["num_hidden_layers"])
+    kinds = tuple("sliding" if s else "full_nope" for s in slides)
+    return {"sliding_window": fields.integer("sliding_window", 4096), "layer_kinds": kinds}
 
 
 def spec(config: Config) -> Tree:
-    """The parameters: weights [out, in]."""
-    biased = config.attention_bias
+    """The parameters: weights [out, in]. Norms of queries and keys have a weight per head, [N, H] and [G, H]."""
+    attention = usual_attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+    if config.use_qk_norm:
+        attention["q_norm"] = _head_norm(config.num_attention_heads, config.head_dim, "heads")
+        attention["k_norm"] = _head_norm(config.num_key_value_heads, config.head_dim, "kv_heads")
     layer = {
         "input_layernorm": norm(config.hidden_size, "embed"),
-        "attention": usual_attention(config, qkv_bias=biased, o_bias=biased),
+        "attention": attention,
         "mlp": usual_mlp(config),
     }
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
 
+def _head_norm(heads: int, head_dim: int, axis: str) -> Leaf:
+    return Leaf((heads, head_dim), torch.float32, (axis, "head_dim"), Constant(1.0), decay=False)
+
+
 hf_names = decoder.hf_names
 kinds = decoder.kinds
 attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
 embed = decoder.embed
 
 
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]}, with R = 0 for full layers."""
-    tables = decoder.freqs_cis(config, positions, length=length)
-    return {kind: table if kind == "sliding" else no_rotation(positions) for kind, table in tables.items()}
+def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """LayerNorm of each head of x [B, S, N, H] by its row of `weight` [N, H]."""
+    return (layer_norm(upcast(x), None, None, eps=eps) * upcast(weight)).to(x.dtype)
 
 
 @with_context
@@ -100,6 +122,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     weights = layer["attention"]
     normed = layer_norm(x, layer["input_layernorm"], None, eps=config.layer_norm_eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
+    if config.use_qk_norm:
+        eps = config.layer_norm_eps
+        q, k = _norm_heads(q, weights["q_norm"], eps), _norm_heads(k, weights["k_norm"], eps)
     q, k = apply_rotary_interleaved(q, freqs), apply_rotary_interleaved(k, freqs)
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = x + ctx.tap("attention", project_out(weights, mixed))

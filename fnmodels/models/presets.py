@@ -126,6 +126,8 @@ _GRANITE = {
     "rope_theta": 1e7,
 } | _TIED
 _GRANITE |= {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "max_position_embeddings": 131072}
+_COHERE = {"model_type": "cohere", "vocab_size": 256000, "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
+_AYA = _COHERE | {"rope_theta": 10000}
 _COHERE2 = {
     "model_type": "cohere2",
     "vocab_size": 256000,
@@ -336,6 +338,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         _GRANITE, 2048, 8192, 40, 32, 8, rope_theta=5e6, attention_multiplier=0.015625, logits_scaling=8.0
     ),
     "granite-3.1-8b": _sized(_GRANITE, 4096, 12800, 40, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
+    "command-r-v01": _sized(_COHERE, 8192, 22528, 40, 64, 64, rope_theta=8e6),
+    "command-r-08-2024": _sized(_COHERE, 8192, 24576, 40, 64, 8, rope_theta=4e6, max_position_embeddings=131072),
+    "command-r-plus": _sized(
+        _COHERE, 12288, 33792, 64, 96, 8, rope_theta=75e6, use_qk_norm=True, logit_scale=0.8333333333333334
+    ),
+    "aya-23-8b": _sized(_AYA, 4096, 14336, 32, 32, 8),
+    "aya-expanse-8b": _sized(_AYA, 4096, 14336, 32, 32, 8, logit_scale=0.125),
     "command-r7b": _sized(_COHERE2, 4096, 14336, 32, 32, 8, max_position_embeddings=132096),
     "command-a-111b": _sized(_COHERE2, 12288, 36864, 64, 96, 8),
     "falcon3-1b": _sized(_FALCON3, 2048, 8192, 18, 8, 4, max_position_embeddings=4096),

@@ -46,8 +46,8 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
         if len(leaf.shape) == 1 and not on_stream and entry not in matrices[layer_of(path)] and entry[0] not in alone:
             faults.append(f"{path} has the axis {entry[0]!r} of {entry[1]}, which no matrix of its layer has.")
         if "norm" in inner[-1] and "attention" in inner:
-            other = {"q": "kv_heads", "k": "heads"}.get(inner[-1][0])
-            if entry[0] in ("embed", other):
+            own, other = {"q": ("heads", "kv_heads"), "k": ("kv_heads", "heads")}.get(inner[-1][0], (None, None))
+            if entry[0] in ("embed", other) or (len(leaf.shape) > 1 and entry[0] != own):
                 faults.append(f"{path} is a norm within attention, so its axis is not {entry[0]!r}.")
     return faults
 
@@ -71,5 +71,5 @@ def test_a_norm_with_another_axis_is_found(case: Case) -> None:
     assert norms
     for path, leaf in norms.items():
         for axis in {"embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "latent"} - set(leaf.axes):
-            planted = {**flat, path: dataclasses.replace(leaf, axes=(axis,))}
+            planted = {**flat, path: dataclasses.replace(leaf, axes=(axis, *leaf.axes[1:]))}
             assert wrong_axes(case.config, planted), f"{path} as {axis!r} is not found"

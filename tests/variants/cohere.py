@@ -19,10 +19,17 @@ TINY: dict[str, Any] = {
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
     types = ["sliding_attention", "full_attention", "sliding_attention"]
-    values = TINY | {"model_type": "cohere2", "layer_norm_eps": 1e-2, "num_hidden_layers": 3, "layer_types": types}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # the defaults are outside of this vocabulary
-    values |= {"sliding_window": 6, "logit_scale": 0.8, "tie_word_embeddings": True, **ids}
-    return {"cohere2": values, "cohere2_bias_untied": values | {"attention_bias": True, "tie_word_embeddings": False}}
+    first = TINY | {"model_type": "cohere", "layer_norm_eps": 1e-2, "logit_scale": 0.8, **ids}
+    first |= {"tie_word_embeddings": True}
+    second = first | {"model_type": "cohere2", "num_hidden_layers": 3, "layer_types": types, "sliding_window": 6}
+    biased = {"attention_bias": True, "tie_word_embeddings": False}
+    return {
+        "cohere": first,
+        "cohere_qk_norm_bias_untied": first | biased | {"use_qk_norm": True, "head_dim": 12},
+        "cohere2": second,
+        "cohere2_bias_untied": second | biased,
+    }
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -46,16 +53,39 @@ def published() -> dict[str, dict[str, Any]]:
             "logit_scale": 0.25,
             "tie_word_embeddings": True,
         },
+        "command_r_plus": {
+            "architectures": ["CohereForCausalLM"],
+            "model_type": "cohere",
+            "vocab_size": 256000,
+            "hidden_size": 12288,
+            "intermediate_size": 33792,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "model_max_length": 131072,
+            "layer_norm_eps": 1e-5,
+            "rope_theta": 75000000.0,
+            "rope_scaling": None,
+            "logit_scale": 0.8333333333333334,
+            "use_qk_norm": True,
+            "tie_word_embeddings": True,
+        },
     }
 
 
 def sizes() -> dict[str, int]:
     """{name of a published model: its published number of parameters}."""
-    return {"command_a": 111_057_580_032}
+    return {"command_a": 111_057_580_032, "command_r_plus": 103_810_674_688}
 
 
 # Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
+    "command-r-v01": 34_980_831_232,
+    "command-r-08-2024": 32_296_476_672,
+    "command-r-plus": 103_810_674_688,
+    "aya-23-8b": 8_028_033_024,
+    "aya-expanse-8b": 8_028_033_024,
     "command-r7b": 8_028_033_024,
     "command-a-111b": 111_057_580_032,
 }

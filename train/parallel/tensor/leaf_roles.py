@@ -134,7 +134,7 @@ def _use(path: str, leaf: Leaf, is_part: bool, divided: frozenset[str], region: 
         rows = slice(first * leaf.unit, (first + count) * leaf.unit)
     if axes[-1] == "embed":
         return Use("read", not is_part, rows)
-    kind = "norm" if is_part and axes[0] in ("heads", "kv_heads") and "norm" in path else "plain"
+    kind = "norm" if is_part and axes in (("heads",), ("kv_heads",)) and "norm" in path else "plain"
     return Use(kind, not is_part, rows)
 
 

@@ -30,7 +30,7 @@ BASES: dict[str, tuple[Any, int]] = {  # {name: (config, bytes of the largest fi
     "tied": (llama.Config(**SIZES, tie_word_embeddings=True), 10**9),
     "qwen2": (llama.Config(**SIZES, qkv_bias=True, model_type="qwen2"), 10**9),
     "gemma": (gemma.Config(**SIZES), 10**9),
-    "cohere2": (cohere.Config(**SIZES, sliding_window=8, layer_kinds=("sliding", "full")), 10**9),
+    "cohere2": (cohere.Config(**SIZES, sliding_window=8, layer_kinds=("sliding", "full_nope")), 10**9),
     "qwen3_moe": (qwen_moe.Config(**SIZES, **_EXPERTS, num_experts=4, model_type="qwen3_moe", qk_norm=True), 10**9),
     "deepseek_v3": (deepseek.Config(**_LATENT), 10**9),
     # transformers' own default for both tokens lies beyond this vocabulary
