@@ -25,8 +25,8 @@ def variants() -> dict[str, dict[str, Any]]:
     second = first | {"model_type": "cohere2", "num_hidden_layers": 3, "layer_types": types, "sliding_window": 6}
     biased = {"attention_bias": True, "tie_word_embeddings": False}
     return {
-        "cohere": first,
         "cohere_qk_norm_bias_untied": first | biased | {"use_qk_norm": True, "head_dim": 12},
+        "cohere": first,
         "cohere2": second,
         "cohere2_bias_untied": second | biased,
     }
