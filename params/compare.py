@@ -40,6 +40,7 @@ BOUND = 2e-5  # of an fp32 activation, times max(1, its standard deviation): 5-1
 LENGTH, SHORTEST, SHIFT = 24, 4, 3
 # {model type: arrangements of batches on which transformers itself is wrong}.
 _THEIR_MISTAKES = {
+    "falcon": ("packed",),  # its masks do not separate documents
     "gpt_oss": ("packed",),  # its masks do not separate documents
     "llama4": ("packed", "shifted"),  # its temperature depends on the index in the row, not on the position
     "llama4_text": ("packed", "shifted"),
@@ -67,6 +68,7 @@ _SUBLAYERS = (
     {"attention": "self_attn", "mlp": "feed_forward"},  # Llama 4
     {"attention": "attn", "mlp": "mlp"},  # GPT-2
     {"attention": "attention", "mlp": "mlp"},  # GPT-NeoX
+    {"attention": "self_attention", "mlp": "mlp"},  # Falcon
 )
 
 
@@ -311,6 +313,7 @@ def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
         value = value if tap.endswith(".output") else value * multiplier
+        value = value.clone()  # Falcon adds the attention's output to the MLP's in place
         tapped[tap] = value if value.ndim == 3 else value.view(*tokens.shape, -1)  # experts may see rows of tokens
 
     layers = _layers(model)

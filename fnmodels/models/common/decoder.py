@@ -273,7 +273,11 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
     kept = {name: json.loads(value) for name, value in config.extra}
     sizes = {name: getattr(config, name) for name in _DECODER_FIELDS}
     own = {"rope_parameters": rope_to_hf(config.rope)} | {name: getattr(config, name) for name in names} | rest
-    out = kept | {"architectures": [architecture], "model_type": config.model_type} | sizes | own
+    return expressible(config, kept | {"architectures": [architecture], "model_type": config.model_type} | sizes | own)
+
+
+def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
+    """`out`, a config.json; ConfigError if it is not read back as `config`."""
     again = type(config).from_hf(out)
     if again != config:
         fields = [f.name for f in dataclasses.fields(config) if f.compare]

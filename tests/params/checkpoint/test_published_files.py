@@ -22,6 +22,7 @@ FILE = "model.safetensors"
 BUFFERS = {
     "llama": {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)},
     "mistral": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    "falcon": {"transformer.h.0.self_attention.rotary_emb.inv_freq": torch.ones(4)},
     "stablelm": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
     "gpt2": {
         "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(),
