@@ -11,7 +11,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.moe import check_experts, expert_names, experts_from_hf
+from fnmodels.models.common.moe import block_sparse_names, check_experts, experts_from_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops.moe.layer import MOE_TAPS
@@ -76,18 +76,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
-    names: dict[str, Stored] = {}
-    for path in flatten(spec(config)):
-        head, _, last = path.rpartition(".")
-        where = f"model.{head}".replace(".mlp", ".block_sparse_moe")
-        if last == "router":
-            names[path] = f"{where}.gate.weight"
-        elif head.endswith("experts"):
-            number = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[last]
-            names[path] = expert_names(where, config.num_local_experts, f"{number}.weight")
-        else:
-            names[path] = decoder.decoder_name(path)
-    return names
+    return block_sparse_names(flatten(spec(config)), config.num_local_experts)
 
 
 kinds = decoder.kinds

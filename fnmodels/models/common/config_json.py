@@ -159,7 +159,7 @@ def quantization(fields: Fields) -> Quantization | None:
     if not sizes or len(block) != 2:
         raise ConfigError(f"{inner.where}: 'weight_block_size' is {shown(block)}, but must be two sizes, [128, 128].")
     inner.expect("activation_scheme", "dynamic")  # static activation scales would be further tensors
-    inner.expect("fmt", "e4m3")
+    inner.expect("fmt", "e4m3", "float8_e4m3fn")  # MiniMax's files have the second name
     inner.expect("scale_fmt", "float", "ue8m0")  # ue8m0: powers of two, in fp32 all the same
     inner.expect("expert_dtype", "fp8")
     # which tensors are quantized is determined from the files

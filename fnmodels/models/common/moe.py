@@ -96,6 +96,21 @@ def moe_name(path: str, experts: int) -> Stored:
     return decoder_name(path.replace(".mlp.router", ".mlp.gate"))
 
 
+def block_sparse_names(paths: Iterable[str], experts: int) -> dict[str, Stored]:
+    """{path: name on disk} as in Mixtral: MoE layers are `block_sparse_moe`, w1, w2, w3 are gate, down and up."""
+
+    def name(path: str) -> Stored:
+        head, _, last = path.rpartition(".")
+        where = f"model.{head}".replace(".mlp", ".block_sparse_moe")
+        if head.endswith("experts"):
+            number = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[last]
+            return expert_names(where, experts, f"{number}.weight")
+        own = {"router": "gate.weight", "selection_bias": "e_score_correction_bias"}
+        return f"{where}.{own[last]}" if last in own else decoder_name(path)
+
+    return {path: name(path) for path in paths}
+
+
 _SHARED = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
 _GROUPED = (*_SHARED, "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
 

@@ -1,0 +1,129 @@
+"""MiniMax M2 to M2.7 (MiniMax AI, 230B-A10B): a mixture of experts in each layer.
+
+The Llama block with query and key norms over all heads, and rotary embedding of the first part of each head. Experts
+are chosen by sigmoid scores and a selection bias without a gradient; there is no shared expert. The MTP modules that
+config.json counts are not in the published files.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import UnsupportedError
+from fnmodels.models.common import decoder
+from fnmodels.models.common import moe as mixture
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.rope_config import rope_to_hf
+from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, layer_leaves, moe_leaves, usual_attention
+from fnmodels.models.common.storage import Stored
+from fnmodels.ops.linear import linear
+from fnmodels.ops.moe.layer import MOE_TAPS
+from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
+from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.qkv import project_out, split_heads
+from fnmodels.ops.rotary import Rope, apply_rotary
+from fnmodels.tree import Tree, flatten
+
+MODEL_TYPES = ("minimax_m2",)
+KINDS = ("full_moe",)
+ROUTED = True
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
+TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+
+# Fields of the published files that transformers ignores, with the values that mean this model.
+_EXPECTED = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}
+_EXPECTED |= {"shared_intermediate_size": 0, "router_jitter_noise": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches; intermediate_size is that of one expert."""
+
+    num_local_experts: int
+    num_experts_per_tok: int
+    rope: Rope = Rope(5e6)  # noqa: RUF009 - frozen
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 196608
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = _with_partial(Fields(values))
+        sizes: dict[str, Any] = {"max_positions": 196608, "kv_heads": 8, "head_dim": 128}
+        usual = decoder.base_fields(fields, MODEL_TYPES, theta=5e6, partial=1.0, **sizes)
+        layers = usual["num_hidden_layers"]
+        for name, value in _EXPECTED.items():
+            fields.expect(name, value)
+        fields.expect("attn_type_list", [1] * layers)  # 0 would be linear attention, as in MiniMax-Text-01
+        experts, chosen = mixture.experts_from_hf(fields, 256, 8, layers)
+        eps = fields.number("rms_norm_eps", 1e-6)
+        config = Config(**usual, num_local_experts=experts, num_experts_per_tok=chosen, rms_norm_eps=eps)
+        return decoder.finished(config, fields, ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"))
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        names = ("rms_norm_eps", "hidden_act", "num_local_experts", "num_experts_per_tok")
+        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # written even if it is 1
+        return decoder.decoder_to_hf(self, "MiniMaxM2ForCausalLM", *names, rope_parameters=rope)
+
+
+def _with_partial(fields: Fields) -> Fields:
+    """The fields with `rotary_dim` of the published files, a number of dimensions, as `partial_rotary_factor`."""
+    if fields.values.get("rotary_dim") is None:
+        return fields
+    share = fields.integer("rotary_dim") / fields.integer("head_dim", 128)
+    if fields.take("partial_rotary_factor", share) != share:
+        raise UnsupportedError(f"{fields.where}: 'rotary_dim' and 'partial_rotary_factor' disagree.")
+    return Fields({n: v for n, v in fields.values.items() if n != "rotary_dim"} | {"partial_rotary_factor": share})
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, std = config.hidden_size, config.initializer_range
+    mlp = moe_leaves(D, config.num_local_experts, config.intermediate_size, std=std, selection_bias=True)
+    layer = layer_leaves(D, usual_attention(config) | joint_head_norms(config), mlp)
+    return decoder_leaves(config, [layer for _ in config.layer_kinds])
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}, with one tensor per expert."""
+    return mixture.block_sparse_names(flatten(spec(config)), config.num_local_experts)
+
+
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+unembed = decoder.unembed
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    eps, weights, mlp = config.rms_norm_eps, layer["attention"], layer["mlp"]
+    normed = rms_norm(x, layer["input_layernorm"], eps=eps)
+    q, k, v = (linear(normed, weights[f"{name}_proj"]) for name in "qkv")
+    q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)  # over all heads together
+    q, k, v = (split_heads(t, config.head_dim) for t in (q, k, v))
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
+    chosen, dtype = config.num_experts_per_tok, ROUTER.output_dtype(x.dtype)
+    route = functools.partial(sigmoid_top_k, k=chosen, bias=mlp["selection_bias"], renormalize=True, dtype=dtype)
+    return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=config.hidden_act))
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "minimax-m2": {"model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536}
+    | {"num_hidden_layers": 62, "num_attention_heads": 48, "rotary_dim": 64},
+}
