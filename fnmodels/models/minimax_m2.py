@@ -18,6 +18,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
@@ -99,13 +100,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
     return mixture.block_sparse_names(flatten(spec(config)), config.num_local_experts)
 
 
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-unembed = decoder.unembed
-
-
 @with_context
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
@@ -118,9 +112,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    chosen, dtype = config.num_experts_per_tok, ROUTER.output_dtype(x.dtype)
-    route = functools.partial(sigmoid_top_k, k=chosen, bias=mlp["selection_bias"], renormalize=True, dtype=dtype)
-    return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=config.hidden_act))
+    chosen = config.num_experts_per_tok
+    route = functools.partial(sigmoid_top_k, k=chosen, bias=mlp["selection_bias"], renormalize=True)
+    return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=config.hidden_act, dtypes=ROUTER))
 
 
 PRESETS: dict[str, dict[str, Any]] = {
