@@ -93,7 +93,8 @@ def prepare(
     without values, of which each of several processes will make its shard. UserError for settings or text that cannot
     be trained on, or that differ from the recorded run.
     """
-    texts = sources.read_sources(settings.data, without=path, strict=settings.broken == "stop")
+    strict = settings.broken == "stop"
+    texts = sources.read_sources(settings.data, without=path, strict=strict)
     if recorded:
         model = initial_model.from_run(path, settings, on_meta=on_meta)
     else:
@@ -105,15 +106,9 @@ def prepare(
         raise UserError(f"--prompt {settings.prompt!r}: the tokenizer makes no token of it")
     template = tokenized.template_for(texts, model.source or path, (recorded or {}).get("day"))
     with tokenizing() as show:
+        end = model.end_ids[0] if model.end_ids else None
         dataset = tokenized.tokenize(
-            texts,
-            tokenizer,
-            model.end_ids[0] if model.end_ids else None,
-            config.vocab_size,
-            length=length,
-            template=template,
-            strict=settings.broken == "stop",
-            show=show,
+            texts, tokenizer, end, config.vocab_size, length=length, template=template, strict=strict, show=show
         )
     identity = {
         "settings": fixed_settings(settings),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from fnmodels.tree import Tree
 
 from .base import Optimizer, Rate, check_betas, check_numbers, from_spec, rate_of, trainable_only
 from .per_leaf import Slots, leafwise, zeros
+
+Lists = tuple[list[Tensor], ...]  # of one group: parameters, gradients, and each state
 
 
 def adamw(
@@ -37,7 +39,6 @@ def adamw(
     """
     check_numbers(eps=eps)
     beta1, beta2 = check_betas(betas)
-    masks = from_spec(spec)
 
     def rule(grad: Tensor, state: Slots, _: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
         first = state["exp_avg"].lerp(grad, 1 - beta1)
@@ -47,35 +48,15 @@ def adamw(
         change = -rate * (first / correction1) / ((second / correction2).sqrt() + eps)
         return change, {"exp_avg": first, "exp_avg_sq": second}
 
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        step = opt_state["step"]
-        rate = rate_of(lr, step + 1)
-        for decay, (ps, gs, ms, vs) in _groups(grads, opt_state, params, masks, weight_decay):
-            # found_inf is the kernels' flag for leaving everything unchanged.
-            fused_adamw(
-                ps,
-                gs,
-                ms,
-                vs,
-                [],
-                list(step.to(ps[0].device, torch.float32).repeat(len(ps)).unbind()),  # each is counted up
-                fused=True,
-                lr=rate,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=decay,
-                eps=eps,
-                amsgrad=False,
-                maximize=False,
-                found_inf=None if skip is None else skip.to(ps[0].device, torch.float32),
-            )
-        step.add_(1 if skip is None else (~skip).to(step))
+    def kernel(lists: Lists, step: Tensor, **options: Any) -> None:
+        counters = list(step.to(lists[0][0].device, torch.float32).repeat(len(lists[0])).unbind())  # each is counted up
+        fused_adamw(*lists, [], counters, beta1=beta1, beta2=beta2, eps=eps, amsgrad=False, **options)
 
     def init(param: Tensor) -> Slots:
         return {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
 
-    return replace(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, elementwise=True), apply_=apply_)
+    pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
+    return replace(pure, apply_=_in_place(kernel, lr, weight_decay, spec), elementwise=True)
 
 
 def sgd(
@@ -93,7 +74,6 @@ def sgd(
     check_numbers(momentum=momentum)
     if nesterov and not momentum:
         raise ValueError("nesterov=True needs a momentum above 0.")
-    masks = from_spec(spec)
 
     def rule(grad: Tensor, state: Slots, _: Tensor, __: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
         if not momentum:
@@ -101,60 +81,51 @@ def sgd(
         buffer = momentum * state["momentum"] + grad
         return -rate * (grad + momentum * buffer if nesterov else buffer), {"momentum": buffer}
 
-    @torch.no_grad()
-    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
-        step = opt_state["step"]
-        rate = rate_of(lr, step + 1)
-        groups = _groups(grads, opt_state, params, masks, weight_decay)
-        for decay, (ps, gs, *buffers) in ((decay, lists) for decay, group in groups for lists in _for_sgd(group)):
-            fused_sgd(
-                ps,
-                gs,
-                list(buffers[0]) if momentum else [None] * len(ps),
-                fused=True,
-                lr=rate,  # type: ignore[arg-type]  # a tensor will do
-                momentum=momentum,
-                nesterov=nesterov,
-                weight_decay=decay,
-                dampening=0.0,
-                maximize=False,
-                found_inf=None if skip is None else skip.to(ps[0].device, torch.float32),
-            )
-        step.add_(1 if skip is None else (~skip).to(step))
+    def kernel(lists: Lists, _: Tensor, **options: Any) -> None:
+        for params, grads, *buffers in _for_sgd(lists):
+            moments: list[Any] = buffers[0] if momentum else [None] * len(params)
+            fused_sgd(params, grads, moments, momentum=momentum, nesterov=nesterov, dampening=0.0, **options)
 
-    pure = leafwise(
-        lambda param: {"momentum": zeros(param)} if momentum else {},
-        rule,
-        lr,
-        weight_decay=weight_decay,
-        spec=spec,
-        decoupled=False,
-        elementwise=True,
-    )
-    return replace(pure, apply_=apply_)
+    def init(param: Tensor) -> Slots:
+        return {"momentum": zeros(param)} if momentum else {}
+
+    pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, decoupled=False)
+    return replace(pure, apply_=_in_place(kernel, lr, weight_decay, spec), elementwise=True)
 
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
+def _in_place(kernel: Callable[..., None], lr: Rate, weight_decay: float, spec: Tree | None) -> Callable[..., None]:
+    """`Optimizer.apply_` by a fused kernel: kernel(lists of params, gradients and states, step, **options)."""
+    trainable, decays = from_spec(spec)
+
+    @torch.no_grad()
+    def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
+        step, given = opt_state["step"], trainable_only(grads, trainable)
+        options = {"lr": rate_of(lr, step + 1), "fused": True, "maximize": False}
+        for decay, lists in _groups(given, opt_state, params, decays, weight_decay):
+            # found_inf is the kernels' flag for leaving everything unchanged.
+            found_inf = None if skip is None else skip.to(lists[0][0].device, torch.float32)
+            kernel(lists, step, weight_decay=decay, found_inf=found_inf, **options)
+        step.add_(1 if skip is None else (~skip).to(step))
+
+    return apply_
+
+
 def _groups(
-    grads: Tree,
-    opt_state: Tree,
-    params: Tree,
-    masks: tuple[Tree | None, dict[str, bool] | None],
-    weight_decay: float,
-) -> Iterator[tuple[float, tuple[list[Tensor], ...]]]:
+    grads: Tree, opt_state: Tree, params: Tree, decays: dict[str, bool] | None, weight_decay: float
+) -> Iterator[tuple[float, Lists]]:
     """(weight decay, lists of params, gradients, states) per device, dtype and decay, as fused kernels require.
 
-    masks: of `from_spec`. The kernels use one index for all tensors: same dtype, same memory layout. Tensors with
-    another layout are passed as copies, which are written back after the last group.
+    The kernels use one index for all tensors: same dtype, same memory layout. Tensors with another layout are passed as
+    copies, which are written back after the last group.
     """
-    trainable, decays = masks
     flat = [tree.flatten(t) for t in (params, *(opt_state[name] for name in sorted(opt_state) if name != "step"))]
     groups: dict[Any, list[list[Tensor]]] = {}
     copies: list[tuple[Tensor, Tensor]] = []
-    for path, grad in tree.flatten(trainable_only(grads, trainable)).items():
+    for path, grad in tree.flatten(grads).items():
         param, *rest = (t[path] for t in flat if t)
         decay = weight_decay if decays is None or decays[path] else 0.0
         lists = groups.setdefault((param.device, param.dtype, decay), [[] for _ in range(2 + len(rest))])
@@ -169,7 +140,7 @@ def _groups(
         tensor.copy_(copy)
 
 
-def _for_sgd(lists: tuple[list[Tensor], ...]) -> Iterator[tuple[list[Tensor], ...]]:
+def _for_sgd(lists: Lists) -> Iterator[Lists]:
     """The lists unchanged, or leaf by leaf in fp32 where torch's kernel is wrong: in bf16 and fp16 on the CPU it leaves
     most elements unchanged (pytorch/pytorch#191763)."""
     first = lists[0][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from fnmodels.tree import Tree
@@ -21,4 +23,5 @@ def lion(
         momentum = state["momentum"]
         return -rate * momentum.lerp(grad, 1 - beta_update).sign(), {"momentum": momentum.lerp(grad, 1 - beta_momentum)}
 
-    return leafwise(lambda p: {"momentum": zeros(p)}, rule, lr, weight_decay=weight_decay, spec=spec, elementwise=True)
+    pure = leafwise(lambda p: {"momentum": zeros(p)}, rule, lr, weight_decay=weight_decay, spec=spec)
+    return replace(pure, elementwise=True)

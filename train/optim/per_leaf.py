@@ -51,7 +51,6 @@ def leafwise(
     weight_decay: float,
     spec: Tree | None,
     decoupled: bool = True,
-    elementwise: bool = False,
     of_matrix: Callable[[Tensor], Tensor] | None = None,
     on_full: OnFull = lambda path, function, x: function(x),
 ) -> Optimizer:
@@ -59,11 +58,10 @@ def leafwise(
 
     In place it proceeds leaf by leaf, so that temporary memory is that of one or two leaves.
     decoupled: -rate x weight_decay x parameter is added to the rule's change; False: weight_decay x parameter is added
-    to the gradient. lr, spec: as in `adamw`.
-    elementwise: see `Optimizer`. of_matrix: turns the rule's result, a direction, into the change for a rate of -1,
-    matrix by matrix; the rule itself is then elementwise. on_full: how to apply it to shards, as in
+    to the gradient. lr, spec: as in `adamw`. of_matrix: turns the rule's result, a direction, into the change for a
+    rate of -1, matrix by matrix; the rule itself is then elementwise. on_full: how to apply it to shards, as in
     `Optimizer.for_shards`. State: {step, and per name of the rule's state a tree like the parameters, None where a leaf
-    has none}.
+    has none}. An elementwise rule (`Optimizer`) is marked by `dataclasses.replace`.
     """
     check_rate(lr)
     check_numbers(weight_decay=weight_decay)
@@ -123,7 +121,6 @@ def leafwise(
         apply_,
         lambda opt_state: rate_of(lr, opt_state["step"] + 1),
         trainable,
-        elementwise=elementwise,
         for_shards=None if of_matrix is None else for_shards,
     )
 
