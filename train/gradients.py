@@ -1,9 +1,5 @@
 """Sums over microbatches: loss, count, aux and gradients, before any division or update.
 
-    sums_of = gradient_sums(functools.partial(next_token_loss, config=config), optimizer)
-    sums = sums_of(params, microbatches)                       # total, count, aux, gradients
-    sums = sums_of(params, more, sums)                         # added to those, which are consumed
-
 Gradients come from `torch.autograd.grad` on detached leaves, so no `.grad` is written.
 """
 

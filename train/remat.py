@@ -1,9 +1,6 @@
-"""`layer_fn` wrappers for rematerialization (recomputing activations in the backward pass) and compilation.
+"""Wrappers for rematerialization (recomputing activations in the backward pass) and compilation.
 
-    wrap = layer_fn("selective", "block")
-    logits = fnmodels.forward(params, *inputs, config=config, layer_fn=wrap)
-
-Nothing is patched: a wrapper is an argument of the forward pass.
+Nothing is patched: a wrapper is the argument `layer_fn` of the forward pass.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     state = init_state(params, optimizer)
     state, metrics = step(state, batch)
 
-A train step sums gradients over microbatches, divides once by the global count and updates once. Remat and compilation
-travel with the params to the model's layers (`train.losses.model_loss`); no module is patched. The two halves are also
-public: `train.gradients.gradient_sums`, and `train.update.update`.
+A train step sums gradients over microbatches, divides once by the global count and updates once. Its two halves are
+also public: `train.gradients.gradient_sums` and `train.update.update`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,15 @@ from pathlib import Path
 from train.command_line import Parser, program_name, run_command
 from train.eval.generate import complete
 from train.job.setting_types import NUMBER, integer
+from train.job.settings import flag
+
+# Keywords of `complete`: {name: (type, default, help of the flag)}.
+SAMPLING = {
+    "tokens": (integer(1), 100, "maximal number of new tokens"),
+    "temperature": (NUMBER, 0.8, "0 takes the likeliest token each time"),
+    "top_k": (integer(1), 50, "number of the likeliest tokens to sample from"),
+    "seed": (integer(0), 0, "seed of the sampling"),
+}
 
 
 def _name() -> str:
@@ -25,30 +34,9 @@ def parser() -> Parser:
         "checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face, or adapters"
     )
     flags.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    flags.add_argument(
-        "--tokens",
-        type=integer(1).parse,
-        default=100,
-        metavar="N",
-        help="maximal number of new tokens (default %(default)s)",
-    )
-    flags.add_argument(
-        "--temperature",
-        type=NUMBER.parse,
-        default=0.8,
-        metavar="T",
-        help="0 takes the likeliest token each time (default %(default)s)",
-    )
-    flags.add_argument(
-        "--top-k",
-        type=integer(1).parse,
-        default=50,
-        metavar="K",
-        help="sample from the K likeliest tokens (default %(default)s)",
-    )
-    flags.add_argument(
-        "--seed", type=integer(0).parse, default=0, metavar="N", help="seed of the sampling (default %(default)s)"
-    )
+    for name, (kind, default, text) in SAMPLING.items():
+        help = f"{text} (default %(default)s)"
+        flags.add_argument(flag(name), type=kind.parse, default=default, metavar=kind.metavar, help=help)
     return flags
 
 
@@ -59,7 +47,7 @@ def sample(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(folder)
     config, params = load_model(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    options = {name: getattr(arguments, name) for name in ("tokens", "temperature", "top_k", "seed")}
+    options = {name: getattr(arguments, name) for name in SAMPLING}
     print(complete(params, config, tokenizer, arguments.prompt, end_ids(folder), **options))
     return 0
 

@@ -30,9 +30,6 @@ class MeshSetup:
     strategy: Strategy = field(default_factory=Strategy)
     microbatches: int = 1
 
-    def __str__(self) -> str:
-        return f"--mesh {self.mesh}"
-
 
 _PURPOSES = {"tp": "tensor parallelism", "cp": "context parallelism", "pp": "pipelines"}
 

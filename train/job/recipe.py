@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -28,40 +28,29 @@ MATRICES = "layers.*_proj"
 LR_FROM_SCRATCH, LR_FROM_CHECKPOINT, LR_OF_ADAPTERS = 3e-3, 3e-4, 1e-3  # peak learning rates of AdamW
 
 
-@dataclass(frozen=True)
-class OptimizerDefaults:
-    """Default hyperparameters of an optimizer. rate: a factor on AdamW's peak; None: it has no such parameter."""
-
-    rate: float
-    weight_decay: float
-    betas: tuple[float, float] | None = None
-    momentum: float | None = None
-    muon_learning_rate: float | None = None
-
-
-OPTIMIZER_DEFAULTS = {
-    "adamw": OptimizerDefaults(1.0, 0.1, betas=(0.9, 0.95)),
-    "muon": OptimizerDefaults(1.0, 0.1, betas=(0.9, 0.95), momentum=0.95, muon_learning_rate=0.02),
-    "lion": OptimizerDefaults(0.1, 1.0, betas=(0.9, 0.99)),  # the rule of thumb of arXiv 2302.06675
-    "sgd": OptimizerDefaults(30.0, 1e-4, momentum=0.9),  # its decay is part of the gradient, and so of the momentum
-    "adafactor": OptimizerDefaults(10.0, 0.01),  # its rate is relative to the RMS of a parameter
+# Default hyperparameters of each optimizer. rate: a factor on AdamW's peak.
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {"rate": 1.0, "weight_decay": 0.1, "betas": (0.9, 0.95)},
+    "muon": {"rate": 1.0, "weight_decay": 0.1, "betas": (0.9, 0.95), "momentum": 0.95, "muon_learning_rate": 0.02},
+    "lion": {"rate": 0.1, "weight_decay": 1.0, "betas": (0.9, 0.99)},  # the rule of thumb of arXiv 2302.06675
+    "sgd": {"rate": 30.0, "weight_decay": 1e-4, "momentum": 0.9},  # decay is part of the gradient and of the momentum
+    "adafactor": {"rate": 10.0, "weight_decay": 0.01},  # its rate is relative to the RMS of a parameter
 }
 HYPERPARAMETERS = ("weight_decay", "betas", "momentum", "muon_learning_rate")
 
 
 def with_optimizer_defaults(settings: Settings) -> Settings:
     """`settings` with defaults for all hyperparameters of its optimizer; those it does not have stay None."""
-    defaults = OPTIMIZER_DEFAULTS[settings.optimizer]
-    rate = LR_OF_ADAPTERS if settings.lora else LR_FROM_CHECKPOINT if settings.init else LR_FROM_SCRATCH
-    values: dict[str, Any] = {name: getattr(defaults, name) for name in HYPERPARAMETERS}
-    values["learning_rate"] = float(f"{rate * defaults.rate:g}")  # rounds off binary representation errors
+    values = dict(OPTIMIZER_DEFAULTS[settings.optimizer])
+    peak = LR_OF_ADAPTERS if settings.lora else LR_FROM_CHECKPOINT if settings.init else LR_FROM_SCRATCH
+    values["learning_rate"] = float(f"{peak * values.pop('rate'):g}")  # rounds off binary representation errors
     return replace(settings, **{name: value for name, value in values.items() if getattr(settings, name) is None})
 
 
 def unused_settings(settings: Settings) -> list[str]:
     """The names of hyperparameters that are set but that the optimizer does not have."""
-    defaults = OPTIMIZER_DEFAULTS[settings.optimizer]
-    return [name for name in HYPERPARAMETERS if getattr(settings, name) is not None and getattr(defaults, name) is None]
+    known = OPTIMIZER_DEFAULTS[settings.optimizer]
+    return [name for name in HYPERPARAMETERS if getattr(settings, name) is not None and name not in known]
 
 
 def optimizer_for(spec: Tree, settings: Settings) -> Optimizer:

@@ -2,8 +2,7 @@
 
     config.json, model.safetensors, tokenizer.json, ...   a Hugging Face checkpoint of the last saved step
     ema/                                                  a second checkpoint, of the averaged weights (--ema)
-    steps/step-00000100/, ...                             everything that a resumed run needs, see
-    train/checkpoint/saved_steps.py
+    steps/step-00000100/, ...                             all that a resumed run needs (train.checkpoint.saved_steps)
     run.json                                              the settings and hashes that determine its results
     settings.toml                                         all of its settings, for --config
     metrics.jsonl, tensorboard/, loss.png, summary.json   its metrics and results

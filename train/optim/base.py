@@ -5,10 +5,8 @@
     updates, opt_state = optimizer.update(grads, opt_state, params)
     params = apply_updates(params, updates)
 
-`update` consists of plain tensor operations: pure, and compatible with vmap, grad and compile. `apply_` is the same
-step with torch's fused kernels, writing parameters and state in place, in a fraction of the time. A frozen leaf has
-None in the moments and in `updates`, whatever `grads` has for it; a leaf with None in `grads` keeps its state and gets
-no update.
+`update` is compatible with vmap, grad and compile; `apply_` takes a fraction of the time. A frozen leaf has None in the
+moments and in `updates`, whatever `grads` has for it; a leaf with None in `grads` keeps its state and gets no update.
 """
 
 from __future__ import annotations

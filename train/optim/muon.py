@@ -29,12 +29,10 @@ def muon(
     """Equal to torch.optim.Muon on matrices; stacks [E, out, in] (experts) are orthogonalized matrix by matrix.
 
     match_adamw: scales the rate by 0.2 sqrt(max(out, in)), so that AdamW's rates fit (arXiv 2502.16982); otherwise by
-    sqrt(max(1, out / in)). steps: of the Newton-Schulz iteration, in bf16. lr, spec: as in
-    `adamw`.
+    sqrt(max(1, out / in)). steps: of the Newton-Schulz iteration, in bf16. lr, spec: as in `adamw`.
 
-    Over a mesh that shards matrices, each is gathered in bf16 by every process that has a shard of it.
-    For hidden matrices only: embeddings, heads, norms and biases need another optimizer, see `partition`. A vector is a
-    ValueError.
+    Over a mesh that shards matrices, each is gathered in bf16 by every process that has a shard of it. For hidden
+    matrices only: embeddings, heads, norms and biases need another optimizer (`partition`); a vector is a ValueError.
     """
     check_numbers(eps=eps)
     check_below_1(momentum=momentum)  # at 1 neither the momentum nor the direction would contain the gradient

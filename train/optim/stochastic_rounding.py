@@ -28,8 +28,8 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
     would lose their small changes. Parameters of other dtypes are updated without rounding.
 
     The random number is a function of (seed, number of the update, path, index), so a resumed run repeats it, and no
-    global generator is touched. State: {inner, step}. The pure update is rounded - parameter in fp32; adding it gives
-    the rounded bits unless a parameter becomes 2^16 times smaller at once. In place, fp32 parameters exist temporarily.
+    global generator is touched. State: {inner, step}. The pure update is as in `with_master`. In place, fp32 parameters
+    exist temporarily.
     """
 
     def init(params: Tree) -> Tree:

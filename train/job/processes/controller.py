@@ -1,7 +1,5 @@
 """Single-controller training: rank 0 runs the job and broadcasts commands, which all ranks execute together.
 
-    python -m train --run runs/four --mesh pp=2,fsdp=2
-
 Rank 0 alone reads text, prints, and writes the run folder. Collective work (a step, a loss, a save) is a method of
 `Worker`: rank 0 broadcasts its name and arguments, then all ranks call it. The other ranks need no text, only
 checkpoints, of which each reads its shards, and cannot diverge from rank 0. User errors are found by rank 0 before the
