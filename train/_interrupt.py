@@ -7,12 +7,11 @@ from types import TracebackType
 
 def starting_command() -> str | None:
     """The command of `train` that this process is starting; None in every other program that imports the package."""
-    program = sys.argv[0] if sys.argv else ""
-    if program != "-m":
-        name = os.path.basename(program)
-        return name if name in ("fnmodels-train", "fnmodels-sample") else None
-    module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-    return f"python -m {module}" if module.partition(".")[0] == "train" else None
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    if name == "-m" and "-m" in sys.orig_argv:  # as long as the module is being found
+        module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+        return f"python -m {module}" if module.partition(".")[0] == "train" else None
+    return name if name in ("fnmodels-train", "fnmodels-sample") else None
 
 
 def exit_in_one_line() -> None:
