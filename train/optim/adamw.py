@@ -49,8 +49,9 @@ def adamw(
         return change, {"exp_avg": first, "exp_avg_sq": second}
 
     def kernel(lists: Lists, step: Tensor, **options: Any) -> None:
-        counters = list(step.to(lists[0][0].device, torch.float32).repeat(len(lists[0])).unbind())  # each is counted up
-        fused_adamw(*lists, [], counters, beta1=beta1, beta2=beta2, eps=eps, amsgrad=False, **options)
+        ps, gs, ms, vs = lists
+        counters = list(step.to(ps[0].device, torch.float32).repeat(len(ps)).unbind())  # each is counted up
+        fused_adamw(ps, gs, ms, vs, [], counters, beta1=beta1, beta2=beta2, eps=eps, amsgrad=False, **options)
 
     def init(param: Tensor) -> Slots:
         return {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
