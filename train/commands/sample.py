@@ -12,12 +12,12 @@ from train.eval.generate import complete
 from train.job.setting_types import NUMBER, integer
 from train.job.settings import flag
 
-# Keywords of `complete`: {name: (type, default, help of the flag)}.
+# Keywords of `complete`: {name: (type, default, metavar and help of the flag)}.
 SAMPLING = {
-    "tokens": (integer(1), 100, "maximal number of new tokens"),
-    "temperature": (NUMBER, 0.8, "0 takes the likeliest token each time"),
-    "top_k": (integer(1), 50, "number of the likeliest tokens to sample from"),
-    "seed": (integer(0), 0, "seed of the sampling"),
+    "tokens": (integer(1), 100, "N", "maximal number of new tokens"),
+    "temperature": (NUMBER, 0.8, "T", "0 takes the likeliest token each time"),
+    "top_k": (integer(1), 50, "K", "sample from the K likeliest tokens"),
+    "seed": (integer(0), 0, "N", "seed of the sampling"),
 }
 
 
@@ -34,9 +34,9 @@ def parser() -> Parser:
         "checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face, or adapters"
     )
     flags.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    for name, (kind, default, text) in SAMPLING.items():
+    for name, (kind, default, metavar, text) in SAMPLING.items():
         help = f"{text} (default %(default)s)"
-        flags.add_argument(flag(name), type=kind.parse, default=default, metavar=kind.metavar, help=help)
+        flags.add_argument(flag(name), type=kind.parse, default=default, metavar=metavar, help=help)
     return flags
 
 
