@@ -11,7 +11,7 @@ from train.dist.torchrun import rank_and_world_size
 from train.optim.base import supports_shards
 from train.parallel import Mesh, Strategy
 from train.parallel.mesh import Parallelism
-from train.parallel.pipeline.gradients import SCHEDULES, check_microbatches
+from train.parallel.pipeline.schedule import SCHEDULES, check_microbatches
 from train.parallel.pipeline.stages import pipeline_of
 from train.parallel.placement import rules_of
 from train.parallel.step import not_compiled

@@ -29,8 +29,8 @@ class Balance:
     split into microbatches. z: `router_z_loss`. scores: see `balance_loss`. A run over a mesh sets the rest: over sums
     integer tensors over the ranks that hold other tokens of the same rows, across over those that hold other rows of
     the batch, and each rank's terms are then its contribution to the global ones. share: the fraction of the model's
-    layers with experts that this pipeline stage runs; None: all. ValueError for a negative coefficient or unknown
-    scores.
+    layers with experts that this pipeline stage runs; None: all. before: the terms of the stages before, 0-d.
+    ValueError for a negative coefficient or unknown scores.
     """
 
     sequence: float = 0.0
@@ -40,6 +40,7 @@ class Balance:
     over: Adding | None = None
     across: Adding | None = None
     share: float | None = None
+    before: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("sequence", "batch", "z"):
@@ -144,8 +145,9 @@ def balance_terms(
         return [value for tap, value in tapped.items() if tap.endswith(f".{name}")]
 
     logits, indices = of("router_logits"), of("expert_indices")
-    if not logits:  # a pipeline stage without experts
-        return torch.zeros((), device=valid.device), {}
+    before = torch.zeros((), device=valid.device) if balance.before is None else balance.before
+    if not logits:  # a pipeline stage without experts, which may not send the tensor that it received
+        return before.clone(), {}
     aux: dict[str, Tensor] = {"counts": torch.stack(of("counts"))}
     total = torch.zeros((), dtype=torch.promote_types(logits[0].dtype, torch.float32), device=valid.device)
     if balance.sequence:
@@ -167,7 +169,7 @@ def balance_terms(
         total = total + balance.z * aux["router_z"]
     if balance.share is None:
         return total, aux
-    return total * balance.share, {n: v if n == "counts" else v * balance.share for n, v in aux.items()}
+    return before + total * balance.share, {n: v if n == "counts" else v * balance.share for n, v in aux.items()}
 
 
 def _in_turn(first: Adding | None, second: Adding | None) -> Adding | None:

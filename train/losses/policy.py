@@ -14,7 +14,7 @@ Sums = dict[str, Tensor]
 
 # Upper bound of a log ratio. exp(20) = 5e8 is far beyond every clip; unbounded, exp would give inf and the gradient of
 # a clipped token 0 x inf = NaN, which would invalidate the whole step.
-FURTHEST = 20.0
+MAX_LOG_RATIO = 20.0
 
 
 def dpo_loss(
@@ -88,7 +88,7 @@ def policy_loss(
     if entropy_bonus and entropy is None:
         raise ValueError(f"entropy_bonus is {entropy_bonus}, so entropy must be given.")
     logp, old_logp, advantages = (torch.where(valid, t, 0.0) for t in (logp, old_logp.detach(), advantages.detach()))
-    ratio = (logp - old_logp).clamp(max=FURTHEST).exp()
+    ratio = (logp - old_logp).clamp(max=MAX_LOG_RATIO).exp()
     low, high = 1 - clip[0], 1 + clip[1]
     gain = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     beyond = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
@@ -98,7 +98,7 @@ def policy_loss(
     losses = -gain
     metrics = {"ratio": ratio, "clipped": beyond.to(ratio)}
     if reference_logp is not None:
-        r = (torch.where(valid, reference_logp.detach(), 0.0) - logp).clamp(max=FURTHEST)
+        r = (torch.where(valid, reference_logp.detach(), 0.0) - logp).clamp(max=MAX_LOG_RATIO)
         metrics["kl"] = r.exp() - r - 1
         losses = losses + kl * metrics["kl"]
     if entropy is not None:

@@ -21,7 +21,7 @@ from fnmodels.tree import Tree
 from params.sharding import Sharding
 from train.losses.lm_head import head_loss, head_name
 from train.parallel.mesh import Mesh
-from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.tree_split import ends
 
 from .facts import Work
 from .fake_ops import Flash, Products, check_grouped, exchanged
@@ -149,7 +149,7 @@ def ends_kept(config: DecoderConfig, spec: Tree, plan: Tree, shape: tuple[int, i
     embedding = saved_bytes(embed, [*inputs.values(), *tree.leaves(params)])
     if mesh.tp > 1:  # ids relative to the rank's first row, and which of them are local
         embedding += tokens.numel() * (torch.long.itemsize + torch.bool.itemsize)
-    last = {name: values for name, values in params.items() if mesh.pp == 1 or name in pp.ends(config)[1]}
+    last = {name: values for name, values in params.items() if mesh.pp == 1 or name in ends(config)[1]}
     if mesh.tp > 1:  # the head gets single replicated leaves, and its own
         last = {
             name: values

@@ -12,7 +12,7 @@ from fnmodels.errors import UserError
 from train.command_line import Parser, run_command
 from train.job.setting_types import POSITIVE, integer
 from train.parallel.mesh import Mesh
-from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.schedule import SCHEDULES, pipeline
 
 from .facts import Work
 from .report import picture, table, traffic
@@ -34,7 +34,7 @@ def parser() -> Parser:
     made.add_argument(
         "--microbatches", type=integer(1).parse, metavar="N", help="per rank; default: twice the stages, or 1"
     )
-    made.add_argument("--schedule", metavar="NAME", help=f"{', '.join(pp.SCHEDULES)}; default 1F1B")
+    made.add_argument("--schedule", metavar="NAME", help=f"{', '.join(SCHEDULES)}; default 1F1B")
     made.add_argument("--virtual", type=integer(1).parse, metavar="N", help="stages per rank of a looped schedule")
     made.add_argument("--remat", default="none", metavar="HOW", help="none, full or every:N layers (default none)")
     made.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of activations and of weights in use")
@@ -50,12 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
         check_suffix(arguments.picture, "--picture")
     try:
         config, mesh, schedule = fnmodels.preset(arguments.preset), Mesh.parse(arguments.mesh), arguments.schedule
-        if schedule not in (None, *pp.SCHEDULES):
-            raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(pp.SCHEDULES)}.")
+        if schedule not in (None, *SCHEDULES):
+            raise ValueError(f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}.")
         if mesh.pp == 1 and (schedule or arguments.virtual):
             raise ValueError(f"--schedule and --virtual are for a pipeline, and the mesh {mesh} has none: add a pp.")
         schedule = schedule or "1F1B"
-        pipe = pp.pipeline(config, mesh.pp, schedule, virtual=arguments.virtual)
+        pipe = pipeline(config, mesh.pp, schedule, virtual=arguments.virtual)
         microbatches = arguments.microbatches or (2 * len(pipe.layers) if mesh.pp > 1 else 1)
         work = Work(
             arguments.rows or mesh.rows * microbatches,

@@ -11,7 +11,7 @@ from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from train.parallel.mesh import Mesh
-from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.schedule import Pipeline
 from train.parallel.pipeline.timeline import Action, repeats
 from train.parallel.pipeline.tree_split import cut
 
@@ -29,7 +29,7 @@ class Model:
     plan: Tree
     mesh: Mesh
     work: Work
-    pipe: pp.Pipeline
+    pipe: Pipeline
     shape: tuple[int, int]
     layers: tuple[Layer, ...]
     ends: Ends

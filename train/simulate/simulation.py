@@ -6,10 +6,10 @@ from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from train.parallel.mesh import Mesh
-from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.schedule import check_microbatches, pipeline
 from train.parallel.pipeline.timeline import idle, order
 from train.parallel.placement import rules_of
-from train.parallel.tensor.leaf_roles import check_divided, divided_dims
+from train.parallel.tensor.leaf_roles import sharded_dims
 from train.remat import layer_fn
 
 from .activations import ends_kept, layer_kept
@@ -25,11 +25,11 @@ def simulate(config: DecoderConfig, mesh: Mesh, work: Work) -> list[RankFacts]:
     spec = family.spec(config)
     _check(config, spec, mesh, work)
     schedule, virtual = (work.schedule, work.virtual) if mesh.pp > 1 else ("1F1B", None)
-    pipe = pp.pipeline(config, mesh.pp, schedule, virtual=virtual, split=work.split)
-    pp.check_microbatches(pipe, work.microbatches)
+    pipe = pipeline(config, mesh.pp, schedule, virtual=virtual, split=work.split)
+    check_microbatches(pipe, work.microbatches)
     plan = P.plan(spec, rules_of(mesh, config), mesh.sizes)
     if mesh.tp > 1:
-        _check_tp(spec, plan, mesh)
+        sharded_dims(tree.flatten(spec), tree.flatten(plan), "tp")  # for its checks
     shape = (work.rows // (mesh.rows * work.microbatches), work.length // mesh.cp)
     kinds = family.kinds(config)
     by_kind = {
@@ -66,10 +66,3 @@ def _check(config: DecoderConfig, spec: Tree, mesh: Mesh, work: Work) -> None:
             raise ValueError(f"Rows of {work.length} tokens are longer than the {known} positions of {path}.")
     if mesh.ep > 1 and not any("expert" in leaf.axes for leaf in tree.leaves(spec)):
         raise ValueError(f"ep is {mesh.ep}, but a {config.model_type} has no experts to shard.")
-
-
-def _check_tp(spec: Tree, plan: Tree, mesh: Mesh) -> None:
-    """ValueError for a plan that tensor parallelism refuses."""
-    leaves, where = tree.flatten(spec), divided_dims(tree.flatten(plan), "tp")
-    divided = frozenset(leaf.axes[n] for path, leaf in leaves.items() if (n := where[path]) is not None)
-    check_divided(leaves, where, divided, "tp", mesh.tp, sequence=False)

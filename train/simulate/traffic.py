@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from train.losses.lm_head import CHUNK
-from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline import tree_split
 
 from .facts import WIDE, Message
 from .local_leaves import transfers
@@ -98,7 +98,7 @@ def _over_pp(rank: PipelineRank) -> Iterable[Message]:
         for other, what in ((stage + 1, "hidden states"), (stage - 1, "their gradients")):
             if 0 <= other < len(pipe.layers) and pipe.ranks[other] != rank.index:
                 yield _times("send", "pp", what, rank.model.hidden_bytes, rank.model.work.microbatches)
-    tied = frozenset.intersection(*pp.ends(config))
+    tied = frozenset.intersection(*tree_split.ends(config))
     if rank.index in (pipe.ranks[0], pipe.ranks[-1]) and pipe.ranks[0] != pipe.ranks[-1]:
         for leaf in (leaf for group in rank.outside.values() for leaf in group):
             if leaf.path.partition(".")[0] in tied:

@@ -44,7 +44,8 @@ from train.parallel.context import api as context
 from train.parallel.context import ring
 from train.parallel.mesh import whole_groups
 from train.parallel.pipeline import gradients, runner, stages
-from train.parallel.pipeline.gradients import SCHEDULES, SINGLE
+from train.parallel.pipeline.microbatch import Microbatch
+from train.parallel.pipeline.schedule import SCHEDULES, SINGLE
 from train.parallel.tensor import leaf_roles, leaf_wrappers
 
 LIMIT = 1e-5
@@ -399,7 +400,7 @@ def another_head(patch: pytest.MonkeyPatch) -> None:
 def first_mask(patch: pytest.MonkeyPatch) -> None:
     prepared = runner.microbatches
 
-    def run(*args: Any) -> list[gradients.Microbatch]:
+    def run(*args: Any) -> list[Microbatch]:
         parts = prepared(*args)
         return [dataclasses.replace(part, masks=parts[0].masks, layout=parts[0].layout) for part in parts]
 
@@ -409,7 +410,7 @@ def first_mask(patch: pytest.MonkeyPatch) -> None:
 def first_table(patch: pytest.MonkeyPatch) -> None:
     prepared = runner.microbatches
 
-    def run(*args: Any) -> list[gradients.Microbatch]:
+    def run(*args: Any) -> list[Microbatch]:
         parts = prepared(*args)
         return [dataclasses.replace(part, freqs_cis=parts[0].freqs_cis) for part in parts]
 

@@ -23,11 +23,15 @@ from tests.support.cases import cases, generic_params, positions_of, segments, t
 from tests.support.ranks_pool import Ranks
 from train.gradients import gradient_sums
 from train.losses.model_loss import as_loss
-from train.losses.moe_balance import Balance
+from train.losses.moe_balance import Balance, balance_terms
 from train.optim.base import with_paths
 from train.parallel import padding
 from train.parallel.pipeline import gradients as pp
 from train.parallel.pipeline import runner, staged_loss
+from train.parallel.pipeline.microbatch import microbatches
+from train.parallel.pipeline.schedule import check_microbatches, pipeline
+from train.parallel.pipeline.staged_loss import StagedLoss
+from train.parallel.pipeline.tree_split import copies, share
 
 # A tied embedding; a dense first layer, shared experts and a selection bias; sinks, a router bias and two kinds.
 FAMILIES = ("llama_tied", "deepseek_v3", "gpt_oss")
@@ -88,16 +92,27 @@ def loss_of(config: Any, balance: bool) -> Any:
     return functools.partial(train.next_token_loss, config=config, kernel="math", balance=terms)
 
 
-def gradients(name: str, layers: int, schedule: str, balance: bool = False, dropped: bool = False) -> dict[str, Any]:
+def scaled_terms(config: Any, params: Any, batch: Batch) -> tuple[Any, ...]:
+    """A loss that multiplies the balance terms, as one with another count than the labels' does."""
+    balance = Balance(sequence=0.3, z=0.1, scores="sigmoid")
+    logp, _, valid, added, sums = train.routed_logprobs(params, batch, config=config, kernel="math", balance=balance)
+    return 0.01 * added - logp.sum(), valid.sum(), sums
+
+
+def gradients(
+    name: str, layers: int, schedule: str, balance: bool = False, scaled: bool = False, dropped: bool = False
+) -> dict[str, Any]:
     """This rank's differences to one process, what it counts, and the sums. dropped: stages carry no terms."""
     config, size = config_of(name, layers), dist.get_world_size()
-    loss, optimizer = loss_of(config, balance), optimizer_of(config)
+    loss = functools.partial(scaled_terms, config) if scaled else loss_of(config, balance)
+    optimizer = optimizer_of(config)
     split = fnmodels.split(batch_of(config, 4), 4)
-    pipe = pp.pipeline(config, size, schedule)
-    params = pp.share(generic_params(config), config, pipe, dist.get_rank())
+    pipe = pipeline(config, size, schedule)
+    params = share(generic_params(config), config, pipe, dist.get_rank())
     before = tree.map(torch.clone, params)
     of = pp.gradient_sums(as_loss(loss).with_options(counts=balance), optimizer, pipe)
-    with mock.patch.object(staged_loss._Carry, "apply", lambda x, _: x) if dropped else contextlib.nullcontext():
+    terms = lambda *given: tree.map(Tensor.detach, balance_terms(*given))  # noqa: E731
+    with mock.patch.object(staged_loss, "balance_terms", terms) if dropped else contextlib.nullcontext():
         of(params, split)
         sums = of(params, split)  # again: nothing of the first step is left behind
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(params), tree.leaves(before), strict=True))
@@ -106,7 +121,7 @@ def gradients(name: str, layers: int, schedule: str, balance: bool = False, drop
     assert all(grad.dtype == torch.float32 for grad in sums.grads)
     report: dict[str, Any] = {
         "off": differences(found, grads),
-        "copies": sorted(pp.copies(config, pipe, dist.get_rank())),
+        "copies": sorted(copies(config, pipe, dist.get_rank())),
         "total": [float(sums.total), float(one.total)],
         "count": [int(sums.count), int(one.count)],
     }
@@ -140,8 +155,13 @@ def test_balance_terms_and_counts_stay_where_the_layers_are(ranks: Ranks, schedu
 
 
 def test_a_term_that_a_stage_does_not_carry_shows(ranks: Ranks) -> None:
-    for report in ranks(2)(gradients, "deepseek_v3", 4, "1F1B", True, True)[:1]:
+    for report in ranks(2)(gradients, "deepseek_v3", 4, "1F1B", True, False, True)[:1]:
         assert report["off"]["layers.1.mlp.router"] > 100 * CLOSE
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_loss_may_scale_the_terms_of_all_stages(ranks: Ranks, schedule: str) -> None:
+    check(ranks(2)(gradients, "deepseek_v3", 5, schedule, False, True), config_of("deepseek_v3", 5))
 
 
 def lengths(name: str, schedule: str) -> list[float]:
@@ -158,11 +178,11 @@ def lengths(name: str, schedule: str) -> list[float]:
 
     config, rank = config_of(name, 4), dist.get_rank()
     loss, optimizer = loss_of(config, False), optimizer_of(config)
-    pipe = pp.pipeline(config, 2, schedule)
+    pipe = pipeline(config, 2, schedule)
     whole = batch_of(config, 4)
     first = [tree.map(lambda t, i=i: t[2 * i : 2 * i + 1 + i % 2, : 11 - i], whole) for i in range(4)]
     second = fnmodels.split(whole, 4)
-    params = pp.share(generic_params(config), config, pipe, rank)
+    params = share(generic_params(config), config, pipe, rank)
     of, without = pp.gradient_sums(loss, optimizer, pipe), pp.loss_sums(loss, pipe)
     with mock.patch.object(runner, "_schedule", watched):
         sums = of(params, second, of(params, first), divide=False)
@@ -189,8 +209,8 @@ def evaluated(name: str, schedule: str) -> list[float]:
     """Sum and count without gradients, between two steps of the same pipeline."""
     config, rank = config_of(name, 4), dist.get_rank()
     loss, optimizer = loss_of(config, False), optimizer_of(config)
-    pipe = pp.pipeline(config, 2, schedule)
-    params, parts = pp.share(generic_params(config), config, pipe, rank), fnmodels.split(batch_of(config, 4), 4)
+    pipe = pipeline(config, 2, schedule)
+    params, parts = share(generic_params(config), config, pipe, rank), fnmodels.split(batch_of(config, 4), 4)
     of, without = pp.gradient_sums(loss, optimizer, pipe), pp.loss_sums(loss, pipe)
     before = of(params, parts)
     without(params, parts)
@@ -214,12 +234,12 @@ def stepped(name: str, schedule: str) -> float:
     """Updates with the sums of a pipeline against `make_step`: norm and clipping count a tied embedding once."""
     config, rank = config_of(name, 4), dist.get_rank()
     loss, optimizer = loss_of(config, False), optimizer_of(config)
-    pipe = pp.pipeline(config, 2, schedule)
+    pipe = pipeline(config, 2, schedule)
     batch = batch_of(config, 4)
-    state = train.init_state(pp.share(generic_params(config), config, pipe, rank), optimizer)
+    state = train.init_state(share(generic_params(config), config, pipe, rank), optimizer)
     of = pp.gradient_sums(loss, optimizer, pipe)
     one, step = train.init_state(generic_params(config), optimizer), train.make_step(loss, optimizer, clip=0.1)
-    again = pp.copies(config, pipe, rank)
+    again = copies(config, pipe, rank)
     for _ in range(3):
         sums = of(state.params, fnmodels.split(batch, 4))
         paths = trained(state.params, optimizer)
@@ -253,8 +273,8 @@ def narrow() -> list[Any]:
     grads = dict(zip(trained(params, optimizer), one.grads, strict=True))
     worst = []
     for schedule in ("1F1B", "ZBVZeroBubble"):
-        pipe = pp.pipeline(config, 2, schedule)
-        mine = pp.share(params, config, pipe, rank)
+        pipe = pipeline(config, 2, schedule)
+        mine = share(params, config, pipe, rank)
         sums = pp.gradient_sums(loss, optimizer, pipe)(mine, split)
         assert all(grad.dtype == torch.float32 for grad in sums.grads)
         found = dict(zip(trained(mine, optimizer), sums.grads, strict=True))
@@ -274,8 +294,8 @@ def refused() -> list[str]:
     said = []
 
     def ask(schedule: str, parts: list[Batch]) -> None:
-        pipe = pp.pipeline(config, 2, schedule)
-        params = pp.share(generic_params(config), config, pipe, dist.get_rank())
+        pipe = pipeline(config, 2, schedule)
+        params = share(generic_params(config), config, pipe, dist.get_rank())
         with mock.patch.object(runner, "_schedule", side_effect=AssertionError), pytest.raises(ValueError) as error:
             pp.gradient_sums(loss, optimizer, pipe)(params, parts)
         said.append(str(error.value))
@@ -286,7 +306,7 @@ def refused() -> list[str]:
     ask("GPipe", [batch | {"labels": batch["labels"] + 10**6}])
     ask("GPipe", [{name: t for name, t in batch.items() if name != "positions"}])
     with pytest.raises(ValueError) as error:
-        pp.gradient_sums(loss, optimizer, pp.pipeline(config, 3))
+        pp.gradient_sums(loss, optimizer, pipeline(config, 3))
     return [*said, str(error.value)]
 
 
@@ -310,12 +330,12 @@ def test_refusals_come_before_any_communication(ranks: Ranks) -> None:
 
 def test_layers_of_stages() -> None:
     config = config_of("llama_tied", 7)
-    even = pp.pipeline(config, 3)
+    even = pipeline(config, 3)
     assert even.layers == ((0, 3), (3, 5), (5, 7)) and even.ranks == (0, 1, 2) and even.size == 3
-    looped = pp.pipeline(config, 2, "LoopedBFS", virtual=3)
+    looped = pipeline(config, 2, "LoopedBFS", virtual=3)
     assert looped.ranks == (0, 1, 0, 1, 0, 1) and looped.stages(1) == (1, 3, 5)
-    assert pp.pipeline(config, 2, "DualPipeV").ranks == (0, 1, 1, 0)
-    assert pp.pipeline(config, 2, split=[1, 6]).layers == ((0, 1), (1, 7))
+    assert pipeline(config, 2, "DualPipeV").ranks == (0, 1, 1, 0)
+    assert pipeline(config, 2, split=[1, 6]).layers == ((0, 1), (1, 7))
 
 
 def states_of(config: Any, params: Any, batch: Batch, **how: Any) -> Tensor:
@@ -327,21 +347,21 @@ def states_of(config: Any, params: Any, batch: Batch, **how: Any) -> Tensor:
 
 
 def recorded_of(config: Any, function: Any) -> None:
-    pp.microbatches(as_loss(function), pp.pipeline(config, 2, "GPipe"), generic_params(config), [batch_of(config, 1)])
+    microbatches(as_loss(function), pipeline(config, 2, "GPipe"), generic_params(config), [batch_of(config, 1)])
 
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda c: pp.pipeline(c, 2, "GPipes"), "'GPipes'; it must be one of GPipe, 1F1B"),
-        (lambda c: pp.pipeline(c, 0), "one rank or more, not 0"),
-        (lambda c: pp.pipeline(c, 5), "5 ranks with 1 stage.* more than the model's 4 layers"),
-        (lambda c: pp.pipeline(c, 2, "Interleaved1F1B", virtual=3), "6 stages, more than the model's 4"),
-        (lambda c: pp.pipeline(c, 2, virtual=2), "1F1B has 1 stages per rank"),
-        (lambda c: pp.pipeline(c, 2, split=[4, 0]), "of at least 1, which add up to the model's 4"),
-        (lambda c: pp.pipeline(c, 2, split=[2, 1]), r"split is \[2, 1\]; it must be 2 numbers"),
-        (lambda c: pp.share({"layers": {"0": {}}}, c, pp.pipeline(c, 2), 0), "need layer 1"),
-        (lambda c: pp.check_microbatches(pp.pipeline(c, 2, "DualPipeV"), 3), "stages, 4, not 3"),
+        (lambda c: pipeline(c, 2, "GPipes"), "'GPipes'; it must be one of GPipe, 1F1B"),
+        (lambda c: pipeline(c, 0), "one rank or more, not 0"),
+        (lambda c: pipeline(c, 5), "5 ranks with 1 stage.* more than the model's 4 layers"),
+        (lambda c: pipeline(c, 2, "Interleaved1F1B", virtual=3), "6 stages, more than the model's 4"),
+        (lambda c: pipeline(c, 2, virtual=2), "1F1B has 1 stages per rank"),
+        (lambda c: pipeline(c, 2, split=[4, 0]), "of at least 1, which add up to the model's 4"),
+        (lambda c: pipeline(c, 2, split=[2, 1]), r"split is \[2, 1\]; it must be 2 numbers"),
+        (lambda c: share({"layers": {"0": {}}}, c, pipeline(c, 2), 0), "need layer 1"),
+        (lambda c: check_microbatches(pipeline(c, 2, "DualPipeV"), 3), "stages, 4, not 3"),
         (lambda c: train.mtp_loss({}, batch_of(c, 1), config=c), "llama has none"),
         (lambda c: recorded_of(c, lambda params, batch: None), "must run the model by fnmodels.hidden"),
         (
@@ -350,7 +370,7 @@ def recorded_of(config: Any, function: Any) -> None:
         ),
         (lambda c: recorded_of(c, lambda *of: states_of(c, *of, taps=("layers.1.output",))), "cannot read the tap"),
         (
-            lambda c: pp.padded({"tokens": torch.zeros(2, 3), "weights": torch.zeros(2)}, 4),
+            lambda c: padding.padded({"tokens": torch.zeros(2, 3), "weights": torch.zeros(2)}, 4),
             r"weights is \[2\] beside tokens \[2, 3\]",
         ),
     ],
@@ -367,29 +387,30 @@ DEEP = [case for case in cases() if len(fnmodels.family_of(case.config).kinds(ca
 def test_shares_of_every_family_are_the_whole(case: Any) -> None:
     """Each leaf is on one rank, a tied embedding on two; and stage after stage makes the bits of the whole."""
     config, params = case.config, generic_params(case.config)
-    pipe = pp.pipeline(config, 2, "GPipe")
-    shares = [pp.share(params, config, pipe, rank) for rank in range(2)]
+    pipe = pipeline(config, 2, "GPipe")
+    shares = [share(params, config, pipe, rank) for rank in range(2)]
     paths = [(rank, path) for rank in range(2) for path in tree.flatten(shares[rank])]
-    once = [path for rank, path in paths if path.split(".")[0] not in pp.copies(config, pipe, rank)]
+    once = [path for rank, path in paths if path.split(".")[0] not in copies(config, pipe, rank)]
     assert sorted(once) == sorted(tree.flatten(params))
     batch = batch_of(config, 1)
     given = {name: batch[name] for name in ("positions", "segment_ids")}
     prepared = fnmodels.prepare(config, batch["tokens"], **given, length=24)
     logits_of = lambda params, _: fnmodels.forward(params, *prepared, config=config, kernel="math")  # noqa: E731
     loss, result = as_loss(logits_of), lambda logits: (logits, None, {})
-    (part,) = pp.microbatches(loss, pipe, shares[0], [batch])
-    (x, _), _ = pp.run_stage(loss, shares[0], None, part, pipe, 0)
-    (logits, _), _ = pp.run_stage(loss, shares[1], x, part, pipe, 1, result=result)
+    (part,) = microbatches(loss, pipe, shares[0], [batch])
+    staged = StagedLoss(loss, pipe, result=result)
+    sent, _, _ = staged.run(0, shares[0], (), part)
+    (logits,), _, _ = staged.run(1, shares[1], sent, part)
     assert torch.equal(logits, fnmodels.forward(params, *prepared, config=config, kernel="math"))
 
 
 def test_padding_to_a_bucket() -> None:
     ids, labels = torch.tensor([[1, 1]]), torch.tensor([[4, -100]])
     batch = {"tokens": ids + 2, "segment_ids": ids, "labels": labels, "routing": torch.ones(1, 2, 1, 3)}
-    longer = pp.padded(batch, 4)
+    longer = padding.padded(batch, 4)
     assert longer["tokens"].tolist() == [[3, 3, 0, 0]] and longer["segment_ids"].tolist() == [[1, 1, 0, 0]]
     assert longer["labels"].tolist() == [[4, -100, -100, -100]] and longer["routing"].shape == (1, 4, 1, 3)
-    assert pp.padded(batch, 2) is batch
+    assert padding.padded(batch, 2) is batch
     config = dataclasses.replace(config_of("llama_tied", 2), vocab_size=64)
     assert [padding.clear_length(length, 4, config) for length in (57, 61, 64)] == [60, 68, 68]  # no [B, V] is cut
     cut = functools.partial(padding.unpadded, larger=(2, 4), size=(1, 3))
@@ -398,5 +419,5 @@ def test_padding_to_a_bucket() -> None:
         with pytest.raises(ValueError, match="1 rows was padded to 2"):
             cut(torch.ones(shape))
         assert padding.unpadded(torch.ones(shape), larger=(2, 4), size=(2, 3)).shape == shape
-    more = pp.padded(batch, 2, 2)
+    more = padding.padded(batch, 2, 2)
     assert more["labels"].tolist() == [[4, -100], [-100, -100]] and more["routing"][:, 0, 0, 0].tolist() == [1, 0]

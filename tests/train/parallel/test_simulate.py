@@ -27,8 +27,10 @@ from train.dist.dtensor import local_tree
 from train.parallel import Mesh
 from train.parallel.mesh import Strategy
 from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.schedule import SCHEDULES, Pipeline, pipeline
 from train.parallel.pipeline.stages import init_stage, stage_plan
 from train.parallel.pipeline.timeline import Action, order
+from train.parallel.pipeline.tree_split import share
 from train.parallel.placement import rules_of
 from train.simulate import RankFacts, Work, simulate
 
@@ -70,7 +72,7 @@ def counted() -> Iterator[dict[str, Counter[str]]]:
 def watched_ends(note: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
     run = pp._sum_ends
 
-    def ends(grads: Any, pipe: pp.Pipeline, group: Any) -> None:
+    def ends(grads: Any, pipe: Pipeline, group: Any) -> None:
         if dist.get_rank(group) in (pipe.ranks[0], pipe.ranks[-1]) and pipe.ranks[0] != pipe.ranks[-1]:
             for grad in grads:
                 note("send", grad)
@@ -183,8 +185,8 @@ def compare(real: list[dict[str, Any]], facts: RankFacts) -> None:
 def over_stages(name: str, layers: int, schedule: str, parts: int) -> dict[str, Any]:
     """A pipeline's messages, its order, and the bytes of its gradients."""
     config, rank = config_of(name, layers), dist.get_rank()
-    optimizer, pipe = optimizer_of(config), pp.pipeline(config, dist.get_world_size(), schedule)
-    params = pp.share(P.init(config, 0), config, pipe, rank)
+    optimizer, pipe = optimizer_of(config), pipeline(config, dist.get_world_size(), schedule)
+    params = share(P.init(config, 0), config, pipe, rank)
     loss = functools.partial(train.next_token_loss, config=config, kernel=fused)
     of = pp.gradient_sums(loss, optimizer, pipe)
     done: list[Action] = []
@@ -212,12 +214,12 @@ def over_stages(name: str, layers: int, schedule: str, parts: int) -> dict[str, 
     return {**found, "order": done, "held": held}
 
 
-@pytest.mark.parametrize("schedule", pp.SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_and_order_of_a_pipeline(ranks: Ranks, schedule: str) -> None:
     config, mesh, parts = config_of("llama_tied", 5), Mesh(pp=2), 4
     real = ranks(2)(over_stages, "llama_tied", 5, schedule, parts)
     work = Work(2 * parts, LENGTH, parts, schedule, dtype=torch.float32)
-    pipe = pp.pipeline(config, 2, schedule)
+    pipe = pipeline(config, 2, schedule)
     for rank, facts in enumerate(simulate(config, mesh, work)):
         sent = [message for message in facts.messages if message.kind == "send"]
         assert real[rank]["count"]["send"] == sum(message.count for message in sent)

@@ -15,7 +15,7 @@ import params as P
 from fnmodels import tree
 from tests.support.cases import cases
 from train.parallel import Mesh
-from train.parallel.pipeline import gradients as pp
+from train.parallel.pipeline.schedule import SCHEDULES, pipeline
 from train.parallel.pipeline.timeline import idle, order, peak
 from train.simulate import RankFacts, Work, main, shown, simulate, table
 
@@ -39,7 +39,7 @@ def test_waiting_is_what_the_papers_say(ranks: int, parts: int) -> None:
     config = config_of("llama_tied", 4 * ranks)
 
     def waits(schedule: str, **options: Any) -> float:
-        pipe = pp.pipeline(config, ranks, schedule, **options)
+        pipe = pipeline(config, ranks, schedule, **options)
         return max(idle(pipe, [order(pipe, rank, parts) for rank in range(ranks)]))
 
     plain = (ranks - 1) / (parts + ranks - 1)  # arXiv 1811.06965, 2104.04473
@@ -49,9 +49,9 @@ def test_waiting_is_what_the_papers_say(ranks: int, parts: int) -> None:
     assert waits("ZBVZeroBubble") < waits("Interleaved1F1B", virtual=2)  # arXiv 2401.10241
 
 
-@pytest.mark.parametrize("schedule", pp.SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_order_does_everything_once(schedule: str) -> None:
-    pipe = pp.pipeline(config_of("llama_tied", 8), 4, schedule)
+    pipe = pipeline(config_of("llama_tied", 8), 4, schedule)
     for rank in range(4):
         actions = order(pipe, rank, 8)
         forward = [(stage, part) for kind, stage, part in actions if kind == "F"]
@@ -144,9 +144,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert kind in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*arguments[:-2], "--memory", "2"]) == 0
-    assert re.search(
-        r"DOES NOT FIT: 2 of 2 pipeline ranks \(pp 0, 1\) need more than 2.0 GiB", capsys.readouterr().out
-    )
+    assert re.search(r"DOES NOT FIT: 2 of 2 pipeline ranks \(pp 0, 1\) need more than 2.0 GiB", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from train.losses.moe_balance import Balance
 from train.parallel.mesh import DATA, ROWS, mesh_of
 
 from . import ring
+from .ring import Call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -160,8 +161,8 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
         layout: Layout | None = None,  # of this rank's tokens only, hence unused
     ) -> Tensor:
         _check(method, q, k, mask, group.size())
-        seen = known(mask, group, inner, q, softcap, sinks)
-        return run(q, k, v, seen, group, inner, scale=scale, softcap=softcap, sinks=sinks)
+        call = Call(group, inner, scale, softcap, sinks)
+        return run(q, k, v, known(mask, q, call), call)
 
     return kernel
 
@@ -212,50 +213,50 @@ def _whole(mask: Mask, group: ProcessGroup) -> Mask:
     return tree.map(lambda _: next(gathered), mask)
 
 
-def _look_gather(
-    mask: Mask, group: ProcessGroup, inner: str, q: Tensor, softcap: float | None, sinks: Tensor | None
-) -> Any:
+def _form(mask: Mask, q: Tensor, layout: Layout | None, call: Call) -> Any:
+    """The mask in the form that `inner` reads."""
+    options = {"softcap": call.softcap, "sinks": call.sinks is not None}
+    return materialize(mask, call.inner, layout, device=q.device, dtype=q.dtype, **options)
+
+
+def _look_gather(mask: Mask, q: Tensor, call: Call) -> Any:
     """The mask of local queries over all keys, in the form that `inner` reads."""
-    whole = _whole(mask, group)
+    whole = _whole(mask, call.group)
     own = (mask.q_positions, mask.q_segments, whole.kv_positions, whole.kv_segments, mask.q_spans, whole.kv_spans)
-    how: dict[str, Any] = {"softcap": softcap, "sinks": sinks is not None}
-    return materialize(Mask(*own, mask.rule), inner, None, device=q.device, dtype=q.dtype, **how)
+    return _form(Mask(*own, mask.rule), q, None, call)
 
 
-def _run_gather(q: Tensor, k: Tensor, v: Tensor, seen: Any, group: ProcessGroup, inner: str, **how: Any) -> Tensor:
+def _run_gather(q: Tensor, k: Tensor, v: Tensor, seen: Any, call: Call) -> Tensor:
     # The gather is in the model's dtype; gradients of keys and values are reduced in fp32 at least.
-    both = collectives.all_gather(upcast(torch.cat((k, v), -1)), 1, group, dtype=k.dtype)
+    both = collectives.all_gather(upcast(torch.cat((k, v), -1)), 1, call.group, dtype=k.dtype)
     k, v = both.split((k.shape[-1], v.shape[-1]), -1)
-    return attention(q, k, v, seen, kernel=inner, **how)
+    return attention(q, k, v, seen, kernel=call.inner, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
 
 
-def _look_ulysses(
-    mask: Mask, group: ProcessGroup, inner: str, q: Tensor, softcap: float | None, sinks: Tensor | None
-) -> tuple[Any, Layout | None]:
+def _look_ulysses(mask: Mask, q: Tensor, call: Call) -> tuple[Any, Layout | None]:
     """The mask of all queries over all keys, and its layout where documents are still in order."""
-    whole = _whole(mask, group)
-    asked = inner in ("auto", "blocks", "varlen") and not torch.compiler.is_compiling()  # read on the host
+    whole = _whole(mask, call.group)
+    asked = call.inner in ("auto", "blocks", "varlen") and not torch.compiler.is_compiling()  # read on the host
     layout = fnmodels.layout({"": whole}) if asked else None
-    how: dict[str, Any] = {"softcap": softcap, "sinks": sinks is not None}
-    return materialize(whole, inner, layout, device=q.device, dtype=q.dtype, **how), layout
+    return _form(whole, q, layout, call), layout
 
 
-def _run_ulysses(
-    q: Tensor, k: Tensor, v: Tensor, seen: Any, group: ProcessGroup, inner: str, *, sinks: Tensor | None, **how: Any
-) -> Tensor:
+def _run_ulysses(q: Tensor, k: Tensor, v: Tensor, seen: Any, call: Call) -> Tensor:
     # One all-to-all: a rank receives its heads of every token's query, key and value, concatenated.
+    group, (mask, layout) = call.group, seen
     parts = [t.unflatten(2, (group.size(), -1)).flatten(3) for t in (q, k, v)]
     mixed = collectives.all_to_all(torch.cat(parts, -1), group, split=2, join=1).squeeze(2)
     mine = mixed.split([part.shape[-1] for part in parts], -1)
     q, k, v = (t.unflatten(-1, (-1, given.shape[-1])) for t, given in zip(mine, (q, k, v), strict=True))
-    sinks = None if sinks is None else sinks.chunk(group.size())[group.rank()]
-    mask, layout = seen
-    out = attention(q, k, v, mask, kernel=inner, layout=layout, sinks=sinks, **how)
+    sinks = None if call.sinks is None else call.sinks.chunk(group.size())[group.rank()]
+    out = attention(
+        q, k, v, mask, kernel=call.inner, layout=layout, scale=call.scale, softcap=call.softcap, sinks=sinks
+    )
     return collectives.all_to_all(out, group, split=1, join=2)
 
 
-def _look_ring(mask: Mask, group: ProcessGroup, *_: Any) -> ring.Seen:
-    return ring.look(_whole(mask, group), mask.kv_positions.shape[1], group)
+def _look_ring(mask: Mask, _: Tensor, call: Call) -> ring.Seen:
+    return ring.look(_whole(mask, call.group), mask.kv_positions.shape[1], call.group)
 
 
 _METHODS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {

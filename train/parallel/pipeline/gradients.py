@@ -6,7 +6,7 @@
     found = sums(mine, fnmodels.split(batch, 4))                  # four microbatches
 
 Every rank is given the same microbatches, and computes their masks, rotary tables and layouts itself: only hidden
-states and their gradients are sent.
+states, balance terms and their gradients are sent.
 
 Losses are sums, computed by the last stage and not divided here. The only reduction over ranks is of the gradient of a
 tied embedding. Aux (counts of experts) stays on the rank of its layers.
@@ -25,40 +25,16 @@ from torch import Tensor, nn
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.dist.collectives import maximum
+from train.dist.collectives import broadcast, maximum
 from train.gradients import Sums, joined
 from train.losses.model_loss import Batch, as_loss
 from train.optim.base import Optimizer, trainable_mask, wide_dtype
 from train.parallel.padding import clear_length, padded, unpadded
 
-from .microbatch import microbatches
 from .runner import Found, runner
-from .schedule import LOOPED, SCHEDULES, SINGLE, SPLITTING, VEE, Pipeline, check_microbatches, pipeline
-from .staged_loss import run_stage
-from .tree_split import copies, ends, share
-from .types import ALONE, Microbatch, StageHooks
-
-__all__ = [
-    "LOOPED",
-    "SCHEDULES",
-    "SINGLE",
-    "SPLITTING",
-    "VEE",
-    "Microbatch",
-    "Pipeline",
-    "StageHooks",
-    "check_microbatches",
-    "copies",
-    "ends",
-    "gradient_sums",
-    "loss_sums",
-    "microbatches",
-    "outputs",
-    "padded",
-    "pipeline",
-    "run_stage",
-    "share",
-]
+from .schedule import SINGLE, VEE, Pipeline
+from .staged_loss import ALONE, StagedLoss, StageHooks
+from .tree_split import ends
 
 
 def gradient_sums(
@@ -75,12 +51,12 @@ def gradient_sums(
     group: the ranks of the pipeline; None: all. params: this rank's `share`. parts: dicts of [B, S], the same on every
     rank, of any sizes; see `microbatches`.
 
-    total: the last stage's sum, and what each rank's layers add to the loss; count: the last stage's, 0 elsewhere. Both
-    are to be summed over the ranks. grads: of the local trainable parameters, in fp32 at least, never divided; those of
-    a tied embedding are the sum over first and last stage, on both of their ranks. aux, if the loss has one: the last
-    rank's, and on every rank what its own layers add to it: {"counts": [sparse layers of this rank, E], balance terms}.
+    total, count: the last stage's, 0 elsewhere; to be summed over the ranks. grads: of the local trainable parameters,
+    in fp32 at least, never divided; those of a tied embedding are the sum over first and last stage, on both of their
+    ranks. aux, if the loss has one: the last rank's, and on every rank what its own layers add to it: {"counts":
+    [sparse layers of this rank, E], balance terms}.
     """
-    run = runner(as_loss(loss_fn), pipe, group, hooks)
+    run = runner(StagedLoss(as_loss(loss_fn), pipe, hooks), group)
     tied, agreed = frozenset.intersection(*ends(pipe.config)), _agreed_kinds(group)
 
     def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = False) -> Sums:
@@ -119,7 +95,7 @@ def loss_sums(
     hooks: StageHooks = ALONE,
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
     """sums(params, parts) -> (sum, count, aux) without gradients, otherwise as `gradient_sums`."""
-    run, agreed = runner(as_loss(loss_fn), _forward(pipe), group, hooks), _agreed_kinds(group)
+    run, agreed = runner(StagedLoss(as_loss(loss_fn), _forward(pipe), hooks), group), _agreed_kinds(group)
 
     @torch.no_grad()
     def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
@@ -136,43 +112,39 @@ def outputs(
     *,
     hooks: StageHooks = ALONE,
     multiple: int = 1,
-) -> Callable[[Tree, Sequence[Batch]], list[Any] | None]:
-    """run(params, parts) -> the function's result per microbatch on the last stage, None elsewhere; no gradients.
+) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
+    """run(params, parts) -> the function's result per microbatch, on every rank; no gradients.
 
-    function: of (params, batch), as a loss. Its tensors [B, S, ...] are cut back if a microbatch was padded
-    (`unpadded`); ValueError on all ranks for a tensor that cannot be cut. multiple: padded lengths are multiples of it.
+    function: of (params, batch), as a loss; its result is a tree of tensors. Tensors [B, S, ...] are cut back if a
+    microbatch was padded (`unpadded`); ValueError for a tensor that cannot be cut. multiple: padded lengths are
+    multiples of it.
     """
 
     def result(found: Any) -> tuple[Tensor, Any, dict[str, Tensor]]:
         return torch.zeros((), device=next(iter(tree.leaves(found))).device), found, {}
 
-    run = runner(as_loss(function), _forward(pipe), group, hooks, result)
+    run = runner(StagedLoss(as_loss(function), _forward(pipe), hooks, result), group)
+    last, of_all = pipe.ranks[-1], dist.group.WORLD if group is None else group
+    assert of_all is not None
 
     @torch.no_grad()
-    def found(params: Tree, parts: Sequence[Batch]) -> list[Any] | None:
+    def found(params: Tree, parts: Sequence[Batch]) -> list[Any]:
         sizes = [tuple(part["tokens"].shape[:2]) for part in parts]
         longest = max((size[1] for size in sizes), default=0)
         if len({length for _, length in sizes}) > 1:
             longest = clear_length(longest, multiple, pipe.config)
             parts = [padded(part, longest) for part in parts]
         losses, of_stages = run(params, parts, False)
+        results = [out for out, _ in of_stages[-1]] if losses else []
+        box: list[Any] = [tree.map(lambda x: x.to("meta"), results)]
+        dist.broadcast_object_list(box, dist.get_global_rank(of_all, last), group=of_all)
+        empty = tree.map(lambda x: torch.empty_like(x, device=parts[0]["tokens"].device), box[0])
+        results = tree.map(lambda x: broadcast(x.contiguous(), last, of_all), results or empty)
         larger = (max(rows for rows, _ in sizes), longest)
-        cut, fault = None, list[str | None]([None])
-        try:
-            if losses:
-                cut = [
-                    tree.map(functools.partial(unpadded, larger=larger, size=size), out)
-                    for size, (out, _) in zip(sizes, of_stages[-1], strict=True)
-                ]
-        except ValueError as error:
-            fault = [str(error)]
-        if len({rows for rows, _ in sizes}) > 1:  # only the last stage has the result
-            of_all = dist.group.WORLD if group is None else group
-            assert of_all is not None
-            dist.broadcast_object_list(fault, dist.get_global_rank(of_all, pipe.ranks[-1]), group=of_all)
-        if fault[0] is not None:
-            raise ValueError(fault[0])
-        return cut
+        return [
+            tree.map(functools.partial(unpadded, larger=larger, size=size), out)
+            for size, out in zip(sizes, results, strict=True)
+        ]
 
     return found
 
@@ -209,9 +181,8 @@ def _sum_ends(grads: Sequence[Tensor], pipe: Pipeline, group: dist.ProcessGroup 
 
 def _summed(losses: Sequence[Tensor], found: Found) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(sum, count, aux) of this rank's stages."""
-    beside = [torch.stack([term for term, _ in of_stage]).sum() for of_stage in found]
-    count = beside.pop() if losses else torch.zeros_like(beside[-1], dtype=torch.long)
-    total = torch.stack([*(loss.detach() for loss in losses), *beside]).sum()
+    count = torch.stack([count for count, _ in found[-1]]).sum()
+    total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=count.device)
     return total, count, _joined([[sums for _, sums in of_stage] for of_stage in found])
 
 

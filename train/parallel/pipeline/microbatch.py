@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
+from fnmodels.inputs.layout import Layout
+from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
-from train.losses.model_loss import Batch, ModelLoss, as_loss
+from train.losses.model_loss import Batch, ModelLoss, RouterTerms, as_loss
 from train.parallel.padding import check_entries, padded
 
 from .schedule import Pipeline, check_microbatches
-from .types import Microbatch
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch, with the arguments of the loss' call of fnmodels.hidden; tensors lead with its rows.
+
+    options: as the loss gave them. layout: the one with which layers run. routers: what the loss needs of the routers.
+    """
+
+    batch: Batch
+    inputs: Tree
+    masks: Mapping[str, MaskLike]
+    freqs_cis: Mapping[str, Tensor]
+    layout: Layout | None
+    config: Any
+    taps: tuple[str, ...]
+    options: ForwardOptions
+    routers: RouterTerms | None
 
 
 def microbatches(loss: ModelLoss, pipe: Pipeline, params: Tree, parts: Sequence[Batch]) -> list[Microbatch]:
@@ -24,13 +45,8 @@ def microbatches(loss: ModelLoss, pipe: Pipeline, params: Tree, parts: Sequence[
     the largest length, which changes no result.
     """
     check_microbatches(pipe, len(parts))
-    return [_microbatch(loss, pipe, params, part) for part in bucketed(parts)]
-
-
-def bucketed(parts: Sequence[Batch]) -> list[Batch]:
-    """The microbatches padded to the longest length and the largest number of rows."""
     rows, longest = (max(part["tokens"].shape[dim] for part in parts) for dim in (0, 1))
-    return [padded(part, longest, rows) for part in parts]
+    return [_microbatch(loss, pipe, params, padded(part, longest, rows)) for part in parts]
 
 
 def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Batch) -> Microbatch:

@@ -7,7 +7,7 @@ splits tensors without a batch dimension, and a mask may have any form.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from fnmodels import tree
 from fnmodels.tree import Tree
-from train.losses.model_loss import Batch, ModelLoss
+from train.losses.model_loss import Batch
 
-from .microbatch import microbatches
+from .microbatch import Microbatch, microbatches
 from .schedule import SINGLE, Pipeline
-from .staged_loss import Result, loss_result, run_stage
+from .staged_loss import StagedLoss, carries_term, term_dtype
 from .tree_split import check_share, cut, width_of
-from .types import Microbatch, StageHooks
 
 
 class _Stage(nn.Module):
@@ -31,103 +30,84 @@ class _Stage(nn.Module):
     index: the number of a microbatch, the only input that the schedule splits.
     """
 
-    def __init__(self, run: Callable[..., tuple[tuple[Tensor, Tensor], dict[str, Tensor]]]) -> None:
+    def __init__(self, run: Callable[..., tuple[tuple[Tensor, ...], Any, dict[str, Tensor]]]) -> None:
         super().__init__()
         self.run = run
-        self.params: Tree = {}
-        self.parts: Sequence[Microbatch] = ()
-        self.found: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self.bind({}, ())
 
     def bind(self, params: Tree, parts: Sequence[Microbatch]) -> None:
-        self.params, self.parts, self.found = params, parts, []
+        self.params, self.parts = params, parts
+        self.found: list[tuple[Any, dict[str, Tensor]]] = []
         self._parameters.clear()
         for path, leaf in tree.flatten(params).items():
             if isinstance(leaf, nn.Parameter):
                 self.register_parameter(path.replace(".", "/"), leaf)
 
-    def forward(self, *x: Tensor, index: Tensor) -> Tensor:
-        (out, beside), sums = self.run(self.params, x[0] if x else None, self.parts[int(index)])
-        self.found.append((beside, sums))
-        if torch.is_grad_enabled() and not out.requires_grad:
-            # No parameter up to here is trainable, but the next stage sends a gradient in any case.
-            out = out.detach().requires_grad_()
-        return out
+    def forward(self, *received: Tensor, index: Tensor) -> Tensor | tuple[Tensor, ...]:
+        sent, count, aux = self.run(self.params, received, self.parts[int(index)])
+        self.found.append((count, aux))
+        if torch.is_grad_enabled():
+            # Without a trainable parameter up to here: the next stage sends gradients in any case.
+            sent = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in sent)
+        return sent if len(sent) > 1 else sent[0]
 
 
-Found = list[list[tuple[Any, dict[str, Tensor]]]]  # [stage of this rank][microbatch]: (count or term, aux)
+Found = list[list[tuple[Any, dict[str, Tensor]]]]  # [stage of this rank][microbatch]: (count, aux)
 Run = Callable[[Tree, Sequence[Batch], bool], tuple[list[Tensor], Found]]
 
 
-def runner(
-    loss: ModelLoss,
-    pipe: Pipeline,
-    group: dist.ProcessGroup | None,
-    hooks: StageHooks,
-    result: Result = loss_result,
-) -> Run:
+def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> Run:
     """run(params, parts, train) -> (losses of the last stage, `Found`); gradients are left in the parameters' .grad.
 
     ValueError for a process group of another size than the pipeline.
     """
+    pipe = staged.pipe
     if dist.get_world_size(group) != pipe.size:
         raise ValueError(f"The pipeline has {pipe.size} ranks, but its process group {dist.get_world_size(group)}.")
     stages, width = pipe.stages(dist.get_rank(group)), width_of(pipe.config)
-    made: dict[Any, tuple[list[_Stage], Any]] = {}
+    made: dict[Any, tuple[dict[int, _Stage], Any]] = {}
 
     def run(params: Tree, parts: Sequence[Batch], train: bool) -> tuple[list[Tensor], Found]:
         check_share(params, pipe.config, pipe, stages)
-        ready = microbatches(loss, pipe, params, parts)
-        cuts = [cut(params, pipe.config, pipe, (stage,)) for stage in stages]
+        ready = microbatches(staged.loss, pipe, params, parts)
+        cuts = {stage: cut(params, pipe.config, pipe, (stage,)) for stage in stages}
         sizes, device = ready[0].batch["tokens"].shape[:2], ready[0].batch["tokens"].device
-        dtype = hooks.dtype or _main_dtype(params["layers"])
-        state = torch.empty(*sizes, width, dtype=dtype, device="meta", requires_grad=train)
-        key = (len(ready), state.shape, state.dtype, device, train)
+        dtype = staged.hooks.dtype or _main_dtype(params["layers"])
+        key = (len(ready), sizes, dtype, device, train, carries_term(ready[0].routers))
         if key not in made:
             made.clear()  # torch keeps a receive buffer per microbatch: varying lengths would fill the memory
-            modules = [_Stage(functools.partial(_run, loss, pipe, stage, hooks, result)) for stage in stages]
-            made[key] = modules, _schedule(pipe, modules, stages, len(ready), state, device, group, train)
+            modules = {stage: _Stage(functools.partial(staged.run, stage)) for stage in stages}
+            sent = [torch.empty(*sizes, width, dtype=dtype, device="meta", requires_grad=train)]
+            if carries_term(ready[0].routers):
+                sent += [torch.empty((), dtype=term_dtype(dtype), device="meta", requires_grad=train)]
+            made[key] = modules, _schedule(pipe, modules, len(ready), tuple(sent), device, group)
         modules, schedule = made[key]
-        for module, part in zip(modules, cuts, strict=True):
-            module.bind(part, ready)
+        for stage, module in modules.items():
+            module.bind(cuts[stage], ready)
         numbers, losses = torch.arange(len(ready)), list[Tensor]()
         act = schedule.step if train else schedule.eval
         act(index=numbers, target=numbers, losses=losses, return_outputs=False)
-        found = [module.found for module in modules]
-        for module in modules:
+        found = [module.found for module in modules.values()]
+        for module in modules.values():
             module.bind({}, ())  # frees the batch
         return losses, found
 
     return run
 
 
-def _run(
-    loss: ModelLoss,
-    pipe: Pipeline,
-    stage: int,
-    hooks: StageHooks,
-    result: Result,
-    params: Tree,
-    x: Tensor | None,
-    part: Microbatch,
-) -> tuple[tuple[Tensor, Any], dict[str, Tensor]]:
-    return run_stage(loss, params, x, part, pipe, stage, hooks=hooks, result=result)
-
-
 def _schedule(
     pipe: Pipeline,
-    modules: Sequence[_Stage],
-    stages: Sequence[int],
+    modules: Mapping[int, _Stage],
     count: int,
-    state: Tensor,
+    sent: tuple[Tensor, ...],
     device: torch.device,
     group: dist.ProcessGroup | None,
-    train: bool,
 ) -> Any:
-    """torch's schedule for `count` microbatches with hidden states of the shape and dtype of `state`."""
+    """torch's schedule of this rank's stages for `count` microbatches; sent: like what stages send, on meta."""
     from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import get_schedule_class
+    from torch.distributed.pipelining import schedules as torchs
 
-    last = len(pipe.layers) - 1
+    last, train = len(pipe.layers) - 1, sent[0].requires_grad
     total = torch.empty((), device="meta", requires_grad=train)
     made = [
         PipelineStage(
@@ -135,28 +115,24 @@ def _schedule(
             stage,
             last + 1,
             device,
-            input_args=() if stage == 0 else (state,),
-            output_args=(total,) if stage == last else (state,),
+            input_args=() if stage == 0 else sent,
+            output_args=(total,) if stage == last else sent,
             group=group,
         )
-        for module, stage in zip(modules, stages, strict=True)
+        for stage, module in modules.items()
     ]
-    kind: Any = get_schedule_class(pipe.schedule)
+    kind: Any = torchs.get_schedule_class(pipe.schedule)
     # Losses are sums: torch would divide the gradients by the number of microbatches.
     single = pipe.schedule in SINGLE
     schedule = kind(made[0] if single else made, n_microbatches=count, loss_fn=_the_loss, scale_grads=False)
-    if single:
-        return schedule
-    if not train:
-        from torch.distributed.pipelining import schedules
-
+    if not single and not train:
         waiting = schedule.bwd_recv_ops  # instead of the schedule, which would be a reference cycle
 
         def passed(action: Any, _: Any) -> None:
             waiting.pop((action.stage_index, action.microbatch_index), None)  # the next step would find it
 
         # Its `eval` visits the backward passes too, and waits for gradients between the two stages of a rank in a V.
-        for act in (schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT, schedules.BACKWARD_WEIGHT):
+        for act in (torchs.FULL_BACKWARD, torchs.BACKWARD_INPUT, torchs.BACKWARD_WEIGHT):
             schedule.register_custom_function(act, passed)
     return schedule
 

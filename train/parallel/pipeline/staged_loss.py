@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +18,31 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.run_params import RunParams
 from train.gradients import checked_loss
-from train.losses.model_loss import ModelLoss, keywords
+from train.losses.model_loss import ModelLoss, RouterTerms, keywords
 from train.losses.moe_balance import Balance, balance_terms
 
 from .joint_node import together
+from .microbatch import Microbatch
 from .schedule import Pipeline
 from .tree_split import numbered
-from .types import ALONE, Microbatch, StageHooks
 
-Out = tuple[Tensor, Any]  # (hidden states or the loss' sum, added term or count)
+
+@dataclass(frozen=True)
+class StageHooks:
+    """What the other dimensions of a mesh add to a stage.
+
+    full_states: gathers the sequence dimension of hidden states before they are sent. dtype: of hidden states between
+    stages; None: that of the layers' weights. split_backward: the schedule runs the passes for inputs and for weights
+    apart, and parameters are gathered or recomputed, so each layer's must be behind one autograd node.
+    """
+
+    full_states: Callable[[Tensor], Tensor] | None = None
+    dtype: torch.dtype | None = None
+    split_backward: bool = False
+
+
+ALONE = StageHooks()  # no other mesh dimension
+
 Result = Callable[[Any], tuple[Tensor, Any, dict[str, Tensor]]]
 
 
@@ -35,80 +52,89 @@ def loss_result(found: Any) -> tuple[Tensor, Any, dict[str, Tensor]]:
     return total, count, tree.map(Tensor.detach, aux[0]) if aux else {}
 
 
+def carries_term(routers: RouterTerms | None) -> bool:
+    """Whether stages send the balance terms of their layers along with the hidden states."""
+    return routers is not None and any((routers.balance.sequence, routers.balance.batch, routers.balance.z))
+
+
 class _Done(BaseException):
     """Ends the loss on a stage before the last, after its layers have run; carries their results."""
 
-    def __init__(self, out: Out, sums: dict[str, Tensor]) -> None:
-        self.out, self.sums = out, sums
+    def __init__(self, sent: tuple[Tensor, ...], aux: dict[str, Tensor]) -> None:
+        self.sent, self.aux = sent, aux
 
 
-def run_stage(
-    loss: ModelLoss,
-    params: Mapping[str, Any],
-    x: Tensor | None,
-    part: Microbatch,
-    pipe: Pipeline,
-    stage: int,
-    *,
-    hooks: StageHooks = ALONE,
-    result: Result = loss_result,
-) -> tuple[Out, dict[str, Tensor]]:
-    """((x [B, S, D], term), aux) of a stage's layers; on the last stage ((sum, count), aux). x: None on the first.
+@dataclass(frozen=True)
+class StagedLoss:
+    """A loss over the stages of a pipeline. result: (sum, count, aux) of its return value."""
 
-    term: what these layers add to the loss, whose gradient travels with x; the last stage's is in its sum. aux: counts
-    of these layers' experts, and balance terms as summands of means over all layers; on the last stage also the loss'
-    own. params: the stage's share. result: (sum, count, aux) of the loss' return value.
-    """
-    config, family, last = pipe.config, fnmodels.family_of(pipe.config), len(pipe.layers) - 1
-    lo, hi = pipe.layers[stage]
+    loss: ModelLoss
+    pipe: Pipeline
+    hooks: StageHooks = ALONE
+    result: Result = loss_result
 
-    def run(given: RunParams, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        states = family.embed(given, part.inputs, config=config) if x is None else x
-        own: Any = given.run
-        options = own.adapted(dataclasses.replace(part.options, layout=part.layout), part.masks)
-        inputs = part.inputs if isinstance(part.inputs, Mapping) else {}
-        found = fnmodels.run_layers(
-            {"layers": numbered(given["layers"])},
-            states,
-            part.masks,
-            part.freqs_cis,
-            lo,
-            hi,
-            config=config,
-            valid=inputs.get("valid"),
-            routing=inputs.get("routing"),
-            taps=tuple(tap for tap in part.taps if tap != "hidden"),
-            **keywords(options),
-        )
-        states, tapped = found if isinstance(found, tuple) else (found, {})
-        if stage == last:
-            return states, tapped | ({"hidden": states} if "hidden" in part.taps else {})
-        raise done(states, tapped)
+    def run(
+        self, stage: int, params: Mapping[str, Any], received: tuple[Tensor, ...], part: Microbatch
+    ) -> tuple[tuple[Tensor, ...], Any, dict[str, Tensor]]:
+        """(what is sent, count, aux) of a stage. params: the stage's share. received: what the stage before sent.
 
-    def done(states: Tensor, tapped: Mapping[str, Tensor]) -> _Done:
-        states = states if hooks.full_states is None else hooks.full_states(states)
-        routers = part.routers
-        if routers is None:
-            return _Done((states, torch.zeros((), device=states.device)), {})
-        terms = balance_of_layers(routers.balance)
-        added, sums = balance_terms(tapped, part.inputs["valid"], routers.labelled, terms)
-        aux = tree.map(Tensor.detach, sums) if routers.aux else {}
-        if not added.requires_grad:
-            return _Done((states, added), aux)
-        return _Done((_Carry.apply(states, added), added.detach()), aux)
+        Sent are the hidden states [B, S, D], followed by the balance terms of the layers so far where `carries_term`,
+        so that the loss of the last stage may scale them; by the last stage the sum of the loss alone. count: 0 before
+        the last stage. aux: counts of these layers' experts, and balance terms as summands of means over all layers; on
+        the last stage also the loss' own.
+        """
+        config, pipe = self.pipe.config, self.pipe
+        family, (lo, hi), is_last = fnmodels.family_of(config), pipe.layers[stage], stage == len(pipe.layers) - 1
+        before = received[1] if len(received) > 1 else None
 
-    def balance_of_layers(balance: Balance) -> Balance:
-        own = loss.options.balance
-        sparse = [kind.endswith("_moe") for kind in family.kinds(config)]
-        share = sum(sparse[lo:hi]) / max(1, sum(sparse))
-        return dataclasses.replace(balance if own is None else own(balance), share=share)
+        def balance_of_layers(balance: Balance) -> Balance:
+            own = self.loss.options.balance
+            sparse = [kind.endswith("_moe") for kind in family.kinds(config)]
+            share = sum(sparse[lo:hi]) / max(1, sum(sparse))
+            return dataclasses.replace(balance if own is None else own(balance), share=share, before=before)
 
-    staged = loss.with_options(stage=run, balance=balance_of_layers)
-    try:
-        total, beside, sums = result(staged(_joint(params, stage == last, hooks), part.batch))
-    except _Done as here:
-        return here.out, here.sums
-    return (total, beside), sums
+        def layers(given: RunParams, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            states = received[0] if received else family.embed(given, part.inputs, config=config)
+            run: Any = given.run
+            options = run.adapted(dataclasses.replace(part.options, layout=part.layout), part.masks)
+            inputs = part.inputs if isinstance(part.inputs, Mapping) else {}
+            found = fnmodels.run_layers(
+                {"layers": numbered(given["layers"])},
+                states,
+                part.masks,
+                part.freqs_cis,
+                lo,
+                hi,
+                config=config,
+                valid=inputs.get("valid"),
+                routing=inputs.get("routing"),
+                taps=tuple(tap for tap in part.taps if tap != "hidden"),
+                **keywords(options),
+            )
+            states, tapped = found if isinstance(found, tuple) else (found, {})
+            if is_last:
+                return states, tapped | ({"hidden": states} if "hidden" in part.taps else {})
+            states = states if self.hooks.full_states is None else self.hooks.full_states(states)
+            routers = part.routers
+            if routers is None:
+                raise _Done((states,), {})
+            terms = balance_of_layers(routers.balance)
+            added, sums = balance_terms(tapped, part.inputs["valid"], routers.labelled, terms)
+            sent = (states, added.to(term_dtype(states.dtype))) if carries_term(routers) else (states,)
+            raise _Done(sent, tree.map(Tensor.detach, sums) if routers.aux else {})
+
+        staged = self.loss.with_options(stage=layers, balance=balance_of_layers)
+        try:
+            total, count, aux = self.result(staged(_joint(params, is_last, self.hooks), part.batch))
+        except _Done as done:
+            return done.sent, torch.zeros((), dtype=torch.long, device=done.sent[0].device), done.aux
+        # The stage before waits for a gradient of its terms, also if the loss does not depend on them.
+        return (total if before is None else total + 0 * before,), count, aux
+
+
+def term_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the balance terms that are sent with hidden states of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _joint(params: Mapping[str, Any], last: bool, hooks: StageHooks) -> dict[str, Any]:
@@ -117,27 +143,3 @@ def _joint(params: Mapping[str, Any], last: bool, hooks: StageHooks) -> dict[str
     if hooks.split_backward:
         layers = {number: together(layer) for number, layer in layers.items()}
     return {**(together(rest) if last else rest), "layers": layers}
-
-
-class _Carry(torch.autograd.Function):
-    """The identity on x that adds a loss term to the graph: the term's gradient is 1, on any stage."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, term: Tensor) -> Tensor:
-        return x.clone()  # torch's stages detach their sent outputs in place, which a view does not allow
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.like = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones_like(ctx.like)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> NoReturn:
-        raise NotImplementedError(
-            "Forward mode does not see a term of the loss that a stage carries; use reverse mode."
-        )

@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
 from params.initialize import draw
-from train.dist.collectives import broadcast
 from train.gradients import Sums
 from train.losses.model_loss import Batch, ModelLoss
 from train.optim.base import Optimizer
@@ -28,17 +26,10 @@ from train.parallel.compose import Composed
 from train.parallel.mesh import Mesh, Strategy, mesh_of
 from train.parallel.placement import Placed
 
-from .gradients import (
-    SPLITTING,
-    Pipeline,
-    StageHooks,
-    copies,
-    gradient_sums,
-    loss_sums,
-    outputs,
-    pipeline,
-    share,
-)
+from .gradients import gradient_sums, loss_sums, outputs
+from .schedule import SPLITTING, Pipeline, pipeline
+from .staged_loss import StageHooks
+from .tree_split import copies, share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,47 +55,37 @@ def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
     return tree.map(lambda _: next(made), placements)
 
 
-def stage_sums(loss: ModelLoss, optimizer: Optimizer, placed: Placed, composed: Composed) -> Callable[..., Sums]:
-    """`train.gradients.gradient_sums` of this rank's stages."""
-    pipe, hooks = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy), _hooks(placed, composed)
-    return gradient_sums(loss, optimizer, pipe, placed.devices.get_group("pp"), hooks=hooks)
-
-
 def counted_elsewhere(placed: Placed) -> frozenset[str]:
     """The top-level entries of this rank's params that another stage counts (a tied embedding)."""
     pipe = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy)
     return copies(placed.config, pipe, placed.devices.get_local_rank("pp"))
 
 
+def stage_sums(loss: ModelLoss, optimizer: Optimizer, placed: Placed, composed: Composed) -> Callable[..., Sums]:
+    """`train.gradients.gradient_sums` of this rank's stages."""
+    pipe, group, hooks = _stages(placed, composed)
+    return gradient_sums(loss, optimizer, pipe, group, hooks=hooks)
+
+
 def stage_loss(
     loss: ModelLoss, placed: Placed, composed: Composed
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
     """`gradients.loss_sums` of this rank's stages, without gradients."""
-    pipe, hooks = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy), _hooks(placed, composed)
-    return loss_sums(loss, pipe, placed.devices.get_group("pp"), hooks=hooks)
+    pipe, group, hooks = _stages(placed, composed)
+    return loss_sums(loss, pipe, group, hooks=hooks)
 
 
 def stage_outputs(
     function: ModelLoss, placed: Placed, composed: Composed
 ) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
-    """What `function` returns per microbatch, on the ranks of all stages, without gradients."""
-    pipe, group = pipeline_of(placed.config, mesh_of(placed.devices), placed.strategy), placed.devices.get_group("pp")
+    """`gradients.outputs` of this rank's stages."""
+    pipe, group, hooks = _stages(placed, composed)
     multiple = placed.devices["tp"].size() if placed.strategy.sequence else 1
-    run = outputs(function, pipe, group, hooks=_hooks(placed, composed), multiple=multiple)
-    last, here = pipe.ranks[-1], placed.devices.get_local_rank("pp")
-
-    def everywhere(params: Tree, parts: Sequence[Batch]) -> list[Any]:
-        found = run(params, parts)
-        box: list[Any] = [tree.map(lambda x: x.to("meta"), found) if here == last else None]
-        dist.broadcast_object_list(box, dist.get_global_rank(group, last), group=group)
-        empty = tree.map(lambda x: torch.empty_like(x, device=placed.devices.device_type), box[0])
-        return [tree.map(lambda x: broadcast(x.contiguous(), last, group), one) for one in found or empty]
-
-    return everywhere
+    return outputs(function, pipe, group, hooks=hooks, multiple=multiple)
 
 
-def _hooks(placed: Placed, composed: Composed) -> StageHooks:
-    split = placed.strategy.schedule in SPLITTING and (
-        placed.devices.size() > placed.devices["pp"].size() or composed.remat
-    )
-    return StageHooks(composed.full_states, placed.strategy.gather_dtype, split)
+def _stages(placed: Placed, composed: Composed) -> tuple[Pipeline, dist.ProcessGroup, StageHooks]:
+    devices, strategy = placed.devices, placed.strategy
+    split = strategy.schedule in SPLITTING and (devices.size() > devices["pp"].size() or composed.remat)
+    hooks = StageHooks(composed.full_states, strategy.gather_dtype, split)
+    return pipeline_of(placed.config, mesh_of(devices), strategy), devices.get_group("pp"), hooks

@@ -8,16 +8,25 @@ from typing import Any
 
 from torch import nn
 
-from .gradients import SINGLE, Pipeline
+from .schedule import SINGLE, Pipeline
 
 Action = tuple[str, int, int]  # F forward, B backward, or its halves I (inputs) and W (weights); stage; microbatch
 
 
 def order(pipe: Pipeline, rank: int, count: int) -> list[Action]:
-    """The actions of a rank with `count` microbatches, in order, from torch's schedules."""
+    """The actions of a rank with `count` microbatches, in order, from torch's schedules.
+
+    ValueError for a schedule with one stage per rank whose order is not written out here.
+    """
     if pipe.schedule in SINGLE:
         # Written out: the pipeline_order of "1F1B" in torch 2.13 differs from what it runs.
-        ahead = count if pipe.schedule == "GPipe" else min(count, pipe.size - rank)
+        before_first_backward = {"GPipe": count, "1F1B": min(count, pipe.size - rank)}
+        if pipe.schedule not in before_first_backward:
+            raise ValueError(
+                f"The order of {pipe.schedule} is not known; of the schedules with one stage per rank those of "
+                f"{' and '.join(before_first_backward)} are: write it out in train/parallel/pipeline/timeline.py."
+            )
+        ahead = before_first_backward[pipe.schedule]
         forward, back = ([(kind, rank, part) for part in range(count)] for kind in "FB")
         steady = [action for pair in zip(back[: count - ahead], forward[ahead:], strict=True) for action in pair]
         return [*forward[:ahead], *steady, *back[count - ahead :]]

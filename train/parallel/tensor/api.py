@@ -44,14 +44,14 @@ from train.dist.region import Region
 from train.losses.model_loss import RunOptions
 from train.losses.vocab_parallel import Vocab
 
-from .leaf_roles import DIVIDED, Use, check_divided, divided_dims, uses_of
+from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
 from .leaf_wrappers import NODES, Entry, width_sharded_experts
 
 
 def tensor_axes(config: Any, dim: str = "tp") -> dict[str, str]:
     """The axes for `params.Rules`: those of a family's parameters that tensor parallelism shards."""
     axes = {axis for leaf in tree.leaves(family_of(config).spec(config)) for axis in leaf.axes}
-    return {axis: dim for axis in DIVIDED if axis in axes}
+    return {axis: dim for axis in SHARDED if axis in axes}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TensorParallel:
 
     region: Region
     uses: Mapping[str, Use]  # by path within a layer
-    divided: frozenset[str]  # the sharded logical axes
+    sharded: frozenset[str]  # logical axes
     dim: str  # the mesh dimension
 
     def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ class TensorParallel:
         if not isinstance(block, functools.partial) or block.args:
             raise TypeError("Tensor parallelism wraps the family's own block: apply other wrappers after it.")
         within = set(ATTENTION_TAPS) & set(block.keywords.get("taps", ()))
-        if within and "heads" in self.divided:
+        if within and "heads" in self.sharded:
             raise ValueError(
                 f"The taps {', '.join(sorted(within))} are of single heads, of which each process has some; ask for "
                 "them without tensor parallelism."
@@ -92,7 +92,7 @@ class TensorParallel:
             return own
 
         def run(layer: Tree, x: Tensor, mask: Any, freqs: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            x, more = self._columns(x, tree.leaves(freqs)[0].shape[1], more)
+            x, more = self._positions(x, tree.leaves(freqs)[0].shape[1], more)
             return own(layer, x, mask, freqs, **more)
 
         return run
@@ -108,7 +108,7 @@ class TensorParallel:
         **more: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         here, how = self._layer(layer), dict(bound)
-        if "valid" in more and "expert_mlp" in self.divided:
+        if "valid" in more and "expert_mlp" in self.sharded:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
             how["options"] = dataclasses.replace(options, experts=inner)
@@ -120,7 +120,7 @@ class TensorParallel:
         made: dict[str, Tree] = {}
         for name, leaf in params.items():
             leaf = leaf if name == "layers" else tree.map(functools.partial(local, dim=self.dim), leaf)
-            if name in ("embed_tokens", "lm_head") and "vocab" in self.divided:
+            if name in ("embed_tokens", "lm_head") and "vocab" in self.sharded:
                 if isinstance(leaf, lora.Lora):
                     raise ValueError(
                         f"{name} has an adapter, and over {self.dim!r} the vocabulary is divided, where adapters are "
@@ -158,7 +158,7 @@ class TensorParallel:
 
         return lora.map_leaves(standing, tree.map(lambda _: next(used), layer))
 
-    def _columns(self, x: Tensor, length: int, more: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    def _positions(self, x: Tensor, length: int, more: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """This rank's positions of x, if x has all of them (before the first layer), and of the other arguments."""
         if length % self.region.size:
             raise ValueError(
@@ -189,15 +189,13 @@ def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence:
     spec, plans = tree.flatten(family.spec(config)), tree.flatten(lora.weights(placements))
     if spec.keys() != plans.keys():
         raise ValueError("The plan is of another model than the config: make it by params.plan(family.spec(config)).")
-    where = divided_dims(plans, dim)
-    divided = frozenset(leaf.axes[n] for path, leaf in spec.items() if (n := where[path]) is not None)
-    sharding = next(iter(plans.values()))
-    check_divided(spec, where, divided, dim, dict(sharding.sizes)[dim], sequence)
-    if sharding.mesh is None:
+    dims, sharded = sharded_dims(spec, plans, dim, sequence=sequence)
+    mesh = next(iter(plans.values())).mesh
+    if mesh is None:
         raise ValueError("The plan was made from sizes alone; make it with the DeviceMesh.")
-    group = sharding.mesh.get_group(dim)
+    group = mesh.get_group(dim)
     region = Region(group, dist.get_rank(group), dist.get_world_size(group), sequence)
-    return TensorParallel(region, uses_of(spec, where, divided, region), divided, dim)
+    return TensorParallel(region, uses_of(spec, dims, sharded, region), sharded, dim)
 
 
 def local(leaf: Any, dim: str = "tp") -> Tensor:

@@ -14,14 +14,14 @@ from fnmodels.models.common.spec import Leaf
 from params.sharding import Sharding
 from train.dist.region import Region
 
-DIVIDED = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
+SHARDED = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
 # Axes of attention parameters that act between its projections, or produce what does.
 _ATTENTION = ("heads", "kv_heads", "latent", "head_dim")
 # Axes of MLP parameters: its width, and the parameters of its activation.
 _MLP = ("mlp", "activation")
 # All known axes of layers. A parameter with another one would be treated as acting on the residual stream, and its
 # gradient might be partial.
-_KNOWN = {*DIVIDED, *_ATTENTION, *_MLP, "embed", "expert", "router", "one"}
+_KNOWN = {*SHARDED, *_ATTENTION, *_MLP, "embed", "expert", "router", "one"}
 
 
 @dataclass(frozen=True)
@@ -43,69 +43,67 @@ class Use:
 
 
 def uses_of(
-    spec: Mapping[str, Leaf], where: Mapping[str, int | None], divided: frozenset[str], region: Region
+    spec: Mapping[str, Leaf], dims: Mapping[str, int | None], sharded: frozenset[str], region: Region
 ) -> dict[str, Use]:
-    """The `Use` of each parameter, and of parts of adapters, by path within a layer.
-
-    where: `divided_dims`; divided: the sharded axes.
-    """
+    """The `Use` of each parameter, and of parts of adapters, by path within a layer. dims, sharded: `sharded_dims`."""
     uses: dict[str, Use] = {}
     for path, leaf in spec.items():
         inner = _inner(path)
         if inner is not None:
-            use = uses[inner] = _use(inner, leaf, where[path] is not None, divided, region)
-            uses |= {f"{inner}.{part}": one for part, one in _adapted(use, _is_inside(leaf, divided)).items()}
+            use = uses[inner] = _use(inner, leaf, dims[path] is not None, sharded, region)
+            uses |= {f"{inner}.{part}": one for part, one in _adapted(use, _is_inside(leaf, sharded)).items()}
     return uses
 
 
-def divided_dims(plans: Mapping[str, Sharding], dim: str) -> dict[str, int | None]:
-    """The dimension of each parameter that mesh dimension `dim` shards, or None. ValueError for an unknown `dim`."""
-    names = [name for name, _ in next(iter(plans.values())).sizes]
-    if dim not in names:
-        raise ValueError(f"The plan's mesh has no dimension {dim!r}; it has {', '.join(names)}.")
-    return {path: sharding.dims[names.index(dim)] for path, sharding in plans.items()}
+def sharded_dims(
+    spec: Mapping[str, Leaf], plans: Mapping[str, Sharding], dim: str, *, sequence: bool = False
+) -> tuple[dict[str, int | None], frozenset[str]]:
+    """({path: the dimension of the parameter that mesh dimension `dim` shards, or None}, the sharded logical axes).
 
-
-def check_divided(
-    spec: Mapping[str, Leaf],
-    where: Mapping[str, int | None],
-    divided: frozenset[str],
-    dim: str,
-    size: int,
-    sequence: bool,
-) -> None:
-    """ValueError, naming the parameter or axis, for a plan whose layers cannot run. size, sequence: the region's."""
+    ValueError for an unknown `dim`, and, naming the parameter or axis, for a plan whose layers cannot run.
+    """
+    sizes = dict(next(iter(plans.values())).sizes)
+    if dim not in sizes:
+        raise ValueError(f"The plan's mesh has no dimension {dim!r}; it has {', '.join(sizes)}.")
+    dims = {path: sharding.dims[list(sizes).index(dim)] for path, sharding in plans.items()}
+    sharded = frozenset(leaf.axes[n] for path, leaf in spec.items() if (n := dims[path]) is not None)
     for path, leaf in spec.items():
-        axis = None if where[path] is None else leaf.axes[where[path]]  # type: ignore[index]
-        if axis is not None and axis not in DIVIDED:
-            raise ValueError(f"{path}: tensor parallelism divides {', '.join(DIVIDED)}, but the plan has {axis}.")
+        n = dims[path]
+        if n is not None and leaf.axes[n] not in SHARDED:
+            raise ValueError(
+                f"{path}: tensor parallelism divides {', '.join(SHARDED)}, but the plan has {leaf.axes[n]}."
+            )
         strange = sorted(set(leaf.axes) - _KNOWN)
         if strange and _inner(path) is not None:
             raise ValueError(
                 f"{path} has the axis {strange[0]!r}, and tensor parallelism does not know where such a leaf is used; "
                 f"it knows {', '.join(sorted(_KNOWN))}."
             )
-        if "heads" not in divided:
-            continue
-        parts = path.split(".")
-        if any(part.isdigit() for part in parts[2:]) and leaf.axes == ("head_dim",):
-            raise ValueError(f"{path}: lists with a leaf for each head are not divided; leave heads out of the rules.")
-        if "kv_heads" in leaf.axes and where[path] is None and _uneven(leaf.shape[0] // leaf.unit, size):
-            raise ValueError(
-                f"{path}: of {leaf.shape[0] // leaf.unit} KV heads each of {size} processes would need some and a "
-                "part of another; leave heads out of the rules."
-            )
-        if leaf.axes == ("kv_heads",) and "norm" in parts[-1] and where[path] is None:
-            raise ValueError(f"{path} normalizes all KV heads together: there must be one at least for each process.")
-    if "kv_heads" in divided and "heads" not in divided:
+        if "heads" in sharded:
+            _check_heads(path, leaf, n is not None, sizes[dim])
+    if "kv_heads" in sharded and "heads" not in sharded:
         raise ValueError(f"The rules divide kv_heads over {dim!r} and not heads: name both.")
-    axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(DIVIDED) - {"kv_heads"}
-    if sequence and axes - divided:
-        raise ValueError(f"sequence=True needs {min(axes - divided)!r} divided over {dim!r} too: name it in the rules.")
+    axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(SHARDED) - {"kv_heads"}
+    if sequence and axes - sharded:
+        raise ValueError(f"sequence=True needs {min(axes - sharded)!r} divided over {dim!r} too: name it in the rules.")
+    return dims, sharded
 
 
-def _uneven(heads: int, size: int) -> bool:
-    return heads % size > 0 and size % heads > 0
+def _check_heads(path: str, leaf: Leaf, is_part: bool, size: int) -> None:
+    """ValueError for a parameter that cannot follow heads that `size` ranks share. is_part: it is sharded."""
+    parts = path.split(".")
+    if any(part.isdigit() for part in parts[2:]) and leaf.axes == ("head_dim",):
+        raise ValueError(f"{path}: lists with a leaf for each head are not divided; leave heads out of the rules.")
+    if "kv_heads" not in leaf.axes or is_part:
+        return
+    heads = leaf.shape[0] // leaf.unit
+    if heads % size and size % heads:
+        raise ValueError(
+            f"{path}: of {heads} KV heads each of {size} processes would need some and a part of another; leave heads "
+            "out of the rules."
+        )
+    if leaf.axes == ("kv_heads",) and "norm" in parts[-1]:
+        raise ValueError(f"{path} normalizes all KV heads together: there must be one at least for each process.")
 
 
 def _inner(path: str) -> str | None:
@@ -116,13 +114,13 @@ def _inner(path: str) -> str | None:
     return ".".join(parts[3:]) if parts[0] == "mtp" and parts[2] == "block" else None
 
 
-def _use(path: str, leaf: Leaf, is_part: bool, divided: frozenset[str], region: Region) -> Use:
+def _use(path: str, leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
     axes, sequence = leaf.axes, region.sequence
     if not leaf.trainable:
         return Use("plain", False)
     if "expert" in axes:
-        return Use("plain", not is_part and "expert_mlp" in divided)
-    if not _is_inside(leaf, divided):
+        return Use("plain", not is_part and "expert_mlp" in sharded)
+    if not _is_inside(leaf, sharded):
         return Use("plain", sequence)
     if axes[0] == "embed":
         return Use("write", False)
@@ -138,10 +136,10 @@ def _use(path: str, leaf: Leaf, is_part: bool, divided: frozenset[str], region: 
     return Use(kind, not is_part, rows)
 
 
-def _is_inside(leaf: Leaf, divided: frozenset[str]) -> bool:
+def _is_inside(leaf: Leaf, sharded: frozenset[str]) -> bool:
     axes = leaf.axes
     attention, mlp = (any(axis in known for axis in axes) for known in (_ATTENTION, _MLP))
-    return ("heads" in divided and attention) or ("mlp" in divided and mlp)
+    return ("heads" in sharded and attention) or ("mlp" in sharded and mlp)
 
 
 def _adapted(use: Use, inside: bool) -> dict[str, Use]:
