@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -242,7 +242,7 @@ def _outgoing(state: Tree) -> dict[str, LazyTensor]:
     faults = [f"{path}: {fault}" for path, leaf in flat.items() if (fault := _unfit(path, leaf))]
     if faults:
         raise ValueError(f"The tree cannot be saved ({len(faults)} leaves):{as_lines(faults)}")
-    return {path: LazyTensor(leaf.dtype, tuple(leaf.shape), _constant(leaf)) for path, leaf in flat.items()}
+    return {path: LazyTensor(leaf.dtype, tuple(leaf.shape), leaf.detach) for path, leaf in flat.items()}
 
 
 def _unfit(path: str, leaf: Any) -> str | None:
@@ -262,10 +262,6 @@ def _unfit(path: str, leaf: Any) -> str | None:
 def plain(leaf: Any) -> bool:
     """Whether it is a plain tensor, unlike a DTensor."""
     return type(leaf) in (Tensor, torch.nn.Parameter)
-
-
-def _constant(leaf: Tensor) -> Callable[[], Tensor]:
-    return lambda: leaf
 
 
 def _text(step: int, progress: Json) -> str:

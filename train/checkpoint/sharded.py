@@ -6,9 +6,8 @@
 
 Leaves are DTensors, or replicated plain tensors. Each process writes its shards into a safetensors file of its own, by
 torch.distributed.checkpoint (DCP); the first one writes the manifest and renames. A step can be loaded on any other
-number of processes, including one without a process group, whichever of the two modules saved it.
-A program whose mesh is a part of a larger group passes `group=`, that of its own processes, which then call alike.
-DCP's usual `.metadata` is a pickle: its Hugging Face form, used here, has the metadata in the files' headers.
+number of processes, including one without a process group, whichever of the two modules saved it. DCP's usual
+`.metadata` is a pickle: its Hugging Face form, used here, has the metadata in the files' headers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,5 @@
 """Collectives as linear maps over processes, with their transposes as gradients: the only file that sends tensors.
 
-    full = all_gather(part, 0, group)                     # backward: reduce_scatter
-    part = reduce_scatter(partial, 1, group)              # backward: all_gather
-    x = enter(x, group); ...; y = leave(y, group)         # copy / sum, and sum / copy (Megatron's f and g)
-    part = take(x, 1, group); x = join(part, 1, group)    # own shard / gather, and gather / own shard
-    heads = all_to_all(x, group, split=2, join=1)         # Ulysses: positions to heads, and back with 1 and 2
-    rows = exchange(rows, sent, received, group)          # experts: uneven numbers of rows
-
 Each is an autograd.Function over plain tensors, with rules for jvp and vmap, and its backward is again one of them: so
 all of torch.func works, forward over reverse included. torch's functional collectives have neither rule; in compiled
 graphs, which support reverse mode only, torch.compile substitutes them for the calls here.
@@ -48,7 +41,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def enter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x, replicated, for different use in each process. Backward: the sum of the gradients."""
+    """x, replicated, for different use in each process (Megatron's f). Backward: the sum of the gradients."""
     return _linear(x, _Copy(group))
 
 
@@ -59,7 +52,7 @@ def enter_all(xs: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 
 
 def leave(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of x over processes, for the same use in all. Backward: the identity."""
+    """The sum of x over processes, for the same use in all (Megatron's g). Backward: the identity."""
     return _linear(x, _Sum(group))
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.ops.norm import upcast
 
 from .vocab_parallel import Part
 
@@ -55,7 +56,7 @@ def cross_entropy(
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None, terms: Terms) -> Tensor:
-    wide, targets = logits.flatten(0, -2).to(wide_of(logits)), labels.flatten()
+    wide, targets = upcast(logits.flatten(0, -2)), labels.flatten()
     if terms.part is not None:
         return _partial_cross_entropy(wide, targets, weights, terms, terms.part)
     plain = weights is None and not terms.z_loss
@@ -133,7 +134,7 @@ def _rows_loss_and_grad(logits: Tensor, labels: Tensor, weights: Tensor, terms: 
     cheap maxima, where a log-softmax would cost a second pass of exponentials.
     """
     valid, spread = labels != IGNORE, terms.label_smoothing
-    z, target = logits.to(wide_of(logits)), torch.where(valid, labels, 0)
+    z, target = upcast(logits), torch.where(valid, labels, 0)
     grad_logits = torch.full_like(target, spread - 1, dtype=z.dtype)
     if terms.part is None:
         p, vocabulary = torch.softmax(z, -1), z.shape[-1]

@@ -9,20 +9,19 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-import fnmodels
 from fnmodels import tree
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.dist.dtensor import is_dtensor
 
-from .cross_entropy import counted
-from .lm_head import CHUNK, head_name
+from .cross_entropy import counted, wide_of
+from .lm_head import CHUNK, head_logits, head_name
 from .model_loss import beside
 from .moe_balance import Balance
 from .next_token import model_states
 from .policy import Sums, same_shape
 from .token_chunks import per_token
-from .vocab_parallel import HEAD_BIAS, Part, Vocab, opened
+from .vocab_parallel import HEAD_BIAS, Part, opened
 
 DIRECTIONS = ("forward", "reverse")
 
@@ -60,21 +59,15 @@ def distill(
     own = dataclasses.replace(given, layer_fn=None, experts=given.experts if isinstance(given.experts, str) else "auto")
     with torch.no_grad():
         y = model_states(beside(params, teacher), batch, config=theirs, length=length, options=own).x
-    x, table, part = found.x, params.get(head_name(config)), None
-    if isinstance(table, Vocab):
-        part, name = table.part, head_name(theirs)
-        params, x = opened(params, head_name(config), x)
+    params, x, part = opened(params, head_name(config), found.x)
+    if part is not None:
         rows = slice(part.first, part.first + part.rows)
-        teacher = {**teacher, **{key: teacher[key][rows] for key in (name, HEAD_BIAS) if key in teacher}}
-
-    def logits(weights: Tree, x: Tensor, config: Any) -> Tensor:
-        rows = x if x.ndim == 3 else x[None]  # a chunk [T, D] as a batch of one row
-        return fnmodels.family_of(config).unembed(weights, rows, config=config).reshape(*x.shape[:-1], -1)
+        teacher = {**teacher, **{key: teacher[key][rows] for key in (head_name(theirs), HEAD_BIAS) if key in teacher}}
 
     def one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            wanted = logits(teacher, y, theirs)
-        student = logits(params, x, config)
+            wanted = head_logits(teacher, y, theirs)
+        student = head_logits(params, x, config)
         if part is not None:
             return _of_parts(student, wanted, part, direction, temperature)
         divergence = token_divergence(student, wanted, direction=direction, temperature=temperature)
@@ -122,7 +115,7 @@ def distillation_loss(
 
 def token_divergence(student: Tensor, teacher: Tensor, *, direction: str, temperature: float = 1.0) -> Tensor:
     """The divergence of `distillation_loss` per token, [...]."""
-    wide = torch.promote_types(student.dtype, torch.float32)
+    wide = wide_of(student)
     p, q = (torch.log_softmax(z.to(wide) / temperature, -1) for z in (teacher, student))
     if direction == "reverse":
         p, q = q, p
@@ -139,7 +132,7 @@ def _of_parts(
     KL(p || q) = sum_v p_v (z_v - y_v) - log(sum(exp(z))) + log(sum(exp(y))) for p's logits z and q's logits y. Each
     rank contributes three scalars per token, and the largest logit of each model with its id.
     """
-    wide = torch.promote_types(student.dtype, torch.float32)
+    wide = wide_of(student)
     both = student.to(wide) / temperature, teacher.to(wide) / temperature
     z, y = both if direction == "reverse" else reversed(both)
     mine = [z.logsumexp(-1), y.logsumexp(-1), (z.softmax(-1) * (z - y)).sum(-1)]

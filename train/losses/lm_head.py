@@ -8,6 +8,7 @@ scales it, and nothing is computed twice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fnmodels.ops.torch_internals import alone
 from fnmodels.tree import Tree
 
 from .cross_entropy import Terms, check_labels, check_weights, count_labels, cross_entropy_sum, loss_and_grad, wide_of
-from .vocab_parallel import Vocab, opened
+from .vocab_parallel import opened
 
 CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap threshold at usual vocabularies are reused
 
@@ -31,6 +32,12 @@ Head = Callable[[list[Tensor], Tensor], Tensor]
 def head_name(config: Any) -> str:
     """The entry of params that holds the head's weight."""
     return "embed_tokens" if getattr(config, "tie_word_embeddings", False) else "lm_head"
+
+
+def head_logits(params: Tree, x: Tensor, config: Any) -> Tensor:
+    """Logits [..., V] of hidden states x [B, S, D], or of a chunk of tokens [T, D], which the head takes as one row."""
+    rows = x if x.ndim == 3 else x[None]
+    return fnmodels.family_of(config).unembed(params, rows, config=config).reshape(*x.shape[:-1], -1)
 
 
 def head_loss(
@@ -54,14 +61,10 @@ def head_loss(
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
-    name = head_name(config)
-    table, rows = params.get(name), None
-    if isinstance(table, Vocab):
-        rows = table.part
-        params, x = opened(params, name, x)
+    params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
     check_weights(weights, labels)
-    terms, count = Terms(label_smoothing, z_loss, rows), count_labels(labels, weights)
+    terms, count = Terms(label_smoothing, z_loss, part), count_labels(labels, weights)
     family = fnmodels.family_of(config)
     # The head does not read the layers and the MTP heads; leaving them out saves their gradient buffers.
     rest = {name: value for name, value in params.items() if name not in ("layers", "mtp")}
@@ -79,7 +82,7 @@ def head_loss(
     tokens, targets, factors = x.flatten(0, 1)[None], labels.flatten()[None], factors.flatten()[None]
     needs = tuple(t.requires_grad for t in (tokens, *leaves))
     if torch.is_grad_enabled() and any(needs) and not torch.compiler.is_compiling():
-        return _HeadLoss.apply(head, chunk, needs, terms, targets, factors, tokens, *leaves)[0], count
+        return _HeadLoss.apply(_Chunked(head, chunk, needs, terms), targets, factors, tokens, *leaves)[0], count
     loss = torch.zeros((), dtype=wide_of(x), device=x.device)
 
     fused = not torch.is_grad_enabled() and alone(tokens, *leaves)
@@ -90,42 +93,54 @@ def head_loss(
             return loss_and_grad(logits, labels, weights, terms)[0]
         return cross_entropy_sum(logits, labels, weights, terms)
 
-    for part in zip(*(t.split(chunk, 1) for t in (tokens, targets, factors)), strict=True):
-        loss = loss + (checkpoint(one, *part, use_reentrant=False) if torch.compiler.is_compiling() else one(*part))
+    for rows in zip(*(t.split(chunk, 1) for t in (tokens, targets, factors)), strict=True):
+        loss = loss + (checkpoint(one, *rows, use_reentrant=False) if torch.compiler.is_compiling() else one(*rows))
     return loss, count
 
 
-_STATICS = 6  # arguments of _HeadLoss before x
+@dataclass(frozen=True, eq=False)
+class _Chunked:
+    """The arguments of `_HeadLoss` that are no tensors. needs: whether x and each leaf require a gradient."""
+
+    head: Head
+    chunk: int
+    needs: tuple[bool, ...]
+    terms: Terms
+
+    def dense(self, labels: Tensor, weights: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        """(x, *leaves) -> (loss, gradients) as in `_HeadLoss`, in plain operations with all logits at once."""
+        wanted = tuple(i for i, n in enumerate(self.needs) if n)
+
+        def value(*primals: Tensor) -> Tensor:
+            return cross_entropy_sum(self.head(list(primals[1:]), primals[0]), labels, weights, self.terms)
+
+        def run(*primals: Tensor) -> tuple[Tensor, ...]:
+            grads, loss = torch.func.grad_and_value(value, argnums=wanted)(*primals)
+            found = dict(zip(wanted, grads, strict=True))
+            return loss, *(found[i] if i in found else p.new_zeros(0) for i, p in enumerate(primals))
+
+        return run
 
 
 class _HeadLoss(torch.autograd.Function):
     """The chunked loss with its gradients as further outputs of forward, so that setup_context can save them.
 
     Outputs: (loss, gradient of x, gradients of the leaves), with an empty tensor where an input requires no gradient or
-    is unused. Second derivatives, jvp and vmap go through `_dense`, the same function in plain operations.
+    is unused. Second derivatives, jvp and vmap go through `dense`, the same function in plain operations.
     """
 
     @staticmethod
-    def forward(
-        head: Head,
-        chunk: int,
-        needs: tuple[bool, ...],
-        terms: Terms,
-        labels: Tensor,
-        weights: Tensor,
-        x: Tensor,
-        *leaves: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(how: _Chunked, labels: Tensor, weights: Tensor, x: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        chunk, needs = how.chunk, how.needs
         loss: Any = 0.0
         parts: list[Tensor] = []
         sums: list[Tensor | None] = [None] * len(leaves)
         for lo in range(0, x.shape[1], chunk):
             ins = [t.detach().requires_grad_(n) for t, n in zip((x[:, lo : lo + chunk], *leaves), needs, strict=True)]
             with torch.enable_grad():
-                logits = head(ins[1:], ins[0])
-            part, grad_logits = loss_and_grad(
-                logits.detach(), labels[:, lo : lo + chunk], weights[:, lo : lo + chunk], terms
-            )
+                logits = how.head(ins[1:], ins[0])
+            labeled = labels[:, lo : lo + chunk], weights[:, lo : lo + chunk]
+            part, grad_logits = loss_and_grad(logits.detach(), *labeled, how.terms)
             loss = loss + part
             wanted = [i for i, n in enumerate(needs) if n]
             grads = torch.autograd.grad(logits, [ins[i] for i in wanted], grad_logits, allow_unused=True)
@@ -144,70 +159,48 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.head, ctx.chunk, ctx.needs, ctx.terms, *tensors = inputs
+        ctx.how, *tensors = inputs
         ctx.save_for_backward(*tensors, *output[1:])
         ctx.save_for_forward(*tensors, *output[1:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        size = len(ctx.needs)
-        labels, weights, *saved = ctx.saved_tensors
-        primals, firsts = saved[:size], saved[size:]
+        labels, weights, primals, firsts = _saved(ctx)
         of_loss, *of_firsts = grad_outputs
         if all(s is None for s in of_firsts):
             grads = [None if d.numel() == 0 or of_loss is None else d * of_loss.to(d.dtype) for d in firsts]
-            return *(None,) * _STATICS, *grads
-        outputs, pull, *_ = torch.func.vjp(_dense(ctx.head, labels, weights, ctx.needs, ctx.terms), *primals)
+            return *(None,) * 3, *grads
+        outputs, pull, *_ = torch.func.vjp(ctx.how.dense(labels, weights), *primals)
         given = [
             torch.zeros_like(out) if s is None or s.shape != out.shape else s
             for s, out in zip(grad_outputs, outputs, strict=True)
         ]
-        return *(None,) * _STATICS, *pull(tuple(given))
+        return *(None,) * 3, *pull(tuple(given))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        size = len(ctx.needs)
-        labels, weights, *saved = ctx.saved_tensors
-        primals, firsts = saved[:size], saved[size:]
-        moves = tangents[_STATICS:]
-        given = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, moves, strict=True))
-        dense = _dense(ctx.head, labels, weights, ctx.needs, ctx.terms)
-        loss, *rest = torch.func.jvp(dense, tuple(primals), given)[1]
+        labels, weights, primals, firsts = _saved(ctx)
+        given = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents[3:], strict=True))
+        loss, *rest = torch.func.jvp(ctx.how.dense(labels, weights), tuple(primals), given)[1]
         return loss, *(t if t.shape == d.shape else torch.zeros_like(d) for t, d in zip(rest, firsts, strict=True))
 
     @staticmethod
     def vmap(
-        info: Any,
-        in_dims: tuple[Any, ...],
-        head: Head,
-        chunk: int,
-        needs: tuple[bool, ...],
-        terms: Terms,
-        *tensors: Tensor,
+        info: Any, in_dims: tuple[Any, ...], how: _Chunked, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         def run(labels: Tensor, weights: Tensor, *primals: Tensor) -> tuple[Tensor, ...]:
-            return _dense(head, labels, weights, needs, terms)(*primals)
+            return how.dense(labels, weights)(*primals)
 
-        outputs = torch.func.vmap(run, in_dims=tuple(in_dims[4:]))(*tensors)
+        outputs = torch.func.vmap(run, in_dims=tuple(in_dims[1:]))(*tensors)
         return outputs, (0,) * len(outputs)
 
 
-def _dense(
-    head: Head, labels: Tensor, weights: Tensor, needs: tuple[bool, ...], terms: Terms
-) -> Callable[..., tuple[Tensor, ...]]:
-    """(x, *leaves) -> (loss, gradients) as in `_HeadLoss`, in plain operations with all logits at once."""
-    wanted = tuple(i for i, n in enumerate(needs) if n)
-
-    def value(*primals: Tensor) -> Tensor:
-        return cross_entropy_sum(head(list(primals[1:]), primals[0]), labels, weights, terms)
-
-    def run(*primals: Tensor) -> tuple[Tensor, ...]:
-        grads, loss = torch.func.grad_and_value(value, argnums=wanted)(*primals)
-        found = dict(zip(wanted, grads, strict=True))
-        return loss, *(found[i] if i in found else p.new_zeros(0) for i, p in enumerate(primals))
-
-    return run
+def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """(labels, weights, x and the leaves, their gradients) that `_HeadLoss` saved."""
+    labels, weights, *saved = ctx.saved_tensors
+    size = len(ctx.how.needs)
+    return labels, weights, saved[:size], saved[size:]
 
 
 def _accumulate(total: Tensor | None, grad: Tensor, *, last: bool) -> Tensor:

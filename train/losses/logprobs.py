@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
-import fnmodels
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels
-from .lm_head import CHUNK, head_name
+from .lm_head import CHUNK, head_logits, head_name
 from .moe_balance import Balance
 from .next_token import model_states
 from .softmax_stats import Scores, scores
 from .token_chunks import per_token
-from .vocab_parallel import Vocab, opened
+from .vocab_parallel import opened
 
 
 def token_logprobs(
@@ -77,20 +76,14 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`token_logprobs` from hidden states x [B, S, D] (before the final norm) and labels [B, S]."""
     _check(temperature)
-    family, table = fnmodels.family_of(config), params.get(head_name(config))
-    region = None
-    if isinstance(table, Vocab):
-        region = table.region
-        params, x = opened(params, head_name(config), x)
+    params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
     plain = chunk is None or torch.compiler.is_compiling()
 
     def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        # The head takes [B, S, D]: a chunk [T, D] becomes a batch of one row.
-        rows = x if x.ndim == 3 else x[None]
         with _torchs_products():
-            logits = family.unembed(params, rows, config=config)
-        logits = (logits if region is None else region.joined(logits)).reshape(*labels.shape, -1)
+            logits = head_logits(params, x, config)
+        logits = logits if part is None else part.region.joined(logits)
         if plain:
             return scores(logits, labels, temperature)
         found: tuple[Tensor, Tensor] = Scores.apply(logits, labels, temperature)

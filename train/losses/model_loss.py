@@ -33,6 +33,13 @@ from .moe_balance import Balance
 Batch = Mapping[str, Tensor]
 
 
+def check_entries(batch: Batch, *names: str) -> None:
+    """ValueError unless the batch has all of these keys."""
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
+
+
 @dataclass(frozen=True)
 class RouterTerms:
     """What a loss needs from the routers of all layers: `balance` terms, and with `aux` sums of their statistics.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.ops.norm import upcast
 from fnmodels.tree import Tree
 
 SCORES = ("softmax", "sigmoid")
@@ -88,7 +89,7 @@ def router_z_loss(logits: Tensor, valid: Tensor, *, over: Adding | None = None) 
 
 def _cleared(logits: Tensor, valid: Tensor) -> Tensor:
     """fp32 at least, 0 at padding before any operation: masking afterwards would give a gradient of 0 x NaN = NaN."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).where(valid[..., None], 0)
+    return upcast(logits).where(valid[..., None], 0)
 
 
 def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> Tensor:

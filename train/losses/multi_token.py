@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -74,18 +75,12 @@ def mtp_loss(
         taps=("output",) if found.sums is None else ("output", "counts"),  # one at least, so that it returns a pair
         **keywords(given),
     )
-    terms: dict[str, Any] = {
-        "config": config,
-        "chunk": chunk,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-    }
-    total, count = head_loss(params, found.x, batch["labels"], **terms, weights=batch.get("weights"))
+    loss = functools.partial(head_loss, config=config, chunk=chunk, label_smoothing=label_smoothing, z_loss=z_loss)
+    total, count = loss(params, found.x, batch["labels"], weights=batch.get("weights"))
     further = []
     for k, state in enumerate(states):
         weights = batch["next_weights"][..., k] if "weights" in batch else None
-        labels = batch["next_labels"][..., k]
-        further.append(head_loss(mtp.view(params, k), state, labels, **terms, weights=weights)[0])
+        further.append(loss(mtp.view(params, k), state, batch["next_labels"][..., k], weights=weights)[0])
     total = total + weight / len(further) * torch.stack(further).sum()
     if found.sums is not None:
         of_heads = torch.stack([tapped[f"mtp.{k}.counts"] for k in range(len(states))])

@@ -18,7 +18,7 @@ from fnmodels.tree import Tree
 
 from .cross_entropy import check_labels, counted
 from .lm_head import CHUNK, head_loss
-from .model_loss import RouterTerms, RunOptions, keywords
+from .model_loss import RouterTerms, RunOptions, check_entries, keywords
 from .moe_balance import Balance, balance_terms
 
 ROUTER_TAPS = ("layers.*.router_logits", "layers.*.expert_indices", "layers.*.counts")
@@ -124,7 +124,5 @@ def model_states(
 
 def check_batch(batch: Mapping[str, Tensor]) -> None:
     """ValueError for a batch without an entry that losses read, or with labels not shaped like its tokens."""
-    missing = [name for name in ("tokens", "positions", "segment_ids", "labels") if name not in batch]
-    if missing:
-        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
+    check_entries(batch, "tokens", "positions", "segment_ids", "labels")
     check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.ops.norm import upcast
+
 Sums = dict[str, Tensor]
 
 # Upper bound of a log ratio. exp(20) = 5e8 is far beyond every clip; unbounded, exp would give inf and the gradient of
@@ -118,7 +120,7 @@ def group_advantages(rewards: Tensor, *, normalize: bool = True, eps: float = 1e
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [prompts, answers], not {list(rewards.shape)}.")
-    wide = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    wide = upcast(rewards)
     centered = wide - wide.mean(1, keepdim=True)
     if not normalize:
         return centered

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.ops.norm import upcast
 
 FLOOR = -1e30  # lower bound of log p: exp of it is 0, and products with it stay finite
 BLOCK = 1 << 18  # elements of logits per block on a CPU: 1 MB in fp32
@@ -49,15 +50,15 @@ class Scores(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         logits, labels = ctx.saved_tensors
-        one, zero = torch.ones_like(labels, dtype=_wide(logits)), torch.zeros_like(labels, dtype=_wide(logits))
-        moved = tangent.to(_wide(logits))
+        moved = upcast(tangent)
+        one, zero = (torch.full_like(labels, value, dtype=moved.dtype) for value in (1, 0))
         of_logp, of_entropy = (_grad_logits(logits, labels, *g, ctx.temperature) for g in ((one, zero), (zero, one)))
         return (of_logp * moved).sum(-1), (of_entropy * moved).sum(-1)
 
 
 def scores(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """(log-probability of the label, entropy) [...] in nats from logits [..., V]; both 0 where the label is -100."""
-    wide = logits.to(_wide(logits))
+    wide = upcast(logits)
     every = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
     valid = labels != IGNORE
     logp = every.gather(-1, torch.where(valid, labels, 0)[..., None])[..., 0]
@@ -67,7 +68,7 @@ def scores(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, 
 
 def _grad_logits(logits: Tensor, labels: Tensor, of_logp: Tensor, of_entropy: Tensor, temperature: float) -> Tensor:
     """The gradient with respect to the logits, in their dtype, from the gradients of logp and entropy."""
-    wide, valid = logits.to(_wide(logits)), labels != IGNORE
+    wide, valid = upcast(logits), labels != IGNORE
     every = torch.log_softmax(wide if temperature == 1 else wide / temperature, -1)
     p, every = every.exp(), _finite(every)
     entropy = _entropy(p, every)
@@ -92,7 +93,3 @@ def _blocks(logits: Tensor, *rest: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors in blocks of rows; on a CPU small enough that intermediate results stay in cache."""
     rows = max(1, BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
     return zip(*(t.split(rows) for t in (logits, *rest)), strict=True)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -26,7 +26,8 @@ def per_token(
         raise ValueError(f"chunk is {chunk}; it must be a number of tokens, at least 1, or None.")
     flat = [t.flatten(0, len(shape) - 1) for t in tensors]
     again = torch.is_grad_enabled()
-    parts = [_recomputed(function, part) if again else function(*part) for part in _split(flat, chunk)]
+    each = zip(*(t.split(chunk) for t in flat), strict=True)
+    parts = [_recomputed(function, part) if again else function(*part) for part in each]
     return tuple(torch.cat(results).unflatten(0, shape) for results in zip(*parts, strict=True))
 
 
@@ -38,7 +39,3 @@ def _recomputed(function: PerToken, part: tuple[Tensor, ...]) -> tuple[Tensor, .
             raise
         raise RuntimeError("Chunks over tokens do not go through torch.func's transforms: pass chunk=None.") from error
     return found
-
-
-def _split(tensors: Sequence[Tensor], chunk: int) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(t.split(chunk) for t in tensors), strict=True))

@@ -109,14 +109,17 @@ def _outside(ids: Tensor, size: int) -> bool:
     return int(ids.min()) < 0 or int(ids.max()) >= size
 
 
-def opened(params: Mapping[str, Tree], name: str, x: Tensor) -> tuple[dict[str, Tree], Tensor]:
-    """(params, x) for which `family.unembed` returns this rank's shard of the logits.
+def opened(params: Mapping[str, Tree], name: str, x: Tensor) -> tuple[Mapping[str, Tree], Tensor, Part | None]:
+    """(params, x, shard) for which `family.unembed` returns this rank's shard of the logits.
 
-    params[name]: the head, a `Vocab`. The returned params are the top-level tensors, without the layers.
+    If params[name], the head, is a `Vocab`, the returned params are the top-level tensors, without the layers. If it is
+    none, all is unchanged and the shard None.
     """
-    head = params[name]
-    region: Region = head.region
+    head = params.get(name)
+    if not isinstance(head, Vocab):
+        return params, x, None
+    region = head.region
     rest = {key: value for key, value in params.items() if isinstance(value, Tensor)}
     if not region.sequence:  # done before with sequence parallelism, where all gradients of the stream are partial
         rest = {key: value if key == HEAD_BIAS else region.shared(value) for key, value in rest.items()}
-    return {**rest, name: head.weight}, region.enter(x)
+    return {**rest, name: head.weight}, region.enter(x), head.part

@@ -8,7 +8,7 @@ of any error. All ranks then continue, or all raise.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,12 +38,11 @@ def check_same(batch: Batch | Sequence[Batch], devices: DeviceMesh, groups: Sequ
     of_each: dict[tuple[str, str], int] = {}
     wrong = ""
     try:
-        parts = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {"whole": batch}
-        entries = {(str(n), path): x for n, part in parts.items() for path, x in tree.flatten(part).items()}
-        of_each = {name: _add(0, name[1], x) for name, x in entries.items()}
+        parts: dict[Any, Any] = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {"whole": batch}
+        of_each = _checksums(parts)
     except Exception as error:  # raising here alone would leave the other ranks waiting
         wrong = _words(error)
-    mine = -1 if wrong else zlib.crc32(repr(sorted(of_each.items())).encode())
+    mine = -1 if wrong else _sum(of_each)
     ends = torch.tensor([mine, -mine], device=devices.device_type)
     for group in groups:
         ends = maximum(ends, group)
@@ -93,7 +92,7 @@ def agreed(
         whole = given()
         parts = cut(whole)
         names = tuple(sorted({_kind(name, x) for part in whole for name, x in tree.flatten(part).items()}))
-        mine = Report(dist.get_rank(), row, names, len(whole), _sum(whole))
+        mine = Report(dist.get_rank(), row, names, len(whole), _sum(_checksums(dict(enumerate(whole)))))
     except Exception as error:  # any error: raising here alone would leave the other ranks waiting
         mine = Report(dist.get_rank(), row, wrong=_words(error))
     _check(sorted(everyone(mine, groups)), str(mesh_of(devices)))
@@ -144,22 +143,20 @@ def _check(reports: Sequence[Report], mesh: str) -> None:
             )
 
 
-def _sum(parts: Sequence[Batch]) -> int:
-    """Checksum of all shapes, and of the elements of non-float tensors; floats may differ in the last bit."""
-    found = 0
-    for part in parts:
-        for path, tensor in sorted(tree.flatten(part).items()):
-            found = _add(found, path, tensor)
-    return found
+def _sum(checksums: Mapping[tuple[str, str], int]) -> int:
+    return zlib.crc32(repr(sorted(checksums.items())).encode())
 
 
-def _add(found: int, path: str, tensor: Tensor) -> int:
+def _checksums(parts: Mapping[Any, Batch]) -> dict[tuple[str, str], int]:
+    """{(name of a batch, path in it): checksum of the shape and the elements}; floats may differ in the last bit."""
+    return {(str(n), path): _checksum(path, x) for n, part in parts.items() for path, x in tree.flatten(part).items()}
+
+
+def _checksum(path: str, tensor: Tensor) -> int:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path} is of type {type(tensor).__name__}; a batch is a dict of tensors.")
-    found = zlib.crc32(f"{path}{list(tensor.shape)}".encode(), found)
-    return found if tensor.is_floating_point() else zlib.crc32(_bytes(tensor), found)
-
-
-def _bytes(tensor: Tensor) -> Any:
-    """The tensor's bytes, without a copy if it is contiguous on the CPU."""
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+    of_shape = zlib.crc32(f"{path}{list(tensor.shape)}".encode())
+    if tensor.is_floating_point():
+        return of_shape
+    elements: Any = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()  # not copied if it is on the CPU
+    return zlib.crc32(elements, of_shape)

@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fnmodels import tree
-from fnmodels.ops.moe.dispatch import virtual_padding
 from train.loss_call import Batch, microbatches
+from train.losses.model_loss import check_entries
 from train.parallel.context.api import shard_batch
 from train.parallel.pipeline.microbatch import check_ids
 
 from .agreement import agreed, check_same
-from .mesh import ROWS, Mesh, mesh_of, whole_groups
-from .padding import PLACES, check_entries, check_shapes, clear_length, padded
+from .mesh import ROWS, Mesh, Strategy, mesh_of, whole_groups
+from .padding import PLACES, check_shapes, clear_length, padded
 from .placement import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+IN_ORDER = Strategy(order=None)  # the positions of a rank are consecutive
 
 
 def own_parts(
@@ -40,16 +42,15 @@ def own_parts(
     check: raises for a batch that the loss cannot read; used with rows="own". places: adds the entry PLACES to each
     microbatch.
     """
-    how, devices = placed.strategy, placed.devices
-    columns: dict[str, Any] = {"order": how.order, "config": placed.config, "sequence": how.sequence}
-    if how.rows == "whole":
+    strategy, devices, config = placed.strategy, placed.devices, placed.config
+    if strategy.rows == "whole":
         check_same(batch, devices, whole_groups(devices))
-        own = own_part(_with_places(batch) if places else batch, devices, **columns)
+        own = own_part(_with_places(batch) if places else batch, devices, strategy, config)
         if devices["pp"].size() > 1 and not isinstance(batch, (list, tuple)):
-            _check_division(own, mesh_of(devices), accumulate)
+            _check_rows(own, mesh_of(devices), accumulate)
         return microbatches(own, accumulate)
-    if how.rows != "own":
-        raise ValueError(f'rows is {how.rows!r}; it must be "whole" or "own".')
+    if strategy.rows != "own":
+        raise ValueError(f'rows is {strategy.rows!r}; it must be "whole" or "own".')
 
     needed = ("tokens", "positions", "segment_ids") if devices["pp"].size() > 1 else ("tokens",)
 
@@ -58,11 +59,11 @@ def own_parts(
         for part in parts:
             check_entries(part, *needed)
             check_shapes(part)
-            if placed.config is not None:
-                check_ids(part, placed.config.vocab_size)
+            if config is not None:
+                check_ids(part, config.vocab_size)
             if check is not None:
                 check(part)
-        return [own_columns(part, devices, **columns) for part in (_with_places(parts) if places else parts)]
+        return [own_positions(part, devices, strategy, config) for part in (_with_places(parts) if places else parts)]
 
     whole = functools.partial(microbatches, batch, accumulate)
     return agreed(whole, cut, devices, _row_of(devices)[0], whole_groups(devices))
@@ -77,7 +78,7 @@ def _with_places(batch: Any) -> Any:
     return {**batch, PLACES: torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])}
 
 
-def _check_division(own: Batch, mesh: Mesh, accumulate: int) -> None:
+def _check_rows(own: Batch, mesh: Mesh, accumulate: int) -> None:
     """ValueError if the rows are no multiple of `accumulate`: the pipeline would compute padding instead."""
     rows = len(next(iter(own.values())))
     if rows % accumulate:
@@ -88,39 +89,37 @@ def _check_division(own: Batch, mesh: Mesh, accumulate: int) -> None:
         )
 
 
-def own_part(batch: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False) -> Any:
-    """`own_columns` of `own_rows` of the global batch, or of each microbatch in a list.
+def own_part(batch: Any, devices: DeviceMesh, strategy: Strategy = IN_ORDER, config: Any = None) -> Any:
+    """`own_positions` of `own_rows` of the global batch, or of each microbatch in a list.
 
     ValueError, on all ranks alike, for tokens or labels outside of the vocabulary of `config`.
     """
     if isinstance(batch, (list, tuple)):
-        return [own_part(part, devices, order=order, config=config, sequence=sequence) for part in batch]
+        return [own_part(part, devices, strategy, config) for part in batch]
     if config is not None:
         check_ids(batch, config.vocab_size)
-    return own_columns(own_rows(batch, devices), devices, order=order, config=config, sequence=sequence)
+    return own_positions(own_rows(batch, devices), devices, strategy, config)
 
 
-def own_columns(
-    rows: Any, devices: DeviceMesh, *, order: Any = None, config: Any = None, sequence: bool = False
-) -> Any:
+def own_positions(rows: Batch, devices: DeviceMesh, strategy: Strategy, config: Any = None) -> Batch:
     """This rank's positions of its rows. ValueError if cp does not divide the sequence length.
 
-    sequence: tp shards the sequence dimension further; rows of any length are padded to a multiple of cp x tp.
+    With strategy.sequence, by which tp shards them too, rows are padded to a multiple of cp x tp.
     """
     mesh = mesh_of(devices)
-    if sequence and mesh.tp > 1 and "tokens" in rows:
+    if strategy.sequence and mesh.tp > 1 and "tokens" in rows:
         # Before cp shards positions: padding between two ranks' positions would split documents.
         rows = _divisible(rows, mesh.cp * mesh.tp, config)
     if mesh.cp == 1:
         return rows
     # A rank could not derive positions and segments from its shard of the sequence.
-    check_entries(rows, "tokens", "positions", *(("segment_ids",) if order == "mask" else ()))
-    return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=order, config=config)
+    check_entries(rows, "tokens", "positions", *(("segment_ids",) if strategy.order == "mask" else ()))
+    return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=strategy.order, config=config)
 
 
 def _divisible(rows: Batch, ranks: int, config: Any) -> Batch:
     length = rows["tokens"].shape[1]
-    missing, _ = virtual_padding(length, ranks)
+    missing = -length % ranks
     if missing and "segment_ids" not in rows:
         raise ValueError(
             f"sequence=True pads rows of {length} tokens to what cp x tp = {ranks} divide, and the batch has no "

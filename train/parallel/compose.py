@@ -19,7 +19,7 @@ from fnmodels import family_of
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 from train.losses.model_loss import ModelLoss, RunOptions, as_loss
-from train.parallel.context.api import asks_length, context_kernel, longest, whole_balance
+from train.parallel.context.api import context_kernel, global_length, whole_balance
 from train.parallel.tensor.api import TensorParallel, tensor_parallel
 from train.remat import layer_fn
 
@@ -78,7 +78,7 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
         counts=counts,
         required=f"Over the mesh {mesh} layers are gathered where they run",
         balance=lambda balance: whole_balance(balance, devices),
-        length=functools.partial(_global_length, longest(devices)),
+        length=global_length(devices),
     )
     if mesh.cp > 1:
         kernel = functools.partial(context_kernel, strategy.context, devices.get_group("cp"))
@@ -86,11 +86,7 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
     if mesh.ep > 1:
         experts = functools.partial(expert_parallel, devices.get_group("ep"))
         options = replace(options, experts=_around_name("experts", mesh, experts))
-    return Composed(options, params, None if tensor is None else tensor.whole, remat != "none")
-
-
-def _global_length(longest: Callable[[Tensor], Tensor], config: Any, positions: Tensor, length: Any) -> Any:
-    return longest(positions) if asks_length(length, config) else length
+    return Composed(options, params, None if tensor is None else tensor.region.join, remat != "none")
 
 
 def _around_name(what: str, mesh: Mesh, make: Callable[..., T]) -> Callable[[Any], T]:

@@ -101,13 +101,13 @@ def make_forward_over(
         parts = [dict(part) for part in checked]
         places = [part.pop(PLACES, None) for part in parts]
         found = call(local, parts)
-        divided = [name for name in ROWS if placed.devices[name].size() > 1 and placed.strategy.rows == "whole"]
+        sharded = [name for name in ROWS if placed.devices[name].size() > 1 and placed.strategy.rows == "whole"]
         joined = []
         for one, part, at, whole in zip(found, parts, places, given, strict=True):
-            rows, columns = part["tokens"].shape[:2]
-            join = functools.partial(_joined, rows=rows, places=at, divided=divided, devices=placed.devices)
+            rows, positions = part["tokens"].shape[:2]
+            join = functools.partial(_joined, rows=rows, places=at, sharded=sharded, devices=placed.devices)
             size = tuple(whole["tokens"].shape[:2])
-            cut = functools.partial(unpadded, larger=(size[0], columns * mesh.cp), size=size)
+            cut = functools.partial(unpadded, larger=(size[0], positions * mesh.cp), size=size)
             joined.append(tree.map(cut, tree.map(join, one)))
         return joined if many else joined[0]
 
@@ -139,13 +139,13 @@ def trained_in(config: Any, params: Tree) -> Tree:
     return with_paths(lambda path, _: path not in fixed, params)
 
 
-def _joined(x: Tensor, rows: int, places: Tensor | None, divided: Sequence[str], devices: DeviceMesh) -> Tensor:
+def _joined(x: Tensor, rows: int, places: Tensor | None, sharded: Sequence[str], devices: DeviceMesh) -> Tensor:
     """All-gathers a tensor over the ranks that shard rows and positions, and restores the order of positions.
 
     ValueError if its leading dimensions are not those of the batch shard.
     """
     wanted = [rows] if places is None else [*places.shape]
-    if (divided or places is not None) and list(x.shape[: len(wanted)]) != wanted:
+    if (sharded or places is not None) and list(x.shape[: len(wanted)]) != wanted:
         what = "[B, S, ...]" if places is not None else "[B, ...]"
         raise ValueError(
             f"Over a mesh that divides batches a function must return tensors {what}, here of {wanted}, and one is "
@@ -156,6 +156,6 @@ def _joined(x: Tensor, rows: int, places: Tensor | None, divided: Sequence[str],
         order = all_gather(places, 1, group).argsort(1)
         x = all_gather(x, 1, group)
         x = x[torch.arange(len(x), device=x.device)[:, None], order]
-    for name in reversed(divided):  # the innermost mesh dimension shards last
+    for name in reversed(sharded):  # the innermost mesh dimension shards last
         x = all_gather(x, 0, devices.get_group(name))
     return x

@@ -5,13 +5,10 @@
     total, count = loss_fn(held, rows)                            # of this rank's rows: sums are local
     grads = torch.autograd.grad(total, tree.leaves(held))         # of the sum over all ranks, each rank its shard
 
-Layers gather inside the rematerialised region, so backward gathers them again. All operations are known to torch.func:
-`torch.func.jvp(loss, (held,), (tangents,))` is this rank's summand of the directional derivative, and forward over
-reverse gives its shard of a Hessian-vector product.
-
-Gradients are sums over tokens. A parameter that is sharded over ranks with different tokens gets its shard of the sum
-(reduce-scatter), and a replicated one the full sum (all-reduce); HSDP all-reduces the shard. Parameters stay sharded
-over `tp` and `ep`, whose wrappers run inside this one.
+Layers gather inside the rematerialised region, so backward gathers them again. All operations are known to torch.func.
+Gradients are sums over tokens: the rank's shard of the sum where a parameter is sharded over ranks with different
+tokens (reduce-scatter), the full sum where it is replicated (all-reduce). Parameters stay sharded over `tp` and `ep`,
+whose wrappers run inside this one.
 """
 
 from __future__ import annotations
@@ -100,14 +97,10 @@ def _assembled(piece: Tensor, shard: ParamShard, names: list[str]) -> Tensor:
     x = piece.unflatten(-1, shard.local.shape)
     dims = {name: dim for (name, _), dim in zip(shard.sharding.sizes, shard.sharding.dims, strict=True)}
     for axis in reversed(range(len(names))):
-        dim = axis + _known(dims[names[axis]])
-        x = x.movedim(axis, dim).flatten(dim, dim + 1)
+        dim = dims[names[axis]]
+        assert dim is not None
+        x = x.movedim(axis, axis + dim).flatten(axis + dim, axis + dim + 1)
     return x.contiguous()
-
-
-def _known(dim: int | None) -> int:
-    assert dim is not None
-    return dim
 
 
 def gather_layers(block: Block) -> Block:

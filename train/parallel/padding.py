@@ -66,13 +66,6 @@ def unpadded(x: Tensor, *, larger: tuple[int, ...], size: tuple[int, ...]) -> Te
     return x
 
 
-def check_entries(batch: Batch, *names: str) -> None:
-    """ValueError unless the batch has all of these keys."""
-    missing = [name for name in names if name not in batch]
-    if missing:
-        raise ValueError(f"The batch has no {' and no '.join(missing)}; its keys are {sorted(batch)}.")
-
-
 def check_shapes(batch: Batch) -> None:
     """ValueError unless all entries are tensors [B, S, ...] with the tokens' B and S."""
     size = list(batch["tokens"].shape[:2])

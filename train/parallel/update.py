@@ -47,15 +47,15 @@ class ShardedUpdate:
 
 def sharded_update(placed: Placed, optimizer: Optimizer) -> ShardedUpdate:
     """The `ShardedUpdate` of an optimizer. ValueError if it needs more than shards or full matrices."""
-    parted = sharded_version(optimizer, _on_matrices(placed.shards))
-    if parted is None:
+    on_shards = sharded_version(optimizer, _on_matrices(placed.shards))
+    if on_shards is None:
         check_whole(placed.shards)
     staged = placed.devices["pp"].size() > 1
     trained, elsewhere = tree.flatten(placed.trains), counted_elsewhere(placed) if staged else frozenset[str]()
     trainable = {path: how for path, how in tree.flatten(placed.shards).items() if trained[path]}
     once = [path.partition(".")[0] not in elsewhere for path in trainable]
     norm_of = norm_over(list(trainable.values()), placed.devices, once)
-    return ShardedUpdate(placed, parted or optimizer, norm_of, aux_of_stages(placed) if staged else None)
+    return ShardedUpdate(placed, on_shards or optimizer, norm_of, aux_of_stages(placed) if staged else None)
 
 
 def update_over(updates: ShardedUpdate, state: State, sums: Sums, options: StepOptions) -> tuple[State, dict[str, Any]]:
@@ -81,19 +81,18 @@ def update_over(updates: ShardedUpdate, state: State, sums: Sums, options: StepO
 
 
 def norm_over(
-    placed: Sequence[Sharding], devices: DeviceMesh, counted: Sequence[bool] | None = None
+    placed: Sequence[Sharding], devices: DeviceMesh, counted: Sequence[bool]
 ) -> Callable[[list[Tensor]], Tensor]:
     """`global_norm` of sharded gradients: each replicated parameter counts once.
 
     placed: the sharding of each gradient, on `devices`. counted: False for a parameter that another stage counts.
     """
     groups = whole_groups(devices)
-    here = [True] * len(placed) if counted is None else counted
 
     def norm_of(grads: list[Tensor]) -> Tensor:
         wide = wide_dtype(grads[0].dtype) if grads else torch.float32
         square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
-        for grad, how, counts in zip(grads, placed, here, strict=True):
+        for grad, how, counts in zip(grads, placed, counted, strict=True):
             if counts and _is_first_copy(how):
                 square += torch.linalg.vector_norm(grad, dtype=wide_dtype(grad.dtype)).double().square()
         return summed(square, *groups).sqrt().to(wide)
@@ -127,10 +126,10 @@ def over_processes(devices: DeviceMesh, total: Tensor, count: Tensor, *aux: Tree
 def check_whole(shards: Tree) -> None:
     """ValueError if a parameter is sharded, for an optimizer that takes full parameters only."""
     for path, how in tree.flatten(shards).items():
-        divided = [name for (name, size), dim in zip(how.sizes, how.dims, strict=True) if dim is not None and size > 1]
-        if divided:
+        sharded = [name for (name, size), dim in zip(how.sizes, how.dims, strict=True) if dim is not None and size > 1]
+        if sharded:
             raise ValueError(
-                f"The optimizer needs whole leaves, and {path} is divided over {divided[0]}: take one whose update is "
+                f"The optimizer needs whole leaves, and {path} is divided over {sharded[0]}: take one whose update is "
                 "elementwise (adamw, sgd, lion), muon, or a mesh that only copies parameters (dp)."
             )
 

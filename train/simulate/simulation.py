@@ -29,7 +29,7 @@ def simulate(config: DecoderConfig, mesh: Mesh, work: Work) -> list[RankFacts]:
     check_microbatches(pipe, work.microbatches)
     plan = P.plan(spec, rules_of(mesh, config), mesh.sizes)
     if mesh.tp > 1:
-        sharded_dims(tree.flatten(spec), tree.flatten(plan), "tp")  # for its checks
+        sharded_dims(tree.flatten(spec), tree.flatten(plan))  # for its checks
     shape = (work.rows // (mesh.rows * work.microbatches), work.length // mesh.cp)
     kinds = family.kinds(config)
     by_kind = {

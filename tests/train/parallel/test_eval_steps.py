@@ -16,7 +16,7 @@ from tests.support.ranks_pool import Ranks, devices
 from train import make_eval_step, make_forward_only, token_logprobs
 from train.dist.dtensor import local_tree
 from train.parallel import Mesh, Strategy
-from train.parallel.batch_shards import own_columns
+from train.parallel.batch_shards import own_positions
 from train.parallel.eval_steps import trained_in
 from train.parallel.fsdp import gather_layers, sharded_params
 from train.parallel.placement import place, shardings
@@ -97,7 +97,7 @@ def refused() -> list[str]:
             make()(params, given)
         said.append(str(error.value))
     with pytest.raises(ValueError) as error:
-        own_columns({"tokens": torch.zeros(2, 3)}, devices(Mesh(tp=2)), sequence=True)
+        own_positions({"tokens": torch.zeros(2, 3)}, devices(Mesh(tp=2)), Strategy(sequence=True))
     return [*said, str(error.value)]
 
 

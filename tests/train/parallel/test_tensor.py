@@ -15,6 +15,7 @@ from fnmodels import tree
 from fnmodels.models.common.registry import may_have
 from fnmodels.models.common.spec import weight
 from fnmodels.ops.attention.select import attention
+from fnmodels.run_params import RunParams
 from params import Rules, plan
 from tests.support.cases import Case, cases, generic_params, positions_of, richest, segments, tokens_of
 from tests.support.one_process import even
@@ -22,6 +23,7 @@ from tests.support.ranks_pool import Ranks, devices
 from train import look_ahead, mtp_loss, next_token_loss
 from train.dist import collectives
 from train.dist.region import Region
+from train.losses.model_loss import RunOptions
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh
 from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel
@@ -62,6 +64,16 @@ def distributed(config: Any, *, sequence: bool, axes: dict[str, str] | None = No
     return tensor_parallel(config, placements, sequence=sequence), placements, params
 
 
+def over(tensor: TensorParallel, function: Callable[..., Any]) -> Callable[..., Any]:
+    """function(params, ...) on this rank's shards; the result also accepts a `layer_fn` (remat)."""
+
+    def run(params: Any, *args: Any, layer_fn: Any = None, **more: Any) -> Any:
+        options = RunOptions(outer=layer_fn, tensor=tensor.layer_fn)
+        return function(RunParams(tensor.outside(params), options), *args, **more)
+
+    return run
+
+
 def loss_of(config: Any, params: Any, **options: Any) -> Tensor:
     """With all that a loss can have beside the cross entropy."""
     terms: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "kernel": "math", "length": 24}
@@ -93,7 +105,7 @@ def differences(
     What is nothing but rounding (of keys' biases where nothing rotates) is relative to the largest of all gradients.
     """
     tensor, placements, params = distributed(config, sequence=sequence, axes=axes)
-    loss = tensor.run(functools.partial(loss_of, config))(params, layer_fn=layer_fn(remat, "none"), **options)
+    loss = over(tensor, functools.partial(loss_of, config))(params, layer_fn=layer_fn(remat, "none"), **options)
     whole_loss, whole = expected(config)
     sizes = {path: float(grad.abs().max()) for path, grad in whole.items()}
     largest = max(sizes.values())
@@ -208,7 +220,7 @@ def further_tokens(sequence: bool) -> float:
         tree.map(lambda p: p.clone().requires_grad_(), generic_params(config)),
     )
     loss = functools.partial(mtp_loss, batch=batch, config=config, length=24, kernel="math", balance=Balance(0.1))
-    found, where = gradients(tensor.run(loss)(params)[0], params), tree.flatten(placements)
+    found, where = gradients(over(tensor, loss)(params)[0], params), tree.flatten(placements)
     return max(
         float((found[path].to_local() - grad[where[path].local_box()]).abs().max() / grad.abs().max())
         for path, grad in gradients(loss(whole)[0], whole).items()
@@ -236,7 +248,7 @@ def curvature(name: str, sequence: bool, chunk: int | None) -> dict[str, float]:
         return torch.func.jvp(torch.func.grad(lambda flat: loss(tree.unflatten(flat))), (point,), (moves,))[1]
 
     loss = functools.partial(loss_of, config, chunk=chunk)
-    found, whole = product(tensor.run(loss), part(point), part(moves)), product(loss, point, moves)
+    found, whole = product(over(tensor, loss), part(point), part(moves)), product(loss, point, moves)
     return {
         path: float((found[path] - part(whole)[path]).abs().max() / whole[path].abs().max().clamp(min=1e-3))
         for path in point
@@ -325,7 +337,7 @@ def test_what_cannot_run_is_told(name: str, axes: dict[str, str], sequence: bool
 
 def test_taps_of_single_heads_are_refused() -> None:
     """q, k, v and z of one process are of its heads only."""
-    wrapper = TensorParallel(Region(None, 0, 2, False), {}, frozenset({"heads"}), "tp")
+    wrapper = TensorParallel(Region(None, 0, 2, False), {}, frozenset({"heads"}))
     with pytest.raises(ValueError, match="The taps q, z are of single heads"):
         wrapper.layer_fn(functools.partial(fnmodels.llama.block, taps=("mlp", "q", "z")))
 
@@ -392,7 +404,7 @@ def replay(name: str, sequence: bool) -> float:
     scores = torch.rand(3, 12, layers, 6, generator=torch.Generator().manual_seed(3))
     batch["routing"] = scores.topk(config.num_experts_per_tok, dim=-1).indices
     how: dict[str, Any] = {"config": config, "length": 24, "kernel": "math"}
-    found = gradients(tensor.run(next_token_loss)(params, batch, **how)[0], params)
+    found = gradients(over(tensor, next_token_loss)(params, batch, **how)[0], params)
     leaves = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
     return max(
         float((found[path].to_local() - whole[where[path].local_box()]).abs().max() / whole.abs().max())

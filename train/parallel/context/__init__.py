@@ -1,5 +1,1 @@
-"""Context parallelism: each rank holds some positions of every row.
-
-api     what each rank holds, and attention that all-gathers or exchanges keys and values ("gather", "ulysses")
-ring    attention whose keys and values pass from rank to rank, with partial softmax results merged ("ring")
-"""
+"""Context parallelism: each rank holds some positions of every row; see `api`, and `ring` for one of its methods."""

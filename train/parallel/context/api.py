@@ -13,9 +13,9 @@ rotary tables are those of its tokens, in any order. Attention is a `kernel=` of
 
 Losses are sums: totals, counts and gradients are to be summed over the ranks and divided once. Quantities of full rows
 need more: for balance losses, which are means over rows, `whole_balance` computes each rank's summand; for rope
-scalings that depend on the sequence length (dynamic, longrope), pass `length=int(batch["positions"].max()) + 1`, or
-`longest` of the shard. Kernels of "gather" and "ulysses" have every derivative that `inner` has and can be compiled;
-that of "ring" runs in eager mode.
+scalings that depend on the sequence length (dynamic, longrope), pass `length=int(batch["positions"].max()) + 1` of the
+global batch, or what `global_length` finds. Kernels of "gather" and "ulysses" have every derivative that `inner` has
+and can be compiled; that of "ring" runs in eager mode.
 """
 
 from __future__ import annotations
@@ -102,31 +102,32 @@ def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: Any
     return balanced_order(fullest, ranks, block=block)
 
 
-def asks_length(length: Any, config: Any) -> bool:
-    """Whether a rope scaling depends on the length of the global batch, and the loss gives none."""
-    ropes = [] if config is None else [value for value in vars(config).values() if isinstance(value, Rope)]
-    return length is None and any(rope.kind in ("dynamic", "longrope") for rope in ropes)
+def global_length(devices: DeviceMesh) -> Callable[[Any, Tensor, Any], Any]:
+    """(config, positions of a shard, length) -> `length`; where it is None and a rope needs it, the global batch's."""
+    groups = _groups(devices, DATA)
 
-
-def longest(devices: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """A function from a shard of the positions [B, S] to the length of the global batch, as the model computes it."""
-    groups = [devices.get_group(name) for name in DATA if mesh_of(devices).sizes[name] > 1]
-
-    def length(positions: Tensor) -> Tensor:
+    def length_of(config: Any, positions: Tensor, length: Any) -> Any:
+        ropes = [] if config is None else [value for value in vars(config).values() if isinstance(value, Rope)]
+        if length is not None or all(rope.kind not in ("dynamic", "longrope") for rope in ropes):
+            return length
         here = positions.max() + 1 if positions.numel() else positions.new_ones(())
         return functools.reduce(collectives.maximum, groups, here)
 
-    return length
+    return length_of
 
 
 def whole_balance(balance: Balance, devices: DeviceMesh) -> Balance:
     """Balance terms of rows and batches that are sharded over ranks: each rank's summand of their means."""
-    return dataclasses.replace(balance, over=_adding(devices, ("cp",)), across=_adding(devices, ROWS))
+
+    def adding(names: Sequence[str]) -> Callable[[Tensor], Tensor] | None:
+        groups = _groups(devices, names)
+        return (lambda x: functools.reduce(collectives.leave, groups, x)) if groups else None
+
+    return dataclasses.replace(balance, over=adding(("cp",)), across=adding(ROWS))
 
 
-def _adding(devices: DeviceMesh, names: Sequence[str]) -> Callable[[Tensor], Tensor] | None:
-    groups = [devices.get_group(name) for name in names if mesh_of(devices).sizes[name] > 1]
-    return (lambda x: functools.reduce(collectives.leave, groups, x)) if groups else None
+def _groups(devices: DeviceMesh, names: Sequence[str]) -> list[ProcessGroup]:
+    return [devices.get_group(name) for name in names if mesh_of(devices).sizes[name] > 1]
 
 
 def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") -> Kernel:
@@ -215,8 +216,8 @@ def _whole(mask: Mask, group: ProcessGroup) -> Mask:
 
 def _form(mask: Mask, q: Tensor, layout: Layout | None, call: Call) -> Any:
     """The mask in the form that `inner` reads."""
-    options = {"softcap": call.softcap, "sinks": call.sinks is not None}
-    return materialize(mask, call.inner, layout, device=q.device, dtype=q.dtype, **options)
+    sinks = call.sinks is not None
+    return materialize(mask, call.inner, layout, device=q.device, dtype=q.dtype, softcap=call.softcap, sinks=sinks)
 
 
 def _look_gather(mask: Mask, q: Tensor, call: Call) -> Any:

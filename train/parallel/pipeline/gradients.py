@@ -207,13 +207,7 @@ def _agreed_kinds(
 
 def _joined(of_stages: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
     """Sums over microbatches and over this rank's stages; counts of its stages are concatenated."""
-    joined: dict[str, Tensor] = {}
-    for of_parts in of_stages:
-        total: dict[str, Tensor] = {}
-        for sums in of_parts:
-            total = {name: total[name] + value if name in total else value for name, value in sums.items()}
-        for name, value in total.items():
-            if name in joined:
-                value = torch.cat((joined[name], value)) if name == "counts" else joined[name] + value
-            joined[name] = value
-    return joined
+    totals = [functools.reduce(joined, of_parts) for of_parts in of_stages]
+    counts = [total["counts"] for total in totals if "counts" in total]
+    terms = [{name: value for name, value in total.items() if name != "counts"} for total in totals]
+    return functools.reduce(joined, terms) | ({"counts": torch.cat(counts)} if counts else {})

@@ -14,8 +14,8 @@ from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
-from train.losses.model_loss import Batch, ModelLoss, RouterTerms, as_loss
-from train.parallel.padding import check_entries, padded
+from train.losses.model_loss import Batch, ModelLoss, RouterTerms, as_loss, check_entries
+from train.parallel.padding import padded
 
 from .schedule import Pipeline, check_microbatches
 

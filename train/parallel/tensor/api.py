@@ -3,18 +3,14 @@
     devices = Mesh(tp=4).device_mesh()
     placements = params.plan(family.spec(config), Rules(tensor_axes(config)), devices)
     tensor = tensor_parallel(config, placements)
-    total, count = tensor.run(next_token_loss)(params, batch, config=config)
-
-The last line is `next_token_loss(tensor.outside(params), batch, config=config, layer_fn=tensor.layer_fn)`.
+    total, count = next_token_loss(tensor.outside(params), batch, config=config, layer_fn=tensor.layer_fn)
 
 The family's own block runs unchanged on this rank's shards, as plain tensors: it reads the number of heads from their
-shapes. Communication is in wrappers of the parameters, as an adapter is (`params.lora`): in F.linear, a column-parallel
-weight enters the region before it multiplies, and a row-parallel one leaves after (`train.dist.region`,
-`leaf_wrappers`); `leaf_roles` derives the roles from logical axes. Every operation and kernel of every family therefore
-works, and nothing is dispatched through DTensor, which lacks rules for some operations, silently gathers for others,
-and multiplies the time of small ones. One rule covers gradients: a replicated parameter that is used inside the region
-gets a partial gradient on each rank, and `Region.shared` sums these. A layer takes four reductions, two in each
-direction.
+shapes. Communication is in wrappers of the parameters (`leaf_wrappers`), whose roles `leaf_roles` derives from logical
+axes. Every operation and kernel of every family therefore works, and nothing is dispatched through DTensor, which lacks
+rules for some operations, silently gathers for others, and multiplies the time of small ones. One rule covers
+gradients: a replicated parameter that is used inside the region gets a partial gradient on each rank, and
+`Region.shared` sums these. A layer takes four reductions, two in each direction.
 
 sequence=True (sequence parallelism, arXiv 2205.05198) also shards the residual stream along the sequence: `enter`
 gathers and `leave` scatters, so that activations between the sublayers, and those that remat keeps, take 1 / size of
@@ -35,13 +31,11 @@ from torch import Tensor
 from fnmodels import family_of, tree
 from fnmodels.models.common.context import ATTENTION_TAPS
 from fnmodels.options import Block, ForwardOptions, LayerFn
-from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from params import lora
 from train.dist import collectives
 from train.dist.dtensor import is_dtensor
 from train.dist.region import Region
-from train.losses.model_loss import RunOptions
 from train.losses.vocab_parallel import Vocab
 
 from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
@@ -56,21 +50,11 @@ def tensor_axes(config: Any, dim: str = "tp") -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The `layer_fn` and the params of a loss over `tp`; `run` applies both. Made by `tensor_parallel`."""
+    """The `layer_fn` of a loss over `tp`, and its params outside of layers. Made by `tensor_parallel`."""
 
     region: Region
     uses: Mapping[str, Use]  # by path within a layer
     sharded: frozenset[str]  # logical axes
-    dim: str  # the mesh dimension
-
-    def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """function(params, ...) on this rank's shards; the result also accepts a `layer_fn` (remat)."""
-
-        def run(params: Tree, *args: Any, layer_fn: LayerFn | None = None, **more: Any) -> Any:
-            options = RunOptions(outer=layer_fn, tensor=self.layer_fn)
-            return function(RunParams(self.outside(params), options), *args, **more)
-
-        return run
 
     def layer_fn(self, block: Block, around: LayerFn | None = None) -> Block:
         """For `fnmodels.forward`: the block on this rank's shards. around: other wrappers (remat, compilation).
@@ -119,11 +103,11 @@ class TensorParallel:
         """The params with those outside of layers as local tensors, and embedding and head as `Vocab`."""
         made: dict[str, Tree] = {}
         for name, leaf in params.items():
-            leaf = leaf if name == "layers" else tree.map(functools.partial(local, dim=self.dim), leaf)
+            leaf = leaf if name == "layers" else tree.map(local, leaf)
             if name in ("embed_tokens", "lm_head") and "vocab" in self.sharded:
                 if isinstance(leaf, lora.Lora):
                     raise ValueError(
-                        f"{name} has an adapter, and over {self.dim!r} the vocabulary is divided, where adapters are "
+                        f"{name} has an adapter, and over 'tp' the vocabulary is divided, where adapters are "
                         "not known: leave it out of their targets, or vocab out of the rules."
                     )
                 leaf = Vocab(leaf, self.region)
@@ -134,17 +118,13 @@ class TensorParallel:
             made[name] = leaf
         return made
 
-    def whole(self, x: Tensor) -> Tensor:
-        """The residual stream with all positions, as the layers of another pipeline stage receive it."""
-        return self.region.join(x)
-
     def _layer(self, layer: Tree) -> Tree:
         """The layer's local tensors, wrapped according to their roles."""
         flat = tree.flatten(layer)
         unknown = [path for path in flat if path not in self.uses]
         if unknown:
             raise ValueError(f"A layer has the leaf {unknown[0]!r}, which is not in the plan.")
-        flat = {path: local(leaf, self.dim) for path, leaf in flat.items()}
+        flat = {path: local(leaf) for path, leaf in flat.items()}
         shared = {path: leaf for path, leaf in flat.items() if self.uses[path].shared}
         for dtype in {leaf.dtype: None for leaf in shared.values()}:
             alike = {path: leaf for path, leaf in shared.items() if leaf.dtype == dtype}
@@ -173,33 +153,32 @@ class TensorParallel:
     def _tap(self, value: Tensor) -> Tensor:
         """An entry of a block's aux for all positions; counts, which have no sequence dimension, are summed."""
         if value.ndim > 1 or not self.region.sequence:
-            return self.whole(value)
+            return self.region.join(value)
         return collectives.summed(value, self.region.group)
 
 
-def tensor_parallel(config: Any, placements: Tree, *, dim: str = "tp", sequence: bool = False) -> TensorParallel:
+def tensor_parallel(config: Any, placements: Tree, *, sequence: bool = False) -> TensorParallel:
     """The `TensorParallel` of a config and its placements; made once, on all ranks alike.
 
-    placements: `params.plan` with `tensor_axes` on a DeviceMesh. dim: the mesh dimension whose ranks share tokens.
-    sequence: shards the sequence dimension of the residual stream too; `fnmodels.hidden` then returns this rank's
-    positions, as do the taps between layers, and `whole` gathers them. ValueError, before any communication, for a plan
-    or a family that cannot run so.
+    placements: `params.plan` with `tensor_axes` on a DeviceMesh. sequence: shards the sequence dimension of the
+    residual stream too; `fnmodels.hidden` then returns this rank's positions, which `region.join` gathers. ValueError,
+    before any communication, for a plan or a family that cannot run so.
     """
     family = family_of(config)
     spec, plans = tree.flatten(family.spec(config)), tree.flatten(lora.weights(placements))
     if spec.keys() != plans.keys():
         raise ValueError("The plan is of another model than the config: make it by params.plan(family.spec(config)).")
-    dims, sharded = sharded_dims(spec, plans, dim, sequence=sequence)
+    dims, sharded = sharded_dims(spec, plans, sequence=sequence)
     mesh = next(iter(plans.values())).mesh
     if mesh is None:
         raise ValueError("The plan was made from sizes alone; make it with the DeviceMesh.")
-    group = mesh.get_group(dim)
+    group = mesh.get_group("tp")
     region = Region(group, dist.get_rank(group), dist.get_world_size(group), sequence)
-    return TensorParallel(region, uses_of(spec, dims, sharded, region), sharded, dim)
+    return TensorParallel(region, uses_of(spec, dims, sharded, region), sharded)
 
 
-def local(leaf: Any, dim: str = "tp") -> Tensor:
-    """This rank's shard of a DTensor over `dim` alone, differentiably; other tensors unchanged.
+def local(leaf: Any) -> Tensor:
+    """This rank's shard of a DTensor over `tp` alone, differentiably; other tensors unchanged.
 
     ValueError for a DTensor that other mesh dimensions of more than one rank hold too.
     """
@@ -207,7 +186,7 @@ def local(leaf: Any, dim: str = "tp") -> Tensor:
         return leaf
     mesh = leaf.device_mesh
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    others = [name for name, size in sizes.items() if name != dim and size > 1]
+    others = [name for name, size in sizes.items() if name != "tp" and size > 1]
     if others:
         raise ValueError(f"A leaf lies on the mesh dimension {others[0]!r} too: gather it over that one first.")
     part: Tensor = leaf.to_local(grad_placements=leaf.placements)

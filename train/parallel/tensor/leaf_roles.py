@@ -56,16 +56,16 @@ def uses_of(
 
 
 def sharded_dims(
-    spec: Mapping[str, Leaf], plans: Mapping[str, Sharding], dim: str, *, sequence: bool = False
+    spec: Mapping[str, Leaf], plans: Mapping[str, Sharding], *, sequence: bool = False
 ) -> tuple[dict[str, int | None], frozenset[str]]:
-    """({path: the dimension of the parameter that mesh dimension `dim` shards, or None}, the sharded logical axes).
+    """({path: the dimension of the parameter that `tp` shards, or None}, the sharded logical axes).
 
-    ValueError for an unknown `dim`, and, naming the parameter or axis, for a plan whose layers cannot run.
+    ValueError for a mesh without `tp`, and, naming the parameter or axis, for a plan whose layers cannot run.
     """
     sizes = dict(next(iter(plans.values())).sizes)
-    if dim not in sizes:
-        raise ValueError(f"The plan's mesh has no dimension {dim!r}; it has {', '.join(sizes)}.")
-    dims = {path: sharding.dims[list(sizes).index(dim)] for path, sharding in plans.items()}
+    if "tp" not in sizes:
+        raise ValueError(f"The plan's mesh has no dimension 'tp'; it has {', '.join(sizes)}.")
+    dims = {path: sharding.dims[list(sizes).index("tp")] for path, sharding in plans.items()}
     sharded = frozenset(leaf.axes[n] for path, leaf in spec.items() if (n := dims[path]) is not None)
     for path, leaf in spec.items():
         n = dims[path]
@@ -80,12 +80,12 @@ def sharded_dims(
                 f"it knows {', '.join(sorted(_KNOWN))}."
             )
         if "heads" in sharded:
-            _check_heads(path, leaf, n is not None, sizes[dim])
+            _check_heads(path, leaf, n is not None, sizes["tp"])
     if "kv_heads" in sharded and "heads" not in sharded:
-        raise ValueError(f"The rules divide kv_heads over {dim!r} and not heads: name both.")
+        raise ValueError("The rules divide kv_heads over 'tp' and not heads: name both.")
     axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(SHARDED) - {"kv_heads"}
     if sequence and axes - sharded:
-        raise ValueError(f"sequence=True needs {min(axes - sharded)!r} divided over {dim!r} too: name it in the rules.")
+        raise ValueError(f"sequence=True needs {min(axes - sharded)!r} divided over 'tp' too: name it in the rules.")
     return dims, sharded
 
 
