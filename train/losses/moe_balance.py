@@ -28,7 +28,7 @@ class Balance:
 
     sequence: `balance_loss` per row. batch: `balance_loss` over all rows of one call, which therefore depends on the
     split into microbatches. z: `router_z_loss`. scores: see `balance_loss`. A run over a mesh sets the rest: over sums
-    integer tensors over the ranks that hold other tokens of the same rows, across over those that hold other rows of
+    integer tensors over the ranks that hold other tokens of the same rows, across over all that hold other tokens of
     the batch, and each rank's terms are then its contribution to the global ones. share: the fraction of the model's
     layers with experts that this pipeline stage runs; None: all. before: the terms of the stages before, 0-d.
     ValueError for a negative coefficient or unknown scores.
@@ -138,8 +138,8 @@ def balance_terms(
     [B, S]. labelled [B]: labels that count in each row, by which the row's term is weighted: divided by the global
     count the sum is a mean over tokens, however the batch is split. With balance.over, the sum over ranks is.
     """
-    over = balance.over
-    if over is not None and (balance.sequence or balance.batch or balance.z):
+    over, across, mine = balance.over, balance.across, labelled.sum()
+    if over is not None and (balance.sequence or balance.z):
         labelled = over(labelled)
 
     def of(name: str) -> list[Tensor]:
@@ -159,10 +159,8 @@ def balance_terms(
         total = total + balance.sequence * aux["sequence_balance"]
     if balance.batch:
         flat = [[t.flatten(0, 1)[None] for t in (x, i, valid)] for x, i in zip(logits, indices, strict=True)]
-        everywhere = _in_turn(over, balance.across)
-        losses = [balance_loss(*row, scores=balance.scores, over=everywhere) for row in flat]
-        every = labelled.sum() if balance.across is None else balance.across(labelled.sum())
-        aux["batch_balance"] = torch.stack(losses).mean() * every
+        losses = [balance_loss(*row, scores=balance.scores, over=across) for row in flat]
+        aux["batch_balance"] = torch.stack(losses).mean() * (mine if across is None else across(mine))
         total = total + balance.batch * aux["batch_balance"]
     if balance.z:
         losses = [router_z_loss(x, valid, over=over) for x in logits]
@@ -171,9 +169,3 @@ def balance_terms(
     if balance.share is None:
         return total, aux
     return before + total * balance.share, {n: v if n == "counts" else v * balance.share for n, v in aux.items()}
-
-
-def _in_turn(first: Adding | None, second: Adding | None) -> Adding | None:
-    if first is None or second is None:
-        return first or second
-    return lambda x: second(first(x))

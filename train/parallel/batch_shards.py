@@ -34,7 +34,7 @@ def own_parts(
     placed: Placed,
     accumulate: int = 1,
     *,
-    check: Callable[[Batch], None] | None = None,
+    check: Callable[[Batch], object] | None = None,
     places: bool = False,
 ) -> list[Batch]:
     """This rank's microbatches of the batch that it is given; see `Strategy.rows`. ValueError on all ranks alike.
@@ -143,9 +143,8 @@ def own_rows(batch: Any, devices: DeviceMesh) -> Any:
 
 def _row_of(devices: DeviceMesh) -> tuple[int, int]:
     """(index of this rank's row shard, number of row shards)."""
-    names = [name for name in ROWS if name in (devices.mesh_dim_names or ())]
     index, number = 0, 1
-    for name in names:
-        size = devices.size(devices.mesh_dim_names.index(name))  # type: ignore[union-attr]
-        index, number = index * size + devices.get_local_rank(name), number * size
+    for name, size in mesh_of(devices).sizes.items():
+        if name in ROWS and size > 1:
+            index, number = index * size + devices.get_local_rank(name), number * size
     return index, number

@@ -25,7 +25,8 @@ from train.dist.dtensor import local_tree
 from train.gradients import LossFn, metrics_of, totals
 from train.loss_call import Batch
 from train.optim.base import trainable_mask, with_paths
-from train.parallel.pipeline.stages import stage_loss, stage_outputs
+from train.parallel.pipeline.gradients import loss_sums, outputs
+from train.parallel.pipeline.stages import stages_of
 
 from .batch_shards import own_parts
 from .compose import compose
@@ -53,7 +54,7 @@ def make_eval_over(
         loss = composed.loss(loss_fn)
         if mesh.pp == 1:
             return functools.partial(totals, loss)
-        run, whole_aux = stage_loss(loss, placed, composed), aux_of_stages(placed)
+        run, whole_aux = loss_sums(loss, *stages_of(placed, composed)), aux_of_stages(placed)
 
         def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Any, ...]:
             total, count, aux = run(params, parts)
@@ -87,7 +88,7 @@ def make_forward_over(
         composed = compose(placed, compile=compile)
         call = composed.loss(function)
         if mesh.pp > 1:
-            return stage_outputs(call, placed, composed)
+            return outputs(call, *stages_of(placed, composed))
         return lambda params, parts: [call(params, part) for part in parts]
 
     made = _once(parallelism, function, compile, make)

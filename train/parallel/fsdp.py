@@ -13,7 +13,6 @@ whose wrappers run inside this one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from train.losses.model_loss import ModelLoss, as_loss
 from train.optim.base import wide_dtype, with_paths
 
 from .mesh import DATA
+from .tensor.leaf_roles import path_in_layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +55,9 @@ def gather(shards: Sequence[ParamShard]) -> list[Tensor]:
         alike.setdefault(_placement(shard), []).append(index)
     found: list[Any] = [None] * len(shards)
     for (copied, gathered, _, dtype), chosen in alike.items():
-        group = functools.partial(_group, shards[chosen[0]].sharding)
         same = [shards[index] for index in chosen]
-        xs = _gather_alike(same, map(group, copied), [(group(n), n) for n in gathered], dtype)
+        mesh: Any = same[0].sharding.mesh
+        xs = _gather_alike(same, map(mesh.get_group, copied), [(mesh.get_group(n), n) for n in gathered], dtype)
         for index, x in zip(chosen, xs, strict=True):
             found[index] = x
     return found
@@ -128,14 +128,9 @@ def sharded_params(
 
     def params(held: Tree) -> Tree:
         made = with_paths(shard, held)
-        blocks = [head["block"] for head in made.get("mtp", ())]
-        rest = {name: values for name, values in made.items() if name not in ("layers", "mtp")}
-        heads = [{name: leaf for name, leaf in head.items() if name != "block"} for head in made.get("mtp", ())]
-        outside = _gathered({**rest, "mtp": heads})
-        given = {name: outside.get(name, values) for name, values in made.items()}
-        if blocks:
-            given["mtp"] = [{**head, "block": block} for head, block in zip(outside["mtp"], blocks, strict=True)]
-        return given
+        outside = {path: x for path, x in tree.flatten(made).items() if path_in_layer(path) is None}
+        gathered = dict(zip(outside, gather(list(outside.values())), strict=True))
+        return with_paths(lambda path, x: gathered.get(path, x), made)
 
     return params
 
@@ -157,8 +152,3 @@ def _gathered(values: Tree) -> Tree:
     leaves = tree.leaves(values)
     found = iter(gather([leaf for leaf in leaves if isinstance(leaf, ParamShard)]))
     return tree.map(lambda leaf: next(found) if isinstance(leaf, ParamShard) else leaf, values)
-
-
-def _group(sharding: Sharding, name: str) -> Any:
-    assert sharding.mesh is not None
-    return sharding.mesh.get_group(name)

@@ -10,7 +10,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 from params.sharding import Rules, Sharding, sharding_of
 from train.dist.dtensor import local_tree
-from train.optim.base import trainable_mask
+from train.optim.base import trainable_mask, with_paths
 from train.parallel.mesh import Mesh, Strategy, mesh_of
 from train.parallel.tensor.api import tensor_axes
 
@@ -61,9 +61,7 @@ def _devices(shards: Tree, mesh: Mesh) -> DeviceMesh:
 
 def shardings(params: Tree) -> Tree:
     """A `Sharding` per leaf of a tree of DTensors. ValueError names a leaf with uneven or interleaved shards."""
-    flat = {path: _sharding(path, leaf) for path, leaf in tree.flatten(params).items()}
-    found = iter(flat.values())
-    return tree.map(lambda _: next(found), params)
+    return with_paths(_sharding, params)
 
 
 def _sharding(path: str, leaf: Any) -> Sharding:

@@ -23,9 +23,10 @@ from train.dist.dtensor import local_tree
 from train.gradients import LossFn, Sums, checked_loss, gradient_sums
 from train.loss_call import Batch, microbatches
 from train.optim.base import Optimizer
+from train.parallel.pipeline import gradients
 from train.parallel.pipeline.microbatch import recorded
 from train.parallel.pipeline.schedule import SPLITTING
-from train.parallel.pipeline.stages import stage_sums
+from train.parallel.pipeline.stages import stages_of
 from train.state import State
 from train.update import Step, StepOptions, check_state
 
@@ -122,13 +123,9 @@ def config_of(function: Callable[..., Any], placed: Placed, local: Tree, batch: 
     return config
 
 
-def batch_check(function: Callable[..., Any], local: Tree, mesh: Mesh) -> Callable[[Batch], None] | None:
+def batch_check(function: Callable[..., Any], local: Tree, mesh: Mesh) -> Callable[[Batch], object] | None:
     """A check that raises for a batch that the function cannot read, before pipeline stages wait; None without pp."""
-
-    def check(batch: Batch) -> None:
-        recorded(function, local, batch)
-
-    return check if mesh.pp > 1 else None
+    return functools.partial(recorded, function, local) if mesh.pp > 1 else None
 
 
 def sums_over(placed: Placed, loss_fn: LossFn, optimizer: Optimizer, options: StepOptions) -> Callable[..., Sums]:
@@ -136,7 +133,7 @@ def sums_over(placed: Placed, loss_fn: LossFn, optimizer: Optimizer, options: St
     composed = compose(placed, remat=options.remat, compile=options.compile, counts=options.balance_rate is not None)
     loss = composed.loss(loss_fn)
     if placed.devices["pp"].size() > 1:
-        return stage_sums(loss, optimizer, placed, composed)
+        return gradients.gradient_sums(loss, optimizer, *stages_of(placed, composed))
     return gradient_sums(_with_a_graph(loss), optimizer)
 
 

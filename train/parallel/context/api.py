@@ -41,7 +41,7 @@ from fnmodels.ops.rotary import Rope
 from fnmodels.options import Kernel
 from train.dist import collectives
 from train.losses.moe_balance import Balance
-from train.parallel.mesh import DATA, ROWS, mesh_of
+from train.parallel.mesh import DATA, mesh_of
 
 from . import ring
 from .ring import Call
@@ -123,7 +123,7 @@ def whole_balance(balance: Balance, devices: DeviceMesh) -> Balance:
         groups = _groups(devices, names)
         return (lambda x: functools.reduce(collectives.leave, groups, x)) if groups else None
 
-    return dataclasses.replace(balance, over=adding(("cp",)), across=adding(ROWS))
+    return dataclasses.replace(balance, over=adding(("cp",)), across=adding(DATA))
 
 
 def _groups(devices: DeviceMesh, names: Sequence[str]) -> list[ProcessGroup]:

@@ -42,7 +42,6 @@ def gradient_sums(
     optimizer: Optimizer,
     pipe: Pipeline,
     group: dist.ProcessGroup | None = None,
-    *,
     hooks: StageHooks = ALONE,
 ) -> Callable[..., Sums]:
     """sums(params, parts, into=None) -> this rank's Sums over microbatches, added to `into`, which is used up.
@@ -75,7 +74,10 @@ def gradient_sums(
 
         total, count, found = _summed(*run(tree.map(leaf, params), parts, True))
         count, aux = agreed(count, found)
-        grads = {path: _gradient(leaf) for path, leaf in leaves.items()}
+        grads = {
+            path: torch.zeros_like(x, dtype=wide_dtype(x.dtype)) if x.grad is None else x.grad.contiguous()
+            for path, x in leaves.items()
+        }
         _sum_ends([grad for path, grad in grads.items() if path.partition(".")[0] in tied], pipe, group)
         if into is None:
             return Sums(total, count, aux, list(grads.values()), False)
@@ -91,7 +93,6 @@ def loss_sums(
     loss_fn: Callable[..., Any],
     pipe: Pipeline,
     group: dist.ProcessGroup | None = None,
-    *,
     hooks: StageHooks = ALONE,
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
     """sums(params, parts) -> (sum, count, aux) without gradients, otherwise as `gradient_sums`."""
@@ -109,15 +110,12 @@ def outputs(
     function: Callable[..., Any],
     pipe: Pipeline,
     group: dist.ProcessGroup | None = None,
-    *,
     hooks: StageHooks = ALONE,
-    multiple: int = 1,
 ) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
     """run(params, parts) -> the function's result per microbatch, on every rank; no gradients.
 
     function: of (params, batch), as a loss; its result is a tree of tensors. Tensors [B, S, ...] are cut back if a
-    microbatch was padded (`unpadded`); ValueError for a tensor that cannot be cut. multiple: padded lengths are
-    multiples of it.
+    microbatch was padded (`unpadded`); ValueError for a tensor that cannot be cut.
     """
 
     def result(found: Any) -> tuple[Tensor, Any, dict[str, Tensor]]:
@@ -132,7 +130,7 @@ def outputs(
         sizes = [tuple(part["tokens"].shape[:2]) for part in parts]
         longest = max((size[1] for size in sizes), default=0)
         if len({length for _, length in sizes}) > 1:
-            longest = clear_length(longest, multiple, pipe.config)
+            longest = clear_length(longest, hooks.multiple, pipe.config)
             parts = [padded(part, longest) for part in parts]
         losses, of_stages = run(params, parts, False)
         results = [out for out, _ in of_stages[-1]] if losses else []
@@ -153,12 +151,6 @@ def _forward(pipe: Pipeline) -> Pipeline:
     """The same stages under a schedule that accepts any number of microbatches; forward passes are equal in all."""
     simple = "ZBVZeroBubble" if pipe.schedule in VEE else "GPipe" if pipe.schedule in SINGLE else "LoopedBFS"
     return replace(pipe, schedule=simple)
-
-
-def _gradient(leaf: nn.Parameter) -> Tensor:
-    if leaf.grad is None:
-        return torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype), requires_grad=False)
-    return leaf.grad.contiguous()
 
 
 def _sum_ends(grads: Sequence[Tensor], pipe: Pipeline, group: dist.ProcessGroup | None) -> None:

@@ -72,7 +72,8 @@ def runner(staged: StagedLoss, group: dist.ProcessGroup | None) -> Run:
         ready = microbatches(staged.loss, pipe, params, parts)
         cuts = {stage: cut(params, pipe.config, pipe, (stage,)) for stage in stages}
         sizes, device = ready[0].batch["tokens"].shape[:2], ready[0].batch["tokens"].device
-        dtype = staged.hooks.dtype or _main_dtype(params["layers"])
+        largest: Tensor = max(tree.leaves(params["layers"]), key=Tensor.numel)  # others (norms, biases) may be wider
+        dtype = staged.hooks.dtype or largest.dtype
         key = (len(ready), sizes, dtype, device, train, carries_term(ready[0].routers))
         if key not in made:
             made.clear()  # torch keeps a receive buffer per microbatch: varying lengths would fill the memory
@@ -124,7 +125,9 @@ def _schedule(
     kind: Any = torchs.get_schedule_class(pipe.schedule)
     # Losses are sums: torch would divide the gradients by the number of microbatches.
     single = pipe.schedule in SINGLE
-    schedule = kind(made[0] if single else made, n_microbatches=count, loss_fn=_the_loss, scale_grads=False)
+    schedule = kind(
+        made[0] if single else made, n_microbatches=count, loss_fn=lambda total, _: total, scale_grads=False
+    )
     if not single and not train:
         waiting = schedule.bwd_recv_ops  # instead of the schedule, which would be a reference cycle
 
@@ -135,14 +138,3 @@ def _schedule(
         for act in (torchs.FULL_BACKWARD, torchs.BACKWARD_INPUT, torchs.BACKWARD_WEIGHT):
             schedule.register_custom_function(act, passed)
     return schedule
-
-
-def _the_loss(output: Tensor, _: Tensor) -> Tensor:
-    """The output of the last stage, which is the loss."""
-    return output
-
-
-def _main_dtype(layers: Tree) -> torch.dtype:
-    """The dtype of the largest parameter: others (norms, selection biases) may be wider."""
-    largest: Tensor = max(tree.leaves(layers), key=lambda leaf: leaf.numel())
-    return largest.dtype

@@ -33,12 +33,14 @@ class StageHooks:
 
     full_states: gathers the sequence dimension of hidden states before they are sent. dtype: of hidden states between
     stages; None: that of the layers' weights. split_backward: the schedule runs the passes for inputs and for weights
-    apart, and parameters are gathered or recomputed, so each layer's must be behind one autograd node.
+    apart, and parameters are gathered or recomputed, so each layer's must be behind one autograd node. multiple: of
+    which lengths of padded microbatches are multiples.
     """
 
     full_states: Callable[[Tensor], Tensor] | None = None
     dtype: torch.dtype | None = None
     split_backward: bool = False
+    multiple: int = 1
 
 
 ALONE = StageHooks()  # no other mesh dimension

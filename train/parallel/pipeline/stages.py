@@ -10,7 +10,6 @@ Parameters lie on the full mesh; those of a layer exist on the ranks of its stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -19,14 +18,12 @@ from torch import Tensor
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
 from params.initialize import draw
-from train.gradients import Sums
-from train.losses.model_loss import Batch, ModelLoss
-from train.optim.base import Optimizer
+from params.sharding import Sharding
+from train.optim.base import with_paths
 from train.parallel.compose import Composed
 from train.parallel.mesh import Mesh, Strategy, mesh_of
 from train.parallel.placement import Placed
 
-from .gradients import gradient_sums, loss_sums, outputs
 from .schedule import SPLITTING, Pipeline, pipeline
 from .staged_loss import StageHooks
 from .tree_split import copies, share
@@ -48,11 +45,11 @@ def stage_plan(plan: Tree, config: Any, devices: DeviceMesh, strategy: Strategy)
 def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
     """`params.init` of the parameters in a `stage_plan`: each rank draws its shards of its own layers."""
     leaves = tree.flatten(family_of(config).spec(config))
-    parts = {
-        path: (how, draw(leaves[path], seed, path, how.local_box())) for path, how in tree.flatten(placements).items()
-    }
-    made = iter(how.distribute(part.to(leaves[path].dtype)) for path, (how, part) in parts.items())
-    return tree.map(lambda _: next(made), placements)
+
+    def leaf(path: str, how: Sharding) -> Tensor:
+        return how.distribute(draw(leaves[path], seed, path, how.local_box()).to(leaves[path].dtype))
+
+    return with_paths(leaf, placements)
 
 
 def counted_elsewhere(placed: Placed) -> frozenset[str]:
@@ -61,31 +58,10 @@ def counted_elsewhere(placed: Placed) -> frozenset[str]:
     return copies(placed.config, pipe, placed.devices.get_local_rank("pp"))
 
 
-def stage_sums(loss: ModelLoss, optimizer: Optimizer, placed: Placed, composed: Composed) -> Callable[..., Sums]:
-    """`train.gradients.gradient_sums` of this rank's stages."""
-    pipe, group, hooks = _stages(placed, composed)
-    return gradient_sums(loss, optimizer, pipe, group, hooks=hooks)
-
-
-def stage_loss(
-    loss: ModelLoss, placed: Placed, composed: Composed
-) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
-    """`gradients.loss_sums` of this rank's stages, without gradients."""
-    pipe, group, hooks = _stages(placed, composed)
-    return loss_sums(loss, pipe, group, hooks=hooks)
-
-
-def stage_outputs(
-    function: ModelLoss, placed: Placed, composed: Composed
-) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
-    """`gradients.outputs` of this rank's stages."""
-    pipe, group, hooks = _stages(placed, composed)
-    multiple = placed.devices["tp"].size() if placed.strategy.sequence else 1
-    return outputs(function, pipe, group, hooks=hooks, multiple=multiple)
-
-
-def _stages(placed: Placed, composed: Composed) -> tuple[Pipeline, dist.ProcessGroup, StageHooks]:
+def stages_of(placed: Placed, composed: Composed) -> tuple[Pipeline, dist.ProcessGroup, StageHooks]:
+    """The arguments of `gradients.gradient_sums`, `loss_sums` and `outputs` for this rank's stages."""
     devices, strategy = placed.devices, placed.strategy
     split = strategy.schedule in SPLITTING and (devices.size() > devices["pp"].size() or composed.remat)
-    hooks = StageHooks(composed.full_states, strategy.gather_dtype, split)
+    multiple = devices["tp"].size() if strategy.sequence else 1
+    hooks = StageHooks(composed.full_states, strategy.gather_dtype, split, multiple)
     return pipeline_of(placed.config, mesh_of(devices), strategy), devices.get_group("pp"), hooks

@@ -48,7 +48,7 @@ def uses_of(
     """The `Use` of each parameter, and of parts of adapters, by path within a layer. dims, sharded: `sharded_dims`."""
     uses: dict[str, Use] = {}
     for path, leaf in spec.items():
-        inner = _inner(path)
+        inner = path_in_layer(path)
         if inner is not None:
             use = uses[inner] = _use(inner, leaf, dims[path] is not None, sharded, region)
             uses |= {f"{inner}.{part}": one for part, one in _adapted(use, _is_inside(leaf, sharded)).items()}
@@ -74,7 +74,7 @@ def sharded_dims(
                 f"{path}: tensor parallelism divides {', '.join(SHARDED)}, but the plan has {leaf.axes[n]}."
             )
         strange = sorted(set(leaf.axes) - _KNOWN)
-        if strange and _inner(path) is not None:
+        if strange and path_in_layer(path) is not None:
             raise ValueError(
                 f"{path} has the axis {strange[0]!r}, and tensor parallelism does not know where such a leaf is used; "
                 f"it knows {', '.join(sorted(_KNOWN))}."
@@ -106,7 +106,7 @@ def _check_heads(path: str, leaf: Leaf, is_part: bool, size: int) -> None:
         raise ValueError(f"{path} normalizes all KV heads together: there must be one at least for each process.")
 
 
-def _inner(path: str) -> str | None:
+def path_in_layer(path: str) -> str | None:
     """The path within a layer, also for the block of an MTP head; None for parameters outside of layers."""
     parts = path.split(".")
     if parts[0] == "layers":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Entry:
     """Entry to the region in one call of a block: projections that read the same x share one collective."""
 
     region: Region
-    last: tuple[Tensor, Tensor] | None = field(default=None)
+    last: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.last is None or self.last[0] is not x:
