@@ -15,7 +15,8 @@ import params as P
 from fnmodels import tree
 from tests.support.cases import cases
 from train.parallel import Mesh
-from train.parallel.pipeline.schedule import SCHEDULES, pipeline
+from train.parallel.pipeline import timeline
+from train.parallel.pipeline.schedule import SCHEDULES, Pipeline, pipeline
 from train.parallel.pipeline.timeline import idle, order, peak
 from train.simulate import RankFacts, Work, main, shown, simulate, table
 
@@ -178,3 +179,9 @@ def test_words() -> None:
     tight = dataclasses.replace(facts, held={**facts.held, "buffers": 95})
     assert table([tight], 100).endswith("(see docs/parallel.md): at most 95 B of 100 B.")
     assert "DOES NOT FIT: each rank needs more than 90 B, up to 95 B, most of it buffers." in table([tight], 90)
+
+
+def test_a_schedule_of_unknown_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "SINGLE", (*timeline.SINGLE, "2F2B"))
+    with pytest.raises(ValueError, match=r"The order of 2F2B is not known; .* those of GPipe and 1F1B are"):
+        order(Pipeline(None, "2F2B", ((0, 1), (1, 2)), (0, 1)), 0, 4)
