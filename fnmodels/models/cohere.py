@@ -15,6 +15,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.spec import Constant, Leaf, decoder_leaves, norm, usual_attention, usual_mlp
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.norm import layer_norm, upcast
@@ -65,8 +66,8 @@ class Config(decoder.BaseConfig):
 
 
 def _cohere_fields(fields: Fields, usual: dict[str, Any]) -> dict[str, Any]:
-    kinds = ("full",) * usual["num_hidden_layers"]
-    return {"use_qk_norm": fields.boolean("use_qk_norm", False), "layer_kinds": kinds}
+    layer_kinds = ("full",) * usual["num_hidden_layers"]
+    return {"use_qk_norm": fields.boolean("use_qk_norm", False), "layer_kinds": layer_kinds}
 
 
 def _cohere2_fields(fields: Fields, usual: dict[str, Any]) -> dict[str, Any]:
@@ -82,8 +83,8 @@ def _cohere2_fields(fields: Fields, usual: dict[str, Any]) -> dict[str, Any]:
     fields.expect("use_parallel_embedding", False)
     fields.expect("use_qk_norm", False)
     slides = decoder.patterned_layers(fields, pattern, usual["num_hidden_layers"])
-    kinds = tuple("sliding" if s else "full_nope" for s in slides)
-    return {"sliding_window": fields.integer("sliding_window", 4096), "layer_kinds": kinds}
+    layer_kinds = tuple("sliding" if s else "full_nope" for s in slides)
+    return {"sliding_window": fields.integer("sliding_window", 4096), "layer_kinds": layer_kinds}
 
 
 def spec(config: Config) -> Tree:
@@ -102,13 +103,6 @@ def spec(config: Config) -> Tree:
 
 def _head_norm(heads: int, head_dim: int, axis: str) -> Leaf:
     return Leaf((heads, head_dim), torch.float32, (axis, "head_dim"), Constant(1.0), decay=False)
-
-
-hf_names = decoder.hf_names
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
 
 
 def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -59,7 +59,7 @@ class Config(decoder.BaseConfig):
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields, sparse = Fields(values), values.get("model_type") == "ernie4_5_moe"
         head_dim = 0 if sparse or "head_dim" in values else 128  # an explicit null is hidden_size / heads
-        sizes = {"kv_heads": 4 if sparse else 2, "head_dim": head_dim}
+        sizes: Any = {"kv_heads": 4 if sparse else 2, "head_dim": head_dim}
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=5e5, max_positions=131072, tied=True, **sizes)
         fields.expect("use_rmsnorm", True)
         if sparse:

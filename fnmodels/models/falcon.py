@@ -16,6 +16,7 @@ from torch import Tensor
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice
@@ -151,10 +152,6 @@ def _stored(name: str, config: Config) -> Stored:
     return name
 
 
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
 unembed = decoder.unembed_layer_norm
 
 

@@ -15,7 +15,6 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
-from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, norm, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops.mlp import gated_mlp
@@ -53,9 +52,7 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # written even if it is 1
-        names = ("rms_norm_eps", "attention_bias", "hidden_act")
-        return decoder.decoder_to_hf(self, "Glm4ForCausalLM", *names, rope_parameters=rope)
+        return decoder.decoder_to_hf(self, "Glm4ForCausalLM", "rms_norm_eps", "attention_bias", "hidden_act")
 
 
 def spec(config: Config) -> Tree:

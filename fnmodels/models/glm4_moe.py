@@ -94,10 +94,10 @@ class Config(decoder.BaseConfig):
         names: tuple[str, ...] = ("rms_norm_eps", "attention_bias", "hidden_act")
         own = mixture.grouped_to_hf(self)
         if self.model_type == "dots1":
-            return decoder.decoder_to_hf(self, "Dots1ForCausalLM", *names, sliding_window=None, **own)
+            own |= {"sliding_window": None, "rope_parameters": rope_to_hf(self.rope)}
+            return decoder.decoder_to_hf(self, "Dots1ForCausalLM", *names, **own)
         names += ("use_qk_norm", "num_nextn_predict_layers")
-        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # written even if it is 1
-        return decoder.decoder_to_hf(self, "Glm4MoeForCausalLM", *names, rope_parameters=rope, **own)
+        return decoder.decoder_to_hf(self, "Glm4MoeForCausalLM", *names, **own)
 
 
 def _refuse_windows(fields: Fields, layers: int) -> None:

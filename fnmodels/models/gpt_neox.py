@@ -16,10 +16,10 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
-from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
+from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice
-from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
+from fnmodels.ops.mlp import plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary
@@ -52,39 +52,32 @@ class Config(decoder.BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        heads = self.num_attention_heads
-        if self.num_key_value_heads != heads or self.head_dim * heads != self.hidden_size:
+        decoder.check_width(self)
+        if self.num_key_value_heads != (heads := self.num_attention_heads):
             raise ConfigError(
                 f"This family divides hidden_size {self.hidden_size} among {heads} heads, of keys as of queries; "
-                f"num_key_value_heads {self.num_key_value_heads} and head_dim {self.head_dim} say otherwise."
+                f"num_key_value_heads {self.num_key_value_heads} says otherwise."
             )
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        model_type = fields.choice("model_type", MODEL_TYPES)
-        sizes = decoder.decoder_sizes(fields, max_positions=2048, tied=False)
         config = Config(
-            **sizes,
-            rope=_rope(fields, sizes["head_dim"], sizes["max_position_embeddings"]),
+            **decoder.base_fields(fields, MODEL_TYPES, max_positions=2048, activation="gelu", rope=_rope),
             layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
             attention_bias=fields.boolean("attention_bias", True),
             use_parallel_residual=fields.boolean("use_parallel_residual", True),
-            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu"),
-            model_type=model_type,
         )
         return decoder.finished(config, fields)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
         names = ("layer_norm_eps", "attention_bias", "use_parallel_residual", "hidden_act")
-        # Both are always written: for this family transformers falls back to other names.
-        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
-        return decoder.decoder_to_hf(self, "GPTNeoXForCausalLM", *names, rope_parameters=rope)
+        return decoder.decoder_to_hf(self, "GPTNeoXForCausalLM", *names)
 
 
-def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
+def _rope(fields: Fields, **where: int) -> Rope:
     """The rope; older files have other names for its base and its fraction of the head."""
     older: dict[str, Any] = {}
     for usual, own in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
@@ -98,7 +91,7 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
         if values.get(usual, value) != value:
             raise ConfigError(f"{fields.where}: {usual!r} is {shown(values[usual])}, but an older name says {value!r}.")
     inner = Fields(older | values, f"{fields.where}, rope")
-    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=0.25)
+    return parse_rope(inner, **where, theta=1e4, partial=0.25)
 
 
 def spec(config: Config) -> Tree:

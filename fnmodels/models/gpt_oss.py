@@ -8,7 +8,7 @@ use a clamped SwiGLU, and all projections have biases. The published files hold 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -40,62 +40,45 @@ TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
-@dataclass(frozen=True)
-class Config:
-    """Sizes and switches. `layer_kinds`: one of KINDS per layer; empty: every layer is "full_moe"."""
+@dataclass(frozen=True, kw_only=True)
+class Config(decoder.SizesConfig):
+    """Sizes and switches; intermediate_size is that of one expert."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int  # of one expert
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
     num_local_experts: int
     num_experts_per_tok: int
-    head_dim: int = 0  # 0: hidden_size / num_attention_heads
     rope: Rope = Rope(150000.0)  # noqa: RUF009 - frozen
     rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
     attention_bias: bool = True
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     sliding_window: int | None = None
-    layer_kinds: tuple[str, ...] = ()
-    max_position_embeddings: int = 131072
-    initializer_range: float = 0.02
-    # kept for saving only
-    model_type: str = field(default="gpt_oss", compare=False)
-    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        decoder.check_decoder(self, KINDS)
+        super().__post_init__()
         check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        model_type = fields.choice("model_type", MODEL_TYPES)
-        sizes = decoder.decoder_sizes(fields, max_positions=131072, tied=False, kv_heads=8, head_dim=64)
-        experts, chosen = experts_from_hf(fields, 128, 4, sizes["num_hidden_layers"])
-        slides = decoder.sliding_layers(fields, [i % 2 == 0 for i in range(sizes["num_hidden_layers"])])
+        usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=131072, kv_heads=8, head_dim=64, rope=_rope)
+        experts, chosen = experts_from_hf(fields, 128, 4, usual["num_hidden_layers"])
+        slides = decoder.sliding_layers(fields, [i % 2 == 0 for i in range(usual["num_hidden_layers"])])
         fields.expect("hidden_act", "silu")  # without effect: experts use the clamped SwiGLU
+        del usual["hidden_act"]
         # duplicates, under the names of OpenAI's code
         fields.expect("experts_per_token", chosen)
-        rope = _rope(fields, sizes["head_dim"], sizes["max_position_embeddings"])
-        fields.expect("initial_context_length", rope.original_max_position_embeddings)
+        fields.expect("initial_context_length", usual["rope"].original_max_position_embeddings)
         config = Config(
-            **sizes,
+            **usual,
             num_local_experts=experts,
             num_experts_per_tok=chosen,
-            rope=rope,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
             attention_bias=fields.boolean("attention_bias", True),
             swiglu_alpha=fields.number("swiglu_alpha", 1.702),
             swiglu_limit=fields.number("swiglu_limit", 7.0),
             sliding_window=fields.integer("sliding_window", 0 if "sliding_window" in values else 128, low=0) or None,
             layer_kinds=tuple("sliding_moe" if slide else "full_moe" for slide in slides),
-            model_type=model_type,
         )
         return decoder.finished(config, fields)
 
@@ -107,10 +90,10 @@ class Config:
         return decoder.decoder_to_hf(self, "GptOssForCausalLM", *names, *experts, layer_types=types)
 
 
-def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
+def _rope(fields: Fields, **where: int) -> Rope:
     none = all(fields.values.get(name) is None for name in ("rope_parameters", "rope_scaling"))
     inner = Fields(rope_values(fields) | (_YARN if none else {}), f"{fields.where}, rope")
-    return parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=150000.0)
+    return parse_rope(inner, **where, theta=150000.0)
 
 
 def spec(config: Config) -> Tree:

@@ -17,7 +17,7 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention, usual_mlp
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
+from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary
@@ -39,16 +39,13 @@ class Config(decoder.BaseConfig):
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        sizes = decoder.decoder_sizes(fields, max_positions=2048, tied=False)
-        for name, value in {"attention_head_dim": sizes["head_dim"], "use_qk_norm": True, "use_cla": False}.items():
+        usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=2048, rope=_rope)
+        for name, value in {"attention_head_dim": usual["head_dim"], "use_qk_norm": True, "use_cla": False}.items():
             fields.expect(name, value)
         config = Config(
-            **sizes,
-            rope=_rope(fields, head_dim=sizes["head_dim"], max_positions=sizes["max_position_embeddings"]),
-            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+            **usual,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
             attention_bias=fields.boolean("attention_bias", False),
-            model_type=fields.choice("model_type", MODEL_TYPES),
         )
         return decoder.finished(config, fields, ignored=("eod_token_id",))
 

@@ -15,10 +15,9 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
-from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import bias, decoder_leaves, norm, plain_mlp_leaves, usual_attention
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
+from fnmodels.ops.mlp import plain_mlp
 from fnmodels.ops.norm import layer_norm, upcast
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary
@@ -44,9 +43,8 @@ class Config(decoder.BaseConfig):
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        usual = decoder.base_fields(fields, MODEL_TYPES, partial=0.5, max_positions=4096)
+        usual = decoder.base_fields(fields, MODEL_TYPES, partial=0.5, max_positions=4096, activation="relu2")
         usual["initializer_range"] = fields.number("initializer_range", 0.0134, above=-1e-9)
-        usual["hidden_act"] = fields.choice("hidden_act", tuple(ACTIVATIONS), "relu2")
         epsilon = fields.number("norm_eps", 1e-5)
         # Duplicate fields in published files and conversions, which transformers does not read.
         fields.expect("kv_channels", usual["head_dim"])
@@ -62,10 +60,8 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        # The partial factor is always written: its default is 0.5.
-        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
         names = ("norm_eps", "attention_bias", "mlp_bias", "hidden_act")
-        return decoder.decoder_to_hf(self, "NemotronForCausalLM", *names, rope_parameters=rope)
+        return decoder.decoder_to_hf(self, "NemotronForCausalLM", *names)
 
 
 def spec(config: Config) -> Tree:

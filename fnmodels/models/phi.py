@@ -11,15 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
-from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import bias, decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
+from fnmodels.ops.mlp import plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary
@@ -52,20 +50,14 @@ class Config(decoder.BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head_dim * self.num_attention_heads != self.hidden_size:
-            raise ConfigError(
-                f"This family divides hidden_size {self.hidden_size} among {self.num_attention_heads} heads; "
-                f"head_dim {self.head_dim} says otherwise."
-            )
+        decoder.check_width(self)
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        usual = decoder.base_fields(fields, MODEL_TYPES, partial=0.5, max_positions=2048)
-        usual["hidden_act"] = fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu_new")
         config = Config(
-            **usual,
+            **decoder.base_fields(fields, MODEL_TYPES, partial=0.5, max_positions=2048, activation="gelu_new"),
             layer_norm_eps=fields.number("layer_norm_eps", 1e-5),
             qk_layernorm=fields.boolean("qk_layernorm", False),
         )
@@ -73,10 +65,7 @@ class Config(decoder.BaseConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        # The partial factor is always written: its default is 0.5.
-        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
-        names = ("layer_norm_eps", "qk_layernorm", "hidden_act")
-        return decoder.decoder_to_hf(self, "PhiForCausalLM", *names, rope_parameters=rope)
+        return decoder.decoder_to_hf(self, "PhiForCausalLM", "layer_norm_eps", "qk_layernorm", "hidden_act")
 
 
 def spec(config: Config) -> Tree:

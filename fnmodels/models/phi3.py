@@ -19,7 +19,7 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, spec, unembed  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
+from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary
@@ -42,21 +42,17 @@ class Config(decoder.BaseConfig):
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        model_type = fields.choice("model_type", MODEL_TYPES)
-        sizes = decoder.decoder_sizes(fields, max_positions=4096, tied=False)
+        usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=4096, rope=_rope)
         for name in ("attention_bias", "mlp_bias", "lm_head_bias"):  # published files have false
             fields.expect(name, False)
         for name in ("full_attn_mod", "interpolate_factor"):  # from Phi-4-mini's first code; 1 is the only known value
             fields.expect(name, 1)
         window = fields.integer("sliding_window", 0, low=0) or None
         config = Config(
-            **sizes,
-            rope=_rope(fields, sizes["head_dim"], sizes["max_position_embeddings"]),
+            **usual,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             sliding_window=window,
-            layer_kinds=("sliding" if window else "full",) * sizes["num_hidden_layers"],
-            model_type=model_type,
+            layer_kinds=("sliding" if window else "full",) * usual["num_hidden_layers"],
         )
         return decoder.finished(config, fields)
 
@@ -68,7 +64,7 @@ class Config(decoder.BaseConfig):
         return decoder.decoder_to_hf(self, "Phi3ForCausalLM", *names, original_max_position_embeddings=original)
 
 
-def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
+def _rope(fields: Fields, **where: int) -> Rope:
     """Default rope or longrope ("su" or "yarn" in older files); the original context is the top-level field."""
     name = "original_max_position_embeddings"
     original = fields.integer(name, 4096)
@@ -81,7 +77,7 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
         # transformers uses the default of the top-level field, not this one
         raise ConfigError(f"{fields.where}: {name!r} is {inside} in the rope alone; it must stand at the top.")
     inner = Fields(values | {name: original}, f"{fields.where}, rope")
-    rope = parse_rope(inner, head_dim=head_dim, max_positions=max_positions, theta=1e4, partial=1.0)
+    rope = parse_rope(inner, **where, theta=1e4, partial=1.0)
     if rope.kind not in ("default", "longrope"):
         raise UnsupportedError(f"{inner.where}: 'rope_type' is {rope.kind!r}; phi3 has default and longrope.")
     return rope

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
-from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_norm_leaves, norm, usual_attention, usual_mlp
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.norm import layer_norm, upcast
@@ -43,11 +41,7 @@ class Config(decoder.BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head_dim * self.num_attention_heads != self.hidden_size:
-            raise ConfigError(
-                f"This family divides hidden_size {self.hidden_size} among {self.num_attention_heads} heads; "
-                f"head_dim {self.head_dim} says otherwise."
-            )
+        decoder.check_width(self)
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
@@ -65,9 +59,7 @@ class Config(decoder.BaseConfig):
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
         names = ("layer_norm_eps", "use_qkv_bias", "qk_layernorm", "use_parallel_residual", "hidden_act")
-        # Always written: its default is 0.25.
-        rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
-        return decoder.decoder_to_hf(self, "StableLmForCausalLM", *names, rope_parameters=rope)
+        return decoder.decoder_to_hf(self, "StableLmForCausalLM", *names)
 
 
 def spec(config: Config) -> Tree:

@@ -17,7 +17,7 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
+from fnmodels.ops.mlp import plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import apply_rotary
@@ -44,9 +44,9 @@ class Config(decoder.BaseConfig):
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=4096, tied=True, kv_heads=2)
+        defaults: Any = {"max_positions": 4096, "tied": True, "kv_heads": 2, "activation": "gelu_pytorch_tanh"}
+        usual = decoder.base_fields(fields, MODEL_TYPES, **defaults)
         usual["initializer_range"] = fields.number("initializer_range", 0.018042, above=-1e-9)
-        usual["hidden_act"] = fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu_pytorch_tanh")
         fields.expect("norm_type", "layer_norm")
         fields.expect("mlp_type", "default")
         window = fields.integer("sliding_window", 0, low=0) or None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,8 +42,8 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class BaseConfig:
-    """The Config fields common to decoders; a family adds its own: `class Config(BaseConfig)`.
+class SizesConfig:
+    """The Config fields common to decoders, except `hidden_act`.
 
     layer_kinds: one of the family's KINDS per layer; empty: the first of them for every layer.
     """
@@ -57,7 +57,6 @@ class BaseConfig:
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
     rope: Rope = Rope()  # noqa: RUF009 - frozen
     tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
     layer_kinds: tuple[str, ...] = ()
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
@@ -70,6 +69,16 @@ class BaseConfig:
         check_decoder(self, getattr(family, "KINDS", FAMILY_DEFAULTS["KINDS"]))
         if not self.model_type:
             object.__setattr__(self, "model_type", getattr(family, "MODEL_TYPES", ("",))[0])
+
+
+@dataclass(frozen=True)
+class BaseConfig(SizesConfig):
+    """The Config fields common to decoders; a family adds its own: `class Config(BaseConfig)`."""
+
+    hidden_act: str = "silu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.hidden_act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {self.hidden_act!r} is unknown; known are {', '.join(ACTIVATIONS)}.")
 
@@ -78,24 +87,26 @@ def base_fields(
     fields: Fields,
     model_types: Sequence[str],
     *,
-    theta: float = 1e4,
-    partial: float | None = None,
     max_positions: int,
     tied: bool = False,
     kv_heads: int = 0,
     head_dim: int = 0,
+    activation: str = "silu",
+    rope: Callable[..., Rope] = rope_from_hf,
+    **rope_defaults: Any,
 ) -> dict[str, Any]:
     """The fields of BaseConfig except layer_kinds and extra, from a config.json; keywords are the family's defaults.
 
-    theta, partial: as for `rope_from_hf`; the rest as for `decoder_sizes`.
+    rope: a function of the fields, head_dim and max_positions, as `rope_from_hf`; rope_defaults: its further keywords,
+    theta and partial. The rest as for `decoder_sizes`.
     """
     model_type = fields.choice("model_type", model_types)
     sizes = decoder_sizes(fields, max_positions=max_positions, tied=tied, kv_heads=kv_heads, head_dim=head_dim)
     where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
     return {
         **sizes,
-        "rope": rope_from_hf(fields, theta=theta, partial=partial, **where),
-        "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+        "rope": rope(fields, **where, **rope_defaults),
+        "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), activation),
         "model_type": model_type,
     }
 
@@ -206,6 +217,16 @@ def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
         raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
 
 
+def check_width(config: SizesConfig) -> None:
+    """For `Config.__post_init__`: ConfigError unless the heads divide the width, as the reference computes them."""
+    heads = config.num_attention_heads
+    if config.head_dim * heads != config.hidden_size:
+        raise ConfigError(
+            f"This family divides hidden_size {config.hidden_size} among {heads} heads; "
+            f"head_dim {config.head_dim} says otherwise."
+        )
+
+
 def decoder_sizes(
     fields: Fields, *, max_positions: int, tied: bool, kv_heads: int = 0, head_dim: int = 0
 ) -> dict[str, Any]:
@@ -267,12 +288,15 @@ def decoder_to_hf(config: Any, architecture: str, *names: str, **rest: Any) -> d
     """A config.json in the current dialect: the fields of `decoder_sizes`, those that `finish` kept, and the family's.
 
     names: fields that are written unchanged. rest: fields with another name or form in the file; by default the rope is
-    written by `rope_to_hf`. Raises ConfigError if the result would not be read back as the same config, because
-    `config.model_type` cannot express it.
+    written by `rope_to_hf`, and its partial factor even if it is 1 where the family has another default. Raises
+    ConfigError if the result would not be read back as the same config, because `config.model_type` cannot express it.
     """
     kept = {name: json.loads(value) for name, value in config.extra}
     sizes = {name: getattr(config, name) for name in _DECODER_FIELDS}
-    own = {"rope_parameters": rope_to_hf(config.rope)} | {name: getattr(config, name) for name in names} | rest
+    rope = rope_to_hf(config.rope)
+    if getattr(type(config), "rope", config.rope).partial != 1:
+        rope["partial_rotary_factor"] = config.rope.partial
+    own = {"rope_parameters": rope} | {name: getattr(config, name) for name in names} | rest
     return expressible(config, kept | {"architectures": [architecture], "model_type": config.model_type} | sizes | own)
 
 

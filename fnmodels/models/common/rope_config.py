@@ -24,7 +24,7 @@ _ROPE_KEYS = {
 
 
 def rope_from_hf(
-    fields: Fields, *, head_dim: int, max_positions: int, theta: float, partial: float | None = None
+    fields: Fields, *, head_dim: int, max_positions: int, theta: float = 1e4, partial: float | None = None
 ) -> Rope:
     """The `Rope` of a model with one rotary table, from either dialect; arguments as for `parse_rope`."""
     inner = Fields(rope_values(fields), f"{fields.where}, rope")
