@@ -21,6 +21,7 @@ from types import ModuleType
 
 from fnmodels import _shadowing
 from fnmodels.apply import forward, hidden, prepare, run_layers
+from fnmodels.cache import Cache, Slots, decode, decode_, init_cache, prefill, prepare_step
 from fnmodels.errors import (
     CheckpointError,
     ConfigError,
@@ -64,6 +65,7 @@ def __getattr__(name: str) -> ModuleType:
 
 __all__ = [
     "BidirectionalWindow",
+    "Cache",
     "Causal",
     "CheckpointError",
     "Chunk",
@@ -79,11 +81,14 @@ __all__ = [
     "Normal",
     "Rule",
     "SameSpan",
+    "Slots",
     "UnsafePathError",
     "UnsupportedError",
     "Window",
     "balance",
     "build_mask",
+    "decode",
+    "decode_",
     "document_layout",
     "explain_kernel",
     "families",
@@ -92,12 +97,15 @@ __all__ = [
     "forward",
     "hidden",
     "imbalance",
+    "init_cache",
     "layout",
     "pack",
     "per_sample_gradients",
     "permute",
     "positions_from_segments",
+    "prefill",
     "prepare",
+    "prepare_step",
     "preset",
     "presets",
     "rows",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
@@ -24,6 +24,7 @@ from fnmodels.models.common.context import ATTENTION_TAPS
 from fnmodels.models.common.registry import DecoderConfig, Family, family_of, field_of, may_have
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.moe.layer import MOE_TAPS
+from fnmodels.ops.slots import Entry, SlotUse
 
 from .options import Block, ForwardKwargs, ForwardOptions
 from .run_params import RunParams
@@ -119,7 +120,7 @@ def forward(
     Raises ValueError for arguments that do not fit each other and for an unknown tap.
     """
     try:
-        x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
+        x, tapped, _ = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
         logits = family_of(config).unembed(params, x, config=config)
     except KeyError as error:
         _name_missing_leaf(params, config, error)
@@ -136,15 +137,26 @@ def hidden(
     *,
     config: DecoderConfig,
     taps: tuple[str, ...] = (),
+    cache: CacheStep | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Any:
-    """The final hidden states [B, S, D], before the final norm (part of `family.unembed`). Arguments: see `forward`."""
+    """The final hidden states [B, S, D], before the final norm (part of `family.unembed`). Arguments: see `forward`.
+
+    With cache, which `fnmodels.cache` makes, {layer index: new entry} is returned beside them, last.
+    """
     try:
-        x, tapped = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
+        x, tapped, entries = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options), cache)
     except KeyError as error:
         _name_missing_leaf(params, config, error)
         raise
-    return (x, tapped) if taps else x
+    return _returned(x, tapped, entries, taps, cache)
+
+
+def _returned(
+    x: Tensor, tapped: dict[str, Tensor], entries: dict[int, Entry], taps: tuple[str, ...], cache: Any
+) -> Any:
+    found = (x, *([tapped] if taps else []), *([] if cache is None else [entries]))
+    return found if len(found) > 1 else x
 
 
 def _name_missing_leaf(params: Tree, config: DecoderConfig, error: KeyError) -> None:
@@ -165,9 +177,12 @@ def _hidden(
     config: DecoderConfig,
     taps: tuple[str, ...],
     options: ForwardOptions,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    cache: CacheStep | None = None,
+) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry]]:
     if isinstance(params, RunParams):
-        return params.run.hidden(params, inputs, masks, freqs_cis, config, taps, options)
+        if cache is None:
+            return (*params.run.hidden(params, inputs, masks, freqs_cis, config, taps, options), {})
+        options = params.run.adapted(options, masks)
     family = family_of(config)
     valid, routing = (inputs.get(n) if isinstance(inputs, Mapping) else None for n in ("valid", "routing"))
     kinds = family.kinds(config)
@@ -186,15 +201,15 @@ def _hidden(
     _check_tuple(taps)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
-    batch = _Batch(masks, freqs_cis, valid, routing)
-    x, tapped = _run(params, x, batch, range(len(kinds)), config, in_layers, options)
+    batch = _Batch(masks, freqs_cis, valid, routing, cache)
+    x, tapped, entries = _run(params, x, batch, range(len(kinds)), config, in_layers, options)
     ends["hidden"] = x
     for tap in taps:
         if tap in ends:
             tapped[tap] = ends[tap]
         elif tap not in in_layers:
             raise ValueError(f"The tap {tap!r} is unknown; there are embed, hidden and {_layer_taps(family)}.")
-    return x, tapped
+    return x, tapped, entries
 
 
 def run_layers(
@@ -210,9 +225,12 @@ def run_layers(
     valid: Tensor | None = None,
     routing: Tensor | None = None,
     taps: tuple[str, ...] = (),
+    cache: Mapping[int, Entry] | CacheStep | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Any:
     """Runs layers lo <= i < hi on x [B, S, D], as a pipeline stage does; returns x, or (x, taps) with taps.
+
+    With cache, {layer index: entry} or a `CacheStep` of these layers, {layer index: new entry} is returned too, last.
 
     params: needs only "layers": the list of all layers, or a stage's {layer index: layer}.
     valid: [B, S] bool, False at padding; by default taken from `masks` where these are `Mask`s. Padding of x is set to
@@ -221,22 +239,48 @@ def run_layers(
     """
     if lo == 0:  # not in later stages: their input is finite already, and they match the full model bit for bit
         x = _cleared(x, _said_by(masks, x) if valid is None else valid)
-    batch = _Batch(masks, freqs_cis, valid, routing)
+    step = CacheStep(cache) if isinstance(cache, Mapping) else cache
+    batch = _Batch(masks, freqs_cis, valid, routing, step)
     how = ForwardOptions(**options)
     if isinstance(params, RunParams):
         how = params.run.adapted(how, masks)
-    x, tapped = _run(params, x, batch, range(lo, hi), config, taps, how)
-    return (x, tapped) if taps else x
+    x, tapped, entries = _run(params, x, batch, range(lo, hi), config, taps, how)
+    return _returned(x, tapped, entries, taps, cache)
+
+
+@dataclass(frozen=True)
+class CacheStep:
+    """What layers read and write of a cache in one call.
+
+    entries: {layer index: its tensors}. slots: {kind: slot of each new token, int64 [B, S]; C for a token that is not
+    written}, for kinds with slots. uses: {kind: how entries are read}, which says what the mask's keys are; by default
+    the cached slots, then the new tokens. occupied: {kind: bool [B, C]} where empty slots may hold NaN.
+    """
+
+    entries: Mapping[int, Entry]
+    slots: Mapping[str, Tensor] = field(default_factory=dict)
+    uses: Mapping[str, SlotUse] = field(default_factory=dict)
+    occupied: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self, index: int, kind: str) -> dict[str, Any]:
+        """The keyword tensors of a layer's call."""
+        per_kind = {"slots": self.slots, "occupied": self.occupied}
+        return {"cache": self.entries[index], **{name: of[kind] for name, of in per_kind.items() if kind in of}}
+
+    def use(self, kind: str) -> SlotUse:
+        """How the layers of a kind read their entries."""
+        return self.uses.get(kind, SlotUse())
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Batch tensors that layers read: masks and tables by kind, valid [B, S], routing [B, S, MoE layers, k]."""
+    """Batch tensors that layers read: masks and tables by kind, valid [B, S], routing [B, S, MoE layers, k], cache."""
 
     masks: Mapping[str, MaskLike]
     freqs_cis: Mapping[str, Tensor]
     valid: Tensor | None
     routing: Tensor | None
+    cache: CacheStep | None = None
 
 
 def _run(
@@ -247,7 +291,7 @@ def _run(
     config: DecoderConfig,
     taps: tuple[str, ...],
     options: ForwardOptions,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry]]:
     family = family_of(config)
     kinds = family.kinds(config)
     lo, hi = layers.start, layers.stop
@@ -255,8 +299,8 @@ def _run(
         raise ValueError(f"Layers {lo} to {hi} are asked for; the model has {len(kinds)}.")
     wanted = _wanted_taps(family, taps, kinds, layers)
     used = sorted(set(kinds[lo:hi]))
-    masks, freqs_cis = batch.masks, batch.freqs_cis
-    _check_fit(params["layers"], x, masks, freqs_cis, kinds, used)
+    masks, freqs_cis, cache = batch.masks, batch.freqs_cis, batch.cache
+    _check_fit(params["layers"], x, masks, freqs_cis, kinds, used, cached=cache is not None)
     ready = _ready_masks(family, config, {kind: masks[kind] for kind in used}, x, options)
     sparse = [index for index, kind in enumerate(kinds) if _sparse(family, kind)]
     valid, routing = batch.valid, batch.routing
@@ -264,14 +308,15 @@ def _run(
         valid = _valid(valid, {kind: masks[kind] for kind in used}, x)
     if routing is not None:
         _check_routing(routing, x, len(sparse), config)
-    blocks = _bound_blocks(family, config, used, tuple(sorted({name for _, name in wanted})), options)
+    blocks = _bound_blocks(family, config, used, tuple(sorted({name for _, name in wanted})), options, cache)
     tapped: dict[str, Tensor] = {}
+    entries: dict[int, Entry] = {}
     for index in range(lo, hi):
         kind, before = kinds[index], x
         # Batch tensors are call arguments: bound to the block, they would cause a recompile for each batch.
-        tensors: dict[str, Tensor | None] = {}
+        tensors: dict[str, Any] = {} if cache is None else cache.tensors(index, kind)
         if index in sparse:
-            tensors = {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
+            tensors |= {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
         result = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors)
         if not isinstance(result, tuple):
             raise TypeError(
@@ -279,10 +324,12 @@ def _run(
                 "of it, returns (x, aux)."
             )
         x, aux = result
+        if cache is not None:
+            entries[index] = aux["cache"]
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
-    return x, tapped
+    return x, tapped, entries
 
 
 def _ready_masks(
@@ -299,7 +346,12 @@ def _ready_masks(
 
 
 def _bound_blocks(
-    family: Family, config: DecoderConfig, kinds: list[str], taps: tuple[str, ...], options: ForwardOptions
+    family: Family,
+    config: DecoderConfig,
+    kinds: list[str],
+    taps: tuple[str, ...],
+    options: ForwardOptions,
+    cache: CacheStep | None,
 ) -> dict[str, Block]:
     """{kind: callable (layer, x, mask, freqs, **tensors) -> (x, aux)}, with only hashable values bound."""
     inner = ForwardOptions(options.kernel, options.layout, None, options.experts, options.context)
@@ -307,7 +359,8 @@ def _bound_blocks(
     for kind in kinds:
         names = ("input", "output") if _sparse(family, kind) else ("input", "output", *MOE_TAPS)
         own = tuple(name for name in taps if name not in names)
-        bound = functools.partial(family.block, config=config, kind=kind, options=inner, taps=own)
+        use = {} if cache is None else {"use": cache.use(kind)}
+        bound = functools.partial(family.block, config=config, kind=kind, options=inner, taps=own, **use)
         blocks[kind] = bound if options.layer_fn is None else options.layer_fn(bound)
     return blocks
 
@@ -364,6 +417,8 @@ def _check_fit(
     freqs_cis: Mapping[str, Tensor],
     kinds: tuple[str, ...],
     used: list[str],
+    *,
+    cached: bool,
 ) -> None:
     """Raises for mismatched arguments that would fail deep inside a block or be broadcast or ignored silently."""
     for name, given in (("masks", masks), ("freqs_cis", freqs_cis)):
@@ -378,23 +433,27 @@ def _check_fit(
             raise ValueError(
                 f"The model has {kind!r} layers, but masks has {sorted(masks)} and freqs_cis {sorted(freqs_cis)}."
             )
-        mask = masks[kind]
-        if not isinstance(mask, Mask | Tensor) and not is_block_mask(mask):
-            raise TypeError(
-                f"masks[{kind!r}] is a {type(mask).__name__}; a mask is a fnmodels.Mask, a bool tensor or a BlockMask."
-            )
-        rows, _, queries, keys = shape_of(mask)
-        if queries != x.shape[1] or keys != x.shape[1]:
-            raise ValueError(
-                f"masks[{kind!r}] is made for {queries} queries and {keys} keys, but x has {x.shape[1]} tokens."
-            )
-        if rows != x.shape[0] and rows != 1:
-            raise ValueError(f"masks[{kind!r}] is made for {rows} rows, but x has {x.shape[0]}.")
+        if not cached:  # attention checks the masks of steps, whose keys are not the tokens of x
+            _check_mask(kind, masks[kind], x)
         for table in leaves(freqs_cis[kind]):
             if table.shape[1] != x.shape[1] or table.shape[0] not in (1, x.shape[0]):
                 raise ValueError(
                     f"freqs_cis[{kind!r}] is made for {list(table.shape[:2])} tokens [B, S], x has {list(x.shape[:2])}."
                 )
+
+
+def _check_mask(kind: str, mask: MaskLike, x: Tensor) -> None:
+    if not isinstance(mask, Mask | Tensor) and not is_block_mask(mask):
+        raise TypeError(
+            f"masks[{kind!r}] is a {type(mask).__name__}; a mask is a fnmodels.Mask, a bool tensor or a BlockMask."
+        )
+    rows, _, queries, keys = shape_of(mask)
+    if queries != x.shape[1] or keys != x.shape[1]:
+        raise ValueError(
+            f"masks[{kind!r}] is made for {queries} queries and {keys} keys, but x has {x.shape[1]} tokens."
+        )
+    if rows != x.shape[0] and rows != 1:
+        raise ValueError(f"masks[{kind!r}] is made for {rows} rows, but x has {x.shape[0]}.")
 
 
 def _check_tuple(taps: tuple[str, ...]) -> None:

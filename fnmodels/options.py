@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnmodels.inputs.layout import Layout
 
-Block = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+Block = Callable[..., tuple[Tensor, dict[str, Any]]]  # aux: tensors, and with a cache the new entry, a dict
 
 
 LayerFn = Callable[[Block], Block]

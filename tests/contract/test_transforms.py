@@ -277,9 +277,7 @@ def test_custom_functions_have_every_rule() -> None:
         if function.__module__ == "train.simulate.fake_ops":  # shapes only, on meta; in no model's path
             continue
         assert function.setup_context is not Function.setup_context, function
-        if function.__name__.endswith(
-            "Traced"
-        ):  # for torch.compile, which supports no jvp rule; eager uses others
+        if function.__name__.endswith("Traced"):  # for torch.compile, which supports no jvp rule; eager uses others
             assert function.__subclasses__(), function
             continue
         assert function.generate_vmap_rule or function.vmap is not Function.vmap, function

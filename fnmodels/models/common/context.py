@@ -6,7 +6,11 @@
         attended = ctx.tap("attention", project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)))
 
 A family calls `ctx` and does not handle kernels, layouts, expert implementations or padding itself. A new capability
-(an edit of activations, a KV cache) is a method here or in a subclass passed as `context`; families do not change.
+(an edit of activations, a probe) is a method here or in a subclass passed as `context`; families do not change.
+
+With a cache (`fnmodels.cache`) a layer's entry, a dict of tensors, is the keyword `cache` of the call, and the slots of
+the new tokens are the keyword `slots`. `attend` reads and extends it, `state` and `keep` do so for recurrent layers,
+and the new entry leaves as aux["cache"]. As arguments of the call they cause no recompilation over layers and steps.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from fnmodels.ops.moe.experts import choose_experts
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
+from fnmodels.ops.slots import Entry, SlotUse, extended
 from fnmodels.options import Block, ForwardOptions
 from fnmodels.tree import Tree
 
@@ -33,13 +38,15 @@ ATTENTION_TAPS = ("q", "k", "v", "z")  # inputs and output of `attend`, [B, S, h
 class Context:
     """The services of one call of one layer's block; created in each call, inside the remat or compiled region.
 
-    options, taps: static, bound to the block. tensors: keyword tensors of this call, such as valid and routing, which
-    are arguments and not bound, so that layers do not recompile. aux: {name: tensor} that the block returns beside x.
+    options, taps, use: static, bound to the block. tensors: keyword tensors of this call, such as valid and routing,
+    which are arguments and not bound, so that layers do not recompile. aux: {name: tensor} that the block returns
+    beside x.
     """
 
     def __init__(self, options: ForwardOptions, taps: tuple[str, ...], tensors: Mapping[str, Any]) -> None:
         self.options, self.taps, self.tensors = options, taps, tensors
-        self.aux: dict[str, Tensor] = {}
+        self.use = SlotUse()
+        self.aux: dict[str, Any] = {}
 
     def tap(self, name: str, value: Tensor) -> Tensor:
         """Returns `value` and records it if `name` is in `taps`. Blocks use the result: a subclass may replace it."""
@@ -58,11 +65,36 @@ class Context:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv]: [B, Q, N, Hv]. See `ops.attention.select`."""
+        """Attention of q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv]: [B, Q, N, Hv]. See `ops.attention.select`.
+
+        With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
+        """
         q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
+        if "cache" in self.tensors:
+            read = self._extend({"k": k, "v": v})
+            k, v = read["k"], read["v"]
         kernel, layout = self.options.kernel, self.options.layout
         mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
         return self.tap("z", mixed)
+
+    def state(self) -> Entry | None:
+        """The cached entry that a recurrent layer continues from; None: every row starts here, from zeros."""
+        return self.tensors.get("cache")
+
+    def keep(self, **entry: Tensor) -> None:
+        """The entry from which the next tokens of the rows continue; dropped where the call has no cache."""
+        if "cache" in self.tensors:
+            self._put(entry)
+
+    def _extend(self, new: Entry) -> Entry:
+        """Writes what the new tokens add to the entry, [B, S, ...]; returns what the queries read, [B, K, ...]."""
+        tensors = self.tensors
+        read, written = extended(tensors["cache"], new, tensors["slots"], self.use, tensors.get("occupied"))
+        self._put(written)
+        return read
+
+    def _put(self, entry: Entry) -> None:
+        self.aux["cache"] = self.aux.get("cache", {}) | entry
 
     def moe(
         self,
@@ -89,14 +121,14 @@ class Context:
         return y
 
 
-_USUAL = ForwardOptions()
+_USUAL, _BOTH = ForwardOptions(), SlotUse()
 
 
 def with_context(block: Callable[..., Tensor]) -> Block:
     """Wraps a family's block(layer, x, mask, freqs, /, *, config, kind, ctx) -> x as a pure function -> (x, aux).
 
-    Called as block(layer, x, mask, freqs, config=, kind=, options=ForwardOptions(), taps=(), **tensors). Statics
-    (config, kind, options, taps) are hashable; `fnmodels.apply` binds them, once per kind.
+    Called as block(layer, x, mask, freqs, config=, kind=, options=ForwardOptions(), taps=(), use=SlotUse(), **tensors).
+    Statics (config, kind, options, taps, use) are hashable; `fnmodels.apply` binds them, once per kind.
     """
 
     @functools.wraps(block)
@@ -111,9 +143,11 @@ def with_context(block: Callable[..., Tensor]) -> Block:
         kind: str,
         options: ForwardOptions = _USUAL,
         taps: tuple[str, ...] = (),
+        use: SlotUse = _BOTH,
         **tensors: Any,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         ctx = (options.context or Context)(options, taps, tensors)
+        ctx.use = use
         x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)
         return x, ctx.aux
 

@@ -106,7 +106,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
             "number must divide."
         )
     (batch, queries, heads), keys = q.shape[:3], k.shape[1]
-    if isinstance(mask, ByIndex) and queries != keys:
+    if isinstance(mask, ByIndex) and mask.rule != Everything() and queries != keys:
         raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
     if isinstance(mask, Plan | ByIndex):
         return  # a plan is checked where it is used

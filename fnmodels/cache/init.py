@@ -1,0 +1,128 @@
+"""`init_cache`: an empty cache, whose shapes are those that the family's blocks keep."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.rules import Rule
+from fnmodels.models.common.context import Context
+from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.ops.slots import Entry
+from fnmodels.options import ForwardOptions
+from fnmodels.tree import Tree
+
+from .value import Cache, Slots, known_clean
+
+_LONGEST_PERIOD = 1 << 20  # of a rule whose reach is computed position by position
+
+
+def init_cache(
+    config: DecoderConfig,
+    batch: int,
+    capacity: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    rings: bool = True,
+    length: int | None = None,
+) -> Cache:
+    """An empty cache of `batch` rows with room for `capacity` tokens each.
+
+    dtype: that of the model's activations. rings: kinds of layers that see only the last tokens (a window, a chunk)
+    hold no more than these, which needs one document per row. length: see `Cache`; by default the capacity.
+
+    ValueError for a size below 1, and for a model in which tokens see later ones.
+    """
+    for name, size in (("batch", batch), ("capacity", capacity)):
+        if size < 1:
+            raise ValueError(f"{name} is {size}; a cache has at least one row and one slot.")
+    family = family_of(config)
+    first = torch.zeros(1, 1, dtype=torch.long)
+    masks = family.attention_masks(config, first, first + 1)
+    slots: dict[str, Slots] = {}
+    layers: list[Entry] = []
+    for kind, entry in zip(family.kinds(config), _entries(cast(Any, config), dtype), strict=True):
+        if kind not in slots and any(slotted for _, _, slotted in entry.values()):
+            slots[kind] = _empty_slots(kind, masks[kind], batch, capacity, rings, device)
+        layers.append({})
+        for name, (shape, kept, slotted) in entry.items():
+            shape = (slots[kind].segments.shape[1], *shape) if slotted else shape
+            layers[-1][name] = torch.zeros(batch, *shape, dtype=kept, device=device)
+    return known_clean(Cache(tuple(layers), slots, capacity if length is None else length))
+
+
+def _empty_slots(
+    kind: str, mask: MaskLike, batch: int, capacity: int, rings: bool, device: torch.device | str | None
+) -> Slots:
+    if not isinstance(mask, Mask) or (mask.kv_spans is None and mask.rule.visible((0, 0))[1] > 0):
+        what = mask.rule if isinstance(mask, Mask) else type(mask).__name__
+        raise ValueError(f"Layers of kind {kind!r} have the mask {what}, under which tokens see later ones: no cache.")
+    reach = _reach(mask.rule) if rings else math.inf
+    ring = reach < capacity
+    empty = torch.zeros(batch, int(min(reach, capacity)), dtype=torch.long, device=device)
+    return Slots(empty, empty.clone(), None if mask.kv_spans is None else empty.clone(), ring)
+
+
+@functools.lru_cache(maxsize=64)
+def _reach(rule: Rule) -> float:
+    """How many positions, its own included, a query sees back at most; infinity where that is not known."""
+    period = rule.period()
+    if not 0 < period <= _LONGEST_PERIOD:
+        return math.inf
+    return max(q - rule.visible((q, q))[0] + 1 for q in range(period))
+
+
+class _Recorder(Context):
+    """Records the new entry of a layer, and skips the work around it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, **_: Any) -> Tensor:
+        self._put({"k": k, "v": v})
+        self.aux["slotted"] = ("k", "v")
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    def keep(self, **entry: Tensor) -> None:
+        self._put(entry)
+
+    def moe(self, layer: Tree, x: Tensor, route: Any, **_: Any) -> Tensor:
+        return x
+
+
+Shape = tuple[tuple[int, ...], torch.dtype, bool]  # without batch and slots; dtype; whether it has slots
+
+
+@functools.lru_cache(maxsize=64)
+def _entries(config: Any, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
+    """The tensors of each layer's entry, by running the block on the meta device, once for equal layers."""
+    family = family_of(config)
+    first = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    masks = family.attention_masks(config, first, first + 1)
+    tables = family.freqs_cis(config, first, length=1)
+    options = ForwardOptions(context=_Recorder)
+    found: dict[Any, dict[str, Shape]] = {}
+    entries = []
+    for kind, layer in zip(family.kinds(config), family.spec(config)["layers"], strict=True):
+        key = kind, tuple((path, leaf.shape) for path, leaf in tree.flatten(layer).items())
+        if key not in found:
+            weights = tree.map(lambda leaf: _abstract(leaf, dtype), layer)
+            x = torch.empty(1, 1, config.hidden_size, dtype=dtype, device="meta")
+            aux: dict[str, Any]
+            _, aux = family.block(weights, x, masks[kind], tables[kind], config=config, kind=kind, options=options)
+            slotted = aux.get("slotted", ())
+            found[key] = {
+                name: (tuple(t.shape[2 if name in slotted else 1 :]), t.dtype, name in slotted)
+                for name, t in aux.get("cache", {}).items()
+            }
+        entries.append(found[key])
+    return tuple(entries)
+
+
+def _abstract(leaf: Any, dtype: torch.dtype) -> Tensor:
+    kept = torch.promote_types(dtype, leaf.dtype) if leaf.keep_dtype else dtype
+    return torch.empty(leaf.shape, dtype=kept, device="meta")

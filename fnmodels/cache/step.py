@@ -1,0 +1,207 @@
+"""`prefill`, `decode` and `decode_`: one step of a model on a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from fnmodels.apply import CacheStep, hidden
+from fnmodels.inputs.layout import Layout, document_layout
+from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.rules import Everything, simplify
+from fnmodels.inputs.values import has_values
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of
+from fnmodels.ops.attention.select import ByIndex
+from fnmodels.ops.slots import SlotUse, write
+from fnmodels.options import ForwardKwargs, ForwardOptions
+from fnmodels.run_params import RunParams
+from fnmodels.tree import Tree
+
+from .value import Cache, Slots, consume, is_clean, known_clean
+
+
+def prefill(
+    params: Tree,
+    inputs: Tree,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    cache: Cache,
+    /,
+    *,
+    config: DecoderConfig,
+    at: str | Tensor = "last",
+    **options: Unpack[ForwardKwargs],
+) -> tuple[Tensor, Cache]:
+    """(logits, cache with the new tokens) of a step by `prepare_step`; the given cache is not changed.
+
+    at: the tokens whose logits are computed. "last": each row's last token that is no padding, [B, V]; an index in the
+    row per row, int64 [B], [B, V]; "all", [B, S, V]. A row of padding only has meaningless logits at "last".
+    options: as for `fnmodels.forward`. TypeError for masks that are no `fnmodels.Mask`; ValueError for masks that are
+    not of this cache.
+    """
+    return _step(params, inputs, masks, freqs_cis, cache, config, at, ForwardOptions(**options), inplace=False)
+
+
+def decode(
+    params: Tree,
+    inputs: Tree,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    cache: Cache,
+    /,
+    *,
+    config: DecoderConfig,
+    at: str | Tensor = "all",
+    **options: Unpack[ForwardKwargs],
+) -> tuple[Tensor, Cache]:
+    """`prefill` with the logits of all new tokens, [B, S, V]."""
+    return _step(params, inputs, masks, freqs_cis, cache, config, at, ForwardOptions(**options), inplace=False)
+
+
+@torch.no_grad()
+def decode_(
+    params: Tree,
+    inputs: Tree,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    cache: Cache,
+    /,
+    *,
+    config: DecoderConfig,
+    at: str | Tensor = "all",
+    **options: Unpack[ForwardKwargs],
+) -> tuple[Tensor, Cache]:
+    """`decode` that writes into the cache's tensors and uses the cache up; without gradients."""
+    found = _step(params, inputs, masks, freqs_cis, cache, config, at, ForwardOptions(**options), inplace=True)
+    consume(cache)
+    return found
+
+
+def _step(
+    params: Tree,
+    inputs: Tree,
+    masks: Mapping[str, MaskLike],
+    freqs_cis: Mapping[str, Tensor],
+    cache: Cache,
+    config: DecoderConfig,
+    at: str | Tensor,
+    options: ForwardOptions,
+    *,
+    inplace: bool,
+) -> tuple[Tensor, Cache]:
+    free = options.layer_fn is None and not isinstance(params, RunParams)  # blocks are not compiled
+    clean = is_clean(cache)
+    plans: dict[tuple[int, bool], _Plan] = {}
+    of_kind: dict[str, _Plan] = {}
+    for kind, slots in cache.slots.items():
+        mask = _mask_of_step(kind, masks, slots)
+        key = id(mask), slots.ring
+        if key not in plans:
+            no_softcap = field_of(config, "attention_softcap") is None
+            plans[key] = _plan(mask, slots, free, maskless=no_softcap and options.kernel in ("auto", "sdpa"))
+        of_kind[kind] = plans[key]
+    if free and options.kernel == "auto" and options.layout is None:
+        options = replace(options, layout=_new_layout(list(plans.values())))
+    step = CacheStep(
+        dict(enumerate(cache.layers)),
+        {kind: plan.index for kind, plan in of_kind.items()},
+        {kind: replace(plan.use, inplace=inplace) for kind, plan in of_kind.items()},
+        {} if clean else {kind: cache.slots[kind].occupied for kind in of_kind},
+    )
+    read = {**masks, **{kind: plan.mask for kind, plan in of_kind.items()}}
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    x, entries = hidden(params, inputs, read, freqs_cis, config=config, cache=step, **given)
+    layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
+    made = Cache(layers, {kind: plan.after for kind, plan in of_kind.items()}, cache.length)
+    return _logits(params, x, inputs, config, at), known_clean(made)
+
+
+def _logits(params: Tree, x: Tensor, inputs: Tree, config: DecoderConfig, at: str | Tensor) -> Tensor:
+    family = family_of(config)
+    if isinstance(at, str) and at == "all":
+        return family.unembed(params, x, config=config)
+    if isinstance(at, str):
+        if at != "last":
+            raise ValueError(f'at is {at!r}; it is "last", "all", or an index per row, int64 [B].')
+        order = torch.arange(x.shape[1], device=x.device)
+        at = order.where(inputs["valid"], 0).amax(dim=1)
+    chosen = x[torch.arange(x.shape[0], device=x.device), at]
+    return family.unembed(params, chosen[:, None], config=config)[:, 0]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One call for the kinds that share a mask: where new tokens go, the slots after it, and what queries read."""
+
+    index: Tensor
+    after: Slots
+    mask: Any
+    use: SlotUse
+
+
+def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool) -> _Plan:
+    """free: shapes may depend on values. maskless: attention without any mask may replace a mask that is all True."""
+    batch, tokens = slots.segments.shape[0], mask.q_segments.shape[1]
+    positions, segments = (t.expand(batch, tokens) for t in (mask.q_positions, mask.q_segments))
+    index = _index(slots, positions, segments)
+    spans = None if slots.spans is None or mask.q_spans is None else write(slots.spans, mask.q_spans, index)
+    after = Slots(write(slots.positions, positions, index), write(slots.segments, segments, index), spans, slots.ring)
+    readable = not torch.compiler.is_compiling() and has_values(segments) and has_values(slots.segments)
+    if tokens > 1 and readable and not bool(slots.occupied.any()):
+        own = Mask(positions, segments, positions, segments, mask.q_spans, mask.q_spans, mask.rule)
+        return _Plan(index, after, own, SlotUse("new"))
+    if slots.ring and tokens > 1:
+        return _Plan(index, after, mask, SlotUse("both"))
+    seen = replace(mask, kv_positions=after.positions, kv_segments=after.segments, kv_spans=after.spans)
+    if not (free and readable and segments.is_cpu):
+        return _Plan(index, after, seen, SlotUse("slots"))
+    last = torch.arange(1, after.segments.shape[1] + 1).where(after.occupied, 1).amax()
+    length = int(last)
+    seen = seen.select(slice(None), slice(length))
+    use = SlotUse("slots", length)
+    return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
+
+
+def _sees_all(mask: Mask) -> bool:
+    """Whether one query per row sees every key, read from values."""
+    if mask.q_segments.shape[1] != 1 or not bool(((mask.kv_segments == mask.q_segments) & (mask.q_segments > 0)).all()):
+        return False
+    low, high = mask.kv_positions.aminmax(dim=1)
+    rows = set(zip(mask.q_positions[:, 0].tolist(), low.tolist(), high.tolist(), strict=True))
+    return all(simplify(mask.rule, (q, q), (a, b)) == Everything() for q, a, b in rows)
+
+
+def _index(slots: Slots, positions: Tensor, segments: Tensor) -> Tensor:
+    """The slot of each new token, int64 [B, S]; C for a token that is not written."""
+    room, valid = slots.segments.shape[1], segments > 0
+    if slots.ring:  # only the last tokens of a row: one slot is written once
+        newest = positions.where(valid, -1).amax(dim=1, keepdim=True)
+        return (positions % room).where(valid & (positions > newest - room), room)
+    index = slots.occupied.sum(dim=1, keepdim=True) + valid.cumsum(dim=1) - 1
+    return index.where(valid & (index < room), room)
+
+
+def _mask_of_step(kind: str, masks: Mapping[str, MaskLike], slots: Slots) -> Mask:
+    """The mask of a kind; TypeError and ValueError if it is not of a step on these slots."""
+    mask = masks[kind]
+    if not isinstance(mask, Mask):
+        raise TypeError(f"masks[{kind!r}] is a {type(mask).__name__}; a step's are fnmodels.Mask, from prepare_step.")
+    queries, keys, room = mask.q_segments.shape[1], mask.kv_segments.shape[1], slots.segments.shape[1]
+    if keys != room + queries:
+        raise ValueError(
+            f"masks[{kind!r}] has {queries} queries and {keys} keys, but the cache has {room} slots, so that there are "
+            f"{room + queries} keys: prepare_step makes the masks, of the same cache."
+        )
+    return mask
+
+
+def _new_layout(plans: list[_Plan]) -> Layout | None:
+    """The layout of the new tokens, if these are all keys and the kinds agree on it; else None."""
+    if not plans or any(plan.use.keys != "new" for plan in plans):
+        return None
+    layouts = [document_layout(plan.mask.q_positions, plan.mask.q_segments) for plan in plans]
+    return layouts[0] if all(layout == layouts[0] for layout in layouts) else None

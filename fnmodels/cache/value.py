@@ -1,0 +1,83 @@
+"""`Cache` and `Slots`: what a model holds of the tokens before, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.inputs.values import has_values
+from fnmodels.ops.slots import Entry
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class Slots:
+    """What stands in the C slots of each row: int64 [B, C]; segment 0 is an empty slot.
+
+    ring: a token at position p stands in slot p % C; else tokens stand in the order of their arrival.
+    """
+
+    positions: Tensor
+    segments: Tensor
+    spans: Tensor | None
+    ring: bool = tree.static()
+
+    @property
+    def occupied(self) -> Tensor:
+        """bool [B, C]."""
+        return self.segments > 0
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class Cache:
+    """layers: per layer a dict of tensors, batch first. slots: per kind of layer with slots, what stands in them.
+
+    length: what length-dependent rotary scalings read, the same for a whole generation, so that all keys have one base.
+
+    Attention layers hold k [B, C, G, H] and v [B, C, G, Hv], latent attention latent [B, C, rank] and rope [B, C, R];
+    recurrent layers hold what their blocks keep, without slots. `decode_` writes into a cache and returns a new one;
+    every use of the old one raises.
+    """
+
+    layers: tuple[Entry, ...]
+    slots: dict[str, Slots]
+    length: int = tree.static()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Python calls this only for missing attributes: a field that `decode_` deleted, or a typo.
+        if name in {field.name for field in fields(self)}:
+            raise RuntimeError(
+                "This cache was used up by decode_, which writes into its tensors: continue with the cache that it "
+                "returned, or use decode, which leaves its argument as it is."
+            )
+        raise AttributeError(f"A Cache has layers, slots and length, no {name!r}.")
+
+
+def consume(cache: Cache) -> None:
+    """Empties a cache whose tensors go to its successor."""
+    for field in fields(cache):
+        object.__delattr__(cache, field.name)
+
+
+def known_clean(cache: Cache) -> Cache:
+    """Marks a cache whose empty slots hold finite values, as `is_clean` finds out; only where memory is plain."""
+    if not torch.compiler.is_compiling() and all(map(has_values, tree.leaves(cache.layers))):
+        object.__setattr__(cache, "_clean", _versions(cache))
+    return cache
+
+
+def is_clean(cache: Cache) -> bool:
+    """Whether empty slots are known to be finite: the library made this cache, and nothing else wrote into it.
+
+    A masked key has weight 0, and 0 times NaN is NaN, so other caches have their empty slots set to zero in each call.
+    """
+    return not torch.compiler.is_compiling() and vars(cache).get("_clean") == _versions(cache)
+
+
+def _versions(cache: Cache) -> list[int]:
+    return [0 if leaf.is_inference() else leaf._version for leaf in tree.leaves(cache.layers)]  # noqa: SLF001

@@ -1,0 +1,85 @@
+"""Reading and writing one layer's entry of a cache: tensors [B, C, ...] with C slots per row.
+
+`index` [B, S] is the slot of each new token, or C for a token that is not written (padding, or one that a ring would
+overwrite within the same call). It is computed once per kind of layer, by `fnmodels.cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Entry = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SlotUse:
+    """How the layers of one kind use their entries in one call; static.
+
+    keys: which keys the mask describes. "both": the slots before this call, then the new tokens, which are written
+        afterwards. "slots": the slots after the new tokens are written, the first `length` of them (None: all); right
+        if no query sees a token that this call overwrites. "new": the new tokens, for a cache that is empty.
+    inplace: write into the entry's tensors, which the caller must not use afterwards.
+    """
+
+    keys: str = "both"
+    length: int | None = None
+    inplace: bool = False
+
+
+def extended(
+    entry: Mapping[str, Tensor], new: Mapping[str, Tensor], index: Tensor, use: SlotUse, occupied: Tensor | None
+) -> tuple[Entry, Entry]:
+    """(what the queries read [B, K, ...], the entry with the new tokens [B, S, ...] written), by the names of `new`.
+
+    occupied: bool [B, C]; the other slots, which may hold NaN, are set to zero first. None: they are finite.
+    """
+    read: Entry = {}
+    if occupied is not None:
+        entry = {name: _zeroed(entry[name], occupied, use.inplace) for name in new}
+    if use.keys == "both":  # before the write: it may overwrite keys that the queries see
+        read = {name: torch.cat((entry[name].to(value.dtype), value), dim=1) for name, value in new.items()}
+    put = write_ if use.inplace else write
+    written = {name: put(entry[name], value.to(entry[name].dtype), index) for name, value in new.items()}
+    if use.keys == "slots":
+        read = {name: written[name][:, : use.length].to(value.dtype) for name, value in new.items()}
+    return (dict(new) if use.keys == "new" else read), written
+
+
+def _zeroed(entry: Tensor, occupied: Tensor, inplace: bool) -> Tensor:
+    empty = ~occupied.reshape(*occupied.shape, *[1] * (entry.ndim - 2))
+    return entry.masked_fill_(empty, 0) if inplace else entry.masked_fill(empty, 0)
+
+
+def write(entry: Tensor, new: Tensor, index: Tensor) -> Tensor:
+    """A copy of entry [B, C, ...] with new [B, S, ...] at the slots index [B, S]; differentiable, and works under vmap.
+
+    All tokens that are not written go to one slot more, which the result does not have.
+    """
+    rows = torch.arange(entry.shape[0], device=entry.device)[:, None]
+    wide = torch.cat((entry, entry[:, :1]), dim=1)
+    return torch.index_put(wide, (rows, index), new)[:, : entry.shape[1]]
+
+
+def write_(entry: Tensor, new: Tensor, index: Tensor) -> Tensor:
+    """`write` into the memory of `entry`, which is returned.
+
+    A token that is not written repeats the write of the row's last one that is; a row without any rewrites the content
+    of its last slot.
+    """
+    slots, tokens = entry.shape[1], new.shape[1]
+    rows = torch.arange(entry.shape[0], device=entry.device)[:, None]
+    kept = index < slots
+    if tokens == 1:
+        target = index.clamp(max=slots - 1)
+        kept = kept.reshape(*kept.shape, *[1] * (new.ndim - 2))
+        return entry.index_put_((rows, target), torch.where(kept, new, entry[rows, target]))
+    steps = torch.arange(tokens, device=entry.device)
+    source = torch.where(kept, steps, steps.where(kept, -1).amax(dim=1, keepdim=True))
+    target = index.gather(1, source.clamp(min=0)).clamp(max=slots - 1)
+    # Index -1 of the source, in rows without a written token, is what the target holds already.
+    wide = torch.cat((new, entry[rows, target[:, :1]]), dim=1)
+    return entry.index_put_((rows, target), wide[rows, source])
