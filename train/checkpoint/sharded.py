@@ -32,7 +32,6 @@ from . import saved_steps
 from .saved_steps import Checkpoint, Folder, Json
 
 T = TypeVar("T")
-Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def save(
@@ -84,12 +83,7 @@ def load(found: Checkpoint, like: Tree, *, group: Any = None) -> Tree:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
         reader = HuggingFaceStorageReader(str(found.path))
-
-        def kinds() -> Kinds:
-            there: dict[str, Any] = reader.read_metadata().state_dict_metadata  # tensors only, in these files
-            return {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}
-
-        _compare(found.path, kinds, like, group)
+        _compare(found.path, reader, like, group)
         empty = map_local(lambda leaf: torch.empty_like(leaf, device="cpu" if leaf.is_meta else None), like)
         alone = not dist.is_initialized()
         _unwrap_errors(lambda: read(tree.flatten(empty), storage_reader=reader, process_group=group, no_dist=alone))
@@ -108,14 +102,15 @@ def _check_group(flat: dict[str, Any], group: Any) -> None:
             )
 
 
-def _compare(path: Path, kinds: Callable[[], Kinds], like: Tree, group: Any) -> None:
+def _compare(path: Path, reader: Any, like: Tree, group: Any) -> None:
     """Raises the same error in all processes if the files lack an expected leaf, or a process cannot read them."""
     # DCP would cast another dtype, ignore unexpected leaves, and report other shapes in a traceback.
     mine = {name: (leaf.dtype, leaf.shape) for name, leaf in tree.flatten(like).items()}
-    found: Kinds = {}
+    found: dict[str, tuple[torch.dtype, torch.Size]] = {}
     wrong = ""
     try:
-        found = kinds()
+        there = reader.read_metadata().state_dict_metadata  # tensors only, in these files
+        found = {name: (facts.properties.dtype, facts.size) for name, facts in there.items()}
     except Exception as error:  # raised below, in every process
         wrong = f"{type(error).__name__}: {error}"
     reports = [(mine, found, wrong)]

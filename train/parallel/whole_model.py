@@ -54,8 +54,7 @@ def aux_of_stages(placed: Placed) -> Callable[[Tree], Tree]:
     rank, pipe = placed.devices.get_local_rank("pp"), pipeline_of(placed.config, mesh, placed.strategy)
     kinds = family_of(placed.config).kinds(placed.config)
     sparse = [index for index, kind in enumerate(kinds) if kind.endswith("_moe")]
-    mine = [index for stage in pipe.stages(rank) for index in range(*pipe.layers[stage]) if index in sparse]
-    rows = [sparse.index(index) for index in mine]
+    rows = [sparse.index(i) for stage in pipe.stages(rank) for i in range(*pipe.layers[stage]) if i in sparse]
     known: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     def whole_aux(aux: dict[str, Tensor]) -> dict[str, Tensor]:
