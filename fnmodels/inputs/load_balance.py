@@ -106,7 +106,7 @@ def visible_keys(mask: Mask) -> Tensor:
     for row in range(rows):
         one = tree.map(torch.Tensor.cpu, mask.select(slice(None), slice(None), slice(row, row + 1)))
         q, kv = _by_document(one.q_positions, one.q_segments), _by_document(one.kv_positions, one.kv_segments)
-        counts[row, q] = _visible_in_row(_in_order(one, q, kv))
+        counts[row, q] = _visible_in_row(one.select(q, kv))
     return counts.to(mask.q_positions.device)
 
 
@@ -136,16 +136,6 @@ def _visible_in_row(mask: Mask) -> Tensor:
             middle = (q0 + q1) // 2
             waiting += [(q0, middle, k0, k1), (middle, q1, k0, k1)]
     return counts
-
-
-def _in_order(mask: Mask, q: Tensor, kv: Tensor) -> Mask:
-    return Mask(
-        *(mask.q_positions[:, q], mask.q_segments[:, q]),
-        *(mask.kv_positions[:, kv], mask.kv_segments[:, kv]),
-        None if mask.q_spans is None else mask.q_spans[:, q],
-        None if mask.kv_spans is None else mask.kv_spans[:, kv],
-        mask.rule,
-    )
 
 
 def _by_document(positions: Tensor, segments: Tensor) -> Tensor:

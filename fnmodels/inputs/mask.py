@@ -44,10 +44,13 @@ class Mask:
         kv = Tokens(self.kv_positions[..., None, :], self.kv_segments[..., None, :], _unsqueeze(self.kv_spans, -2))
         return self.allowed(q, kv)[..., None, :, :]
 
-    def select(self, q: slice, kv: slice, rows: slice = slice(None)) -> Mask:
-        """The mask of the queries `q`, the keys `kv` and the batch rows `rows` (tensors [1, S] serve every row)."""
+    def select(self, q: slice | Tensor, kv: slice | Tensor, rows: slice = slice(None)) -> Mask:
+        """The mask of the queries `q`, the keys `kv` and the batch rows `rows` (tensors [1, S] serve every row).
 
-        def sliced(tensor: Tensor, indices: slice) -> Tensor:
+        q, kv: slices, or indices [n] that also reorder the tokens.
+        """
+
+        def sliced(tensor: Tensor, indices: slice | Tensor) -> Tensor:
             return tensor[rows if tensor.shape[0] > 1 else slice(None), indices]
 
         return Mask(

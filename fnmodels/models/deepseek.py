@@ -19,11 +19,10 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
-from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops.mla import latent_qkv, latent_scale
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
+from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from fnmodels.ops.norm import rms_norm
@@ -95,33 +94,30 @@ class Config:
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        model_type = fields.choice("model_type", MODEL_TYPES)
-        v2 = model_type == "deepseek_v2"
+        v2 = fields.choice("model_type", MODEL_TYPES) == "deepseek_v2"
         nope, rotating = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
         positions, kv_heads = (2048, 0) if v2 else (4096, 128)
-        sizes = decoder.decoder_sizes(fields, max_positions=positions, tied=False, kv_heads=kv_heads, head_dim=rotating)
+        sizes: Any = {"max_positions": positions, "kv_heads": kv_heads, "head_dim": rotating}
+        usual = decoder.base_fields(fields, MODEL_TYPES, **sizes)
         # In this family these follow from other fields, and transformers ignores them.
-        for name, value in (("head_dim", rotating), ("num_key_value_heads", sizes["num_attention_heads"])):
-            if sizes.pop(name) != value:
+        for name, value in (("head_dim", rotating), ("num_key_value_heads", usual["num_attention_heads"])):
+            if usual.pop(name) != value:
                 raise UnsupportedError(f"{fields.where}: {name!r} must be {value} in this family.")
         fields.expect("qk_head_dim", nope + rotating)
         fields.expect("moe_layer_freq", 1)
-        layers = sizes["num_hidden_layers"]
+        layers = usual["num_hidden_layers"]
         experts = _v2_experts(fields, layers) if v2 else mixture.grouped_from_hf(fields, layers, dense=3, scale=2.5)
         config = Config(
-            **sizes,
+            **usual,
             **experts,
             kv_lora_rank=fields.integer("kv_lora_rank"),
             q_lora_rank=fields.integer("q_lora_rank", 0 if "q_lora_rank" in values else 1536, low=0) or None,  # null
             qk_nope_head_dim=nope,
             qk_rope_head_dim=rotating,
             v_head_dim=fields.integer("v_head_dim"),
-            rope=rope_from_hf(fields, head_dim=rotating, max_positions=sizes["max_position_embeddings"], theta=1e4),
             rope_interleave=fields.boolean("rope_interleave", True),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             attention_bias=fields.boolean("attention_bias", False),
-            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-            model_type=model_type,
         )
         # expert parallelism and load balancing in training
         return decoder.finished(config, fields, ignored=("ep_size", "aux_loss_alpha", "seq_aux"))

@@ -16,19 +16,11 @@ MIN_HEAD_DIM = 16  # of FlexAttention's CUDA kernels
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compiled(dynamic: bool | None) -> Callable[..., Any]:
     """FlexAttention compiled, on first use because importing the compiler takes seconds. The cache holds no tensor."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
-
-
-@functools.cache
-def _compiled_static() -> Callable[..., Any]:
-    """`_compiled` with static shapes: in torch 2.13 its CPU code with dynamic shapes does not compile."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=dynamic)
 
 
 def flex_attention(
@@ -57,8 +49,8 @@ def flex_attention(
     if q.is_cuda:  # zero padding does not change scores; the output is truncated again
         q, k, v = (F.pad(t, (0, max(0, MIN_HEAD_DIM - t.shape[-1]))) for t in (q, k, v))
     run: Any = flex.flex_attention
-    if not torch.compiler.is_compiling():
-        run = _compiled_static() if q.is_cpu else _compiled()
+    if not torch.compiler.is_compiling():  # on the CPU, the code of torch 2.13 for dynamic shapes does not compile
+        run = _compiled(dynamic=False if q.is_cpu else None)
     out, aux = run(
         q.transpose(1, 2),
         k.transpose(1, 2),
