@@ -21,7 +21,6 @@ from fnmodels.models.common.moe import check_experts, experts_from_hf, transpose
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import Leaf, Normal, decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.ops.norm import rms_norm_fp32_weight
@@ -124,6 +123,9 @@ def hf_names(config: Config) -> dict[str, Stored]:
     return names
 
 
+unembed = decoder.unembed_fp32_weight
+
+
 def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
     """gate * sigmoid(alpha gate) * (up + 1), with gate clamped to at most `limit` and up to [-limit, limit]."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -143,9 +145,3 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     route = functools.partial(top_k_softmax, k=config.num_experts_per_tok)
     act = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=act, dtypes=ROUTER))
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head: logits [B, S, V]."""
-    normed = rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps)
-    return linear(normed, decoder.head(params, config))

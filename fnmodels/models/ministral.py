@@ -48,7 +48,6 @@ class Config(decoder.BaseConfig):
         inner = Fields(rope_values(fields), f"{fields.where}, rope")
         beta = inner.number("llama_4_scaling_beta", above=-1e-9)
         inner.expect("max_position_embeddings", positions)  # duplicated in the rope object
-        window = fields.integer("sliding_window", 0, low=0) or None
         config = Config(
             **sizes,
             rope=parse_rope(inner, head_dim=sizes["head_dim"], max_positions=positions, theta=1e6),
@@ -56,8 +55,7 @@ class Config(decoder.BaseConfig):
             temperature_length=inner.integer("original_max_position_embeddings", positions),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-            sliding_window=window,
-            layer_kinds=("sliding" if window else "full",) * sizes["num_hidden_layers"],
+            **decoder.one_window(fields, sizes["num_hidden_layers"]),
             model_type=model_type,
         )
         return decoder.finished(config, fields)

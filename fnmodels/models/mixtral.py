@@ -49,15 +49,13 @@ class Config(decoder.BaseConfig):
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e6, max_positions=131072, kv_heads=8)
         fields.expect("router_jitter_noise", 0, 0.0)
-        window = fields.integer("sliding_window", 0, low=0) or None
         experts, chosen = experts_from_hf(fields, 8, 2, usual["num_hidden_layers"])
         config = Config(
             **usual,
             num_local_experts=experts,
             num_experts_per_tok=chosen,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            sliding_window=window,
-            layer_kinds=("full_moe" if window is None else "sliding_moe",) * usual["num_hidden_layers"],
+            **decoder.one_window(fields, usual["num_hidden_layers"], "_moe"),
         )
         return decoder.finished(config, fields)
 

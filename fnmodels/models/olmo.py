@@ -93,6 +93,7 @@ def spec(config: Config) -> Tree:
 
 
 freqs_cis = decoder.freqs_cis_by_window
+unembed = decoder.unembed_fp32_weight
 
 
 @with_context
@@ -109,9 +110,3 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", attended))
     fed = gated_mlp(layer["mlp"], x, activation=config.hidden_act)
     return x + ctx.tap("mlp", rms_norm_fp32_weight(fed, layer["post_feedforward_layernorm"], eps=eps))
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and head: logits [B, S, V]."""
-    normed = rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps)
-    return linear(normed, decoder.head(params, config))

@@ -47,12 +47,10 @@ class Config(decoder.BaseConfig):
             fields.expect(name, False)
         for name in ("full_attn_mod", "interpolate_factor"):  # from Phi-4-mini's first code; 1 is the only known value
             fields.expect(name, 1)
-        window = fields.integer("sliding_window", 0, low=0) or None
         config = Config(
             **usual,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-            sliding_window=window,
-            layer_kinds=("sliding" if window else "full",) * usual["num_hidden_layers"],
+            **decoder.one_window(fields, usual["num_hidden_layers"]),
         )
         return decoder.finished(config, fields)
 

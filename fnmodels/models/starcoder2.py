@@ -49,7 +49,6 @@ class Config(decoder.BaseConfig):
         usual["initializer_range"] = fields.number("initializer_range", 0.018042, above=-1e-9)
         fields.expect("norm_type", "layer_norm")
         fields.expect("mlp_type", "default")
-        window = fields.integer("sliding_window", 0, low=0) or None
         epsilon = fields.number("norm_epsilon", 1e-5)
         # From the training code: duplicates without effect (its "gelu" is the tanh one), and what always holds.
         fields.expect("layer_norm_epsilon", epsilon)
@@ -60,8 +59,7 @@ class Config(decoder.BaseConfig):
             **usual,
             norm_epsilon=epsilon,
             use_bias=fields.boolean("use_bias", True),
-            sliding_window=window,
-            layer_kinds=("sliding" if window else "full",) * usual["num_hidden_layers"],
+            **decoder.one_window(fields, usual["num_hidden_layers"]),
         )
         return decoder.finished(config, fields)
 

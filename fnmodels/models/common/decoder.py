@@ -19,7 +19,7 @@ from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS
-from fnmodels.ops.norm import layer_norm, rms_norm
+from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight
 from fnmodels.ops.rotary import Rope, no_rotation, rotary_table
 from fnmodels.tree import Tree, flatten
 
@@ -165,6 +165,11 @@ def head(params: Tree, config: DecoderConfig) -> Tensor:
 def unembed(params: Tree, x: Tensor, /, *, config: RMSNormConfig) -> Tensor:
     """Final RMSNorm and head: logits [B, S, V]."""
     return linear(rms_norm(x, params["norm"], eps=config.rms_norm_eps), head(params, config))
+
+
+def unembed_fp32_weight(params: Tree, x: Tensor, /, *, config: RMSNormConfig) -> Tensor:
+    """Final RMSNorm with its weight multiplied in fp32, and head: logits [B, S, V]."""
+    return linear(rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), head(params, config))
 
 
 def unembed_layer_norm(params: Tree, x: Tensor, /, *, config: LayerNormConfig) -> Tensor:
@@ -324,6 +329,12 @@ def sliding_layers(fields: Fields, default: Sequence[bool], near: str = "sliding
             f"{fields.where}: 'layer_types' must name {len(default)} layers, each {' or '.join(map(repr, known))}."
         )
     return [known[t] for t in types]
+
+
+def one_window(fields: Fields, layers: int, suffix: str = "") -> dict[str, Any]:
+    """The Config fields of a window that all layers have, or none; suffix: the end of their kind, such as "_moe"."""
+    window = fields.integer("sliding_window", 0, low=0) or None
+    return {"sliding_window": window, "layer_kinds": (("sliding" if window else "full") + suffix,) * layers}
 
 
 def sliding_pattern(fields: Fields, default: int) -> int:
