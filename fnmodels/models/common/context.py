@@ -121,13 +121,13 @@ class Context:
         return y
 
 
-_USUAL, _BOTH = ForwardOptions(), SlotUse()
+_USUAL = ForwardOptions()
 
 
 def with_context(block: Callable[..., Tensor]) -> Block:
     """Wraps a family's block(layer, x, mask, freqs, /, *, config, kind, ctx) -> x as a pure function -> (x, aux).
 
-    Called as block(layer, x, mask, freqs, config=, kind=, options=ForwardOptions(), taps=(), use=SlotUse(), **tensors).
+    Called as block(layer, x, mask, freqs, config=, kind=, options=ForwardOptions(), taps=(), use=None, **tensors).
     Statics (config, kind, options, taps, use) are hashable; `fnmodels.apply` binds them, once per kind.
     """
 
@@ -143,11 +143,11 @@ def with_context(block: Callable[..., Tensor]) -> Block:
         kind: str,
         options: ForwardOptions = _USUAL,
         taps: tuple[str, ...] = (),
-        use: SlotUse = _BOTH,
+        use: SlotUse | None = None,
         **tensors: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         ctx = (options.context or Context)(options, taps, tensors)
-        ctx.use = use
+        ctx.use = use or ctx.use  # not a default argument of class SlotUse: torch.compile cannot read those
         x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)
         return x, ctx.aux
 
