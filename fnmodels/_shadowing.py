@@ -4,17 +4,9 @@
 The packages are installed side by side (wheel, checkout and editable install alike), so the right one is the folder
 beside the package that checks. Nothing is imported for the check, since that would run the shadowing file.
 
-    fnmodels/__init__.py, after its imports:
-        _shadowing.warn_shadowed(__file__, "params", "train")
-    params/__init__.py and train/__init__.py, before every other import of ours:
-        from pathlib import Path
-        from runpy import run_path
-        run_path(str(Path(__file__).parents[1] / "fnmodels" / "_shadowing.py"))["require"](__file__, "fnmodels")
-
-(`train` requires "fnmodels" and "params".) A package that needs its sibling raises; `fnmodels` needs neither and only
-warns, because a user's own train.py beside the models alone is fine. `params` imports `fnmodels`, so it need not warn
-about `train` a second time. `params` and `train` run this file by its path, before any other import, because `fnmodels`
-itself may be the package that is shadowed.
+`train` requires "fnmodels" and "params", `params` requires "fnmodels". `fnmodels` needs neither and only warns, because
+a user's own train.py beside the models alone is fine. `params` and `train` run this file by its path (`runpy`), before
+any other import, because `fnmodels` itself may be the package that is shadowed.
 """
 
 import importlib.util
