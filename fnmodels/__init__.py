@@ -21,7 +21,20 @@ from types import ModuleType
 
 from fnmodels import _shadowing
 from fnmodels.apply import forward, hidden, prepare, run_layers
-from fnmodels.cache import Cache, Slots, decode, decode_, init_cache, prefill, prepare_step
+from fnmodels.cache import (
+    Cache,
+    Slots,
+    decode,
+    decode_,
+    init_cache,
+    insert,
+    insert_,
+    prefill,
+    prepare_step,
+    resize,
+    take,
+    truncate,
+)
 from fnmodels.errors import (
     CheckpointError,
     ConfigError,
@@ -98,6 +111,8 @@ __all__ = [
     "hidden",
     "imbalance",
     "init_cache",
+    "insert",
+    "insert_",
     "layout",
     "pack",
     "per_sample_gradients",
@@ -108,6 +123,7 @@ __all__ = [
     "prepare_step",
     "preset",
     "presets",
+    "resize",
     "rows",
     "run_layers",
     "segments",
@@ -115,9 +131,11 @@ __all__ = [
     "segments_from_lengths",
     "segments_from_positions",
     "split",
+    "take",
     "text_order",
     "to_block_mask",
     "to_cu_seqlens",
     "to_dense",
+    "truncate",
     "unpack",
 ]

@@ -11,7 +11,21 @@ padding and no count that could disagree with what is stored.
 
 from .init import init_cache
 from .prepare import prepare_step
+from .rows import insert, insert_, resize, take, truncate
 from .step import decode, decode_, prefill
 from .value import Cache, Slots
 
-__all__ = ["Cache", "Slots", "decode", "decode_", "init_cache", "prefill", "prepare_step"]
+__all__ = [
+    "Cache",
+    "Slots",
+    "decode",
+    "decode_",
+    "init_cache",
+    "insert",
+    "insert_",
+    "prefill",
+    "prepare_step",
+    "resize",
+    "take",
+    "truncate",
+]

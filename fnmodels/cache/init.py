@@ -14,7 +14,7 @@ from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.registry import DecoderConfig, family_of
-from fnmodels.ops.slots import Entry
+from fnmodels.ops.slots import SLOTTED, Entry
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
 
@@ -55,7 +55,8 @@ def init_cache(
         for name, (shape, kept, slotted) in entry.items():
             shape = (slots[kind].segments.shape[1], *shape) if slotted else shape
             layers[-1][name] = torch.zeros(batch, *shape, dtype=kept, device=device)
-    return known_clean(Cache(tuple(layers), slots, capacity if length is None else length))
+    kinds = family.kinds(config)
+    return known_clean(Cache(tuple(layers), slots, kinds, capacity if length is None else length))
 
 
 def _empty_slots(
@@ -80,15 +81,14 @@ def _reach(rule: Rule) -> float:
 
 
 class _Recorder(Context):
-    """Records the new entry of a layer, and skips the work around it."""
+    """Records what a layer puts into its entry, and leaves out the experts."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, **_: Any) -> Tensor:
-        self._put({"k": k, "v": v})
-        self.aux["slotted"] = ("k", "v")
-        return q.new_empty(*q.shape[:-1], v.shape[-1])
+    def state(self) -> None:
+        return None
 
-    def keep(self, **entry: Tensor) -> None:
-        self._put(entry)
+    def _extend(self, new: Entry) -> Entry:
+        self._put(new)
+        return new
 
     def moe(self, layer: Tree, x: Tensor, route: Any, **_: Any) -> Tensor:
         return x
@@ -113,10 +113,10 @@ def _entries(config: Any, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
             weights = tree.map(lambda leaf: _abstract(leaf, dtype), layer)
             x = torch.empty(1, 1, config.hidden_size, dtype=dtype, device="meta")
             aux: dict[str, Any]
-            _, aux = family.block(weights, x, masks[kind], tables[kind], config=config, kind=kind, options=options)
-            slotted = aux.get("slotted", ())
+            statics: dict[str, Any] = {"config": config, "kind": kind, "options": options}
+            _, aux = family.block(weights, x, masks[kind], tables[kind], **statics, cache={})
             found[key] = {
-                name: (tuple(t.shape[2 if name in slotted else 1 :]), t.dtype, name in slotted)
+                name: (tuple(t.shape[2 if name in SLOTTED else 1 :]), t.dtype, name in SLOTTED)
                 for name, t in aux.get("cache", {}).items()
             }
         entries.append(found[key])

@@ -116,7 +116,7 @@ def _step(
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     x, entries = hidden(params, inputs, read, freqs_cis, config=config, cache=step, **given)
     layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
-    made = Cache(layers, {kind: plan.after for kind, plan in of_kind.items()}, cache.length)
+    made = Cache(layers, {kind: plan.after for kind, plan in of_kind.items()}, cache.kinds, cache.length)
     return _logits(params, x, inputs, config, at), known_clean(made)
 
 
@@ -147,7 +147,7 @@ def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool) -> _Plan:
     """free: shapes may depend on values. maskless: attention without any mask may replace a mask that is all True."""
     batch, tokens = slots.segments.shape[0], mask.q_segments.shape[1]
     positions, segments = (t.expand(batch, tokens) for t in (mask.q_positions, mask.q_segments))
-    index = _index(slots, positions, segments)
+    index = slots.index_of(positions, segments)
     spans = None if slots.spans is None or mask.q_spans is None else write(slots.spans, mask.q_spans, index)
     after = Slots(write(slots.positions, positions, index), write(slots.segments, segments, index), spans, slots.ring)
     readable = not torch.compiler.is_compiling() and has_values(segments) and has_values(slots.segments)
@@ -173,16 +173,6 @@ def _sees_all(mask: Mask) -> bool:
     low, high = mask.kv_positions.aminmax(dim=1)
     rows = set(zip(mask.q_positions[:, 0].tolist(), low.tolist(), high.tolist(), strict=True))
     return all(simplify(mask.rule, (q, q), (a, b)) == Everything() for q, a, b in rows)
-
-
-def _index(slots: Slots, positions: Tensor, segments: Tensor) -> Tensor:
-    """The slot of each new token, int64 [B, S]; C for a token that is not written."""
-    room, valid = slots.segments.shape[1], segments > 0
-    if slots.ring:  # only the last tokens of a row: one slot is written once
-        newest = positions.where(valid, -1).amax(dim=1, keepdim=True)
-        return (positions % room).where(valid & (positions > newest - room), room)
-    index = slots.occupied.sum(dim=1, keepdim=True) + valid.cumsum(dim=1) - 1
-    return index.where(valid & (index < room), room)
 
 
 def _mask_of_step(kind: str, masks: Mapping[str, MaskLike], slots: Slots) -> Mask:

@@ -31,12 +31,21 @@ class Slots:
         """bool [B, C]."""
         return self.segments > 0
 
+    def index_of(self, positions: Tensor, segments: Tensor) -> Tensor:
+        """The slot of each new token [B, S], int64; C for a token that is not written."""
+        room, valid = self.segments.shape[1], segments > 0
+        if self.ring:  # only the last tokens of a row, so that one slot is written once
+            newest = positions.where(valid, -1).amax(dim=1, keepdim=True)
+            return (positions % room).where(valid & (positions > newest - room), room)
+        index = self.occupied.sum(dim=1, keepdim=True) + valid.cumsum(dim=1) - 1
+        return index.where(valid & (index < room), room)
+
 
 @tree.pytree
 @dataclass(frozen=True)
 class Cache:
     """layers: per layer a dict of tensors, batch first. slots: per kind of layer with slots, what stands in them.
-
+    kinds: the kind of each layer.
     length: what length-dependent rotary scalings read, the same for a whole generation, so that all keys have one base.
 
     Attention layers hold k [B, C, G, H] and v [B, C, G, Hv], latent attention latent [B, C, rank] and rope [B, C, R];
@@ -46,6 +55,7 @@ class Cache:
 
     layers: tuple[Entry, ...]
     slots: dict[str, Slots]
+    kinds: tuple[str, ...] = tree.static()
     length: int = tree.static()
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -55,7 +65,7 @@ class Cache:
                 "This cache was used up by decode_, which writes into its tensors: continue with the cache that it "
                 "returned, or use decode, which leaves its argument as it is."
             )
-        raise AttributeError(f"A Cache has layers, slots and length, no {name!r}.")
+        raise AttributeError(f"A Cache has layers, slots, kinds and length, no {name!r}.")
 
 
 def consume(cache: Cache) -> None:

@@ -21,7 +21,7 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.mla import latent_qkv, latent_scale
+from fnmodels.ops.mla import latent_scale
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
@@ -171,8 +171,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     widths = {"nope_dim": config.qk_nope_head_dim, "rope_dim": config.qk_rope_head_dim, "value_dim": config.v_head_dim}
-    q, k, v = latent_qkv(weights, normed, freqs, **widths, rotate=rotate)
-    mixed = ctx.attend(q, k, v, mask, scale=latent_scale(config.rope, q.shape[-1]))
+    scale = latent_scale(config.rope, config.qk_nope_head_dim + config.qk_rope_head_dim)
+    mixed = ctx.attend_latent(weights, normed, freqs, mask, **widths, rotate=rotate, scale=scale)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): queries, keys and values from latents.
 
-Keys and values of all heads are projected from one narrow latent per token, which is what a cache would hold. RoPE
-cannot be applied to the latent, so each key has two parts: one without position, from the latent, and one with RoPE,
-from the token itself and shared by all heads.
+Keys and values of all heads are projected from one narrow latent per token, which is what a cache holds. RoPE cannot be
+applied to the latent, so each key has two parts: one without position, from the latent, and one with RoPE, from the
+token itself and shared by all heads.
 
 P is the width of the part without position, R that of the part with RoPE, Hv that of a value.
 """
@@ -19,6 +19,8 @@ from .norm import rms_norm
 from .qkv import split_heads
 from .rotary import Rope, yarn_scale
 
+Rotate = Callable[[Tensor, Tensor], Tensor]
+
 LATENT_EPS = 1e-6  # of the latents' norms, whatever eps the config sets for the others
 
 
@@ -30,28 +32,76 @@ def latent_qkv(
     nope_dim: int,
     rope_dim: int,
     value_dim: int,
-    rotate: Callable[[Tensor, Tensor], Tensor],
+    rotate: Rotate,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q and k [B, S, N, P + R], v [B, S, N, Hv] of x [B, S, D].
 
     weights: queries have a latent of their own if there is a `q_a_proj`; q_a_bias and kv_a_bias are optional.
     freqs: table [B, S, R/2, 2]. rotate: `apply_rotary` or `apply_rotary_interleaved`.
     """
+    q = latent_queries(weights, x, freqs, nope_dim=nope_dim, rope_dim=rope_dim, rotate=rotate)
+    latent, rope = latent_keys(weights, x, freqs, rope_dim=rope_dim, rotate=rotate)
+    return q, *expanded(weights, latent, rope, nope_dim=nope_dim, value_dim=value_dim)
+
+
+def latent_queries(
+    weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, *, nope_dim: int, rope_dim: int, rotate: Rotate
+) -> Tensor:
+    """The queries of `latent_qkv`."""
     if "q_a_proj" in weights:
         latent = linear(x, weights["q_a_proj"], weights.get("q_a_bias"))
         q = linear(rms_norm(latent, weights["q_a_layernorm"], eps=LATENT_EPS), weights["q_b_proj"])
     else:
         q = linear(x, weights["q_proj"])
     q_nope, q_rope = split_heads(q, nope_dim + rope_dim).split([nope_dim, rope_dim], dim=-1)
+    return torch.cat((q_nope, rotate(q_rope, freqs)), dim=-1)
 
+
+def latent_keys(
+    weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, *, rope_dim: int, rotate: Rotate
+) -> tuple[Tensor, Tensor]:
+    """What a cache holds of x [B, S, D]: the normalized latent [B, S, rank] and the rotated part [B, S, R]."""
     joint = linear(x, weights["kv_a_proj"], weights.get("kv_a_bias"))
     latent, shared = joint.split([joint.shape[-1] - rope_dim, rope_dim], dim=-1)
-    kv = linear(rms_norm(latent, weights["kv_a_layernorm"], eps=LATENT_EPS), weights["kv_b_proj"])
-    k_nope, v = split_heads(kv, nope_dim + value_dim).split([nope_dim, value_dim], dim=-1)
-    k_rope = rotate(shared.unsqueeze(-2), freqs).expand(*k_nope.shape[:-1], rope_dim)
+    return rms_norm(latent, weights["kv_a_layernorm"], eps=LATENT_EPS), rotate(shared.unsqueeze(-2), freqs).squeeze(-2)
 
-    q = torch.cat((q_nope, rotate(q_rope, freqs)), dim=-1)
-    return q, torch.cat((k_nope, k_rope), dim=-1), v
+
+def expanded(
+    weights: Mapping[str, Tensor], latent: Tensor, rope: Tensor, *, nope_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """k [B, K, N, P + R] and v [B, K, N, Hv] of the `latent_keys` of K tokens."""
+    kv = linear(latent, weights["kv_b_proj"])
+    k_nope, v = split_heads(kv, nope_dim + value_dim).split([nope_dim, value_dim], dim=-1)
+    k_rope = rope.unsqueeze(-2).expand(*k_nope.shape[:-1], rope.shape[-1])
+    return torch.cat((k_nope, k_rope), dim=-1), v
+
+
+def absorbed(
+    weights: Mapping[str, Tensor], q: Tensor, latent: Tensor, rope: Tensor, *, nope_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """q, k, v of attention over latents, which gives the results of the expanded keys, and what makes these of it.
+
+    q [B, S, N, rank + R], k [B, K, 1, rank + R], v [B, K, 1, rank]; then a function from [B, S, N, rank] to
+    [B, S, N, Hv]. The projection of the latents is applied to queries and results instead of to every key.
+    """
+    weight = weights["kv_b_proj"].unflatten(0, (q.shape[-2], -1))  # [N, P + Hv, rank]
+    inner = torch.einsum("bsnp,npr->bsnr", q[..., :nope_dim], weight[:, :nope_dim])
+    q = torch.cat((inner, q[..., nope_dim:]), dim=-1)
+    k = torch.cat((latent, rope), dim=-1).unsqueeze(-2)
+    return q, k, latent.unsqueeze(-2), lambda mixed: torch.einsum("bsnr,nvr->bsnv", mixed, weight[:, nope_dim:])
+
+
+def pays_to_absorb(weight: object, queries: int, keys: int, *, nope_dim: int, rope_dim: int, value_dim: int) -> bool:
+    """Whether `absorbed` multiplies less than `expanded`: few queries meet many keys. weight: kv_b_proj.
+
+    False for a weight that is no plain tensor (an adapter, a shard), which only `linear` can apply.
+    """
+    if not isinstance(weight, Tensor):
+        return False
+    rank, per_head = weight.shape[1], nope_dim + value_dim
+    return queries * (rank * per_head + keys * (2 * rank + rope_dim)) < keys * (
+        rank * per_head + queries * (per_head + rope_dim)
+    )
 
 
 def latent_scale(rope: Rope, qk_dim: int) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 Entry = dict[str, Tensor]
+SLOTTED = frozenset({"k", "v", "latent", "rope"})  # the tensors of an entry that are [B, C, ...]; others are [B, ...]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ def extended(
 
     occupied: bool [B, C]; the other slots, which may hold NaN, are set to zero first. None: they are finite.
     """
+    for name, value in new.items():  # a write would broadcast
+        if value.shape[2:] != entry[name].shape[2:] or value.shape[0] != entry[name].shape[0]:
+            raise ValueError(
+                f"The cache holds {name!r} as {list(entry[name].shape)} [B, C, ...], and the new tokens' are "
+                f"{list(value.shape)} [B, S, ...]: both must have the same rows, heads and widths."
+            )
     read: Entry = {}
     if occupied is not None:
         entry = {name: _zeroed(entry[name], occupied, use.inplace) for name in new}

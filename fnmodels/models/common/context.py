@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.select import attention
+from fnmodels.ops.mla import Rotate, absorbed, expanded, latent_keys, latent_queries, pays_to_absorb
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.experts import choose_experts
 from fnmodels.ops.moe.experts_loop import Act
@@ -73,9 +74,54 @@ class Context:
         if "cache" in self.tensors:
             read = self._extend({"k": k, "v": v})
             k, v = read["k"], read["v"]
+        return self.tap("z", self._attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks))
+
+    def attend_latent(
+        self,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        freqs: Tensor,
+        mask: MaskLike,
+        *,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        rotate: Rotate,
+        scale: float,
+    ) -> Tensor:
+        """Multi-head latent attention of x [B, S, D]: [B, S, N, Hv]; weights and widths as for `latent_qkv`.
+
+        A cache holds the latents. Few queries that meet many of them have the projection of keys and values applied to
+        queries and results instead (no taps q, k and v then).
+        """
+        q = latent_queries(weights, x, freqs, nope_dim=nope_dim, rope_dim=rope_dim, rotate=rotate)
+        latent, rope = latent_keys(weights, x, freqs, rope_dim=rope_dim, rotate=rotate)
+        widths = {"nope_dim": nope_dim, "value_dim": value_dim}
+        if "cache" not in self.tensors:
+            return self.attend(q, *expanded(weights, latent, rope, **widths), mask, scale=scale)
+        read = self._extend({"latent": latent, "rope": rope})
+        latent, rope = read["latent"], read["rope"]
+        absorbs = pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], rope_dim=rope_dim, **widths)
+        if absorbs and not set(self.taps) & set(ATTENTION_TAPS):
+            q, k, v, out = absorbed(weights, q, latent, rope, nope_dim=nope_dim)
+            return out(self._attention(q, k, v, mask, scale=scale))
+        k, v = expanded(weights, latent, rope, **widths)
+        q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
+        return self.tap("z", self._attention(q, k, v, mask, scale=scale))
+
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: MaskLike,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         kernel, layout = self.options.kernel, self.options.layout
-        mixed = attention(q, k, v, mask, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
-        return self.tap("z", mixed)
+        return attention(q, k, v, mask, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
 
     def state(self) -> Entry | None:
         """The cached entry that a recurrent layer continues from; None: every row starts here, from zeros."""

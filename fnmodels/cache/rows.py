@@ -1,0 +1,176 @@
+"""The algebra of caches: `take`, `insert`, `truncate` and `resize`. Their arguments are left as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.inputs.values import has_values
+from fnmodels.ops.slots import SLOTTED, Entry, write
+
+from .value import Cache, Slots, consume, is_clean, known_clean
+
+
+def take(cache: Cache, rows: Tensor | Sequence[int]) -> Cache:
+    """The cache of these rows, int64 [n]: in another order, some of them, or some several times (a prefix shared)."""
+    index = _indices(cache, rows)
+    found: Cache = tree.map(lambda tensor: tensor.index_select(0, index), cache)
+    return known_clean(found) if is_clean(cache) else found
+
+
+def insert(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Cache:
+    """The cache with its `rows` [n] replaced by the n rows of `other`, which may have another capacity.
+
+    ValueError for rows that do not fit: in number, twice the same, another `length`, more tokens than there are slots,
+    or a ring that cannot be made the form of this cache.
+    """
+    index, fitted = _inserted(cache, rows, other)
+    found: Cache = tree.map(lambda tensor, new: tensor.index_copy(0, index, new.to(tensor.dtype)), cache, fitted)
+    return known_clean(found) if is_clean(cache) and is_clean(other) else found
+
+
+@torch.no_grad()
+def insert_(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Cache:
+    """`insert` that writes into the cache's tensors and uses the cache up, as `decode_` does."""
+    index, fitted = _inserted(cache, rows, other)
+    clean = is_clean(cache) and is_clean(other)
+    found: Cache = tree.map(lambda tensor, new: tensor.index_copy_(0, index, new.to(tensor.dtype)), cache, fitted)
+    consume(cache)
+    return known_clean(found) if clean else found
+
+
+def _inserted(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> tuple[Tensor, Cache]:
+    index = _indices(cache, [rows] if isinstance(rows, int) else rows)
+    count = next(iter(tree.leaves(other))).shape[0]
+    if len(index) != count or (has_values(index) and len(index.unique()) != count):
+        raise ValueError(f"The {count} rows of the other cache need as many different rows, not {index.tolist()}.")
+    if cache.length != other.length:
+        raise ValueError(
+            f"The caches were made for the lengths {cache.length} and {other.length}, which rotary scalings may read: "
+            "make both with the same init_cache(..., length=)."
+        )
+    return index, _per_kind(other, lambda kind, slots: _fit(slots, cache.slots[kind]))
+
+
+def truncate(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
+    """The cache with only the first n_valid [B] tokens of each row, counted from 0; more than it has changes nothing.
+
+    In rings, where rows are one document from position 0, these are the positions below n_valid. ValueError where the
+    tokens that a ring needs then were overwritten (row named, where values can be read), and for recurrent layers:
+    continue from the cache of that time, which is a value.
+    """
+    if any(name not in SLOTTED for entry in cache.layers for name in entry):
+        raise ValueError("Recurrent layers cannot go back: continue from the cache as it was, or decode again from it.")
+    batch = next(iter(tree.leaves(cache))).shape[0]
+    device = next(iter(tree.leaves(cache))).device
+    count = torch.as_tensor(n_valid, device=device).expand(batch)[:, None]
+    slots = {kind: _truncated(held, count) for kind, held in cache.slots.items()}
+    found = Cache(cache.layers, slots, cache.kinds, cache.length)
+    return known_clean(found) if is_clean(cache) and _dropped_is_finite(cache, found) else found
+
+
+def _truncated(slots: Slots, count: Tensor) -> Slots:
+    order = torch.arange(slots.segments.shape[1], device=slots.segments.device)
+    keep = slots.positions < count if slots.ring else order < count
+    if slots.ring and has_values(slots.segments) and has_values(count):
+        oldest = slots.positions.where(slots.occupied, 0).where(slots.occupied, 1 << 62).amin(dim=1)
+        newest = slots.positions.where(slots.occupied, -1).amax(dim=1)
+        first = (count[:, 0] - slots.segments.shape[1] + 1).clamp(min=0)
+        lost = (count[:, 0] > 0) & (count[:, 0] <= newest) & (oldest > first)
+        if bool(lost.any()):
+            row = int(lost.nonzero()[0])
+            raise ValueError(
+                f"Row {row} cannot go back to {int(count[row])} tokens: its ring of {slots.segments.shape[1]} holds "
+                f"positions from {int(oldest[row])} on. Continue from the cache as it was, or use rings=False."
+            )
+    return Slots(slots.positions, slots.segments.where(keep, 0), slots.spans, slots.ring)
+
+
+def _dropped_is_finite(before: Cache, after: Cache) -> bool:
+    """Whether the tokens that were dropped are known to be finite in all layers."""
+    for kind, slots in after.slots.items():
+        dropped = before.slots[kind].occupied & ~slots.occupied
+        if not has_values(dropped) or not dropped.is_cpu:
+            return False
+        where = dropped.nonzero(as_tuple=True)
+        of_kind = (entry for at, entry in zip(before.kinds, before.layers, strict=True) if at == kind)
+        if len(where[0]) and not all(bool(t[where].isfinite().all()) for entry in of_kind for t in entry.values()):
+            return False
+    return True
+
+
+def resize(cache: Cache, capacity: int) -> Cache:
+    """The cache with room for `capacity` tokens per row; rings stay as they are, and so does `length`.
+
+    ValueError for a row that has more tokens (named, where values can be read).
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity is {capacity}; a cache has at least one slot.")
+
+    def wanted(kind: str, slots: Slots) -> tuple[Slots, Callable[[Tensor], Tensor]]:
+        return (slots, _same) if slots.ring else _padded(slots, capacity)
+
+    found = _per_kind(cache, wanted)
+    return known_clean(found) if is_clean(cache) else found
+
+
+def _per_kind(cache: Cache, change: Callable[[str, Slots], tuple[Slots, Callable[[Tensor], Tensor]]]) -> Cache:
+    """The cache with slots, and the slotted tensors of their layers, changed kind by kind."""
+    changes = {kind: change(kind, slots) for kind, slots in cache.slots.items()}
+
+    def changed(kind: str, entry: Entry) -> Entry:
+        return {name: changes[kind][1](t) if name in SLOTTED else t for name, t in entry.items()}
+
+    layers = tuple(changed(kind, entry) for kind, entry in zip(cache.kinds, cache.layers, strict=True))
+    return Cache(layers, {kind: slots for kind, (slots, _) in changes.items()}, cache.kinds, cache.length)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _padded(slots: Slots, room: int) -> tuple[Slots, Callable[[Tensor], Tensor]]:
+    """The slots in `room`, and the same for a tensor [B, C, ...]: empty slots at the end, or some fewer of them."""
+    over = slots.occupied[:, room:].any(dim=1)
+    if has_values(over) and bool(over.any()):
+        row = int(over.nonzero()[0])
+        held = int(slots.occupied[row].sum())
+        raise ValueError(f"Row {row} of the cache holds {held} tokens, for which {room} slots are too few.")
+
+    def padded(tensor: Tensor) -> Tensor:
+        more = max(room - tensor.shape[1], 0)
+        return F.pad(tensor[:, :room], (*[0, 0] * (tensor.ndim - 2), 0, more))
+
+    return tree.map(padded, slots), padded
+
+
+def _fit(slots: Slots, like: Slots) -> tuple[Slots, Callable[[Tensor], Tensor]]:
+    """The slots in the form of `like`, and the same for a tensor [B, C, ...]."""
+    room = like.segments.shape[1]
+    if slots.ring == like.ring:
+        return (slots, _same) if slots.segments.shape[1] == room else _padded(slots, room)
+    if slots.ring:
+        raise ValueError("The other cache has a ring where this one holds all tokens: make both with the same rings=.")
+    none = like.segments.new_zeros(slots.segments.shape[0], room)
+    index = Slots(none, none, None, True).index_of(slots.positions, slots.segments)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return write(tensor.new_zeros(tensor.shape[0], room, *tensor.shape[2:]), tensor, index)
+
+    spans = None if slots.spans is None else moved(slots.spans)
+    return Slots(moved(slots.positions), moved(slots.segments), spans, True), moved
+
+
+def _indices(cache: Cache, rows: Tensor | Sequence[int]) -> Tensor:
+    """rows as int64 [n] on the cache's device."""
+    first = next(iter(tree.leaves(cache)))
+    index = torch.as_tensor(rows, device=first.device)
+    if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"rows are indices of rows, int64 [n], not {list(index.shape)} of {index.dtype}.")
+    if has_values(index) and index.is_cpu and bool(((index < 0) | (index >= len(first))).any()):
+        raise ValueError(f"rows are {index.tolist()}, and the cache has the rows 0 to {len(first) - 1}.")
+    return index
