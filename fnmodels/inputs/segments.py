@@ -89,7 +89,7 @@ def segments_from_positions(positions: Tensor, *, valid: Tensor | None = None, s
         valid = (positions >= 0) & ~(isolated & repeated)
     else:
         isolated, valid = torch.zeros_like(positions, dtype=torch.bool), _valid(valid, positions)
-    begins = (positions != _previous(positions, valid, first=positions) + 1) & valid
+    begins = (positions != previous(positions, valid, first=positions) + 1) & valid
     if strict:
         found = _first(isolated)
         if found is not None:
@@ -160,7 +160,7 @@ def positions_from_segments(segment_ids: Tensor, *, start: int | Tensor = 0) -> 
     counted, and an id that reappears after another document restarts at 0.
     """
     valid = segment_ids > 0
-    begins = valid & (segment_ids != _previous(segment_ids, valid, first=0))
+    begins = valid & (segment_ids != previous(segment_ids, valid, first=0))
     count = valid.cumsum(-1) - 1  # real tokens before this one
     restart = count.where(begins, 0).clamp(min=0).cummax(-1).values
     start = start[..., None] if isinstance(start, Tensor) else start
@@ -207,7 +207,7 @@ def _valid(valid: Tensor | None, like: Tensor) -> Tensor:
     return valid != 0  # also the 0/1 integers of a Hugging Face attention_mask
 
 
-def _previous(values: Tensor, valid: Tensor, *, first: Tensor | int) -> Tensor:
+def previous(values: Tensor, valid: Tensor, *, first: Tensor | int) -> Tensor:
     """The value at the last valid token before each token; `first` where there is none."""
     index = torch.arange(values.shape[-1], device=values.device)
     last = index.where(valid, -1).cummax(-1).values.roll(1, -1).masked_fill(index == 0, -1)

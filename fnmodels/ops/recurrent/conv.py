@@ -1,0 +1,185 @@
+"""A short causal depthwise convolution along each document, which mixes a token with the K - 1 before it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.inputs.order import runs
+from fnmodels.inputs.segments import previous
+from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.norm import upcast
+from fnmodels.ops.torch_internals import alone
+
+_ELEMENTS = 1 << 17  # of a block of tokens, whose values stay in the cache of a core
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segment_ids: Tensor,
+    tail: Tensor | None = None,
+    last: Tensor | None = None,
+    *,
+    silu: bool = False,
+    kernel: Any = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(y [B, S, C], tail [B, K-1, C]): y_t = bias + sum over j of weight[:, K-1-j] x_(t-j), over t's own document.
+
+    x: [B, S, C]. weight: [C, K], for the current token last. bias: [C]. segment_ids: [B or 1, S] int64; padding has no
+    effect wherever it stands, and means nothing in y. tail: the last K - 1 inputs of the document that goes on from
+    before, zeros where it had fewer; its segment id is `last` [B]. silu: apply it to y, not to the tail.
+    kernel: "math" for all transforms.
+    """
+    B, S, _ = x.shape
+    K = weight.shape[1]
+    segment_ids = segment_ids.expand(B, S)
+    if tail is not None and last is not None:
+        x = torch.cat((tail.to(x.dtype), x), dim=1)
+        segment_ids = torch.cat((last[:, None].expand(B, K - 1), segment_ids), dim=1)
+    sources, runs_of = _sources(segment_ids, K)
+    y = _convolved(x, weight, bias, segment_ids, sources, silu, kernel)[:, x.shape[1] - S :]
+    return y, _tail(x, segment_ids, sources, runs_of, K)
+
+
+def _sources(segment_ids: Tensor, K: int) -> tuple[list[Tensor], Tensor]:
+    """(for j from 1 to K - 1 the index of the j-th token before each in its document or -1, [B, S]; run [B, S])."""
+    valid, (run, _) = segment_ids > 0, runs(segment_ids)
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
+    before = previous(index, valid, first=-1)
+    before = before.where((run.gather(1, before.clamp(min=0)) == run) & valid, -1)
+    sources = [before]
+    for _ in range(K - 2):
+        at = sources[-1]
+        sources.append(before.gather(1, at.clamp(min=0)).where(at >= 0, -1))
+    return sources[: K - 1], run
+
+
+def _tail(x: Tensor, segment_ids: Tensor, sources: list[Tensor], run: Tensor, K: int) -> Tensor:
+    """The last K - 1 inputs of the last document, [B, K-1, C]."""
+    if not x.shape[1] or K == 1:
+        return x.new_zeros(x.shape[0], K - 1, x.shape[2])
+    valid = segment_ids > 0
+    last = (valid.long().cumsum(1) * valid).argmax(1, keepdim=True)
+    last = last.where(valid.any(1, keepdim=True), -1)
+    places = [last, *(s.gather(1, last.clamp(min=0)).where(last >= 0, -1) for s in sources[: K - 2])]
+    index = torch.cat(places[::-1], dim=1)[..., None]
+    return x.gather(1, index.clamp(min=0).expand(-1, -1, x.shape[2])).where(index >= 0, 0)
+
+
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor, sources: list[Tensor], silu: bool, kernel: Any
+) -> Tensor:
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if kernel != "math" and x.shape[1] > 1 and alone(*tensors, segment_ids):
+        index = torch.arange(x.shape[1])
+        read = torch.stack([source >= 0 for source in sources])
+        shifts = torch.stack([source + j for j, source in enumerate(sources, 1)])
+        if bool(((shifts == index) | ~read).all()):  # no padding inside of a document
+            y: Tensor = _ShortConv.apply(x, weight, bias, read.flatten(1), silu)
+            return y
+    wide = upcast(x)
+    y = wide * upcast(weight)[:, -1]
+    y = y if bias is None else y + upcast(bias)
+    for j, source in enumerate(sources, 1):
+        at = source[..., None]
+        y = y + wide.gather(1, at.clamp(min=0).expand_as(wide)).where(at >= 0, 0) * upcast(weight)[:, -1 - j]
+    y = y.to(x.dtype)
+    return F.silu(y) if silu else y
+
+
+class _ShortConv(torch.autograd.Function):
+    """A block of tokens at a time, whose taps are added up while they are in the cache; it saves its inputs only.
+
+    x: [B, S, C]. read: bool [K - 1, B S], whether each token has a j-th token before it, which stands j places before.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, read: Tensor, silu: bool) -> Tensor:
+        flat, taps = x.flatten(0, 1), upcast(weight).t().contiguous()
+        y = torch.empty_like(flat)
+        for start, stop in _blocks(flat):
+            block = _block(flat, taps, bias, read, start, stop).to(x.dtype)
+            y[start:stop] = F.silu(block, inplace=True) if silu else block
+        return y.view(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *saved, ctx.silu = inputs
+        ctx.save_for_backward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, read = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative
+            return _differentiable(x, weight, bias, read, ctx.silu, grad_y, ctx.needs_input_grad)
+        flat, grads, taps = x.flatten(0, 1), grad_y.flatten(0, 1), upcast(weight).t().contiguous()
+        K, grad_x = len(taps), torch.empty_like(flat)
+        grad_taps, grad_bias = torch.zeros_like(taps), taps.new_zeros(taps.shape[1])
+        for start, stop in _blocks(flat):
+            more = min(stop + K - 1, len(flat))  # the tokens that read this block
+            outer = upcast(grads[start:more])
+            if ctx.silu:
+                before = upcast(_block(flat, taps, bias, read, start, more).to(x.dtype))
+                sigmoid = before.sigmoid()
+                outer = (before.mul_(1 - sigmoid).add_(1)).mul_(sigmoid).mul_(outer)
+            own, block = outer[: stop - start], upcast(flat[start:stop])
+            into = own * taps[-1]
+            grad_taps[-1] += (own * block).sum(0)
+            for j in range(1, K):
+                read_by = _masked(outer[j : j + stop - start], read[j - 1, start + j : min(stop + j, more)])
+                into[: len(read_by)].addcmul_(read_by, taps[-1 - j])
+                grad_taps[-1 - j] += (read_by * block[: len(read_by)]).sum(0)
+            grad_x[start:stop] = into
+            if bias is not None:
+                grad_bias += own.sum(0)
+        of_bias = None if bias is None else grad_bias.to(bias.dtype)
+        return grad_x.view(x.shape), grad_taps.t().to(weight.dtype), of_bias, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("auto")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        refuse("auto")
+
+
+def _blocks(flat: Tensor) -> list[tuple[int, int]]:
+    size = max(1, _ELEMENTS // flat.shape[1])
+    return [(start, min(start + size, len(flat))) for start in range(0, len(flat), size)]
+
+
+def _block(flat: Tensor, taps: Tensor, bias: Tensor | None, read: Tensor, start: int, stop: int) -> Tensor:
+    """The convolution of the tokens from start to stop, in fp32 or wider."""
+    y = upcast(flat[start:stop]) * taps[-1]
+    if bias is not None:
+        y += bias
+    for j in range(1, len(taps)):
+        low = max(start, j)
+        if low < stop:
+            y[low - start :].addcmul_(_masked(upcast(flat[low - j : stop - j]), read[j - 1, low:stop]), taps[-1 - j])
+    return y
+
+
+def _masked(rows: Tensor, keep: Tensor) -> Tensor:
+    return rows if bool(keep.all()) else rows * keep[:, None]
+
+
+def _differentiable(
+    x: Tensor, weight: Tensor, bias: Tensor | None, read: Tensor, silu: bool, grad_y: Tensor, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients as a graph that can be differentiated again."""
+    y = upcast(x) * upcast(weight)[:, -1]
+    y = y if bias is None else y + upcast(bias)
+    for j in range(1, weight.shape[1]):
+        shifted = F.pad(upcast(x)[:, :-j], (0, 0, min(j, x.shape[1]), 0))
+        y = y + shifted * read[j - 1].view(x.shape[:2])[..., None] * upcast(weight)[:, -1 - j]
+    y = F.silu(y.to(x.dtype)) if silu else y.to(x.dtype)
+    wanted = [t for t, need in zip((x, weight, bias), needed, strict=False) if need]
+    found = iter(torch.autograd.grad(y, wanted, grad_y, create_graph=True, materialize_grads=True))
+    return tuple(next(found) if need else None for need in needed[:3]) + (None, None)

@@ -1,0 +1,162 @@
+"""The gated delta rule: Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692).
+
+A head's state S [Hk, Hv] is a linear map from keys to values. Each token lets it decay, and then replaces a part `beta`
+of what it returns for the token's key by the token's value:
+
+    S <- exp(g) S        g <= 0: a number per head, or one per key channel
+    S <- S + k (beta (v - S^T k))^T
+    o = S^T q
+
+A chunk of C tokens is one triangular system of C equations per head, whose unknowns are the corrections
+beta (v - S^T k) of its tokens; the rest are matrix products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.inputs.order import runs
+from fnmodels.ops.norm import upcast
+
+from .scan import scan
+
+_BLOCK = 8  # tokens whose decays per channel are taken pair by pair
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segment_ids: Tensor,
+    state: Tensor | None = None,
+    last: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    chunk: int = 64,
+    kernel: Any = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(o [B, S, Hv, dv] in v's dtype, state [B, Hv, dk, dv] in fp32 or wider).
+
+    q, k: [B, S, Hk, dk], each key head for Hv / Hk value heads; q with its scale. v: [B, S, Hv, dv].
+    g: log decay, at most 0, [B, S, Hv] or, per key channel, [B, S, Hv, dk]. beta: [B, S, Hv], from 0 to 2.
+    segment_ids: [B or 1, S] int64. state, last: those of the tokens before these, and their last segment id [B].
+    normalize: divide q and k by sqrt(sum of squares + 1e-6) first.
+    chunk: tokens per step of the loop; it does not change the function. kernel: "math" for all transforms.
+    """
+    B, S, heads, width = v.shape
+    if heads % k.shape[2]:
+        raise ValueError(f"{heads} value heads are not a multiple of {k.shape[2]} key heads.")
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    if state is None:
+        state, last = torch.zeros(B, heads, k.shape[3], width, dtype=dtype, device=v.device), None
+    if not S:
+        return v.new_empty(v.shape), state
+    segment_ids = segment_ids.expand(B, S)
+    run, before = runs(segment_ids, last)
+    valid = (segment_ids > 0)[..., None]
+    g = upcast(g).where(valid if g.ndim == 3 else valid[..., None], 0)
+    beta = upcast(beta).where(valid, 0)
+    step = _NORMALIZED if normalize else _PLAIN
+    return scan(step[S == 1], state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel)
+
+
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """[B, C, H, ...] -> fp32 [B, heads, C, ...], each of the H heads for heads / H following ones."""
+    x = upcast(x).transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _normal(x: Tensor) -> Tensor:
+    x = upcast(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _chunk(state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta, run, before = along
+    heads, tokens, dtype = v.shape[2], v.shape[1], v.dtype
+    if normalize:
+        q, k = _normal(q), _normal(k)
+    q, k, v, g, beta = (_per_head(x, heads) for x in (q, k, v, g, beta))
+    # fp64, for differences of these sums are what counts; [B, H, C, dk or 1]
+    cum = (g if g.ndim == 4 else g[..., None]).double().cumsum(2)
+    # Decay since the chunk began, 0 where the state is of another document; until it ends, 0 for earlier documents.
+    since = cum.to(g.dtype).exp().where((run == before[:, :1])[:, None, :, None], 0)
+    until = (cum[:, :, -1:] - cum).to(g.dtype).exp().where((run == run[:, -1:])[:, None, :, None], 0)
+    earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=v.device).tril()
+    same = ((run[:, :, None] == run[:, None, :]) & earlier)[:, None, None]
+    both = torch.stack((k, q), dim=2)  # [B, H, 2, C, dk]
+    if g.ndim == 4:
+        pairs = _decayed_products(both, k, cum).where(same, 0)
+    else:
+        decay = (cum - cum.transpose(-1, -2)).to(g.dtype)[:, :, None].masked_fill(~same, -torch.inf).exp()
+        pairs = (both @ k[:, :, None].transpose(-1, -2)) * decay
+    read = (both * since[:, :, None]).flatten(2, 3) @ state
+    from_k, from_q = read.unflatten(2, (2, tokens)).unbind(2)
+    system = beta[..., None] * pairs[:, :, 0].tril(-1)
+    # The inverse and a product: LAPACK's solver takes several times as long on all of the right-hand side.
+    identity = torch.eye(tokens, dtype=system.dtype, device=v.device).expand_as(system)
+    inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+    corrections = inverse @ (beta[..., None] * (v - from_k))
+    o = from_q + pairs[:, :, 1] @ corrections
+    state = since[:, :, -1, :, None] * state + (k * until).transpose(-1, -2) @ corrections
+    return o.transpose(1, 2).to(dtype), state
+
+
+def _decayed_products(both: Tensor, k: Tensor, cum: Tensor) -> Tensor:
+    """sum over c of both[.., i, c] k[.., j, c] exp(cum[.., i, c] - cum[.., j, c]) for j <= i: [..., 2, C, C].
+
+    exp(cum_i) exp(-cum_j) would overflow where the decay is fast. Halves of the chunk are taken apart: between them
+    exp(cum_i - m) and exp(m - cum_j) are both at most 1, with m the value at the border; values above the diagonal mean
+    nothing.
+    """
+    C = k.shape[-2]
+    if C <= _BLOCK:
+        cum = (cum - cum[..., :1, :]).to(k.dtype)
+        decay = (cum[..., :, None, :] - cum[..., None, :, :]).clamp(max=0).exp()
+        return ((k[..., None, :, :] * decay)[..., None, :, :, :] * both[..., :, None, :]).sum(-1)
+    if C % 2:
+        more = (0, 0, 0, 1)
+        last = torch.cat((cum, cum[..., -1:, :]), dim=-2)
+        return _decayed_products(F.pad(both, more), F.pad(k, more), last)[..., :C, :C]
+    half = C // 2
+    border = cum[..., half - 1 : half, :]
+    queries = both[..., half:, :] * (cum[..., half:, :] - border).to(k.dtype).exp()[..., None, :, :]
+    keys = k[..., :half, :] * (border - cum[..., :half, :]).to(k.dtype).exp()
+    across = queries @ keys[..., None, :, :].transpose(-1, -2)
+    halves = [t.unflatten(-2, (2, half)) for t in (both, k, cum)]
+    inside = _decayed_products(halves[0].transpose(-3, -4), *halves[1:])  # [..., 2 halves, 2, half, half]
+    first, second = inside.unbind(-4)
+    return torch.cat((F.pad(first, (0, half)), torch.cat((across, second), dim=-1)), dim=-2)
+
+
+def _token(state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """One token by the definition."""
+    q, k, v, g, beta, run, before = along
+    heads, dtype = v.shape[2], v.dtype
+    if normalize:
+        q, k = _normal(q), _normal(k)
+    q, k, v, g, beta = (_per_head(x, heads)[:, :, 0] for x in (q, k, v, g, beta))
+    decay = (g if g.ndim == 3 else g[..., None]).exp()[..., None]  # [B, H, dk or 1, 1]
+    state = (state * decay).where((run == before)[..., None, None], 0)
+    correction = beta[..., None] * (v - (k[..., None, :] @ state)[..., 0, :])
+    state = state + k[..., None] * correction[..., None, :]
+    return (q[..., None, :] @ state).transpose(1, 2).to(dtype), state
+
+
+def _steps(normalize: bool) -> tuple[Any, Any]:
+    def chunk(state: Tensor, along: tuple[Tensor, ...], constants: Any) -> tuple[Tensor, Tensor]:
+        return _chunk(state, along, constants, normalize=normalize)
+
+    def token(state: Tensor, along: tuple[Tensor, ...], constants: Any) -> tuple[Tensor, Tensor]:
+        return _token(state, along, constants, normalize=normalize)
+
+    return chunk, token
+
+
+_PLAIN, _NORMALIZED = _steps(False), _steps(True)

@@ -1,0 +1,136 @@
+"""The loop over chunks of the sequence, whose backward pass recomputes each chunk from the state before it.
+
+A chunk's inner values (decays and products of pairs of its tokens) take several times the memory of its inputs. The
+Function here saves only the inputs and one state per chunk. `kernel="math"` and everything but plain reverse mode run
+the same steps as torch's operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fnmodels.ops.autograd_guard import refuse
+from fnmodels.ops.torch_internals import alone
+
+# (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
+Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+
+
+def scan(
+    step: Step,
+    state: Tensor,
+    along: tuple[Tensor, ...],
+    constants: tuple[Tensor, ...] = (),
+    *,
+    chunk: int,
+    kernel: Any = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
+
+    along: tensors [B, S, ...]. y has the dtype that `step` gives it. kernel: "math" for torch's operations only.
+    """
+    tensors = (state, *along, *constants)
+    if along[0].shape[1] <= chunk:
+        return step(state, along, constants)
+    if kernel == "math" or not alone(*tensors):
+        return _written_out(step, chunk, state, along, constants)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        y, last, _ = _Scan.apply(step, chunk, len(along), *tensors)
+        return y, last
+    y, last, _ = _forward(step, chunk, state, along, constants, keep=False)
+    return y, last
+
+
+def _written_out(
+    step: Step, chunk: int, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    ys = []
+    for parts in zip(*(t.split(chunk, dim=1) for t in along), strict=True):
+        y, state = step(state, parts, constants)
+        ys.append(y)
+    return torch.cat(ys, dim=1), state
+
+
+@torch.no_grad()
+def _forward(
+    step: Step, chunk: int, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], *, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, the last state, the states before each chunk [chunks, ...], or none of them)."""
+    length, y = along[0].shape[1], None
+    states = state.new_empty((-(-length // chunk) if keep else 0, *state.shape))
+    for index, start in enumerate(range(0, length, chunk)):
+        if keep:
+            states[index] = state
+        part, state = step(state, tuple(t[:, start : start + chunk] for t in along), constants)
+        y = part.new_empty(part.shape[0], length, *part.shape[2:]) if y is None else y
+        y[:, start : start + chunk] = part
+    assert y is not None
+    return y, state, states
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(step: Step, chunk: int, count: int, state: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(step, chunk, state, tensors[:count], tensors[count:], keep=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.step, ctx.chunk, ctx.count = inputs[:3]
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(*inputs[3:], output[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor, grad_last: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, states = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():  # a second derivative: differentiate the written out form
+            return None, None, None, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
+        along, constants = tensors[1 : 1 + ctx.count], tensors[1 + ctx.count :]
+        grads = [
+            torch.zeros_like(t) if need and i > ctx.count else torch.empty_like(t) if need and i else None
+            for i, (t, need) in enumerate(zip(tensors, needed, strict=True))
+        ]
+        for index in reversed(range(len(states))):
+            part = slice(index * ctx.chunk, (index + 1) * ctx.chunk)
+            inputs = [states[index], *(t[:, part] for t in along), *constants]
+            wanted = [i for i, need in enumerate(needed) if need or not i]
+            inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
+            with torch.enable_grad():
+                y, last = ctx.step(inputs[0], tuple(inputs[1 : 1 + ctx.count]), tuple(inputs[1 + ctx.count :]))
+            found = torch.autograd.grad(
+                (y, last), [inputs[i] for i in wanted], (grad_y[:, part], grad_last), allow_unused=True
+            )
+            for i, grad in zip(wanted, found, strict=True):
+                grad = torch.zeros_like(inputs[i]) if grad is None else grad
+                if i == 0:
+                    grad_last = grad
+                elif i <= ctx.count:
+                    grads[i][:, part] = grad
+                else:
+                    grads[i] += grad
+        if needed[0]:
+            grads[0] = grad_last
+        return None, None, None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("auto")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        refuse("auto")
+
+
+def _differentiable(
+    ctx: Any, tensors: list[Tensor], needed: tuple[bool, ...], grads: tuple[Tensor, Tensor]
+) -> list[Tensor | None]:
+    """The gradients as a graph that can be differentiated again."""
+    along, constants = tuple(tensors[1 : 1 + ctx.count]), tuple(tensors[1 + ctx.count :])
+    results = _written_out(ctx.step, ctx.chunk, tensors[0], along, constants)
+    wanted = [t for t, need in zip(tensors, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, materialize_grads=True))
+    return [next(found) if need else None for need in needed]

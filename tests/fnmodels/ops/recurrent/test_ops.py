@@ -1,0 +1,319 @@
+"""Recurrent ops against their definitions token by token, in fp64: chunks, pieces, documents, gradients, transforms."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jacrev, jvp, vmap
+
+from fnmodels.inputs import order
+from fnmodels.ops.recurrent import conv, delta_rule, gated_norm, scan, ssd
+from tests.fnmodels.ops.recurrent import references
+from tests.fnmodels.ops.recurrent.references import ROWS, VALID
+
+KERNELS = ("math", "auto")
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op, its definition, and random arguments for [B, S]: those along the sequence, the constants, the state."""
+
+    ours: Callable[..., tuple[Tensor, Tensor]]
+    definition: Callable[..., tuple[Tensor, Tensor]]
+    along: Callable[[int, int], tuple[Tensor, ...]]
+    constants: Callable[[], tuple[Any, ...]]
+    state: tuple[int, ...]
+    chunked: bool = True
+
+    def arguments(self, B: int, S: int) -> tuple[tuple[Tensor, ...], tuple[Any, ...], Tensor]:
+        torch.manual_seed(0)
+        return self.along(B, S), self.constants(), torch.randn(B, *self.state, dtype=torch.float64)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def uniform(*shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def delta_inputs(B: int, S: int, *, channels: bool, speed: float, strength: float) -> tuple[Tensor, ...]:
+    k = torch.nn.functional.normalize(normal(B, S, 2, 6), dim=-1)
+    g = -speed * uniform(B, S, 4, *([6] if channels else []))
+    return normal(B, S, 2, 6), k, normal(B, S, 4, 5), g, strength * uniform(B, S, 4)
+
+
+def delta(channels: bool, speed: float, strength: float) -> Op:
+    along = functools.partial(delta_inputs, channels=channels, speed=speed, strength=strength)
+    return Op(delta_rule.delta_rule, references.delta, along, tuple, (4, 6, 5))
+
+
+def short_conv(bias: bool, silu: bool) -> Op:
+    """The op with its arguments in the order of the others: x, segment ids, state, last, then constants."""
+
+    def adapted(function: Any) -> Any:
+        def run(x: Tensor, weight: Tensor, bias: Any, segment_ids: Tensor, *state: Any, **options: Any) -> Any:
+            return function(x, weight, bias, segment_ids, *state, silu=silu, **options)
+
+        return run
+
+    constants = lambda: (normal(7, 4), normal(7) if bias else None)  # noqa: E731
+    return Op(
+        adapted(lambda *a, **k: conv.short_conv(*a, **k)),
+        adapted(references.convolve),
+        lambda B, S: (normal(B, S, 7),),
+        constants,
+        (3, 7),
+        chunked=False,
+    )
+
+
+OPS = {
+    "conv": short_conv(False, False),
+    "conv_bias_silu": short_conv(True, True),
+    "delta": delta(False, 0.2, 1.0),
+    "delta_negative": delta(False, 2.0, 2.0),
+    "delta_channels": delta(True, 0.2, 1.0),
+    "delta_channels_fast": delta(True, 30.0, 1.0),
+    "ssd": Op(
+        lambda x, dt, B, C, A, D, *rest, **options: ssd.ssd(x, dt, A, B, C, D, *rest, **options),
+        lambda x, dt, B, C, A, D, *rest: references.state_space(x, dt, A, B, C, D, *rest),
+        lambda B, S: (normal(B, S, 4, 3), uniform(B, S, 4), normal(B, S, 2, 5), normal(B, S, 2, 5)),
+        lambda: (-uniform(4), normal(4)),
+        (4, 3, 5),
+    ),
+}
+every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+every_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def call(op: Op, along: Any, constants: Any, segment_ids: Tensor, *state: Any, chunk: int = 8, kernel: str) -> Any:
+    options = {"chunk": chunk} if op.chunked else {}
+    return op.ours(*along, *constants, segment_ids, *state, kernel=kernel, **options)
+
+
+def close(got: Any, want: Any, tolerance: float = 1e-11) -> None:
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def check_definition(op: Op, kernel: str, chunk: int = 8) -> None:
+    """y of every token that is not padding, and the state, for rows that begin and rows that go on."""
+    along, constants, state = op.arguments(*ROWS.shape)
+    for before in ((), (state, torch.tensor([1, 1, 9, 2]))):
+        got = call(op, along, constants, ROWS, *before, chunk=chunk, kernel=kernel)
+        want = op.definition(*along, *constants, ROWS, *before)
+        close(got[0][VALID], want[0][VALID])
+        close(got[1], want[1])
+
+
+@every_op
+@pytest.mark.parametrize(("kernel", "chunk"), [("math", 8), ("auto", 1), ("auto", 2), ("auto", 8), ("auto", 64)])
+def test_definition(op: Op, kernel: str, chunk: int) -> None:
+    check_definition(op, kernel, chunk)
+
+
+def weighted(outputs: tuple[Tensor, Tensor], valid: Tensor = VALID) -> Tensor:
+    """A scalar that depends on every output."""
+    y, state = outputs
+    torch.manual_seed(1)
+    return ((y * torch.randn_like(y))[valid]).sum() + (state * torch.randn_like(state)).sum()
+
+
+@every_op
+@every_kernel
+def test_gradients(op: Op, kernel: str) -> None:
+    """By the inputs, the constants and the state; also where padding lies inside of no document."""
+    for segment_ids in (ROWS, torch.tensor([[1] * 12 + [2] * 9 + [0] * 6] * 4)):
+        along, constants, state = op.arguments(*ROWS.shape)
+        constants = tuple(c for c in constants if c is not None)
+        leaves = [t.requires_grad_() for t in (*along, *constants, state)]
+        full = (*constants, *([None] if len(constants) == 1 else []))
+        rest = (*full, segment_ids, state, torch.tensor([1, 1, 9, 2]))
+        options: dict[str, Any] = {"chunk": 8} if op.chunked else {}
+        got = torch.autograd.grad(weighted(op.ours(*along, *rest, kernel=kernel, **options), segment_ids > 0), leaves)
+        want = torch.autograd.grad(weighted(op.definition(*along, *rest), segment_ids > 0), leaves)
+        for ours, theirs in zip(got, want, strict=True):
+            close(ours, theirs, 1e-10)
+
+
+@every_op
+@pytest.mark.parametrize("cuts", [[5, 22], [1, 1, 25], [15, 2, 10], [1] * 27], ids=str)
+def test_pieces_with_the_state_handed_over(op: Op, cuts: list[int]) -> None:
+    """A row in pieces is the full row, in values and gradients; in pieces of one token too."""
+    along, constants, _ = op.arguments(*ROWS.shape)
+    leaves = [t.requires_grad_() for t in along]
+
+    def pieces() -> tuple[Tensor, Tensor]:
+        ys, state = [], ()
+        for part in zip(ROWS.split(cuts, 1), *(t.split(cuts, 1) for t in along), strict=True):
+            y, after = call(op, part[1:], constants, part[0], *state, kernel="auto")
+            state = (after, order.last_segment(part[0], state[1] if state else None))
+            ys.append(y)
+        return torch.cat(ys, 1), state[0]
+
+    full = call(op, along, constants, ROWS, kernel="auto")
+    got = pieces()
+    close(got[0][VALID], full[0][VALID])
+    close(got[1], full[1])
+    gradients = [torch.autograd.grad(weighted(outputs), leaves) for outputs in (got, full)]
+    for ours, theirs in zip(*gradients, strict=True):
+        close(ours, theirs, 1e-10)
+
+
+@every_op
+def test_padding_is_not_read(op: Op) -> None:
+    along, constants, _ = op.arguments(*ROWS.shape)
+    moved = [t + 100 * (~VALID).view(*VALID.shape, *[1] * (t.ndim - 2)) for t in along]
+    first, second = (call(op, t, constants, ROWS, kernel="auto") for t in (along, moved))
+    assert torch.equal(first[0][VALID], second[0][VALID]) and torch.equal(first[1], second[1])
+
+
+@every_op
+def test_transforms(op: Op) -> None:
+    """grad, vmap over rows, jvp, hvp and jacrev of kernel="math", and a second derivative of the fused form."""
+    segment_ids = torch.tensor([[1, 1, 1, 2, 0, 3, 3, 3, 3], [1] * 9])
+    along, constants, state = op.arguments(*segment_ids.shape)
+    direction = tuple(torch.randn_like(t) for t in along)
+
+    def loss(along: Any, rows: Tensor = segment_ids, state: Tensor = state, form: Any = None) -> Tensor:
+        last = torch.ones_like(rows[:, 0])
+        outputs = (
+            op.definition(*along, *constants, rows, state, last)
+            if form is None
+            else call(op, along, constants, rows, state, last, chunk=4, kernel=form)
+        )
+        y, after = outputs
+        return (y.where((rows > 0).view(*rows.shape, *[1] * (y.ndim - 2)), 0) ** 2).sum() + (after**3).sum()
+
+    math = functools.partial(loss, form="math")
+    for ours, theirs in zip(grad(math)(along), grad(loss)(along), strict=True):
+        close(ours, theirs, 1e-9)
+    close(jvp(math, (along,), (direction,)), jvp(loss, (along,), (direction,)), 1e-9)
+    hvp = jvp(grad(math), (along,), (direction,))[1]
+    fused = [t.clone().requires_grad_() for t in along]
+    first = torch.autograd.grad(loss(fused, form="auto"), fused, create_graph=True)
+    second = torch.autograd.grad(sum((g * d).sum() for g, d in zip(first, direction, strict=True)), fused)
+    wanted = jvp(grad(loss), (along,), (direction,))[1]
+    for one, other, want in zip(hvp, second, wanted, strict=True):
+        close(one, want, 1e-9)
+        close(other, want, 1e-9)
+    rows = tuple(t[:, None] for t in (*along, segment_ids, state))
+    by_row = vmap(lambda *r: grad(math)(r[: len(along)], r[-2], r[-1]))(*rows)
+    for ours, theirs in zip(by_row, grad(math)(along), strict=True):
+        close(ours[:, 0], theirs, 1e-9)
+    close(jacrev(math)(along), grad(math)(along), 1e-9)
+
+
+@every_op
+def test_fp32_is_near_fp64(op: Op) -> None:
+    """Rounding is that of fp32, also where documents change within a chunk and the decay is fast."""
+    segment_ids = torch.tensor([[1] * 150 + [2] * 3 + [3] + [4] * 146])
+    along, constants, _ = op.arguments(*segment_ids.shape)
+    wide = call(op, along, constants, segment_ids, chunk=64, kernel="auto")
+    low = [None if t is None else t.float() for t in (*along, *constants)]
+    narrow = call(op, low[: len(along)], low[len(along) :], segment_ids, chunk=64, kernel="auto")
+    for got, want in zip(narrow, wide, strict=True):
+        assert got.dtype == torch.float32
+        assert (got - want).abs().max() <= 3e-6 * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["delta", "delta_channels", "ssd", "conv_bias_silu"])
+def test_bf16_is_computed_in_fp32(name: str) -> None:
+    """bf16 arguments give what the same values in fp32 give, rounded once where the result is bf16."""
+    op = OPS[name]
+    along, constants, _ = op.arguments(*ROWS.shape)
+    low = [None if t is None else t.bfloat16() for t in (*along, *constants)]
+    high = [None if t is None else t.float() for t in low]
+    n = len(along)
+    got = call(op, low[:n], low[n:], ROWS, kernel="auto")
+    want = call(op, high[:n], high[n:], ROWS, kernel="auto")
+    close(got[0][VALID].float(), want[0][VALID].to(got[0].dtype).float(), 2e-2 if name.startswith("conv") else 0)
+    assert got[1].dtype == (torch.bfloat16 if name.startswith("conv") else torch.float32)
+
+
+def test_normalized_queries_and_keys() -> None:
+    along, _, _ = OPS["delta"].arguments(*ROWS.shape)
+    q, k, *rest = along
+    unit = [t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k)]
+    for chunk in (1, 8):
+        got = delta_rule.delta_rule(q, k, *rest, ROWS, normalize=True, chunk=chunk)
+        close(got, delta_rule.delta_rule(*unit, *rest, ROWS, chunk=chunk))
+
+
+def test_gated_norms() -> None:
+    x, gate, weight = normal(3, 8), normal(3, 8), normal(8)
+
+    def rms(t: Tensor) -> Tensor:
+        return t / (t.square().mean(-1, keepdim=True) + 1e-2).sqrt()
+
+    silu = gate * gate.sigmoid()
+    close(gated_norm.norm_then_silu(x, gate, weight, eps=1e-2), rms(x) * weight * silu)
+    close(gated_norm.norm_then_sigmoid(x, gate, weight, eps=1e-2), rms(x) * weight * gate.sigmoid())
+    grouped = rms((x * silu).view(3, 2, 4)).view(3, 8) * weight
+    close(gated_norm.silu_then_group_norm(x, gate, weight, eps=1e-2, groups=2), grouped)
+
+
+def no_reset(segment_ids: Tensor, last: Any = None) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(segment_ids), torch.zeros_like(segment_ids)
+
+
+def wrong_handover(segment_ids: Tensor, last: Any = None) -> tuple[Tensor, Tensor]:
+    return order.runs(segment_ids, None if last is None else last + 1)
+
+
+def taps_across(segment_ids: Tensor, K: int) -> Any:
+    index = torch.arange(segment_ids.shape[1]).expand_as(segment_ids)
+    return [(index - j).clamp(min=-1) for j in range(1, K)], order.runs(segment_ids)[0]
+
+
+def zero_tail(x: Tensor, *_: Any) -> Tensor:
+    return torch.zeros(x.shape[0], 3, x.shape[2], dtype=x.dtype)
+
+
+BUGS = {
+    "delta: the state is not reset": (OPS["delta"], delta_rule, "runs", no_reset),
+    "delta: the state of another document goes on": (OPS["delta"], delta_rule, "runs", wrong_handover),
+    "ssd: the state is not reset": (OPS["ssd"], ssd, "runs", no_reset),
+    "ssd: the state of another document goes on": (OPS["ssd"], ssd, "runs", wrong_handover),
+    "conv: taps across documents": (OPS["conv"], conv, "_sources", taps_across),
+    "conv: no tail": (OPS["conv"], conv, "_tail", zero_tail),
+    "delta: decays of pairs ignored": (
+        OPS["delta_channels"],
+        delta_rule,
+        "_decayed_products",
+        lambda both, k, cum: both @ k[..., None, :, :].transpose(-1, -2),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, module, name, wrong = BUGS[bug]
+    check_definition(op, "auto")
+    monkeypatch.setattr(module, name, wrong)
+    with pytest.raises(AssertionError):
+        check_definition(op, "auto")
+
+
+def test_a_tail_taken_after_the_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = conv._tail
+    monkeypatch.setattr(conv, "_tail", lambda x, *rest: torch.nn.functional.silu(right(x, *rest)))
+    with pytest.raises(AssertionError):
+        check_definition(OPS["conv_bias_silu"], "auto")
+
+
+def test_the_fused_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kernel="auto" saves one state per chunk where a gradient is needed; "math" does not."""
+    calls: list[int] = []
+    apply = scan._Scan.apply
+    monkeypatch.setattr(scan._Scan, "apply", lambda *a: calls.append(1) or apply(*a))
+    along, constants, _ = OPS["ssd"].arguments(*ROWS.shape)
+    along[0].requires_grad_()
+    for kernel in KERNELS:
+        call(OPS["ssd"], along, constants, ROWS, kernel=kernel)
+    assert calls == [1]
