@@ -49,6 +49,7 @@ from fnmodels.inputs.convert import to_cu_seqlens, to_dense
 from fnmodels.inputs.layout import Layout, document_layout, layout
 from fnmodels.inputs.load_balance import balance, imbalance
 from fnmodels.inputs.mask import Mask, build_mask
+from fnmodels.inputs.order import Segments
 from fnmodels.inputs.packing import pack, unpack
 from fnmodels.inputs.rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
 from fnmodels.inputs.segments import (
@@ -116,6 +117,7 @@ __all__ = [
     "layout",
     "pack",
     "per_sample_gradients",
+    "Segments",
     "permute",
     "positions_from_segments",
     "prefill",

@@ -19,6 +19,7 @@ from torch import Tensor
 from fnmodels.inputs.block_mask import is_block_mask
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.order import Segments
 from fnmodels.inputs.segments import integers
 from fnmodels.models.common.context import ATTENTION_TAPS
 from fnmodels.models.common.registry import DecoderConfig, Family, family_of, field_of, may_have
@@ -341,7 +342,10 @@ def _ready_masks(
     ready: dict[str, MaskLike] = {}
     for kind, mask in masks.items():
         twin = next((other for other in ready if masks[other] is mask), None)
-        ready[kind] = ready[twin] if twin is not None else form(mask, options.kernel, options.layout)
+        if twin is not None:
+            ready[kind] = ready[twin]
+        else:  # no kernel reads the segments of a layer that depends on order
+            ready[kind] = mask if isinstance(mask, Segments) else form(mask, options.kernel, options.layout)
     return ready
 
 
@@ -383,10 +387,11 @@ def _cleared(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _said_by(masks: Mapping[str, MaskLike], x: Tensor) -> Tensor | None:
-    """[B, S] bool, False at padding, from the first `Mask` that fits x; None if there is none."""
+    """[B, S] bool, False at padding, from the first `Mask` or `Segments` that fits x; None if there is none."""
     for mask in masks.values():
-        if isinstance(mask, Mask) and mask.q_segments.shape in (x.shape[:2], (1, x.shape[1])):
-            return (mask.q_segments > 0).expand(x.shape[:2])
+        ids = mask.q_segments if isinstance(mask, Mask) else mask.segment_ids if isinstance(mask, Segments) else None
+        if ids is not None and ids.shape in (x.shape[:2], (1, x.shape[1])):
+            return (ids > 0).expand(x.shape[:2])
     return None
 
 
@@ -443,7 +448,7 @@ def _check_fit(
 
 
 def _check_mask(kind: str, mask: MaskLike, x: Tensor) -> None:
-    if not isinstance(mask, Mask | Tensor) and not is_block_mask(mask):
+    if not isinstance(mask, Mask | Segments | Tensor) and not is_block_mask(mask):
         raise TypeError(
             f"masks[{kind!r}] is a {type(mask).__name__}; a mask is a fnmodels.Mask, a bool tensor or a BlockMask."
         )

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fnmodels.inputs.order import Segments
 from fnmodels.inputs.transforms import permute, rows
 from fnmodels.ops.torch_internals import version
 
@@ -180,9 +181,13 @@ def check_permutation(subject: Subject) -> None:
     """Permuting all per-token tensors along the sequence permutes the logits: nothing depends on a token's index.
 
     Three orders: head-tail, as context parallelism balances its ranks; one random order; one random order per row.
+    A batch with `Segments`, of a model that reads tokens in their order, must be refused by `fnmodels.permute`.
     """
     given = _documents(*MIXED)
     tokens = subject.tokens(*given[0].shape)
+    if tree.contains(batch := subject.prepare(tokens, *given), Segments):
+        _assert_refused(batch)
+        return
     want = subject.logits(tokens, *given)
     (size, length), generator = tokens.shape, torch.Generator().manual_seed(0)
     random = [torch.randperm(length, generator=generator) for _ in range(size)]
@@ -191,6 +196,16 @@ def check_permutation(subject: Subject) -> None:
         valid = moved[2] > 0
         message = "Permuted along the sequence, tokens get other logits: something depends on the index of a token"
         _assert_close(subject.logits(*moved)[valid], permute(want, order)[valid], subject.tolerance, message)
+
+
+def _assert_refused(batch: Tree) -> None:
+    try:
+        permute(batch, torch.arange(sum(map(abs, MIXED[0]))).flip(0))
+    except ValueError as error:
+        if "in their order" in str(error):
+            return
+        raise
+    raise AssertionError("A batch of a model that reads tokens in their order was permuted.")
 
 
 def check_padding(subject: Subject) -> None:

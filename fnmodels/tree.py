@@ -200,6 +200,17 @@ def flatten(tree: Tree) -> dict[str, Any]:
     return dict(_walk(tree, ""))
 
 
+def contains(tree: Tree, node: type) -> bool:
+    """Whether the tree has a node of this class."""
+    if isinstance(tree, node):
+        return True
+    if isinstance(tree, dict):
+        return any(contains(value, node) for value in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return any(contains(value, node) for value in tree)
+    return _is_node(tree) and any(contains(getattr(tree, name), node) for name in _fields(tree)[0])
+
+
 def leaves(tree: Tree) -> list[Any]:
     """The leaves, in the order of `flatten`."""
     return [leaf for _, leaf in _walk(tree, "")]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig, family_of
-from fnmodels.models.common.spec import Constant, Leaf
+from fnmodels.models.common.spec import Constant, Leaf, LogUniform
 from fnmodels.tree import Tree
 from params.sharding import plan_by_path
 
@@ -71,7 +71,11 @@ def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None)
         name = f"{seed}/{path}/{block}" if block else f"{seed}/{path}"
         digest = hashlib.sha256(name.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        drawn = torch.empty(stop - start, *leaf.shape[1:]).normal_(0.0, leaf.init.std, generator=generator)
+        drawn = torch.empty(stop - start, *leaf.shape[1:])
+        if isinstance(leaf.init, LogUniform):
+            drawn.uniform_(leaf.init.low, leaf.init.high, generator=generator).log_()
+        else:
+            drawn.normal_(0.0, leaf.init.std, generator=generator)
         low, high = max(start, first.start), min(stop, first.stop)
         out[low - first.start : high - first.start] = drawn[low - start : high - start][(slice(None), *box[1:])]
     return out

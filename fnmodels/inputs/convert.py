@@ -13,6 +13,7 @@ from fnmodels.tree import leaves
 from .block_mask import _block_mask_to_dense, is_block_mask
 from .layout import Layout
 from .mask import Mask, MaskLike
+from .order import Segments
 
 
 def to_dense(mask: MaskLike) -> Tensor:
@@ -35,7 +36,10 @@ def to_dense(mask: MaskLike) -> Tensor:
 
 
 def shape_of(mask: MaskLike) -> tuple[int, int, int, int]:
-    """(B or 1, N or 1, Q, K) of a mask. Errors as in `to_dense`."""
+    """(B or 1, N or 1, Q, K) of a mask, with Q and K the tokens of `Segments`. Errors as in `to_dense`."""
+    if isinstance(mask, Segments):
+        rows, length = mask.segment_ids.shape
+        return rows, 1, length, length
     if isinstance(mask, Mask):
         return max(t.shape[0] for t in leaves(mask)), 1, mask.q_positions.shape[1], mask.kv_positions.shape[1]
     rows, heads, queries, keys = mask.shape if is_block_mask(mask) else to_dense(mask).shape

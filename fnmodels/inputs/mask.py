@@ -97,11 +97,7 @@ def build_mask(
     signature of FlexAttention's `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=...)`; its result is returned
     instead of a `Mask`. ValueError for positions of several axes and for tensors that are not integers.
     """
-    if positions.ndim != 2:
-        raise ValueError(
-            f"positions must be [B, S], not {list(positions.shape)}: this model's masks count one axis. A family whose "
-            "tables have several makes its masks of `fnmodels.text_order(positions, segment_ids)`."
-        )
+    check_one_axis(positions)
     positions, segment_ids = integers("positions", positions), integers("segment_ids", segment_ids)
     spans = None if spans is None else integers("spans", spans)
     mask = Mask(positions, segment_ids, positions, segment_ids, spans, spans, rule)
@@ -109,6 +105,15 @@ def build_mask(
         return mask
     batch, length = positions.shape[:2]
     return create(mask.mask_mod(), batch, None, length, length, device=positions.device)
+
+
+def check_one_axis(positions: Tensor) -> None:
+    """ValueError for positions of several axes."""
+    if positions.ndim != 2:
+        raise ValueError(
+            f"positions must be [B, S], not {list(positions.shape)}: this model's masks count one axis. A family whose "
+            "tables have several makes its masks of `fnmodels.text_order(positions, segment_ids)`."
+        )
 
 
 def causal_masks(

@@ -42,7 +42,7 @@ def runs(segment_ids: Tensor, last: Tensor | None = None) -> tuple[Tensor, Tenso
 
 
 def last_segment(segment_ids: Tensor, before: Tensor | None = None) -> Tensor:
-    """int64 [B]: the segment id of each row's last token that is not padding; `before` [B], or 0, where there is none."""
+    """int64 [B]: the segment id of each row's last token that is no padding, or `before` [B], or 0."""
     valid = segment_ids > 0
     none = segment_ids.new_zeros(segment_ids.shape[0]) if before is None else before.expand(segment_ids.shape[0])
     if not segment_ids.shape[1]:

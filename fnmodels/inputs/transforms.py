@@ -12,6 +12,7 @@ from fnmodels.tree import Tree
 
 from .block_mask import is_block_mask
 from .layout import Layout
+from .order import Segments
 from .values import has_values
 
 
@@ -26,8 +27,14 @@ def permute(batch: Tree, order: Tensor) -> Tree:
 
     order: [S] or [B, S]; [1, S] applies to all rows. ValueError for an order that is no permutation (checked on the CPU
     in eager mode only), for a tensor without that sequence dimension, and for dense masks, which hold the sequence
-    twice: permute the mask as data (`fnmodels.Mask`) and make the dense one afterwards.
+    twice: permute the mask as data (`fnmodels.Mask`) and make the dense one afterwards. ValueError for a batch of a
+    model with layers that depend on order, whose masks hold `Segments`.
     """
+    if tree.contains(batch, Segments):
+        raise ValueError(
+            "Cannot permute this batch: its masks hold Segments, those of layers that read tokens in their order "
+            "(recurrent layers, convolutions), which in another order compute another function."
+        )
     order = order[0] if order.ndim == 2 and order.shape[0] == 1 else order
     length = order.shape[-1] if order.ndim else 0
     _check_order(order)

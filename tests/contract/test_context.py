@@ -11,7 +11,18 @@ import fnmodels
 from fnmodels.models.common.context import ATTENTION_TAPS, Context
 from fnmodels.models.common.registry import may_have
 from fnmodels.ops.moe.layer import MOE_TAPS
-from tests.support.cases import Case, batch_of, cases, generic_params, off, richest, segments, trainable
+from tests.support.cases import (
+    Case,
+    attending,
+    attending_layers,
+    batch_of,
+    cases,
+    generic_params,
+    off,
+    richest,
+    segments,
+    trainable,
+)
 
 ROWS = segments((5, 3), (-1, 6, 1))
 
@@ -33,9 +44,9 @@ def with_edits(edits: dict[str, Tensor]) -> Any:
 
 
 def names_of(case: Case) -> tuple[str, ...]:
-    """The taps that a block passes to its context: the family's and those of attention."""
+    """The taps that a block passes to its context: the family's and those of attention, if it has any."""
     own = may_have(fnmodels.family_of(case.config), "TAPS")
-    return (*(name for name in own if name not in MOE_TAPS), *ATTENTION_TAPS)
+    return (*(name for name in own if name not in MOE_TAPS), *(ATTENTION_TAPS if attending((case,)) else ()))
 
 
 @every_case
@@ -43,7 +54,7 @@ def test_an_edit_of_every_tap_without_a_line_in_a_family(case: Case) -> None:
     """An edit changes the logits and the recorded tap; a factor of 1 changes no bit."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
     for name in names_of(case):
-        tap = f"layers.0.{name}"
+        tap = f"layers.{attending_layers(case.config)[0] if name in ATTENTION_TAPS else 0}.{name}"
         run = functools.partial(batch.forward, params, taps=(tap,), context=Edited)
         plain, tapped = batch.forward(params, taps=(tap,))
         still, _ = run(layer_fn=with_edits({name: torch.ones(())}))

@@ -40,8 +40,9 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import testing, tree
+from fnmodels.inputs.order import Segments
 from fnmodels.models.common import context
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.registry import may_have, ordered_kinds
 from fnmodels.ops.rotary import frequencies
 
 
@@ -108,6 +109,22 @@ def causal(case: Case) -> bool:
     return case.name not in getattr(variants_of(case.family), "BIDIRECTIONAL", ())
 
 
+def is_ordered(case: Case) -> bool:
+    """Whether some of its layers read tokens in their order (recurrent, convolution)."""
+    return bool(ordered_kinds(case.config))
+
+
+def attending_layers(config: Any) -> list[int]:
+    """The layers that have attention."""
+    ordered = ordered_kinds(config)
+    return [i for i, kind in enumerate(fnmodels.family_of(config).kinds(config)) if kind not in ordered]
+
+
+def attending(group: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Those with a layer of attention."""
+    return tuple(case for case in group if attending_layers(case.config))
+
+
 @functools.cache
 def structures() -> tuple[Case, ...]:
     """The first variant of each structure: kinds of layers, names of parameters, causal or not. For slow tests."""
@@ -146,6 +163,8 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     # a bias of an expert's choice competes with scores between 0 and 1, and none should be out of reach
     if name.endswith(("selection_bias", "correction_bias")):
         return 0.1 * noise
+    if name.endswith("A_log"):
+        return 0.3 * noise - 1.5  # a decay over several tokens: one that is over at once would hide what it carries
     if tensor.ndim >= 2:
         return noise * (1.3 / math.sqrt(tensor.shape[-1]))
     if "norm" in name.lower() or ".ln_" in name:
@@ -256,8 +275,17 @@ def reach_of(batch: Batch) -> Tensor:
     own = torch.eye(batch.tokens.shape[1], dtype=torch.bool)
     reach = own
     for kind in fnmodels.family_of(batch.config).kinds(batch.config):
-        reach = ((masks[kind].dense()[0, 0] | own).float() @ reach.float()) > 0
+        reach = ((_read_by(masks[kind]) | own).float() @ reach.float()) > 0
     return reach
+
+
+def _read_by(mask: Any) -> Tensor:
+    """bool [S, S]: which tokens each one reads in a layer with this mask."""
+    if not isinstance(mask, Segments):
+        dense: Tensor = mask.dense()[0, 0]
+        return dense
+    ids = mask.segment_ids[0]
+    return ((ids[:, None] == ids) & (ids > 0)).tril()
 
 
 def subject_of(

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.mask import Create, MaskLike, causal_masks
+from fnmodels.inputs.mask import Create, MaskLike, causal_masks, check_one_axis
+from fnmodels.inputs.order import build_segments
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS
@@ -117,6 +118,17 @@ def finished(config: C, fields: Fields, ignored: Sequence[str] = ()) -> C:
     return config
 
 
+ORDERED = (
+    "linear",
+    "conv",
+)  # beginnings of the kinds of layers that read tokens in their order: recurrent, convolution
+
+
+def is_ordered(kind: str) -> bool:
+    """Whether layers of this kind read tokens in their order and not by position."""
+    return kind.startswith(ORDERED)
+
+
 def kinds(config: UsualConfig) -> tuple[str, ...]:
     """The kind of each layer, the keys of masks and freqs_cis."""
     found: tuple[str, ...] = config.layer_kinds
@@ -128,19 +140,25 @@ def attention_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask}: causal, and limited to `sliding_window` for kinds that begin with "sliding".
 
-    positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`.
+    Kinds of ORDERED layers have `fnmodels.Segments`. positions and segment_ids [B, S]. create: see
+    `fnmodels.inputs.mask.build_mask`.
     """
-    window = field_of(config, "sliding_window")
-    return causal_masks(config.layer_kinds, window, positions, segment_ids, create=create)
+    window, ordered = field_of(config, "sliding_window"), sorted(filter(is_ordered, set(config.layer_kinds)))
+    masks = causal_masks(set(config.layer_kinds) - set(ordered), window, positions, segment_ids, create=create)
+    if ordered:
+        check_one_axis(positions)
+        masks |= dict.fromkeys(ordered, build_segments(segment_ids))
+    return masks
 
 
 def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
-    """{kind: fp32 table [B, S, R/2, 2]} of `config.rope`; R is 0 for kinds that end in "_nope".
+    """{kind: fp32 table [B, S, R/2, 2]} of `config.rope`; R is 0 for ORDERED kinds and those that end in "_nope".
 
     length: an int or [B], the sequence length that length-dependent scalings read; see `fnmodels.ops.rotary`.
     """
     table, none = rotary_table(config.rope, config.head_dim, positions, length), no_rotation(positions)
-    return {kind: none if kind.endswith("_nope") else table for kind in sorted(set(config.layer_kinds))}
+    still = {kind for kind in config.layer_kinds if kind.endswith("_nope") or is_ordered(kind)}
+    return {kind: none if kind in still else table for kind in sorted(set(config.layer_kinds))}
 
 
 def freqs_cis_by_window(

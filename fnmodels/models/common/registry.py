@@ -12,9 +12,11 @@ import sys
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from fnmodels.errors import UnsupportedError
+from fnmodels.inputs.order import Segments
 from fnmodels.ops.rotary import Rope
 from fnmodels.options import Block
 from fnmodels.tree import Tree
@@ -171,6 +173,13 @@ def may_have(family: Family, name: str) -> Any:
 def field_of(config: Any, name: str) -> Any:
     """A field of the config, or its default in CONFIG_DEFAULTS."""
     return getattr(config, name, CONFIG_DEFAULTS[name])
+
+
+def ordered_kinds(config: Any) -> tuple[str, ...]:
+    """The kinds of layers that read tokens in their order (recurrent, convolution): their masks are `Segments`."""
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    masks = family_of(config).attention_masks(config, none, none)
+    return tuple(kind for kind, mask in masks.items() if isinstance(mask, Segments))
 
 
 def hf_names(config: Any) -> dict[str, Any]:

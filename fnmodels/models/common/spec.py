@@ -27,6 +27,14 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class LogUniform:
+    """Draws the logarithm of a number uniform between low and high: rates of decay."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Leaf:
     """One parameter.
 
@@ -34,7 +42,7 @@ class Leaf:
     dtype: the default dtype; initialization and loading can choose another.
     axes: one logical name per dimension (embed, heads, kv_heads, mlp, vocab, expert, ...), which a sharding plan maps
         to mesh dimensions.
-    init: `Normal` or `Constant`.
+    init: `Normal`, `Constant` or `LogUniform`.
     trainable: False for checkpoint state without a gradient (a router's selection bias).
     decay: whether weight decay applies (not to norms, biases and embeddings).
     keep_dtype: the parameter stays in `dtype` when the model is cast, and is not loaded in a narrower one.
@@ -44,7 +52,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     axes: tuple[str, ...]
-    init: Normal | Constant
+    init: Normal | Constant | LogUniform
     trainable: bool = True
     decay: bool = True
     keep_dtype: bool = False

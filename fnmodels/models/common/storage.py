@@ -157,11 +157,15 @@ def extract_parameter(stored: Stored, tensors: Mapping[str, Tensor]) -> Tensor:
     return extract(stored, tensors[disk_name(stored)])
 
 
-def fuse(name: str, rows: Mapping[str, int]) -> dict[str, TensorSlice]:
-    """{path: TensorSlice} of parameters that are concatenated along rows in the tensor `name`; rows: {path: count}."""
-    starts, total = itertools.accumulate(rows.values(), initial=0), sum(rows.values())
+def fuse(name: str, rows: Mapping[str, int], *, groups: int = 1) -> dict[str, TensorSlice]:
+    """{path: TensorSlice} of parameters that are concatenated along rows in the tensor `name`; rows: {path: count}.
+
+    groups: the tensor is this many blocks, each a concatenation of equal shares of the parameters' rows.
+    """
+    starts, total = itertools.accumulate((n // groups for n in rows.values()), initial=0), sum(rows.values())
     return {
-        path: TensorSlice(name, start, start + n, total) for start, (path, n) in zip(starts, rows.items(), strict=False)
+        path: TensorSlice(name, start, start + n // groups, total, groups=groups)
+        for start, (path, n) in zip(starts, rows.items(), strict=False)
     }
 
 

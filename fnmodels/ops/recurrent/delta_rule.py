@@ -13,6 +13,7 @@ beta (v - S^T k) of its tokens; the rest are matrix products.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -37,16 +38,17 @@ def delta_rule(
     state: Tensor | None = None,
     last: Tensor | None = None,
     *,
+    scale: float = 1.0,
     normalize: bool = False,
     chunk: int = 64,
     kernel: Any = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(o [B, S, Hv, dv] in v's dtype, state [B, Hv, dk, dv] in fp32 or wider).
 
-    q, k: [B, S, Hk, dk], each key head for Hv / Hk value heads; q with its scale. v: [B, S, Hv, dv].
+    q, k: [B, S, Hk, dk], each key head for Hv / Hk value heads. v: [B, S, Hv, dv].
     g: log decay, at most 0, [B, S, Hv] or, per key channel, [B, S, Hv, dk]. beta: [B, S, Hv], from 0 to 2.
     segment_ids: [B or 1, S] int64. state, last: those of the tokens before these, and their last segment id [B].
-    normalize: divide q and k by sqrt(sum of squares + 1e-6) first.
+    normalize: divide q and k by sqrt(sum of squares + 1e-6) first. scale: of q.
     chunk: tokens per step of the loop; it does not change the function. kernel: "math" for all transforms.
     """
     B, S, heads, width = v.shape
@@ -62,8 +64,8 @@ def delta_rule(
     valid = (segment_ids > 0)[..., None]
     g = upcast(g).where(valid if g.ndim == 3 else valid[..., None], 0)
     beta = upcast(beta).where(valid, 0)
-    step = _NORMALIZED if normalize else _PLAIN
-    return scan(step[S == 1], state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel)
+    step = functools.partial(_token if S == 1 else _chunk, normalize=normalize, scale=scale)
+    return scan(step, state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel)
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
@@ -72,16 +74,17 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _normal(x: Tensor) -> Tensor:
-    x = upcast(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+def _prepared(q: Tensor, k: Tensor, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k = upcast(q), upcast(k)
+    if normalize:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    return q * scale, k
 
 
-def _chunk(state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool) -> tuple[Tensor, Tensor]:
+def _chunk(state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta, run, before = along
     heads, tokens, dtype = v.shape[2], v.shape[1], v.dtype
-    if normalize:
-        q, k = _normal(q), _normal(k)
+    q, k = _prepared(q, k, normalize, scale)
     q, k, v, g, beta = (_per_head(x, heads) for x in (q, k, v, g, beta))
     # fp64, for differences of these sums are what counts; [B, H, C, dk or 1]
     cum = (g if g.ndim == 4 else g[..., None]).double().cumsum(2)
@@ -135,28 +138,14 @@ def _decayed_products(both: Tensor, k: Tensor, cum: Tensor) -> Tensor:
     return torch.cat((F.pad(first, (0, half)), torch.cat((across, second), dim=-1)), dim=-2)
 
 
-def _token(state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool) -> tuple[Tensor, Tensor]:
+def _token(state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
     """One token by the definition."""
     q, k, v, g, beta, run, before = along
     heads, dtype = v.shape[2], v.dtype
-    if normalize:
-        q, k = _normal(q), _normal(k)
+    q, k = _prepared(q, k, normalize, scale)
     q, k, v, g, beta = (_per_head(x, heads)[:, :, 0] for x in (q, k, v, g, beta))
     decay = (g if g.ndim == 3 else g[..., None]).exp()[..., None]  # [B, H, dk or 1, 1]
     state = (state * decay).where((run == before)[..., None, None], 0)
     correction = beta[..., None] * (v - (k[..., None, :] @ state)[..., 0, :])
     state = state + k[..., None] * correction[..., None, :]
     return (q[..., None, :] @ state).transpose(1, 2).to(dtype), state
-
-
-def _steps(normalize: bool) -> tuple[Any, Any]:
-    def chunk(state: Tensor, along: tuple[Tensor, ...], constants: Any) -> tuple[Tensor, Tensor]:
-        return _chunk(state, along, constants, normalize=normalize)
-
-    def token(state: Tensor, along: tuple[Tensor, ...], constants: Any) -> tuple[Tensor, Tensor]:
-        return _token(state, along, constants, normalize=normalize)
-
-    return chunk, token
-
-
-_PLAIN, _NORMALIZED = _steps(False), _steps(True)

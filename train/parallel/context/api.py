@@ -35,6 +35,7 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
 from fnmodels.inputs.mask import Mask
+from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.attention.select import attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
@@ -80,6 +81,11 @@ def shard_batch(
     if length % ranks:
         raise ValueError(
             f"Rows of {length} tokens do not divide by cp = {ranks}: pad them to a multiple (segment 0, labels -100)."
+        )
+    if ranks > 1 and config is not None and (ordered := ordered_kinds(config)):
+        raise ValueError(
+            f"The layers {', '.join(ordered)} of {type(config).__module__} read tokens in their order, and a rank "
+            "would need the state that another one ends with: cp must be 1 for this model."
         )
     if isinstance(order, str):
         order = head_tail_order(length, ranks) if order == "head_tail" else _mask_order(batch, ranks, order, config)

@@ -1,0 +1,286 @@
+"""Qwen3-Next and the text models of Qwen3.5: three layers of Gated DeltaNet (arXiv 2412.06464) to one of attention.
+
+A linear layer has short convolutions before the delta rule and a gated norm after it. A full layer has gated attention,
+per-head query and key norms, and rotates a quarter of each head. Qwen3-Next and the mixtures of Qwen3.5 have experts
+with a gated shared expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.inputs.order import Segments, last_segment
+from fnmodels.models.common import decoder
+from fnmodels.models.common import moe as mixture
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.spec import (
+    Leaf,
+    LogUniform,
+    bias,
+    decoder_leaves,
+    head_norms,
+    moe_leaves,
+    norm,
+    usual_attention,
+    usual_mlp,
+    weight,
+)
+from fnmodels.models.common.storage import Stored, TensorSlice, fuse
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops.moe.layer import MOE_TAPS
+from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
+from fnmodels.ops.norm import rms_norm_zero_centered, upcast
+from fnmodels.ops.qkv import project_out, project_qkv, split_heads
+from fnmodels.ops.recurrent.conv import short_conv
+from fnmodels.ops.recurrent.delta_rule import delta_rule
+from fnmodels.ops.recurrent.gated_norm import norm_then_silu
+from fnmodels.ops.rotary import apply_rotary
+from fnmodels.tree import Tree, flatten
+
+MODEL_TYPES = ("qwen3_next",)
+KINDS = ("linear_moe", "full_moe", "linear", "full")
+ROUTED = True
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
+TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+LEFTOVERS = (r"mtp\..*",)  # the block that predicts further tokens, which transformers does not read either
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches; intermediate_size is that of dense layers. Defaults are those of Qwen3-Next."""
+
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    num_experts: int = 0  # 0: no layer has experts
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # of one expert
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    model_type: str = field(default="qwen3_next", compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(kind.endswith("_moe") for kind in self.layer_kinds):
+            mixture.check_experts(self.num_experts, self.num_experts_per_tok)
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of linear_num_key_heads "
+                f"{self.linear_num_key_heads}."
+            )
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        usual = decoder.base_fields(
+            fields, MODEL_TYPES, theta=1e4, partial=0.25, max_positions=32768, kv_heads=2, head_dim=256
+        )
+        layers = usual["num_hidden_layers"]
+        experts, chosen = mixture.experts_from_hf(fields, 512, 10, layers)
+        sparse = mixture.sparse_layers(fields, layers)
+        names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+        defaults = {"linear_num_key_heads": 16, "linear_conv_kernel_dim": 4}
+        config = Config(
+            **usual,
+            **{name: fields.integer(name, defaults.get(name, 128), high=1 << 16) for name in names},
+            linear_num_value_heads=fields.integer("linear_num_value_heads", 32, high=1 << 16),
+            num_experts=experts,
+            num_experts_per_tok=chosen,
+            moe_intermediate_size=fields.integer("moe_intermediate_size", 512),
+            shared_expert_intermediate_size=fields.integer("shared_expert_intermediate_size", 512),
+            norm_topk_prob=fields.boolean("norm_topk_prob", True),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            attention_bias=fields.boolean("attention_bias", False),
+            layer_kinds=tuple(
+                ("linear" if near else "full") + ("_moe" if e else "")
+                for near, e in zip(_linear_layers(fields, layers), sparse, strict=True)
+            ),
+        )
+        return decoder.finished(config, fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
+        names = ["rms_norm_eps", "hidden_act", "attention_bias", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
+        names += ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"]
+        names += ["linear_conv_kernel_dim", "moe_intermediate_size", "shared_expert_intermediate_size"]
+        linear_ones = [kind.startswith("linear") for kind in self.layer_kinds]
+        own: dict[str, Any] = {"layer_types": decoder.layer_types(linear_ones, "linear_attention")}
+        own |= {"mlp_only_layers": [i for i, kind in enumerate(self.layer_kinds) if not kind.endswith("_moe")]}
+        own |= {"decoder_sparse_step": 1}
+        return decoder.decoder_to_hf(self, "Qwen3NextForCausalLM", *names, **own)
+
+
+def _linear_layers(fields: Fields, layers: int) -> list[bool]:
+    """Which layers are linear: from `layer_types`, or all but every `full_attention_interval`th."""
+    every = fields.integer("full_attention_interval", 4)
+    return decoder.sliding_layers(fields, [(i + 1) % every != 0 for i in range(layers)], "linear_attention")
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]; norms on the stream and per head are initialized to 0: 1 is added to them."""
+    D, std = config.hidden_size, config.initializer_range
+    shared = config.shared_expert_intermediate_size
+
+    def layer(kind: str) -> Tree:
+        experts = (config.num_experts, config.moe_intermediate_size)
+        sparse = kind.endswith("_moe")
+        mlp = moe_leaves(D, *experts, std=std, shared=shared, shared_gate=True) if sparse else usual_mlp(config)
+        norms = {name: norm(D, "embed", 0.0) for name in ("input_layernorm", "post_attention_layernorm")}
+        return {**norms, "attention": (_linear_leaves if _is_linear(kind) else _full_leaves)(config), "mlp": mlp}
+
+    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds]) | {"norm": norm(D, "embed", 0.0)}
+
+
+def _is_linear(kind: str) -> bool:
+    return kind.startswith("linear")
+
+
+def _full_leaves(config: Config) -> dict[str, Leaf]:
+    biased, D, H = config.attention_bias, config.hidden_size, config.head_dim
+    leaves = usual_attention(config, qkv_bias=biased, o_bias=biased) | head_norms(config, 0.0)
+    rows = config.num_attention_heads * H
+    leaves["gate_proj"] = weight((rows, D), ("heads", "embed"), config.initializer_range, unit=H)
+    return leaves | ({"gate_bias": bias(rows, "heads", unit=H)} if biased else {})
+
+
+def _linear_leaves(config: Config) -> dict[str, Leaf]:
+    """Projections to queries and keys (key heads), values, output gate z, decay a and strength b (value heads)."""
+    D, K, std = config.hidden_size, config.linear_conv_kernel_dim, config.initializer_range
+    dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
+    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    sizes = {"q": (keys, dk), "k": (keys, dk), "v": (heads, dv), "z": (heads, dv), "b": (heads, 1), "a": (heads, 1)}
+    leaves: dict[str, Leaf] = {}
+    for name, (count, unit) in sizes.items():
+        axis = "linear_kv_heads" if name in "qk" else "linear_heads"
+        leaves[f"{name}_proj"] = weight((count * unit, D), (axis, "embed"), std, unit=unit)
+        if name in "qkv":
+            leaves[f"{name}_conv"] = weight((count * unit, 1, K), (axis, "one", "kernel"), std, unit=unit)
+    leaves["A_log"] = Leaf((heads,), torch.float32, ("linear_heads",), LogUniform(0.01, 16.0), decay=False)
+    leaves["dt_bias"] = norm(heads, "linear_heads")
+    leaves["norm"] = norm(dv, "linear_head_dim")
+    return leaves | {"o_proj": weight((D, heads * dv), ("embed", "linear_heads"), std, unit=dv)}
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}, with one tensor per expert; slices of fused projections."""
+    flat = flatten(spec(config))
+    names: dict[str, Stored] = {path: mixture.moe_name(path, config.num_experts or 1) for path in flat}
+    for index, kind in enumerate(config.layer_kinds):
+        where = f"layers.{index}.attention"
+        own = {path.rpartition(".")[2]: path for path in flat if path.startswith(f"{where}.")}
+        if _is_linear(kind):
+            names |= _linear_names(config, f"model.layers.{index}.linear_attn", own, flat)
+        else:
+            names |= _gated_names(config, f"model.layers.{index}.self_attn", own)
+    return names
+
+
+def _gated_names(config: Config, there: str, own: Mapping[str, str]) -> dict[str, Stored]:
+    """A head's rows of q_proj are its query, then its gate."""
+    H, heads = config.head_dim, config.num_attention_heads
+    found: dict[str, Stored] = {}
+    for kind, suffix in (("proj", "weight"), ("bias", "bias")):
+        for i, name in enumerate(("q", "gate")):
+            if f"{name}_{kind}" in own:
+                rows = {"start": i * H, "stop": (i + 1) * H, "rows": 2 * heads * H, "groups": heads}
+                found[own[f"{name}_{kind}"]] = TensorSlice(f"{there}.q_proj.{suffix}", **rows)
+    return found
+
+
+def _linear_names(config: Config, there: str, own: Mapping[str, str], flat: Mapping[str, Leaf]) -> dict[str, Stored]:
+    names: dict[str, Stored] = {own[name]: f"{there}.{name}" for name in ("A_log", "dt_bias")}
+    names |= {own["norm"]: f"{there}.norm.weight", own["o_proj"]: f"{there}.out_proj.weight"}
+    names |= fuse(f"{there}.conv1d.weight", {own[f"{n}_conv"]: flat[own[f"{n}_conv"]].shape[0] for n in "qkv"})
+    for fused, parts in (("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")):
+        rows = {own[f"{n}_proj"]: flat[own[f"{n}_proj"]].shape[0] for n in parts}
+        names |= fuse(f"{there}.{fused}.weight", rows, groups=config.linear_num_key_heads)
+    return names
+
+
+def cache_spec(config: Config, kind: str) -> dict[str, Any]:
+    """{name: (shape without batch, dtype or None)} of the state of a linear layer."""
+    heads, dk, dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    width = 2 * config.linear_num_key_heads * dk + heads * dv
+    tail = (config.linear_conv_kernel_dim - 1, width)
+    return {"conv": (tail, None), "state": ((heads, dk, dv), torch.float32), "segment": ((), torch.int64)}
+
+
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and output head: logits [B, S, V]."""
+    normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
+    return linear(normed, decoder.head(params, config))
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    eps = config.rms_norm_eps
+    normed = rms_norm_zero_centered(x, layer["input_layernorm"], eps=eps)
+    if _is_linear(kind):
+        mixed = _gated_delta_net(layer["attention"], normed, mask, config, ctx)
+    else:
+        mixed = _gated_attention(layer["attention"], normed, mask, freqs, config, ctx)
+    x = ctx.tap("middle", x + ctx.tap("attention", mixed))
+    normed = rms_norm_zero_centered(x, layer["post_attention_layernorm"], eps=eps)
+    if not kind.endswith("_moe"):
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    chosen, renormalize = config.num_experts_per_tok, config.norm_topk_prob
+    route = functools.partial(softmax_top_k, k=chosen, renormalize=renormalize, dtype=ROUTER.output_dtype(x.dtype))
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act))
+
+
+def _gated_attention(weights: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Config, ctx: Context) -> Tensor:
+    """Attention of x [B, S, D], each head times the sigmoid of its gate."""
+    q, k, v = project_qkv(weights, x, head_dim=config.head_dim)
+    gate = split_heads(linear(x, weights["gate_proj"], weights.get("gate_bias")), config.head_dim)
+    q = rms_norm_zero_centered(q, weights["q_norm"], eps=config.rms_norm_eps)
+    k = rms_norm_zero_centered(k, weights["k_norm"], eps=config.rms_norm_eps)
+    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
+    return project_out(weights, mixed * torch.sigmoid(gate))
+
+
+def _gated_delta_net(weights: Tree, x: Tensor, mask: Segments, config: Config, ctx: Context) -> Tensor:
+    """Short convolutions, the delta rule and a gated norm on x [B, S, D]."""
+    state, ids, kernel = ctx.state() or {}, mask.segment_ids, ctx.options.kernel
+    last = state.get("segment")
+    projected = [linear(x, weights[f"{name}_proj"]) for name in "qkv"]
+    widths = [part.shape[-1] for part in projected]
+    tails = state["conv"].split(widths, -1) if state else [None] * 3
+    mixed, kept = [], []
+    for name, part, tail in zip("qkv", projected, tails, strict=True):
+        taps = weights[f"{name}_conv"][:, 0]
+        y, after = short_conv(part, taps, None, ids, tail, last, silu=True, kernel=kernel)
+        mixed.append(y)
+        kept.append(after)
+    dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
+    q, k, v = (split_heads(t, size) for t, size in zip(mixed, (dk, dk, dv), strict=True))
+    beta = torch.sigmoid(linear(x, weights["b_proj"]))
+    a, bias_ = upcast(linear(x, weights["a_proj"])), weights["dt_bias"]
+    g = -upcast(weights["A_log"]).exp() * F.softplus(a + bias_)
+    how: dict[str, Any] = {"scale": dk**-0.5, "normalize": True, "kernel": kernel}
+    o, S = delta_rule(q, k, v, g, beta, ids, state.get("state"), last, **how)
+    ctx.keep(conv=torch.cat(kept, -1), state=S, segment=last_segment(ids, last).expand(x.shape[0]))
+    z = split_heads(linear(x, weights["z_proj"]), dv)
+    return project_out(weights, norm_then_silu(o, z, weights["norm"], eps=config.rms_norm_eps))

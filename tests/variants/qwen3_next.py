@@ -1,0 +1,78 @@
+"""Tiny configurations of Qwen3-Next and Qwen3.5, one per way in which their maths can differ, and published sizes."""
+
+import json
+from typing import Any
+
+from fnmodels.ops.moe.router import RouterDtypes
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "rms_norm_eps": 1e-2,
+    "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    own = {"mlp_only_layers": [1, 2], "norm_topk_prob": False, "attention_bias": True, "linear_conv_kernel_dim": 3}
+    types = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
+    return {
+        "qwen3_next": TINY,
+        "qwen3_next_dense_tied": TINY
+        | own
+        | {"num_hidden_layers": 4, "layer_types": types}
+        | {"tie_word_embeddings": True, "linear_num_value_heads": 3, "linear_num_key_heads": 3},
+    }
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published members."""
+    return {"qwen3_next_80b_a3b": FILES["qwen3-next-80b-a3b"]}
+
+
+def sizes() -> dict[str, int]:
+    """{name of a published member: how many parameters it has, as published}."""
+    return {"qwen3_next_80b_a3b": 79_674_391_296}
+
+
+SEEDS = {"qwen3_next": 0, "qwen3_next_dense_tied": 0}
+BLIND = {"qwen3_next": {"intermediate_size"}}
+
+TOTALS: dict[str, int | str] = {"qwen3-next-80b-a3b": 79_674_391_296}
+
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "qwen3-next-80b-a3b": {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "attention_bias": false,
+    "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+    "mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": true, "num_attention_heads": 16,
+    "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+    "output_router_logits": false, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": null,
+    "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": true,
+    "use_sliding_window": false, "vocab_size": 151936
+  }
+}""")
+
+ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")  # as in transformers 5.23
