@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fnmodels import family_of, forward, prepare, tree
 from fnmodels.errors import MismatchError, UnsupportedError, UserError
-from fnmodels.models.common.registry import DecoderConfig, may_have
+from fnmodels.models.common.registry import DecoderConfig, may_have, ordered_kinds
 from fnmodels.models.common.storage import extract_parameter
 from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
@@ -200,7 +200,10 @@ def _batches(config: DecoderConfig, length: int) -> list[Batch]:
     found = [Batch("plain", positions, ones), Batch("padded", positions, padding), Batch("packed", restarted, second)]
     if length + SHIFT <= config.max_position_embeddings:
         found.append(Batch("shifted", positions + SHIFT, ones))
-    return [batch for batch in found if batch.form not in _THEIR_MISTAKES.get(config.model_type, ())]
+    wrong = _THEIR_MISTAKES.get(config.model_type, ())
+    if ordered_kinds(config):  # their convolutions and states run on from one document into the next
+        wrong += ("packed",)
+    return [batch for batch in found if batch.form not in wrong]
 
 
 def _unreached(config: DecoderConfig, length: int) -> list[str]:

@@ -52,6 +52,13 @@ KINDS = ("linear_moe", "full_moe", "linear", "full")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+_LINEAR_SIZES = {  # of linear layers, with the defaults of absent fields
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 LEFTOVERS = (r"mtp\..*",)  # the block that predicts further tokens, which transformers does not read either
 
 
@@ -93,12 +100,13 @@ class Config(decoder.BaseConfig):
         layers = usual["num_hidden_layers"]
         experts, chosen = mixture.experts_from_hf(fields, 512, 10, layers)
         sparse = mixture.sparse_layers(fields, layers)
-        names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
-        defaults = {"linear_num_key_heads": 16, "linear_conv_kernel_dim": 4}
+        fields.expect("use_sliding_window", False)
+        sizes: dict[str, Any] = {
+            name: fields.integer(name, default, high=1 << 16) for name, default in _LINEAR_SIZES.items()
+        }
         config = Config(
             **usual,
-            **{name: fields.integer(name, defaults.get(name, 128), high=1 << 16) for name in names},
-            linear_num_value_heads=fields.integer("linear_num_value_heads", 32, high=1 << 16),
+            **sizes,
             num_experts=experts,
             num_experts_per_tok=chosen,
             moe_intermediate_size=fields.integer("moe_intermediate_size", 512),
@@ -116,8 +124,7 @@ class Config(decoder.BaseConfig):
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         names = ["rms_norm_eps", "hidden_act", "attention_bias", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
-        names += ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"]
-        names += ["linear_conv_kernel_dim", "moe_intermediate_size", "shared_expert_intermediate_size"]
+        names += [*_LINEAR_SIZES, "moe_intermediate_size", "shared_expert_intermediate_size"]
         linear_ones = [kind.startswith("linear") for kind in self.layer_kinds]
         own: dict[str, Any] = {"layer_types": decoder.layer_types(linear_ones, "linear_attention")}
         own |= {"mlp_only_layers": [i for i, kind in enumerate(self.layer_kinds) if not kind.endswith("_moe")]}
@@ -197,8 +204,8 @@ def _gated_names(config: Config, there: str, own: Mapping[str, str]) -> dict[str
     for kind, suffix in (("proj", "weight"), ("bias", "bias")):
         for i, name in enumerate(("q", "gate")):
             if f"{name}_{kind}" in own:
-                rows = {"start": i * H, "stop": (i + 1) * H, "rows": 2 * heads * H, "groups": heads}
-                found[own[f"{name}_{kind}"]] = TensorSlice(f"{there}.q_proj.{suffix}", **rows)
+                rows = TensorSlice(f"{there}.q_proj.{suffix}", i * H, (i + 1) * H, 2 * heads * H, groups=heads)
+                found[own[f"{name}_{kind}"]] = rows
     return found
 
 

@@ -33,13 +33,13 @@ TINY: dict[str, Any] = {
 
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
-    own = {"mlp_only_layers": [1, 2], "norm_topk_prob": False, "attention_bias": True, "linear_conv_kernel_dim": 3}
-    types = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
+    own = {"mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True, "linear_conv_kernel_dim": 3}
+    types = ["full_attention", "linear_attention", "linear_attention"]
     return {
         "qwen3_next": TINY,
         "qwen3_next_dense_tied": TINY
         | own
-        | {"num_hidden_layers": 4, "layer_types": types}
+        | {"num_hidden_layers": 3, "layer_types": types}
         | {"tie_word_embeddings": True, "linear_num_value_heads": 3, "linear_num_key_heads": 3},
     }
 
@@ -54,6 +54,7 @@ def sizes() -> dict[str, int]:
     return {"qwen3_next_80b_a3b": 79_674_391_296}
 
 
+SEPARATE = {"packed": "the convolution and the state run on from one document into the next"}
 SEEDS = {"qwen3_next": 0, "qwen3_next_dense_tied": 0}
 BLIND = {"qwen3_next": {"intermediate_size"}}
 

@@ -180,6 +180,6 @@ def _differentiable(
         shifted = F.pad(upcast(x)[:, :-j], (0, 0, min(j, x.shape[1]), 0))
         y = y + shifted * read[j - 1].view(x.shape[:2])[..., None] * upcast(weight)[:, -1 - j]
     y = F.silu(y.to(x.dtype)) if silu else y.to(x.dtype)
-    wanted = [t for t, need in zip((x, weight, bias), needed, strict=False) if need]
+    wanted = [t for t, need in zip((x, weight, bias), needed, strict=False) if need and t is not None]
     found = iter(torch.autograd.grad(y, wanted, grad_y, create_graph=True, materialize_grads=True))
     return tuple(next(found) if need else None for need in needed[:3]) + (None, None)

@@ -23,7 +23,7 @@ from torch import Tensor
 from fnmodels.inputs.order import runs
 from fnmodels.ops.norm import upcast
 
-from .scan import scan
+from .scan import decay_in_document, earlier_of_document, scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
 
@@ -84,20 +84,19 @@ def _prepared(q: Tensor, k: Tensor, normalize: bool, scale: float) -> tuple[Tens
 def _chunk(state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta, run, before = along
     heads, tokens, dtype = v.shape[2], v.shape[1], v.dtype
+    same = earlier_of_document(run)
+    cum = decay_in_document(g if g.ndim == 4 else g[..., None], same).transpose(1, 2)  # [B, H, C, dk or 1]
     q, k = _prepared(q, k, normalize, scale)
-    q, k, v, g, beta = (_per_head(x, heads) for x in (q, k, v, g, beta))
-    # fp64, for differences of these sums are what counts; [B, H, C, dk or 1]
-    cum = (g if g.ndim == 4 else g[..., None]).double().cumsum(2)
+    q, k, v, beta = (_per_head(x, heads) for x in (q, k, v, beta))
     # Decay since the chunk began, 0 where the state is of another document; until it ends, 0 for earlier documents.
-    since = cum.to(g.dtype).exp().where((run == before[:, :1])[:, None, :, None], 0)
-    until = (cum[:, :, -1:] - cum).to(g.dtype).exp().where((run == run[:, -1:])[:, None, :, None], 0)
-    earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=v.device).tril()
-    same = ((run[:, :, None] == run[:, None, :]) & earlier)[:, None, None]
+    since = cum.to(k.dtype).exp().where((run == before[:, :1])[:, None, :, None], 0)
+    until = (cum[:, :, -1:] - cum).to(k.dtype).clamp(max=0).exp().where((run == run[:, -1:])[:, None, :, None], 0)
+    same = same[:, None, None]
     both = torch.stack((k, q), dim=2)  # [B, H, 2, C, dk]
     if g.ndim == 4:
         pairs = _decayed_products(both, k, cum).where(same, 0)
     else:
-        decay = (cum - cum.transpose(-1, -2)).to(g.dtype)[:, :, None].masked_fill(~same, -torch.inf).exp()
+        decay = (cum - cum.transpose(-1, -2)).to(k.dtype)[:, :, None].masked_fill(~same, -torch.inf).exp()
         pairs = (both @ k[:, :, None].transpose(-1, -2)) * decay
     read = (both * since[:, :, None]).flatten(2, 3) @ state
     from_k, from_q = read.unflatten(2, (2, tokens)).unbind(2)
@@ -115,8 +114,8 @@ def _decayed_products(both: Tensor, k: Tensor, cum: Tensor) -> Tensor:
     """sum over c of both[.., i, c] k[.., j, c] exp(cum[.., i, c] - cum[.., j, c]) for j <= i: [..., 2, C, C].
 
     exp(cum_i) exp(-cum_j) would overflow where the decay is fast. Halves of the chunk are taken apart: between them
-    exp(cum_i - m) and exp(m - cum_j) are both at most 1, with m the value at the border; values above the diagonal mean
-    nothing.
+    exp(cum_i - m) and exp(m - cum_j) are both at most 1, with m the value at the border. Values above the diagonal, and
+    of tokens of two documents, mean nothing.
     """
     C = k.shape[-2]
     if C <= _BLOCK:
@@ -129,8 +128,8 @@ def _decayed_products(both: Tensor, k: Tensor, cum: Tensor) -> Tensor:
         return _decayed_products(F.pad(both, more), F.pad(k, more), last)[..., :C, :C]
     half = C // 2
     border = cum[..., half - 1 : half, :]
-    queries = both[..., half:, :] * (cum[..., half:, :] - border).to(k.dtype).exp()[..., None, :, :]
-    keys = k[..., :half, :] * (border - cum[..., :half, :]).to(k.dtype).exp()
+    queries = both[..., half:, :] * (cum[..., half:, :] - border).to(k.dtype).clamp(max=0).exp()[..., None, :, :]
+    keys = k[..., :half, :] * (border - cum[..., :half, :]).to(k.dtype).clamp(max=0).exp()
     across = queries @ keys[..., None, :, :].transpose(-1, -2)
     halves = [t.unflatten(-2, (2, half)) for t in (both, k, cum)]
     inside = _decayed_products(halves[0].transpose(-3, -4), *halves[1:])  # [..., 2 halves, 2, half, half]

@@ -20,6 +20,21 @@ from fnmodels.ops.torch_internals import alone
 Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
 
 
+def earlier_of_document(run: Tensor) -> Tensor:
+    """bool [B, C, C] of the runs [B, C] of a chunk's tokens: whether j is of i's document and not later."""
+    earlier = torch.ones(run.shape[1], run.shape[1], dtype=torch.bool, device=run.device).tril()
+    return (run[:, :, None] == run[:, None, :]) & earlier
+
+
+def decay_in_document(g: Tensor, same: Tensor) -> Tensor:
+    """The log decay of each token [B, C, ...] summed since its document or the chunk began, itself included.
+
+    A product with zeros and ones, so that no bit depends on another document; in fp64, because differences of these
+    sums are what counts. same: from `earlier_of_document`.
+    """
+    return (same.double() @ g.double().flatten(2)).view(g.shape)
+
+
 def scan(
     step: Step,
     state: Tensor,
@@ -90,10 +105,7 @@ class _Scan(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative: differentiate the written out form
             return None, None, None, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
         along, constants = tensors[1 : 1 + ctx.count], tensors[1 + ctx.count :]
-        grads = [
-            torch.zeros_like(t) if need and i > ctx.count else torch.empty_like(t) if need and i else None
-            for i, (t, need) in enumerate(zip(tensors, needed, strict=True))
-        ]
+        grads: dict[int, Tensor] = {i: torch.zeros_like(tensors[i]) for i, need in enumerate(needed) if need}
         for index in reversed(range(len(states))):
             part = slice(index * ctx.chunk, (index + 1) * ctx.chunk)
             inputs = [states[index], *(t[:, part] for t in along), *constants]
@@ -112,9 +124,8 @@ class _Scan(torch.autograd.Function):
                     grads[i][:, part] = grad
                 else:
                     grads[i] += grad
-        if needed[0]:
-            grads[0] = grad_last
-        return None, None, None, *grads
+        grads[0] = grad_last
+        return None, None, None, *(grads[i] if need else None for i, need in enumerate(needed))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:

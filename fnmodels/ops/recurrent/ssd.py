@@ -18,7 +18,7 @@ from torch import Tensor
 from fnmodels.inputs.order import runs
 from fnmodels.ops.norm import upcast
 
-from .scan import scan
+from .scan import decay_in_document, earlier_of_document, scan
 
 
 def ssd(
@@ -59,20 +59,18 @@ def ssd(
 def _chunk(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     x, dt, B, C, run, before = along
     A, D = constants
-    groups, tokens = B.shape[2], x.shape[1]
+    groups = B.shape[2]
     wide = upcast(x)
     B, C = (upcast(t).transpose(1, 2) for t in (B, C))  # [rows, G, C, N]
-    # fp64, for differences of these sums are what counts; [rows, G, heads of a group, C]
-    cum = (dt * A).double().cumsum(1).transpose(1, 2).unflatten(1, (groups, -1))
+    same = earlier_of_document(run)
+    cum = decay_in_document(dt * A, same).transpose(1, 2).unflatten(1, (groups, -1))  # [rows, G, heads of a group, C]
     scaled = wide * dt[..., None]
-    earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
-    same = ((run[:, :, None] == run[:, None, :]) & earlier)[:, None, None]
-    decay = (cum[..., :, None] - cum[..., None, :]).to(wide.dtype).masked_fill(~same, -torch.inf).exp()
+    decay = (cum[..., :, None] - cum[..., None, :]).to(wide.dtype).masked_fill(~same[:, None, None], -torch.inf).exp()
     pairs = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2)  # [rows, H, C, C]
     y = (pairs @ scaled.transpose(1, 2)).transpose(1, 2)
     # Decay since the chunk began, 0 where the state is of another document; until it ends, 0 for earlier documents.
     since = cum.to(wide.dtype).exp().where((run == before[:, :1])[:, None, None], 0)
-    until = (cum[..., -1:] - cum).to(wide.dtype).exp().where((run == run[:, -1:])[:, None, None], 0)
+    until = (cum[..., -1:] - cum).to(wide.dtype).clamp(max=0).exp().where((run == run[:, -1:])[:, None, None], 0)
     grouped = state.unflatten(1, (groups, -1))  # [rows, G, heads of a group, P, N]
     read = (C @ grouped.flatten(2, 3).transpose(-1, -2)).unflatten(-1, grouped.shape[2:4])  # [rows, G, C, heads, P]
     read = (read * since.transpose(-1, -2)[..., None]).transpose(1, 2).flatten(2, 3)
