@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments, last_segment
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import (
     Leaf,
     LogUniform,
@@ -34,7 +35,7 @@ from fnmodels.models.common.spec import (
     usual_mlp,
     weight,
 )
-from fnmodels.models.common.storage import Stored, TensorSlice, fuse
+from fnmodels.models.common.storage import Stack, Stored, TensorSlice, disk_name, fuse
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.layer import MOE_TAPS
@@ -47,7 +48,18 @@ from fnmodels.ops.recurrent.gated_norm import norm_then_silu
 from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("qwen3_next",)
+MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+# Defaults of absent fields: key/value heads, experts, top-k.
+_DEFAULTS = {"qwen3_next": (2, 512, 10), "qwen3_5_text": (4, 0, 0), "qwen3_5_moe_text": (2, 256, 8)}
+# Fields of the other towers of qwen3_5 and qwen3_5_moe, without effect on text.
+_VISION = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_ARCHITECTURES = {
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
 KINDS = ("linear_moe", "full_moe", "linear", "full")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
@@ -59,7 +71,8 @@ _LINEAR_SIZES = {  # of linear layers, with the defaults of absent fields
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-LEFTOVERS = (r"mtp\..*",)  # the block that predicts further tokens, which transformers does not read either
+# The block that predicts further tokens, which transformers does not read either, and the vision tower.
+LEFTOVERS = (r"mtp\..*", r"model\.visual\..*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +91,7 @@ class Config(decoder.BaseConfig):
     norm_topk_prob: bool = True
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
+    mrope_section: tuple[int, ...] = ()  # rotary frequencies of time, height and width, which are one for text
     model_type: str = field(default="qwen3_next", compare=False)
 
     def __post_init__(self) -> None:
@@ -94,42 +108,84 @@ class Config(decoder.BaseConfig):
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        text_type = model_type if model_type in _DEFAULTS else f"{model_type}_text"
+        if text_type != model_type:
+            fields = decoder.text_part(fields, text_type, ignored=_VISION)
+        kv_heads, experts, chosen = _DEFAULTS[text_type]
+        fields, sections = _without_sections(fields) if text_type != "qwen3_next" else (fields, ())
+        if text_type == "qwen3_5_moe_text":  # no layer is dense
+            fields = Fields({"intermediate_size": 1, **fields.values}, fields.where)
         usual = decoder.base_fields(
-            fields, MODEL_TYPES, theta=1e4, partial=0.25, max_positions=32768, kv_heads=2, head_dim=256
+            fields, (text_type,), theta=1e4, partial=0.25, max_positions=32768, kv_heads=kv_heads, head_dim=256
         )
         layers = usual["num_hidden_layers"]
-        experts, chosen = mixture.experts_from_hf(fields, 512, 10, layers)
-        sparse = mixture.sparse_layers(fields, layers)
+        if experts:
+            experts, chosen = mixture.experts_from_hf(fields, experts, chosen, layers)
+        sparse = mixture.sparse_layers(fields, layers) if text_type == "qwen3_next" else [experts > 0] * layers
+        wide = ("moe_intermediate_size", "shared_expert_intermediate_size") if experts else ()
         fields.expect("use_sliding_window", False)
+        fields.expect("attn_output_gate", True)
+        fields.expect("mamba_ssm_dtype", "float32")
         sizes: dict[str, Any] = {
             name: fields.integer(name, default, high=1 << 16) for name, default in _LINEAR_SIZES.items()
         }
         config = Config(
-            **usual,
+            **usual | {"model_type": model_type},
             **sizes,
+            **{name: fields.integer(name, 512) for name in wide},
             num_experts=experts,
             num_experts_per_tok=chosen,
-            moe_intermediate_size=fields.integer("moe_intermediate_size", 512),
-            shared_expert_intermediate_size=fields.integer("shared_expert_intermediate_size", 512),
-            norm_topk_prob=fields.boolean("norm_topk_prob", True),
+            norm_topk_prob=fields.boolean("norm_topk_prob", True) if text_type == "qwen3_next" else True,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             attention_bias=fields.boolean("attention_bias", False),
+            mrope_section=sections,
             layer_kinds=tuple(
                 ("linear" if near else "full") + ("_moe" if e else "")
                 for near, e in zip(_linear_layers(fields, layers), sparse, strict=True)
             ),
         )
-        return decoder.finished(config, fields)
+        # the block that predicts further tokens, which is not read
+        return decoder.finished(config, fields, ignored=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"))
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
-        names = ["rms_norm_eps", "hidden_act", "attention_bias", "num_experts", "num_experts_per_tok", "norm_topk_prob"]
-        names += [*_LINEAR_SIZES, "moe_intermediate_size", "shared_expert_intermediate_size"]
+        """A config.json in the current dialect; for model types with `text_config`, without a vision tower.
+
+        Raises ConfigError where `model_type` has no word for this model.
+        """
+        if self.model_type not in _DEFAULTS:
+            text = replace(self, model_type=f"{self.model_type}_text")
+            object.__setattr__(text, "extra", self.extra)
+            outer = {"architectures": [_ARCHITECTURES[self.model_type]], "model_type": self.model_type}
+            return outer | {"tie_word_embeddings": self.tie_word_embeddings, "text_config": text.to_hf()}
+        names = ["rms_norm_eps", "hidden_act", "attention_bias", *_LINEAR_SIZES]
+        if self.model_type != "qwen3_5_text":
+            names += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
         linear_ones = [kind.startswith("linear") for kind in self.layer_kinds]
         own: dict[str, Any] = {"layer_types": decoder.layer_types(linear_ones, "linear_attention")}
-        own |= {"mlp_only_layers": [i for i, kind in enumerate(self.layer_kinds) if not kind.endswith("_moe")]}
-        own |= {"decoder_sparse_step": 1}
-        return decoder.decoder_to_hf(self, "Qwen3NextForCausalLM", *names, **own)
+        if self.model_type == "qwen3_next":
+            names.append("norm_topk_prob")
+            own |= {"mlp_only_layers": [i for i, kind in enumerate(self.layer_kinds) if not kind.endswith("_moe")]}
+            own |= {"decoder_sparse_step": 1}
+        elif self.mrope_section:
+            sections = {"mrope_section": list(self.mrope_section), "mrope_interleaved": True}
+            own["rope_parameters"] = rope_to_hf(self.rope) | sections
+        return decoder.decoder_to_hf(self, _ARCHITECTURES[self.model_type], *names, **own)
+
+
+def _without_sections(fields: Fields) -> tuple[Fields, tuple[int, ...]]:
+    """The fields with a rope of one axis, and its `mrope_section`: for text all axes have the same positions."""
+    rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return fields, ()
+    inner = Fields(rope, f"{fields.where}, rope")
+    inner.expect("mrope_interleaved", True)
+    sections = inner.take("mrope_section", [])
+    if not isinstance(sections, list) or len(sections) not in (0, 3) or any(type(n) is not int for n in sections):
+        raise ConfigError(f"{inner.where}: 'mrope_section' is {shown(sections)}, but must be three integers.")
+    plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+    named = {name: plain for name in ("rope_parameters", "rope_scaling") if fields.values.get(name) == rope}
+    return Fields({**fields.values, **named}, fields.where), tuple(sections)
 
 
 def _linear_layers(fields: Fields, layers: int) -> list[bool]:
@@ -143,12 +199,15 @@ def spec(config: Config) -> Tree:
     D, std = config.hidden_size, config.initializer_range
     shared = config.shared_expert_intermediate_size
 
+    def mlp(kind: str) -> Tree:
+        if not kind.endswith("_moe"):
+            return usual_mlp(config)
+        leaves = moe_leaves(D, config.num_experts, config.moe_intermediate_size, std=std, shared=shared)
+        return leaves | {"shared_expert_gate": weight((1, D), ("one", "embed"), std)}
+
     def layer(kind: str) -> Tree:
-        experts = (config.num_experts, config.moe_intermediate_size)
-        sparse = kind.endswith("_moe")
-        mlp = moe_leaves(D, *experts, std=std, shared=shared, shared_gate=True) if sparse else usual_mlp(config)
         norms = {name: norm(D, "embed", 0.0) for name in ("input_layernorm", "post_attention_layernorm")}
-        return {**norms, "attention": (_linear_leaves if _is_linear(kind) else _full_leaves)(config), "mlp": mlp}
+        return {**norms, "attention": (_linear_leaves if _is_linear(kind) else _full_leaves)(config), "mlp": mlp(kind)}
 
     return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds]) | {"norm": norm(D, "embed", 0.0)}
 
@@ -187,14 +246,24 @@ def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert; slices of fused projections."""
     flat = flatten(spec(config))
     names: dict[str, Stored] = {path: mixture.moe_name(path, config.num_experts or 1) for path in flat}
+    model = "model" if config.model_type in _DEFAULTS else "model.language_model"
+    if model != "model":
+        names = {path: _renamed(name, model) for path, name in names.items()}
     for index, kind in enumerate(config.layer_kinds):
         where = f"layers.{index}.attention"
         own = {path.rpartition(".")[2]: path for path in flat if path.startswith(f"{where}.")}
         if _is_linear(kind):
-            names |= _linear_names(config, f"model.layers.{index}.linear_attn", own, flat)
+            names |= _linear_names(config, f"{model}.layers.{index}.linear_attn", own, flat)
         else:
-            names |= _gated_names(config, f"model.layers.{index}.self_attn", own)
+            names |= _gated_names(config, f"{model}.layers.{index}.self_attn", own)
     return names
+
+
+def _renamed(stored: Stored, model: str) -> Stored:
+    """The name with the prefix of the text model instead of "model"."""
+    if isinstance(stored, Stack):
+        return Stack(tuple(name.replace("model.", f"{model}.", 1) for name in map(disk_name, stored.tensors)))
+    return disk_name(stored).replace("model.", f"{model}.", 1)
 
 
 def _gated_names(config: Config, there: str, own: Mapping[str, str]) -> dict[str, Stored]:
@@ -213,18 +282,13 @@ def _linear_names(config: Config, there: str, own: Mapping[str, str], flat: Mapp
     names: dict[str, Stored] = {own[name]: f"{there}.{name}" for name in ("A_log", "dt_bias")}
     names |= {own["norm"]: f"{there}.norm.weight", own["o_proj"]: f"{there}.out_proj.weight"}
     names |= fuse(f"{there}.conv1d.weight", {own[f"{n}_conv"]: flat[own[f"{n}_conv"]].shape[0] for n in "qkv"})
-    for fused, parts in (("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")):
+    first = config.model_type == "qwen3_next"  # whose rows are those of one key head after the other
+    fused = ("qkvz", "ba") if first else ("qkv", "z", "b", "a")
+    for parts in fused:
         rows = {own[f"{n}_proj"]: flat[own[f"{n}_proj"]].shape[0] for n in parts}
-        names |= fuse(f"{there}.{fused}.weight", rows, groups=config.linear_num_key_heads)
+        groups = config.linear_num_key_heads if first else 1
+        names |= fuse(f"{there}.in_proj_{parts}.weight", rows, groups=groups)
     return names
-
-
-def cache_spec(config: Config, kind: str) -> dict[str, Any]:
-    """{name: (shape without batch, dtype or None)} of the state of a linear layer."""
-    heads, dk, dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    width = 2 * config.linear_num_key_heads * dk + heads * dv
-    tail = (config.linear_conv_kernel_dim - 1, width)
-    return {"conv": (tail, None), "state": ((heads, dk, dv), torch.float32), "segment": ((), torch.int64)}
 
 
 kinds = decoder.kinds
@@ -252,9 +316,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = rms_norm_zero_centered(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
         return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
-    chosen, renormalize = config.num_experts_per_tok, config.norm_topk_prob
-    route = functools.partial(softmax_top_k, k=chosen, renormalize=renormalize, dtype=ROUTER.output_dtype(x.dtype))
-    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act))
+    route = functools.partial(softmax_top_k, k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
 
 
 def _gated_attention(weights: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Config, ctx: Context) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from fnmodels.models import qwen3_next
 from fnmodels.ops.moe.router import RouterDtypes
 
 TINY: dict[str, Any] = {
@@ -31,32 +32,71 @@ TINY: dict[str, Any] = {
 }
 
 
-def variants() -> dict[str, dict[str, Any]]:
-    """{name: config.json}."""
+FIVE = {name: value for name, value in TINY.items() if "intermediate_size" not in name and "experts" not in name}
+FIVE |= {"rope_parameters": TINY["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}}
+
+
+def variants() -> dict[str, Any]:
+    """{name: config.json or Config}."""
     own = {"mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True, "linear_conv_kernel_dim": 3}
     types = ["full_attention", "linear_attention", "linear_attention"]
+    dense = FIVE | {"model_type": "qwen3_5_text", "intermediate_size": 44}
+    moe = FIVE | {"model_type": "qwen3_5_moe_text", "moe_intermediate_size": 20, "num_experts": 5}
+    moe |= {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 28}
+    read = qwen3_next.Config.from_hf
     return {
         "qwen3_next": TINY,
         "qwen3_next_dense_tied": TINY
         | own
         | {"num_hidden_layers": 3, "layer_types": types}
         | {"tie_word_embeddings": True, "linear_num_value_heads": 3, "linear_num_key_heads": 3},
+        "qwen3_5": dense,
+        "qwen3_5_tied": dense | {"tie_word_embeddings": True, "attention_bias": True, "linear_num_value_heads": 2},
+        "qwen3_5_moe": moe,
+        "qwen3_5_wrapped": read({"model_type": "qwen3_5", "text_config": dense}),
+        "qwen3_5_moe_wrapped": read({"model_type": "qwen3_5_moe", "text_config": moe}),
     }
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the largest published members."""
-    return {"qwen3_next_80b_a3b": FILES["qwen3-next-80b-a3b"]}
+    """{name: config.json} of the largest published members; of Qwen3.5, whose defaults transformers holds."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    five = {"vocab_size": 248320, "num_attention_heads": 16, "rope_parameters": rope}
+    dense = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4}
+    sparse = {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256}
+    sparse |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+    return {
+        "qwen3_next_80b_a3b": FILES["qwen3-next-80b-a3b"],
+        "qwen3_5_9b": {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"} | five | dense},
+        "qwen3_5_35b_a3b": {
+            "model_type": "qwen3_5_moe",
+            "text_config": {"model_type": "qwen3_5_moe_text"} | five | sparse,
+        },
+    }
 
 
 def sizes() -> dict[str, int]:
-    """{name of a published member: how many parameters it has, as published}."""
-    return {"qwen3_next_80b_a3b": 79_674_391_296}
+    """{name of a published member: how many parameters its text model has}."""
+    return {
+        "qwen3_next_80b_a3b": 79_674_391_296,
+        "qwen3_5_9b": 8_953_803_264,
+        "qwen3_5_35b_a3b": 34_660_610_688,
+    }
 
 
+NO_FILE = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "published within the text_config of another")
 SEPARATE = {"packed": "the convolution and the state run on from one document into the next"}
-SEEDS = {"qwen3_next": 0, "qwen3_next_dense_tied": 0}
-BLIND = {"qwen3_next": {"intermediate_size"}}
+# Without effect: the width of dense layers without any; the axes of rotary frequencies, for text.
+SECTIONS = {f"mrope_section.{i}" for i in range(3)} | {"mrope_section"}
+BLIND = {
+    "qwen3_next": {"intermediate_size"},
+    "qwen3_5": SECTIONS,
+    "qwen3_5_tied": SECTIONS,
+    "qwen3_5_moe": SECTIONS | {"intermediate_size"},
+    "qwen3_5_wrapped": SECTIONS,
+    "qwen3_5_moe_wrapped": SECTIONS | {"intermediate_size"},
+}
 
 TOTALS: dict[str, int | str] = {"qwen3-next-80b-a3b": 79_674_391_296}
 

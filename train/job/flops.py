@@ -6,7 +6,7 @@
 W counts the matmul weights applied to a token: the head, but not the embedding table; of E experts the k that are
 routed to. Each weight costs 2 FLOPs in the forward pass and 4 in the backward pass, or 2 where it is frozen. Attention
 is causal over a row of S tokens that is one document, so each token attends to S / 2 on average (arXiv 2204.02311,
-appendix B, counts S). Rematerialization is not counted.
+appendix B, counts S). Recurrent layers count by their weights alone. Rematerialization is not counted.
 """
 
 import math
@@ -30,7 +30,7 @@ def flops_per_token(config: DecoderConfig, spec: Tree, length: int) -> float:
             continue
         active = field_of(config, "num_experts_per_tok") / leaf.shape[0] if leaf.axes[0] == "expert" else 1.0
         flops += (6 if leaf.trainable else 4) * math.prod(leaf.shape) * active
-        if path.endswith(".o_proj"):
+        if path.endswith(".o_proj") and leaf.axes[1] == "heads":
             flops += 6 * length * leaf.shape[1]
     return flops
 

@@ -118,10 +118,8 @@ def finished(config: C, fields: Fields, ignored: Sequence[str] = ()) -> C:
     return config
 
 
-ORDERED = (
-    "linear",
-    "conv",
-)  # beginnings of the kinds of layers that read tokens in their order: recurrent, convolution
+# Beginnings of the kinds of layers that read tokens in their order: recurrent layers and convolutions.
+ORDERED = ("linear", "conv")
 
 
 def is_ordered(kind: str) -> bool:

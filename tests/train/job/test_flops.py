@@ -5,7 +5,7 @@ import pytest
 import fnmodels
 import params as P
 from fnmodels import llama, qwen_moe, tree
-from tests.support.cases import cases, generic_params
+from tests.support.cases import attending, attending_layers, cases, generic_params
 from train.job.flops import flops_per_token, peak_memory
 
 SIZES = {
@@ -47,9 +47,11 @@ def test_every_family_has_attention_and_no_more_flops_than_all_its_weights_would
     none, some = (flops_per_token(case.config, spec, length) for length in (0, 7))
     everything = sum(leaf.numel() for leaf in tree.leaves(generic_params(case.config)))
     assert 0 < none < 6 * everything
-    widths = [leaf.shape[1] for path, leaf in tree.flatten(spec).items() if path.endswith("attention.o_proj")]
-    assert len([path for path in tree.flatten(spec) if path.startswith("layers.") and "o_proj" in path]) > 0
-    assert some - none == 6 * 7 * sum(widths[: case.config.num_hidden_layers]) > 0
+    layers = enumerate(spec["layers"])
+    attention = attending_layers(case.config)
+    widths = [layer["attention"]["o_proj"].shape[1] for index, layer in layers if index in attention]
+    assert some - none == 6 * 7 * sum(widths)
+    assert bool(widths) == bool(attending((case,)))
 
 
 def test_memory_is_in_bytes():
