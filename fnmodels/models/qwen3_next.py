@@ -37,7 +37,7 @@ from fnmodels.models.common.spec import (
 )
 from fnmodels.models.common.storage import Stack, Stored, TensorSlice, disk_name, fuse
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm_zero_centered, upcast
@@ -74,6 +74,20 @@ _LINEAR_SIZES = {  # of linear layers, with the defaults of absent fields
 # The block that predicts further tokens, which transformers does not read either, and the vision tower.
 LEFTOVERS = (r"mtp\..*", r"model\.visual\..*")
 
+PRESETS = {
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 262144,
+        "rope_theta": 10000000,
+    }
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(decoder.BaseConfig):
@@ -91,7 +105,8 @@ class Config(decoder.BaseConfig):
     norm_topk_prob: bool = True
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
-    mrope_section: tuple[int, ...] = ()  # rotary frequencies of time, height and width, which are one for text
+    # kept for saving only: the rotary frequencies of time, height and width, which are one for text
+    mrope_section: tuple[int, ...] = field(default=(), compare=False)
     model_type: str = field(default="qwen3_next", compare=False)
 
     def __post_init__(self) -> None:
@@ -130,10 +145,10 @@ class Config(decoder.BaseConfig):
         sizes: dict[str, Any] = {
             name: fields.integer(name, default, high=1 << 16) for name, default in _LINEAR_SIZES.items()
         }
+        sizes |= {name: fields.integer(name, 512) for name in wide}
         config = Config(
             **usual | {"model_type": model_type},
             **sizes,
-            **{name: fields.integer(name, 512) for name in wide},
             num_experts=experts,
             num_experts_per_tok=chosen,
             norm_topk_prob=fields.boolean("norm_topk_prob", True) if text_type == "qwen3_next" else True,
@@ -179,7 +194,7 @@ def _without_sections(fields: Fields) -> tuple[Fields, tuple[int, ...]]:
     if not isinstance(rope, Mapping):
         return fields, ()
     inner = Fields(rope, f"{fields.where}, rope")
-    inner.expect("mrope_interleaved", True)
+    inner.boolean("mrope_interleaved", True)
     sections = inner.take("mrope_section", [])
     if not isinstance(sections, list) or len(sections) not in (0, 3) or any(type(n) is not int for n in sections):
         raise ConfigError(f"{inner.where}: 'mrope_section' is {shown(sections)}, but must be three integers.")
@@ -341,8 +356,8 @@ def _gated_delta_net(weights: Tree, x: Tensor, mask: Segments, config: Config, c
     mixed, kept = [], []
     for name, part, tail in zip("qkv", projected, tails, strict=True):
         taps = weights[f"{name}_conv"][:, 0]
-        y, after = short_conv(part, taps, None, ids, tail, last, silu=True, kernel=kernel)
-        mixed.append(y)
+        y, after = short_conv(part, taps, None, ids, tail, last, silu=config.hidden_act == "silu", kernel=kernel)
+        mixed.append(y if config.hidden_act == "silu" else ACTIVATIONS[config.hidden_act](y))
         kept.append(after)
     dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
     q, k, v = (split_heads(t, size) for t, size in zip(mixed, (dk, dk, dv), strict=True))

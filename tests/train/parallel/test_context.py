@@ -368,3 +368,15 @@ def test_batches_that_do_not_divide_are_refused() -> None:
         context.shard_batch(batch, 0, 2, order="tail", config=config_of("llama_tied"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass config= too"):
         context.shard_batch(batch, 0, 2, order="mask")
+
+
+@pytest.mark.parametrize("name", [case.name for case in cases.richest() if cases.is_ordered(case)])
+def test_layers_that_depend_on_order_are_refused(name: str) -> None:
+    """A rank would need the state with which the one before it ends."""
+    config = next(case.config for case in cases.cases() if case.name == name)
+    batch = cases.batch_of(config, cases.segments((8,)))
+    rows = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
+    for order in ("mask", "head_tail", None):
+        with pytest.raises(ValueError, match=r"read tokens in their order, .* cp must be 1"):
+            context.shard_batch(rows, 0, 2, order=order, config=config)
+    assert context.shard_batch(rows, 0, 1, config=config).keys() == rows.keys()

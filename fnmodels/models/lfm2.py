@@ -1,0 +1,214 @@
+"""LFM2: short gated convolutions in most layers, and attention with per-head query and key norms in the others.
+
+A convolution layer multiplies its input by a gate before a causal convolution of a few tokens, and the result by
+another gate (arXiv 2511.23404).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.inputs.order import Segments, last_segment
+from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.spec import (
+    Leaf,
+    bias,
+    decoder_leaves,
+    head_norms,
+    layer_leaves,
+    usual_attention,
+    usual_mlp,
+    weight,
+)
+from fnmodels.models.common.storage import Stored, fuse
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops.norm import rms_norm
+from fnmodels.ops.qkv import project_out, project_qkv
+from fnmodels.ops.recurrent.conv import short_conv
+from fnmodels.ops.rotary import apply_rotary
+from fnmodels.tree import Tree, flatten
+
+MODEL_TYPES = ("lfm2",)
+KINDS = ("conv", "full")
+TAPS = ("attention", "middle", "mlp")
+
+_PRESET = {
+    "model_type": "lfm2",
+    "vocab_size": 65536,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+}
+PRESETS = {
+    "lfm2-350m": _PRESET | {"hidden_size": 1024, "intermediate_size": 6656, "num_attention_heads": 16},
+    "lfm2-1.2b": _PRESET | {"hidden_size": 2048, "intermediate_size": 12288, "num_attention_heads": 32},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(decoder.BaseConfig):
+    """Sizes and switches; intermediate_size is that of the MLP, after all adjustments of config.json."""
+
+    conv_kernel: int = 3
+    conv_bias: bool = False
+    rms_norm_eps: float = 1e-5
+    model_type: str = field(default="lfm2", compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.conv_kernel, bool) or not isinstance(self.conv_kernel, int) or self.conv_kernel < 2:
+            raise ConfigError(f"conv_kernel is {self.conv_kernel!r}; it must be an integer of at least 2.")
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = _renamed(Fields(values))
+        usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e6, max_positions=128000, tied=True, kv_heads=8)
+        layers = usual["num_hidden_layers"]
+        attends = fields.take("full_attn_idxs", list(range(layers)))
+        if not isinstance(attends, list) or any(type(i) is not int or not 0 <= i < layers for i in attends):
+            raise ConfigError(f"{fields.where}: 'full_attn_idxs' must be a list of layers below {layers}.")
+        convolves = decoder.sliding_layers(fields, [i not in attends for i in range(layers)], "conv")
+        config = Config(
+            **usual | {"intermediate_size": _inner(fields, usual["intermediate_size"])},
+            conv_kernel=fields.integer("conv_L_cache", 3, low=2, high=1 << 16),
+            conv_bias=fields.boolean("conv_bias", False),
+            rms_norm_eps=fields.number("norm_eps", 1e-5),
+            layer_kinds=tuple("conv" if one else "full" for one in convolves),
+        )
+        # repeated or unused in the published files
+        return decoder.finished(config, fields, ignored=_UNUSED)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        convolves = [kind == "conv" for kind in self.layer_kinds]
+        own: dict[str, Any] = {"layer_types": decoder.layer_types(convolves, "conv"), "norm_eps": self.rms_norm_eps}
+        own |= {"conv_L_cache": self.conv_kernel, "block_auto_adjust_ff_dim": False}
+        return decoder.decoder_to_hf(self, "Lfm2ForCausalLM", "conv_bias", **own)
+
+
+_UNUSED = (
+    *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu"),
+    *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc"),
+)
+
+
+def _renamed(fields: Fields) -> Fields:
+    """The fields under their current names; ConfigError where a published file has both, and they disagree."""
+    values = dict(fields.values)
+    for old, new in (("tie_embedding", "tie_word_embeddings"), ("block_ff_dim", "intermediate_size")):
+        given = values.pop(old, None)
+        if given is not None and values.setdefault(new, given) != given:
+            raise ConfigError(f"{fields.where}: {old!r} and {new!r} disagree.")
+    return Fields(values, fields.where)
+
+
+def _inner(fields: Fields, size: int) -> int:
+    """The width of the MLP: two thirds of `size`, scaled, and rounded up to a multiple, unless the file says no."""
+    adjust = fields.boolean("block_auto_adjust_ff_dim", True)
+    multiple = fields.integer("block_multiple_of", 256)
+    factor = fields.number("block_ffn_dim_multiplier", 1.0)
+    if not adjust:
+        return size
+    scaled = int(factor * int(2 * size / 3))
+    return multiple * -(-scaled // multiple)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D = config.hidden_size
+    full = usual_attention(config) | head_norms(config)
+    layers = [
+        layer_leaves(D, _conv_leaves(config) if kind == "conv" else full, usual_mlp(config))
+        for kind in config.layer_kinds
+    ]
+    return decoder_leaves(config, layers)
+
+
+def _conv_leaves(config: Config) -> dict[str, Leaf]:
+    """The gate before the convolution (b), the one after it (c), what is convolved (x), and the output projection."""
+    D, std = config.hidden_size, config.initializer_range
+    leaves = {f"{name}_proj": weight((D, D), ("conv", "embed"), std) for name in "bcx"}
+    leaves |= {"conv": weight((D, 1, config.conv_kernel), ("conv", "one", "kernel"), std)}
+    leaves |= {"o_proj": weight((D, D), ("embed", "conv"), std)}
+    if config.conv_bias:
+        leaves |= {f"{name}_bias": bias(D, "conv") for name in ("b", "c", "x", "conv")} | {"o_bias": bias(D, "embed")}
+    return leaves
+
+
+_NAMES = {  # of modules on disk
+    ".attention.q_norm.": ".self_attn.q_layernorm.",
+    ".attention.k_norm.": ".self_attn.k_layernorm.",
+    ".self_attn.o_proj.": ".self_attn.out_proj.",
+    ".input_layernorm.": ".operator_norm.",
+    ".post_attention_layernorm.": ".ffn_norm.",
+    ".mlp.gate_proj.": ".feed_forward.w1.",
+    ".mlp.up_proj.": ".feed_forward.w3.",
+    ".mlp.down_proj.": ".feed_forward.w2.",
+    "model.norm.": "model.embedding_norm.",
+    ".q_norm.": ".q_layernorm.",
+    ".k_norm.": ".k_layernorm.",
+}
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}; the projections of a convolution layer are slices of one tensor."""
+    names: dict[str, Stored] = {}
+    for path, name in decoder.hf_names(config).items():
+        for ours, theirs in _NAMES.items():
+            name = name.replace(ours, theirs)
+        names[path] = name
+    D = config.hidden_size
+    for index, kind in enumerate(config.layer_kinds):
+        if kind != "conv":
+            continue
+        ours, theirs = f"layers.{index}.attention", f"model.layers.{index}.conv"
+        for leaf, disk in (("proj", "weight"), ("bias", "bias")):
+            if leaf == "bias" and not config.conv_bias:
+                continue
+            names |= fuse(f"{theirs}.in_proj.{disk}", {f"{ours}.{name}_{leaf}": D for name in "bcx"})
+            names[f"{ours}.o_{leaf}"] = f"{theirs}.out_proj.{disk}"
+            names[f"{ours}.conv" + ("_bias" if leaf == "bias" else "")] = f"{theirs}.conv.{disk}"
+    return {path: names[path] for path in flatten(spec(config))}
+
+
+kinds = decoder.kinds
+attention_masks = decoder.attention_masks
+freqs_cis = decoder.freqs_cis
+embed = decoder.embed
+unembed = decoder.unembed
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    weights, eps = layer["attention"], config.rms_norm_eps
+    normed = rms_norm(x, layer["input_layernorm"], eps=eps)
+    if kind == "conv":
+        mixed = _gated_convolution(weights, normed, mask, ctx)
+    else:
+        q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
+        q, k = rms_norm(q, weights["q_norm"], eps=eps), rms_norm(k, weights["k_norm"], eps=eps)
+        q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+        mixed = project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5))
+    x = ctx.tap("middle", x + ctx.tap("attention", mixed))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+
+
+def _gated_convolution(weights: Tree, x: Tensor, mask: Segments, ctx: Context) -> Tensor:
+    """c * convolution(b * x) of projections of x [B, S, D]."""
+    state, ids = ctx.state() or {}, mask.segment_ids
+    before, after, value = (linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "bcx")
+    last = state.get("segment")
+    taps, added = weights["conv"][:, 0], weights.get("conv_bias")
+    y, tail = short_conv(before * value, taps, added, ids, state.get("conv"), last, kernel=ctx.options.kernel)
+    ctx.keep(conv=tail, segment=last_segment(ids, last).expand(x.shape[0]))
+    return linear(after * y, weights["o_proj"], weights.get("o_bias"))
