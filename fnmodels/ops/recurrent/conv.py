@@ -87,7 +87,8 @@ def _convolved(
     y = y if bias is None else y + upcast(bias)
     for j, source in enumerate(sources, 1):
         at = source[..., None]
-        y = y + wide.gather(1, at.clamp(min=0).expand_as(wide)).where(at >= 0, 0) * upcast(weight)[:, -1 - j]
+        read = wide.gather(1, at.clamp(min=0).expand_as(wide)).where(at >= 0, 0)
+        y = torch.addcmul(y, read, upcast(weight)[:, -1 - j])  # the same bits as `_block`
     y = y.to(x.dtype)
     return F.silu(y) if silu else y
 
