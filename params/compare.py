@@ -69,6 +69,8 @@ _SUBLAYERS = (
     {"attention": "attn", "mlp": "mlp"},  # GPT-2
     {"attention": "attention", "mlp": "mlp"},  # GPT-NeoX
     {"attention": "self_attention", "mlp": "mlp"},  # Falcon
+    {"attention": "linear_attn", "mlp": "mlp"},  # Gated DeltaNet
+    {"attention": "conv", "mlp": "feed_forward"},  # LFM2
 )
 
 
@@ -200,10 +202,14 @@ def _batches(config: DecoderConfig, length: int) -> list[Batch]:
     found = [Batch("plain", positions, ones), Batch("padded", positions, padding), Batch("packed", restarted, second)]
     if length + SHIFT <= config.max_position_embeddings:
         found.append(Batch("shifted", positions + SHIFT, ones))
-    wrong = _THEIR_MISTAKES.get(config.model_type, ())
-    if ordered_kinds(config):  # their convolutions and states run on from one document into the next
-        wrong += ("packed",)
-    return [batch for batch in found if batch.form not in wrong]
+    return [batch for batch in found if batch.form not in their_mistakes(config)]
+
+
+def their_mistakes(config: DecoderConfig) -> tuple[str, ...]:
+    """The arrangements on which transformers itself is wrong for this model."""
+    # Its convolutions and recurrent states run on from one document into the next.
+    ordered = ("packed",) if ordered_kinds(config) else ()
+    return (*_THEIR_MISTAKES.get(config.model_type, ()), *ordered)
 
 
 def _unreached(config: DecoderConfig, length: int) -> list[str]:

@@ -38,7 +38,7 @@ def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFix
     taps = [f"layers.{i}.{name}" for i in range(layers) for name in ("attention", "mlp", "output")]
     # all activations of the plain batch, then the logits of those on which transformers is right
     forms = ["padded", "packed", "shifted"]
-    forms = [form for form in forms if form not in compare._THEIR_MISTAKES.get(case.config.model_type, ())]
+    forms = [form for form in forms if form not in compare.their_mistakes(case.config)]
     if case.config.max_position_embeddings < 24 + 3:
         forms.remove("shifted")
     names = ["embed", *taps, "logits", *(f"logits, {form}" for form in forms)]
