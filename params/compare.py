@@ -45,6 +45,7 @@ _THEIR_MISTAKES = {
     "llama4": ("packed", "shifted"),  # its temperature depends on the index in the row, not on the position
     "llama4_text": ("packed", "shifted"),
 }
+_CLASSES = {"mistral4": "Mistral4ForCausalLM"}  # of model types that AutoModelForCausalLM of 5.23 does not know
 DESCRIPTION = """\
 Load a checkpoint with fnmodels and with a reference, run both in fp32 on one short random batch,
 and print where they first differ: in which leaf, or after which part of which layer, and by how much.
@@ -152,7 +153,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
             "was compared."
         )
         return finite
-    reference = _reference(transformers, folder)
+    reference = _reference(transformers, folder, config.model_type)
     theirs = _on_disk(reference)
     faults = _leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
     if faults:
@@ -242,12 +243,12 @@ def _transformers() -> Any:
         return None
 
 
-def _reference(transformers: Any, folder: Path) -> Any:
+def _reference(transformers: Any, folder: Path, model_type: str) -> Any:
     """The folder's model in transformers: fp32, with the eager implementations of attention and experts."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = getattr(transformers, _CLASSES.get(model_type, "AutoModelForCausalLM")).from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",

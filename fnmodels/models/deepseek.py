@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.errors import UnsupportedError
-from fnmodels.models.common import decoder, mtp
+from fnmodels.models.common import decoder, mla, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops.mla import latent_scale
@@ -94,44 +94,33 @@ class Config:
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        v2 = fields.choice("model_type", MODEL_TYPES) == "deepseek_v2"
-        nope, rotating = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
-        positions, kv_heads = (2048, 0) if v2 else (4096, 128)
-        sizes: Any = {"max_positions": positions, "kv_heads": kv_heads, "head_dim": rotating}
-        usual = decoder.base_fields(fields, MODEL_TYPES, **sizes)
-        # In this family these follow from other fields, and transformers ignores them.
-        for name, value in (("head_dim", rotating), ("num_key_value_heads", usual["num_attention_heads"])):
-            if usual.pop(name) != value:
-                raise UnsupportedError(f"{fields.where}: {name!r} must be {value} in this family.")
-        fields.expect("qk_head_dim", nope + rotating)
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        v2 = model_type == "deepseek_v2"
+        how: dict[str, Any] = {"q_rank": 1536, "nope_dim": 128, "rope_head": True}
+        how |= {"max_positions": 2048, "kv_heads": 0} if v2 else {"max_positions": 4096, "kv_heads": 128}
+        sizes = mla.latent_from_hf(fields, **how)
         fields.expect("moe_layer_freq", 1)
-        layers = usual["num_hidden_layers"]
+        layers = sizes["num_hidden_layers"]
         experts = _v2_experts(fields, layers) if v2 else mixture.grouped_from_hf(fields, layers, dense=3, scale=2.5)
         config = Config(
-            **usual,
+            **sizes,
             **experts,
-            kv_lora_rank=fields.integer("kv_lora_rank"),
-            q_lora_rank=fields.integer("q_lora_rank", 0 if "q_lora_rank" in values else 1536, low=0) or None,  # null
-            qk_nope_head_dim=nope,
-            qk_rope_head_dim=rotating,
-            v_head_dim=fields.integer("v_head_dim"),
-            rope_interleave=fields.boolean("rope_interleave", True),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            attention_bias=fields.boolean("attention_bias", False),
+            rope=rope_from_hf(
+                fields, head_dim=sizes["qk_rope_head_dim"], max_positions=sizes["max_position_embeddings"], theta=1e4
+            ),
+            model_type=model_type,
         )
         # expert parallelism and load balancing in training
         return decoder.finished(config, fields, ignored=("ep_size", "aux_loss_alpha", "seq_aux"))
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
-        names = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-        names += ["rms_norm_eps", "attention_bias", "hidden_act"]
         own = mixture.grouped_to_hf(self) | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         if self.model_type == "deepseek_v2":
             method = "greedy" if self.n_group == 1 else "group_limited_greedy"
             own |= {"scoring_func": "softmax", "topk_method": method}
-            return decoder.decoder_to_hf(self, "DeepseekV2ForCausalLM", *names, **own)
-        names += ["rope_interleave", "num_nextn_predict_layers"]
+            return decoder.decoder_to_hf(self, "DeepseekV2ForCausalLM", *mla.NAMES, **own)
+        names = (*mla.NAMES, "rope_interleave", "num_nextn_predict_layers")
         return decoder.decoder_to_hf(self, "DeepseekV3ForCausalLM", *names, **own)
 
 
@@ -157,8 +146,7 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
-    names = mixture.grouped_names(config, flatten(spec(config)))
-    return {p: n.replace("kv_a_proj", "kv_a_proj_with_mqa") if isinstance(n, str) else n for p, n in names.items()}
+    return mla.latent_names(mixture.grouped_names(config, flatten(spec(config))))
 
 
 hf_copies = mtp.copies
@@ -170,9 +158,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     eps, weights = config.rms_norm_eps, layer["attention"]
     rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
-    widths = {"nope_dim": config.qk_nope_head_dim, "rope_dim": config.qk_rope_head_dim, "value_dim": config.v_head_dim}
-    scale = latent_scale(config.rope, config.qk_nope_head_dim + config.qk_rope_head_dim)
-    mixed = ctx.attend_latent(weights, normed, freqs, mask, **widths, rotate=rotate, scale=scale)
+    widths = mla.latent_widths(config)
+    scale = latent_scale(config.rope, widths.nope + widths.rope)
+    mixed = ctx.attend_latent(weights, normed, freqs, mask, widths=widths, rotate=rotate, scale=scale)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":

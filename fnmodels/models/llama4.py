@@ -12,7 +12,6 @@ import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
@@ -29,7 +28,7 @@ from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_sigmoid
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, rotary_table
+from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, query_temperature, rotary_table
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama4", "llama4_text")
@@ -167,8 +166,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     rotates = {"table": rotary_table(config.rope, config.head_dim, positions, length)}
     still = {"table": no_rotation(positions)}
     if config.attn_temperature_tuning:
-        grown = torch.log1p(torch.floor((positions.double() + 1) / config.floor_scale))
-        still["temperature"] = (1 + config.attn_scale * grown).float()
+        still["temperature"] = query_temperature(positions + 1, beta=config.attn_scale, period=config.floor_scale)
     return {kind: still if "nope" in kind else rotates for kind in sorted(set(config.layer_kinds))}
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds, spec, unembed  # noqa: F401
+from fnmodels.models.common.decoder import freqs_cis_with_temperature as freqs_cis  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm
@@ -67,14 +67,6 @@ class Config(decoder.BaseConfig):
         names = ("rms_norm_eps", "hidden_act", "sliding_window")
         rope = rope_to_hf(self.rope) | temperature
         return decoder.decoder_to_hf(self, "Ministral3ForCausalLM", *names, rope_parameters=rope)
-
-
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:
-    """{kind: {"table": fp32 [B, S, R/2, 2], "temperature": fp32 [B, S]}}."""
-    grown = torch.log1p(torch.floor(positions.double() / config.temperature_length))
-    temperature = (1 + config.temperature_beta * grown).float()
-    tables = decoder.freqs_cis(config, positions, length=length)
-    return {kind: {"table": table, "temperature": temperature} for kind, table in tables.items()}
 
 
 @with_context

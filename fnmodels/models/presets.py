@@ -224,6 +224,8 @@ _GLM45: dict[str, Any] = {
 _GLM45 |= {"partial_rotary_factor": 0.5, "attention_bias": True, "norm_topk_prob": True, "num_experts_per_tok": 8}
 _GLM45 |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1}
 _GLM45 |= {"max_position_embeddings": 131072}
+_MISTRAL4_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "llama_4_scaling_beta": 0.1}
+_MISTRAL4_ROPE |= {"original_max_position_embeddings": 8192, "mscale": 1.0, "mscale_all_dim": 1.0}
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -390,6 +392,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ministral-3-14b": _sized(
         _MINISTRAL3, 5120, 16384, 40, 32, 8, rope_parameters=_MINISTRAL3_ROPE | {"rope_theta": 1e9}
     ),
+    "mistral-small-4": {"model_type": "mistral4", "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 12288}
+    | {"num_hidden_layers": 36, "num_attention_heads": 32, "kv_lora_rank": 256, "v_head_dim": 128}
+    | {"moe_intermediate_size": 2048, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4}
+    | {"rope_parameters": _MISTRAL4_ROPE},
     "gpt-oss-20b": _sized(_GPT_OSS, 2880, 2880, 24, 64, 8, num_local_experts=32),
     "gpt-oss-120b": _sized(_GPT_OSS, 2880, 2880, 36, 64, 8, num_local_experts=128),
     "llama-4-scout": {"model_type": "llama4", "text_config": _SCOUT},

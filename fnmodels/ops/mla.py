@@ -10,6 +10,7 @@ P is the width of the part without position, R that of the part with RoPE, Hv th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,65 +20,55 @@ from .norm import rms_norm
 from .qkv import split_heads
 from .rotary import Rope, yarn_scale
 
-Rotate = Callable[[Tensor, Tensor], Tensor]
-
 LATENT_EPS = 1e-6  # of the latents' norms, whatever eps the config sets for the others
 
+Rotate = Callable[[Tensor, Tensor], Tensor]
 
-def latent_qkv(
-    weights: Mapping[str, Tensor],
-    x: Tensor,
-    freqs: Tensor,
-    *,
-    nope_dim: int,
-    rope_dim: int,
-    value_dim: int,
-    rotate: Rotate,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [B, S, N, P + R], v [B, S, N, Hv] of x [B, S, D].
 
-    weights: queries have a latent of their own if there is a `q_a_proj`; q_a_bias and kv_a_bias are optional.
-    freqs: table [B, S, R/2, 2]. rotate: `apply_rotary` or `apply_rotary_interleaved`.
-    """
-    q = latent_queries(weights, x, freqs, nope_dim=nope_dim, rope_dim=rope_dim, rotate=rotate)
-    latent, rope = latent_keys(weights, x, freqs, rope_dim=rope_dim, rotate=rotate)
-    return q, *expanded(weights, latent, rope, nope_dim=nope_dim, value_dim=value_dim)
+class Widths(NamedTuple):
+    """Widths of a head: P and R of queries and keys, Hv of values."""
+
+    nope: int
+    rope: int
+    value: int
 
 
 def latent_queries(
-    weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, *, nope_dim: int, rope_dim: int, rotate: Rotate
+    weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, *, widths: Widths, rotate: Rotate
 ) -> Tensor:
-    """The queries of `latent_qkv`."""
+    """Queries [B, S, N, P + R] of x [B, S, D], from a latent of their own if there is a `q_a_proj`.
+
+    freqs: table [B, S, R/2, 2]. rotate: `apply_rotary` or `apply_rotary_interleaved`. Biases q_a_bias and kv_a_bias of
+    `weights` are optional.
+    """
     if "q_a_proj" in weights:
         latent = linear(x, weights["q_a_proj"], weights.get("q_a_bias"))
         q = linear(rms_norm(latent, weights["q_a_layernorm"], eps=LATENT_EPS), weights["q_b_proj"])
     else:
         q = linear(x, weights["q_proj"])
-    q_nope, q_rope = split_heads(q, nope_dim + rope_dim).split([nope_dim, rope_dim], dim=-1)
+    q_nope, q_rope = split_heads(q, widths.nope + widths.rope).split([widths.nope, widths.rope], dim=-1)
     return torch.cat((q_nope, rotate(q_rope, freqs)), dim=-1)
 
 
 def latent_keys(
-    weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, *, rope_dim: int, rotate: Rotate
+    weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, *, widths: Widths, rotate: Rotate
 ) -> tuple[Tensor, Tensor]:
     """What a cache holds of x [B, S, D]: the normalized latent [B, S, rank] and the rotated part [B, S, R]."""
     joint = linear(x, weights["kv_a_proj"], weights.get("kv_a_bias"))
-    latent, shared = joint.split([joint.shape[-1] - rope_dim, rope_dim], dim=-1)
+    latent, shared = joint.split([joint.shape[-1] - widths.rope, widths.rope], dim=-1)
     return rms_norm(latent, weights["kv_a_layernorm"], eps=LATENT_EPS), rotate(shared.unsqueeze(-2), freqs).squeeze(-2)
 
 
-def expanded(
-    weights: Mapping[str, Tensor], latent: Tensor, rope: Tensor, *, nope_dim: int, value_dim: int
-) -> tuple[Tensor, Tensor]:
+def expanded(weights: Mapping[str, Tensor], latent: Tensor, rope: Tensor, *, widths: Widths) -> tuple[Tensor, Tensor]:
     """k [B, K, N, P + R] and v [B, K, N, Hv] of the `latent_keys` of K tokens."""
     kv = linear(latent, weights["kv_b_proj"])
-    k_nope, v = split_heads(kv, nope_dim + value_dim).split([nope_dim, value_dim], dim=-1)
+    k_nope, v = split_heads(kv, widths.nope + widths.value).split([widths.nope, widths.value], dim=-1)
     k_rope = rope.unsqueeze(-2).expand(*k_nope.shape[:-1], rope.shape[-1])
     return torch.cat((k_nope, k_rope), dim=-1), v
 
 
 def absorbed(
-    weights: Mapping[str, Tensor], q: Tensor, latent: Tensor, rope: Tensor, *, nope_dim: int
+    weights: Mapping[str, Tensor], q: Tensor, latent: Tensor, rope: Tensor, *, widths: Widths
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """q, k, v of attention over latents, which gives the results of the expanded keys, and what makes these of it.
 
@@ -85,22 +76,22 @@ def absorbed(
     [B, S, N, Hv]. The projection of the latents is applied to queries and results instead of to every key.
     """
     weight = weights["kv_b_proj"].unflatten(0, (q.shape[-2], -1))  # [N, P + Hv, rank]
-    inner = torch.einsum("bsnp,npr->bsnr", q[..., :nope_dim], weight[:, :nope_dim])
-    q = torch.cat((inner, q[..., nope_dim:]), dim=-1)
+    inner = torch.einsum("bsnp,npr->bsnr", q[..., : widths.nope], weight[:, : widths.nope])
+    q = torch.cat((inner, q[..., widths.nope :]), dim=-1)
     k = torch.cat((latent, rope), dim=-1).unsqueeze(-2)
-    return q, k, latent.unsqueeze(-2), lambda mixed: torch.einsum("bsnr,nvr->bsnv", mixed, weight[:, nope_dim:])
+    return q, k, latent.unsqueeze(-2), lambda mixed: torch.einsum("bsnr,nvr->bsnv", mixed, weight[:, widths.nope :])
 
 
-def pays_to_absorb(weight: object, queries: int, keys: int, *, nope_dim: int, rope_dim: int, value_dim: int) -> bool:
+def pays_to_absorb(weight: object, queries: int, keys: int, *, widths: Widths) -> bool:
     """Whether `absorbed` multiplies less than `expanded`: few queries meet many keys. weight: kv_b_proj.
 
     False for a weight that is no plain tensor (an adapter, a shard), which only `linear` can apply.
     """
     if not isinstance(weight, Tensor):
         return False
-    rank, per_head = weight.shape[1], nope_dim + value_dim
-    return queries * (rank * per_head + keys * (2 * rank + rope_dim)) < keys * (
-        rank * per_head + queries * (per_head + rope_dim)
+    rank, per_head = weight.shape[1], widths.nope + widths.value
+    return queries * (rank * per_head + keys * (2 * rank + widths.rope)) < keys * (
+        rank * per_head + queries * (per_head + widths.rope)
     )
 
 

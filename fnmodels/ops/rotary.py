@@ -132,6 +132,15 @@ def _longrope(rope: Rope, base: Tensor, length: Tensor | None) -> Tensor:
     return base / torch.where(is_long, long, short)
 
 
+def query_temperature(positions: Tensor, *, beta: float, period: int) -> Tensor:
+    """1 + beta ln(1 + floor(positions / period)), fp32 in the shape of `positions`: a factor on queries.
+
+    It keeps attention sharp beyond the trained length (Llama 4, arXiv 2501.19399). Computed in fp64.
+    """
+    grown = torch.log1p(torch.floor(positions.double() / period))
+    return (1 + beta * grown).float()
+
+
 def rotary_table(rope: Rope, head_dim: int, positions: Tensor, length: int | Tensor | None = None) -> Tensor:
     """cos and sin of every position: fp32 [B, S, R/2, 2], R the number of rotated dimensions of a head.
 

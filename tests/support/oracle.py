@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 import fnmodels
@@ -12,6 +12,8 @@ from fnmodels import tree
 from fnmodels.models.common import storage
 from tests.support.cases import generic, variants_of
 
+# transformers 5.23 lists it among models with vision only
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 

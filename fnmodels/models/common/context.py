@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.select import attention
-from fnmodels.ops.mla import Rotate, absorbed, expanded, latent_keys, latent_queries, pays_to_absorb
+from fnmodels.ops.mla import Rotate, Widths, absorbed, expanded, latent_keys, latent_queries, pays_to_absorb
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.experts import choose_experts
 from fnmodels.ops.moe.experts_loop import Act
@@ -83,29 +83,30 @@ class Context:
         freqs: Tensor,
         mask: MaskLike,
         *,
-        nope_dim: int,
-        rope_dim: int,
-        value_dim: int,
+        widths: Widths,
         rotate: Rotate,
         scale: float,
+        temperature: Tensor | None = None,
     ) -> Tensor:
-        """Multi-head latent attention of x [B, S, D]: [B, S, N, Hv]; weights and widths as for `latent_qkv`.
+        """Multi-head latent attention of x [B, S, D]: [B, S, N, Hv]; see `fnmodels.ops.mla`.
+
+        temperature: fp32 [B, S], which multiplies the queries.
 
         A cache holds the latents. Few queries that meet many of them have the projection of keys and values applied to
         queries and results instead (no taps q, k and v then).
         """
-        q = latent_queries(weights, x, freqs, nope_dim=nope_dim, rope_dim=rope_dim, rotate=rotate)
-        latent, rope = latent_keys(weights, x, freqs, rope_dim=rope_dim, rotate=rotate)
-        widths = {"nope_dim": nope_dim, "value_dim": value_dim}
+        q = latent_queries(weights, x, freqs, widths=widths, rotate=rotate)
+        q = q if temperature is None else q * temperature[..., None, None].to(q.dtype)
+        latent, rope = latent_keys(weights, x, freqs, widths=widths, rotate=rotate)
         if "cache" not in self.tensors:
-            return self.attend(q, *expanded(weights, latent, rope, **widths), mask, scale=scale)
+            return self.attend(q, *expanded(weights, latent, rope, widths=widths), mask, scale=scale)
         read = self._extend({"latent": latent, "rope": rope})
         latent, rope = read["latent"], read["rope"]
-        absorbs = pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], rope_dim=rope_dim, **widths)
+        absorbs = pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], widths=widths)
         if absorbs and not set(self.taps) & set(ATTENTION_TAPS):
-            q, k, v, out = absorbed(weights, q, latent, rope, nope_dim=nope_dim)
+            q, k, v, out = absorbed(weights, q, latent, rope, widths=widths)
             return out(self._attention(q, k, v, mask, scale=scale))
-        k, v = expanded(weights, latent, rope, **widths)
+        k, v = expanded(weights, latent, rope, widths=widths)
         q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
         return self.tap("z", self._attention(q, k, v, mask, scale=scale))
 

@@ -21,7 +21,7 @@ from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight
-from fnmodels.ops.rotary import Rope, no_rotation, rotary_table
+from fnmodels.ops.rotary import Rope, no_rotation, query_temperature, rotary_table
 from fnmodels.tree import Tree, flatten
 
 from .config_json import LAYERS_LIMIT, Fields, quantization, shown
@@ -165,6 +165,15 @@ def freqs_cis_by_window(
     """As `freqs_cis`, with `config.local_rope` for "sliding" layers and `config.rope` for "full" ones."""
     ropes = {"full": config.rope, "sliding": config.local_rope}
     return {k: rotary_table(ropes[k], config.head_dim, positions, length) for k in sorted(set(config.layer_kinds))}
+
+
+def freqs_cis_with_temperature(
+    config: Any, positions: Tensor, *, length: int | Tensor | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """{kind: {"table": that of `freqs_cis`, "temperature": `query_temperature`, fp32 [B, S]}}."""
+    temperature = query_temperature(positions, beta=config.temperature_beta, period=config.temperature_length)
+    tables = freqs_cis(config, positions, length=length)
+    return {kind: {"table": table, "temperature": temperature} for kind, table in tables.items()}
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Tensor:

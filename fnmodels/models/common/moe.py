@@ -86,6 +86,19 @@ def transposed_experts(ours: str, theirs: str, width: int, inner: int, *, in_tur
     return parts
 
 
+def stacked_experts(where: str, inner: int) -> dict[str, Stored]:
+    """{path: name on disk} of experts [E, out, in] stored as two tensors [E, out, in], gate and up fused in one.
+
+    where: "layers.3.mlp.experts". inner: the width of an expert; its rows of gate come before those of up.
+    """
+    name, rows = f"model.{where}.gate_up_proj", 2 * inner
+    return {
+        f"{where}.gate_proj": TensorSlice(name, 0, inner, rows, batched=True),
+        f"{where}.up_proj": TensorSlice(name, inner, rows, rows, batched=True),
+        f"{where}.down_proj": f"model.{where}.down_proj",
+    }
+
+
 def moe_name(path: str, experts: int) -> Stored:
     """`decoder_name` for MoE layers with one tensor per expert: mlp.gate, mlp.experts.7.up_proj and so on."""
     head, _, last = path.rpartition(".")

@@ -153,7 +153,7 @@ def attention_leaves(
 
 
 def latent_attention_leaves(config: LatentConfig) -> dict[str, Leaf]:
-    """Parameters of multi-head latent attention (`ops.mla.latent_qkv`) and its o projection.
+    """Parameters of multi-head latent attention (`fnmodels.ops.mla`) and its o projection.
 
     attention_bias: of the projections that read x, and of o. "latent" is the axis of both latents; the rows of the
     shared rotary key follow those of the kv latent.

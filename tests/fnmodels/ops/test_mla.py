@@ -10,7 +10,7 @@ import fnmodels
 from fnmodels import Causal, build_mask, deepseek
 from fnmodels.models.common.spec import latent_attention_leaves
 from fnmodels.ops.attention.select import attention
-from fnmodels.ops.mla import LATENT_EPS, latent_qkv, latent_scale
+from fnmodels.ops.mla import LATENT_EPS, Widths, expanded, latent_keys, latent_queries, latent_scale
 from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved, rotary_table
 from tests.support.cases import generic
 
@@ -64,7 +64,12 @@ def test_queries_keys_and_values(q_rank: int | None, biases: bool, interleaved: 
     assert any(name.endswith("bias") for name in weights) == biases
     x, positions = generic("x", torch.empty(2, 5, D)).double(), torch.tensor([[0, 1, 2, 0, 1], [7, 8, 9, 10, 11]])
     rotate = apply_rotary_interleaved if interleaved else apply_rotary
-    got = latent_qkv(weights, x, rotary_table(ROPE, R, positions), nope_dim=P, rope_dim=R, value_dim=HV, rotate=rotate)
+    how = {"widths": Widths(P, R, HV), "rotate": rotate}
+    table = rotary_table(ROPE, R, positions)
+    got = (
+        latent_queries(weights, x, table, **how),
+        *expanded(weights, *latent_keys(weights, x, table, **how), widths=how["widths"]),
+    )
     for b in range(2):
         for t in range(5):
             wanted = reference(weights, x[b, t], int(positions[b, t]), interleaved)

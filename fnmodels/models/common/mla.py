@@ -1,0 +1,58 @@
+"""Default parts of a family with multi-head latent attention (`fnmodels.ops.mla`): Config fields and names on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fnmodels.errors import UnsupportedError
+from fnmodels.ops.mla import Widths
+from fnmodels.ops.mlp import ACTIVATIONS
+
+from .config_json import Fields
+from .decoder import decoder_sizes
+from .registry import LatentConfig
+from .storage import Stored
+
+# Fields that `latent_from_hf` reads and `decoder.decoder_to_hf` writes unchanged.
+NAMES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+NAMES += ("rms_norm_eps", "attention_bias", "hidden_act")
+
+
+def latent_from_hf(
+    fields: Fields, *, max_positions: int, kv_heads: int, q_rank: int, nope_dim: int, rope_head: bool
+) -> dict[str, Any]:
+    """The Config fields NAMES, rope_interleave, and those of `decoder_sizes` but head_dim and num_key_value_heads.
+
+    Keywords are the family's defaults. rope_head: the files' head_dim is the part of a head with RoPE, else P + R.
+    """
+    nope, rotating = fields.integer("qk_nope_head_dim", nope_dim), fields.integer("qk_rope_head_dim", 64)
+    head_dim = rotating if rope_head else nope + rotating
+    sizes = decoder_sizes(fields, max_positions=max_positions, tied=False, kv_heads=kv_heads, head_dim=head_dim)
+    # In these families they follow from other fields, and transformers ignores them.
+    for name, value in (("head_dim", head_dim), ("num_key_value_heads", sizes["num_attention_heads"])):
+        if sizes.pop(name) != value:
+            raise UnsupportedError(f"{fields.where}: {name!r} must be {value} in this family.")
+    fields.expect("qk_head_dim", nope + rotating)
+    q_rank = 0 if "q_lora_rank" in fields.values else q_rank  # an explicit null
+    return sizes | {
+        "kv_lora_rank": fields.integer("kv_lora_rank"),
+        "q_lora_rank": fields.integer("q_lora_rank", q_rank, low=0) or None,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rotating,
+        "v_head_dim": fields.integer("v_head_dim"),
+        "rope_interleave": fields.boolean("rope_interleave", True),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "attention_bias": fields.boolean("attention_bias", False),
+        "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+    }
+
+
+def latent_widths(config: LatentConfig) -> Widths:
+    """Widths of a head."""
+    return Widths(config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
+
+
+def latent_names(names: Mapping[str, Stored]) -> dict[str, Stored]:
+    """{path: name on disk} with the name that the joint projection of latent and rotary key has in the files."""
+    return {p: n.replace("kv_a_proj", "kv_a_proj_with_mqa") if isinstance(n, str) else n for p, n in names.items()}
