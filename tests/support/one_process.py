@@ -100,7 +100,7 @@ def even(name: str) -> Any:
     config = next(case.config for case in cases() if case.name == name)
     changes: dict[str, Any] = {"vocab_size": 64}
     if config.num_attention_heads % 4:
-        names = {field.name for field in dataclasses.fields(config)}
+        names = {field.name for field in dataclasses.fields(config) if field.init}
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": config.hidden_size // 4}
         changes |= {key: value for key, value in sizes.items() if key in names}
     return dataclasses.replace(config, **changes)

@@ -4,8 +4,8 @@ from typing import Any
 
 from fnmodels.ops.moe.router import RouterDtypes
 
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
-YARN |= {"original_max_position_embeddings": 5, "mscale": 1.3, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.4}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 0.25, "beta_slow": 0.05}
+YARN |= {"original_max_position_embeddings": 5, "mscale": 1.3, "mscale_all_dim": 0.4, "llama_4_scaling_beta": 0.1}
 TINY: dict[str, Any] = {
     "model_type": "mistral4",
     "vocab_size": 61,
@@ -14,8 +14,8 @@ TINY: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
-    "q_lora_rank": 14,
-    "kv_lora_rank": 10,
+    "q_lora_rank": 15,
+    "kv_lora_rank": 16,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 8,
     "v_head_dim": 7,
@@ -35,7 +35,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-SEEDS = {"mistral4": 2}
+REFUSED = {"mistral4": {"num_attention_heads"}}  # must be num_key_value_heads
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")  # 5.23: scores in bf16 too
 NO_FILE = {"mistral4": "published within a wrapper's text_config"}
 

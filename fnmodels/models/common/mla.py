@@ -15,8 +15,10 @@ from .registry import LatentConfig
 from .storage import Stored
 
 # Fields that `latent_from_hf` reads and `decoder.decoder_to_hf` writes unchanged.
-NAMES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-NAMES += ("rms_norm_eps", "attention_bias", "hidden_act")
+NAMES = (
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("rms_norm_eps", "attention_bias", "hidden_act"),
+)
 
 
 def latent_from_hf(
