@@ -326,7 +326,7 @@ def _run(
             )
         x, aux = result
         if cache is not None:
-            entries[index] = aux["cache"]
+            entries[index] = aux.get("cache", {})
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value

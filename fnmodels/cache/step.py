@@ -162,7 +162,7 @@ def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool) -> _Plan:
     last = torch.arange(1, after.segments.shape[1] + 1).where(after.occupied, 1).amax()
     length = int(last)
     seen = seen.select(slice(None), slice(length))
-    use = SlotUse("slots", length)
+    use = SlotUse("slots", length, full=bool((index < slots.segments.shape[1]).all()))
     return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
 
 

@@ -6,6 +6,7 @@ overwrite within the same call). It is computed once per kind of layer, by `fnmo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,12 +24,13 @@ class SlotUse:
     keys: which keys the mask describes. "both": the slots before this call, then the new tokens, which are written
         afterwards. "slots": the slots after the new tokens are written, the first `length` of them (None: all); right
         if no query sees a token that this call overwrites. "new": the new tokens, for a cache that is empty.
-    inplace: write into the entry's tensors, which the caller must not use afterwards.
+    inplace: write into the entry's tensors, which the caller must not use afterwards. full: every new token is written.
     """
 
     keys: str = "both"
     length: int | None = None
     inplace: bool = False
+    full: bool = False
 
 
 def extended(
@@ -49,7 +51,7 @@ def extended(
         entry = {name: _zeroed(entry[name], occupied, use.inplace) for name in new}
     if use.keys == "both":  # before the write: it may overwrite keys that the queries see
         read = {name: torch.cat((entry[name].to(value.dtype), value), dim=1) for name, value in new.items()}
-    put = write_ if use.inplace else write
+    put = functools.partial(write_, full=use.full) if use.inplace else write
     written = {name: put(entry[name], value.to(entry[name].dtype), index) for name, value in new.items()}
     if use.keys == "slots":
         read = {name: written[name][:, : use.length].to(value.dtype) for name, value in new.items()}
@@ -71,14 +73,16 @@ def write(entry: Tensor, new: Tensor, index: Tensor) -> Tensor:
     return torch.index_put(wide, (rows, index), new)[:, : entry.shape[1]]
 
 
-def write_(entry: Tensor, new: Tensor, index: Tensor) -> Tensor:
-    """`write` into the memory of `entry`, which is returned.
+def write_(entry: Tensor, new: Tensor, index: Tensor, *, full: bool = False) -> Tensor:
+    """`write` into the memory of `entry`, which is returned. full: every token is written.
 
     A token that is not written repeats the write of the row's last one that is; a row without any rewrites the content
     of its last slot.
     """
     slots, tokens = entry.shape[1], new.shape[1]
     rows = torch.arange(entry.shape[0], device=entry.device)[:, None]
+    if full:
+        return entry.index_put_((rows, index), new)
     kept = index < slots
     if tokens == 1:
         target = index.clamp(max=slots - 1)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
 from fnmodels.cache import init, prepare, step, value
-from fnmodels.ops.slots import SlotUse
+from fnmodels.ops.slots import SLOTTED, SlotUse
 from tests.support.cases import (
     Batch,
     Case,
@@ -67,8 +69,8 @@ def stepped(
     for length in chunks:
         part = batch.take(slice(None), slice(start, start := start + length))
         cache = before(cache, start)
-        given = {"positions": part.positions} if positions else {}
-        prepared = fnmodels.prepare_step(batch.config, part.tokens, cache, segment_ids=part.segment_ids, **given)
+        known = {"positions": part.positions} if positions else {}
+        prepared = fnmodels.prepare_step(batch.config, part.tokens, cache, segment_ids=part.segment_ids, **known)
         found, cache = run(params, *prepared, cache, config=batch.config, kernel=kernel)
         logits.append(found)
     return torch.cat(logits, dim=1), cache
@@ -97,6 +99,20 @@ def test_cached_equals_uncached(case: Case) -> None:
     assert far(batch, growing, wanted) < 1e-12
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.lists(st.integers(0, 26), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_any_chunks_of_any_rows(chunks: list[int], lengths: list[int], rings: bool) -> None:
+    total = sum(chunks)
+    rows = segments(*[(min(n, total), min(n, total) - total) for n in (total, *lengths)])
+    batch, params = batch_of(SLIDING.config, rows), generic_params(SLIDING.config, WIDE)
+    got, _ = stepped(params, batch, empty(batch, rings=rings), tuple(chunks), positions=False)
+    assert far(batch, got, batch.forward(params)) < 1e-12
+
+
 @every_family
 def test_token_by_token_in_place(case: Case) -> None:
     """fp32, with the kernels that "auto" takes, which need no mask where rows have one length."""
@@ -118,8 +134,9 @@ def test_packed_prompts(case: Case) -> None:
     for positions in (True, False):
         got, cache = stepped(params, batch, empty(batch, rings=False), (6, 1, 11), positions=positions)
         assert far(batch, got, wanted) < 1e-12
-    with pytest.raises(ValueError, match="Row 0 of the cache holds several documents"):
-        fnmodels.prepare_step(case.config, batch.tokens[:, :1], fnmodels.resize(cache, 20))
+    if cache.slots:
+        with pytest.raises(ValueError, match="Row 0 of the cache holds several documents"):
+            fnmodels.prepare_step(case.config, batch.tokens[:, :1], fnmodels.resize(cache, 20))
 
 
 @every_ring
@@ -138,12 +155,14 @@ def test_around_the_window(case: Case) -> None:
 def with_nan(cache: Any) -> Any:
     """The cache with NaN in all empty slots."""
 
-    def spoiled(kind: str, tensor: Tensor) -> Tensor:
+    def spoiled(kind: str, name: str, tensor: Tensor) -> Tensor:
+        if name not in SLOTTED:
+            return tensor
         free = ~cache.slots[kind].occupied
         return tensor.masked_fill(free.reshape(*free.shape, *[1] * (tensor.ndim - 2)), torch.nan)
 
     layers = zip(cache.kinds, cache.layers, strict=True)
-    return replace(cache, layers=tuple({n: spoiled(kind, t) for n, t in entry.items()} for kind, entry in layers))
+    return replace(cache, layers=tuple({n: spoiled(kind, n, t) for n, t in entry.items()} for kind, entry in layers))
 
 
 @every_family
@@ -200,6 +219,10 @@ def test_rows_taken_inserted_and_truncated_are_as_rebuilt(case: Case) -> None:
     assert off(follow(joined), wanted) < 1e-12
     assert off(follow(fnmodels.insert_(fnmodels.take(cache, [0, 2, 2]), [1], small)), wanted) < 1e-12
     # tokens that were tried and dropped
+    if any(name not in SLOTTED for entry in cache.layers for name in entry):
+        with pytest.raises(ValueError, match="Recurrent layers cannot go back"):
+            fnmodels.truncate(cache, 11)
+        return
     wrong = replace(more, tokens=(more.tokens + 1) % case.config.vocab_size)
     _, tried = stepped(params, wrong.take(slice(None), slice(0, 1)), cache, (1,))
     assert off(follow(fnmodels.truncate(tried, 12)), wanted) < 1e-12

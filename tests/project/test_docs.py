@@ -18,6 +18,7 @@ PAGES = [
     "adding-a-parallelism.md",
     "architecture.md",
     "checkpoints.md",
+    "generation.md",
     "parallel.md",
     "testing.md",
     "training.md",

@@ -97,7 +97,7 @@ class TensorParallel:
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
             how["options"] = dataclasses.replace(options, experts=inner)
         x, aux = block(here, x, mask, freqs, **how, **more)
-        return x, {name: self._tap(value) for name, value in aux.items()}
+        return x, {name: value if name == "cache" else self._tap(value) for name, value in aux.items()}
 
     def outside(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
         """The params with those outside of layers as local tensors, and embedding and head as `Vocab`."""
