@@ -18,6 +18,8 @@ from fnmodels.ops.torch_internals import alone
 
 # (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
 Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+# (state, slices, gradient of y, gradient of the state after it) -> gradients of the state and of the first slices
+Gradient = Callable[[Tensor, tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def earlier_of_document(run: Tensor) -> Tensor:
@@ -43,10 +45,12 @@ def scan(
     *,
     chunk: int,
     kernel: Any = "auto",
+    gradient: Gradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
 
     along: tensors [B, S, ...]. y has the dtype that `step` gives it. kernel: "math" for torch's operations only.
+    gradient: that of a step without constants, where written by hand; by default autograd's.
     """
     tensors = (state, *along, *constants)
     if along[0].shape[1] <= chunk:
@@ -54,7 +58,7 @@ def scan(
     if kernel == "math" or not alone(*tensors):
         return _written_out(step, chunk, state, along, constants)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        y, last, _ = _Scan.apply(step, chunk, len(along), *tensors)
+        y, last, _ = _Scan.apply(step, gradient, chunk, len(along), *tensors)
         return y, last
     y, last, _ = _forward(step, chunk, state, along, constants, keep=False)
     return y, last
@@ -89,43 +93,47 @@ def _forward(
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(step: Step, chunk: int, count: int, state: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        step: Step, gradient: Gradient | None, chunk: int, count: int, state: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return _forward(step, chunk, state, tensors[:count], tensors[count:], keep=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.step, ctx.chunk, ctx.count = inputs[:3]
+        ctx.step, ctx.gradient, ctx.chunk, ctx.count = inputs[:4]
         ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(*inputs[3:], output[2])
+        ctx.set_materialize_grads(False)  # zeros for the states would take as much memory as they do
+        ctx.shape = output[0].shape
+        ctx.save_for_backward(*inputs[4:], output[2])
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, grad_last: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None, grad_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         *tensors, states = ctx.saved_tensors
-        needed = ctx.needs_input_grad[3:]
+        grad_last = torch.zeros_like(tensors[0]) if grad_last is None else grad_last
+        grad_y = grad_last.new_zeros(()).expand(ctx.shape) if grad_y is None else grad_y
+        needed = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # a second derivative: differentiate the written out form
-            return None, None, None, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
-        along, constants = tensors[1 : 1 + ctx.count], tensors[1 + ctx.count :]
-        grads: dict[int, Tensor] = {i: torch.zeros_like(tensors[i]) for i, need in enumerate(needed) if need}
+            return None, None, None, None, *_differentiable(ctx, tensors, needed, (grad_y, grad_last))
+        along, constants = tensors[1 : 1 + ctx.count], tuple(tensors[1 + ctx.count :])
+        grads: dict[int, Tensor] = {}
+        for i, need in enumerate(needed):
+            if need:
+                grads[i] = (torch.zeros_like if i > ctx.count else torch.empty_like)(tensors[i])
         for index in reversed(range(len(states))):
             part = slice(index * ctx.chunk, (index + 1) * ctx.chunk)
-            inputs = [states[index], *(t[:, part] for t in along), *constants]
-            wanted = [i for i, need in enumerate(needed) if need or not i]
-            inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
-            with torch.enable_grad():
-                y, last = ctx.step(inputs[0], tuple(inputs[1 : 1 + ctx.count]), tuple(inputs[1 + ctx.count :]))
-            found = torch.autograd.grad(
-                (y, last), [inputs[i] for i in wanted], (grad_y[:, part], grad_last), allow_unused=True
-            )
-            for i, grad in zip(wanted, found, strict=True):
-                grad = torch.zeros_like(inputs[i]) if grad is None else grad
-                if i == 0:
-                    grad_last = grad
-                elif i <= ctx.count:
-                    grads[i][:, part] = grad
-                else:
-                    grads[i] += grad
+            slices = tuple(t[:, part] for t in along)
+            if ctx.gradient is not None:
+                found = dict(enumerate(ctx.gradient(states[index], slices, grad_y[:, part], grad_last)))
+            else:
+                found = _by_autograd(ctx.step, needed, (states[index], *slices), constants, grad_y[:, part], grad_last)
+            grad_last = found[0]
+            for i, grad in grads.items():
+                if 0 < i <= ctx.count:
+                    grad[:, part] = found[i]
+                elif i:
+                    grad += found[i]
         grads[0] = grad_last
-        return None, None, None, *(grads[i] if need else None for i, need in enumerate(needed))
+        return None, None, None, None, *(grads[i] if need else None for i, need in enumerate(needed))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -134,6 +142,25 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
         refuse("auto")
+
+
+def _by_autograd(
+    step: Step,
+    needed: tuple[bool, ...],
+    inputs: tuple[Tensor, ...],
+    constants: tuple[Tensor, ...],
+    grad_y: Tensor,
+    grad_last: Tensor,
+) -> dict[int, Tensor]:
+    """{index: gradient} of the inputs and constants of a step that need one, and of the state."""
+    wanted = [i for i, need in enumerate(needed) if need or not i]
+    leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((*inputs, *constants))]
+    count = len(inputs)
+    with torch.enable_grad():
+        results = step(leaves[0], tuple(leaves[1:count]), tuple(leaves[count:]))
+    of = [leaves[i] for i in wanted]
+    found = torch.autograd.grad(results, of, (grad_y, grad_last), materialize_grads=True, allow_unused=True)
+    return dict(zip(wanted, found, strict=True))
 
 
 def _differentiable(
