@@ -10,7 +10,7 @@ import fnmodels
 from tests.support.cases import Case, cases, causal, seed_of, tokens_of
 from tests.support.oracle import model_of, params_of
 
-PROMPT, NEW = 5, 30
+PROMPT, NEW = 5, 20
 MARGIN = 1e-3  # of the best logit to the next, below which two implementations may choose differently
 
 
