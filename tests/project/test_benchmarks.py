@@ -120,3 +120,10 @@ def test_damaged(output: Output) -> None:
     out = output("damaged.py", "--only", "files/weights that link", "--readers", "fnmodels", "transformers")
     rows = [line.split(" | ") for line in out.splitlines()[2:]]
     assert rows[0][:3] == ["| fnmodels", "2", "2"] and rows[1][1] == "2", out
+
+
+@pytest.mark.slow
+def test_recurrent(output: Output) -> None:
+    out = output("recurrent.py", "--quick", "--dtypes", "float32")
+    for layer in ("gdn", "ssd"):
+        assert len([line for line in out.splitlines() if line.startswith(f"| {layer} |")]) == 6, out

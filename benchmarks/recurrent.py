@@ -1,0 +1,150 @@
+"""Times one recurrent layer beside transformers' torch path: Gated DeltaNet and SSD.
+
+    python benchmarks/recurrent.py             S from 512 to 16,384
+    python benchmarks/recurrent.py --quick     short rows and one round, to check that everything runs
+
+gdn   the layer of Qwen3.5-0.8B: width 1024, 16 heads of keys and values of 128, kernel 4
+ssd   the layer of Mamba2-130M: width 768, 24 heads of 64, state 128, one group, kernel 4
+
+One row of one document, and with "packed" the same row as documents of 100 tokens, which transformers cannot compute.
+Contenders take turns; the report has medians of tokens per second and of the peak of memory above the start. Before a
+layer is timed, both must agree on its output and on the gradient of its input.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from turns import give_back_memory, take_turns
+
+import fnmodels
+from fnmodels.models import qwen3_next
+from fnmodels.models.common.context import Context
+from fnmodels.ops.linear import linear
+from fnmodels.ops.recurrent.conv import short_conv
+from fnmodels.ops.recurrent.gated_norm import silu_then_group_norm
+from fnmodels.ops.recurrent.ssd import ssd
+from fnmodels.options import ForwardOptions
+
+Layer = Callable[[Tensor, Tensor], Tensor]  # (x, segment ids) -> y
+
+
+def gdn(dtype: torch.dtype) -> tuple[Layer, Layer]:
+    """(ours, transformers') with the same weights."""
+    from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "num_attention_heads": 8}
+    values = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 1, "num_key_value_heads": 2, **heads}
+    theirs: Any = modeling_qwen3_5.Qwen3_5GatedDeltaNet(
+        configuration_qwen3_5.Qwen3_5TextConfig(**values, vocab_size=64, layer_types=["linear_attention"]), 0
+    ).to(dtype)
+    config = qwen3_next.Config.from_hf(
+        {**values, "model_type": "qwen3_5_text", "vocab_size": 64, "layer_types": ["linear_attention"]}
+    )
+    state = theirs.state_dict()
+    q, k, v = state["in_proj_qkv.weight"].split((2048, 2048, 2048))
+    taps = state["conv1d.weight"].split((2048, 2048, 2048))
+    weights = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": state["out_proj.weight"], "norm": state["norm.weight"]}
+    weights |= {f"{name}_conv": tap for name, tap in zip("qkv", taps, strict=True)}
+    weights |= {f"{name}_proj": state[f"in_proj_{name}.weight"] for name in "zba"}
+    weights |= {name: state[name] for name in ("A_log", "dt_bias")}
+    weights = {name: leaf.detach().clone().requires_grad_() for name, leaf in weights.items()}
+
+    def ours(x: Tensor, segment_ids: Tensor) -> Tensor:
+        context = Context(ForwardOptions(), (), {})
+        return qwen3_next._gated_delta_net(weights, x, fnmodels.Segments(segment_ids), config, context)
+
+    return ours, lambda x, _: theirs(x)
+
+
+def mamba2(dtype: torch.dtype) -> tuple[Layer, Layer]:
+    """(ours, transformers') with the same weights."""
+    from transformers.models.mamba2 import configuration_mamba2, modeling_mamba2
+
+    values = {"hidden_size": 768, "num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1}
+    theirs: Any = modeling_mamba2.Mamba2Mixer(
+        configuration_mamba2.Mamba2Config(**values, num_hidden_layers=1, vocab_size=64), 0
+    ).to(dtype)
+    w = {name: leaf.detach().clone().requires_grad_() for name, leaf in theirs.state_dict().items()}
+
+    def ours(x: Tensor, segment_ids: Tensor) -> Tensor:
+        z, mixed, dt = linear(x, w["in_proj.weight"]).split((1536, 1536 + 256, 24), -1)
+        mixed, _ = short_conv(mixed, w["conv1d.weight"][:, 0], w["conv1d.bias"], segment_ids, silu=True)
+        inner, B, C = mixed.split((1536, 128, 128), -1)
+        A, rate = -w["A_log"].float().exp(), F.softplus(dt + w["dt_bias"])
+        y, _ = ssd(inner.unflatten(-1, (24, 64)), rate, A, B[:, :, None], C[:, :, None], w["D"], segment_ids)
+        normed = silu_then_group_norm(y.flatten(2), z, w["norm.weight"], eps=1e-5)
+        return linear(normed.to(x.dtype), w["out_proj.weight"])
+
+    return ours, lambda x, _: theirs(x)
+
+
+def check(ours: Layer, theirs: Layer, width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(1, 300, width).to(dtype).requires_grad_()
+    one = torch.ones(1, 300, dtype=torch.long)
+    y, wanted = ours(x, one), theirs(x, one)
+    grads = [torch.autograd.grad(out.float().square().sum(), x)[0].float() for out in (y, wanted)]
+    bound = 1e-4 if dtype == torch.float32 else 5e-2
+    for got, want in ((y, wanted), grads):
+        off = float(((got - want).float().norm() / want.float().norm()).detach())
+        assert off < bound, f"Ours differs from transformers' by {off:.1e}, relative to its norm."
+
+
+def measure(name: str, length: int, dtype: torch.dtype, rounds: int, width: int, layers: tuple[Layer, Layer]) -> None:
+    ours, theirs = layers
+    x = torch.randn(1, length, width).to(dtype).requires_grad_()
+    one = torch.ones(1, length, dtype=torch.long)
+    many = torch.arange(length)[None] // 100 + 1
+    contenders = {"fnmodels": (ours, one), "fnmodels, packed": (ours, many), "transformers": (theirs, one)}
+
+    def forward(layer: Layer, ids: Tensor) -> None:
+        with torch.no_grad():
+            layer(x, ids)
+
+    def both(layer: Layer, ids: Tensor) -> None:
+        layer(x, ids).sum().backward()
+
+    for how, run in (("forward", forward), ("forward + backward", both)):
+        runs = {who: lambda run=run, given=given: run(*given) for who, given in contenders.items()}
+        taken = take_turns(runs, rounds)
+        base = taken["transformers"]
+        for who, one_taken in taken.items():
+            print(
+                f"| {name} | {str(dtype).removeprefix('torch.')} | {length} | {how} | {who} | "
+                f"{length / one_taken.wall:,.0f} | {base.wall / one_taken.wall:.2f} | {base.cpu / one_taken.cpu:.2f} | "
+                f"{one_taken.peak / 2**20:,.0f} | {one_taken.peak / max(base.peak, 1):.2f} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096, 16384])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    args = parser.parse_args()
+    give_back_memory()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    lengths, rounds = ([128], 1) if args.quick else (args.lengths, args.rounds)
+    print(
+        "| layer | dtype | S | pass | who | tokens/s | x of transformers | by CPU time | peak MiB | of transformers' |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name, make, width in (("gdn", gdn, 1024), ("ssd", mamba2, 768)):
+        for dtype in (getattr(torch, each) for each in args.dtypes):
+            layers = make(dtype)
+            check(*layers, width, dtype)
+            for length in lengths:
+                measure(name, length, dtype, rounds, width, layers)
+
+
+if __name__ == "__main__":
+    main()
