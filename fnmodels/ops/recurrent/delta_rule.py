@@ -112,7 +112,7 @@ def _solved(state: Tensor, q: Tensor, k: Tensor, along: tuple[Tensor, ...]) -> _
     if g.ndim == 4:
         pairs = _decayed_products(both, k, cum).where(same, 0)
     else:
-        decay = (cum - cum.transpose(-1, -2)).to(k.dtype)[:, :, None].masked_fill(~same, -torch.inf).exp()
+        decay = (cum - cum.transpose(-1, -2)).to(k.dtype)[:, :, None].clamp(max=0).exp().where(same, 0)
         pairs = (both.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (2, tokens)) * decay
     read = ((both * since[:, :, None]).flatten(2, 3) @ state).unflatten(2, (2, tokens))
     system = beta * pairs[:, :, 0].tril(-1)

@@ -65,7 +65,7 @@ def _chunk(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ..
     same = earlier_of_document(run)
     cum = decay_in_document(dt * A, same).transpose(1, 2).unflatten(1, (groups, -1))  # [rows, G, heads of a group, C]
     scaled = wide * dt[..., None]
-    decay = (cum[..., :, None] - cum[..., None, :]).to(wide.dtype).masked_fill(~same[:, None, None], -torch.inf).exp()
+    decay = (cum[..., :, None] - cum[..., None, :]).to(wide.dtype).clamp(max=0).exp().where(same[:, None, None], 0)
     pairs = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2)  # [rows, H, C, C]
     y = (pairs @ scaled.transpose(1, 2)).transpose(1, 2)
     # Decay since the chunk began, 0 where the state is of another document; until it ends, 0 for earlier documents.
