@@ -197,6 +197,26 @@ def test_logits_and_taps_come_out_whole(ranks: Ranks, name: str, sequence: bool)
         assert max(found) < 1e-4, found
 
 
+def steps_on_a_cache(name: str) -> float:
+    config = variant(name)
+    tensor, _, params = distributed(config, sequence=False)
+    tokens = tokens_of(config, 2, 12)
+    whole = fnmodels.forward(generic_params(config), *fnmodels.prepare(config, tokens, length=24), config=config)
+    cache, found = tensor.cache(fnmodels.init_cache(config, 2, 12, length=24)), []
+    for piece, run in zip(tokens.split([7, 1, 1, 3], dim=1), [fnmodels.decode, *[fnmodels.decode_] * 3], strict=True):
+        step = fnmodels.prepare_step(config, piece, cache)
+        options = {"config": config, "kernel": "math", "layer_fn": tensor.layer_fn}
+        logits, cache = run(tensor.outside(params), *step, cache, **options)
+        found.append(logits)
+    return float((torch.cat(found, dim=1) - whole).abs().max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_rank_caches_its_heads(ranks: Ranks, name: str) -> None:
+    for found in ranks(2)(steps_on_a_cache, name):
+        assert found < 1e-4
+
+
 def own_loss(name: str) -> float:
     """A loss that somebody makes of whole logits and hidden states: the largest difference of a gradient."""
     config = variant(name)

@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fnmodels import family_of, tree
+from fnmodels import Cache, family_of, tree
 from fnmodels.models.common.context import ATTENTION_TAPS
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
@@ -74,6 +74,8 @@ class TensorParallel:
         own = own if around is None else around(own)
         if not self.region.sequence:
             return own
+        if "use" in block.keywords:  # which blocks have that extend a cache
+            raise ValueError("sequence=True shards positions, and steps on a cache have too few: use sequence=False.")
 
         def run(layer: Tree, x: Tensor, mask: Any, freqs: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
             x, more = self._positions(x, tree.leaves(freqs)[0].shape[1], more)
@@ -98,6 +100,18 @@ class TensorParallel:
             how["options"] = dataclasses.replace(options, experts=inner)
         x, aux = block(here, x, mask, freqs, **how, **more)
         return x, {name: value if name == "cache" else self._tap(value) for name, value in aux.items()}
+
+    def cache(self, cache: Cache) -> Cache:
+        """This rank's heads of a cache of `fnmodels.init_cache`; latents, which all heads share, are replicated."""
+        if "kv_heads" not in self.sharded:
+            return cache
+
+        def own(heads: Tensor) -> Tensor:  # [B, C, G, H]
+            count, size = heads.shape[2], self.region.size
+            return heads.narrow(2, self.region.rank * count // size, max(count // size, 1)).clone()
+
+        layers = tuple({n: own(t) if n in ("k", "v") else t for n, t in entry.items()} for entry in cache.layers)
+        return dataclasses.replace(cache, layers=layers)
 
     def outside(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
         """The params with those outside of layers as local tensors, and embedding and head as `Vocab`."""
