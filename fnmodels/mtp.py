@@ -8,8 +8,6 @@ The code that builds the batch computes it with `ahead`, while rows are in order
 The parameters are params["mtp"] of a config with `num_nextn_predict_layers`; `fnmodels.forward` does not use them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 

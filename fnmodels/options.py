@@ -1,7 +1,5 @@
 """`ForwardOptions`: how a forward pass runs (kernels, layer wrappers), never what it computes; and its types."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict

@@ -1,7 +1,5 @@
 """`init_cache`: an empty cache, whose shapes are those that the family's blocks keep."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, cast

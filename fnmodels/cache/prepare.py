@@ -1,7 +1,5 @@
 """`prepare_step`: inputs, masks and rotary tables of the next tokens of a cache's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

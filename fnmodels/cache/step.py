@@ -1,7 +1,5 @@
 """`prefill`, `decode` and `decode_`: one step of a model on a cache."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Unpack

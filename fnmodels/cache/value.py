@@ -1,7 +1,5 @@
 """`Cache` and `Slots`: what a model holds of the tokens before, as a value."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """Conversion of masks and layouts to the forms that kernels read: dense masks and cumulative sequence lengths."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`Layout`: host-side facts about one batch, the document ranges of each row, which kernels use to skip work."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ batch; masks, rotary tables and labels are computed from the permuted tensors, s
     logits = fnmodels.permute(logits, back)      # back in the order of the text
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Reading tensor values on the host under transforms and modes, with public names of torch only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar

@@ -6,8 +6,6 @@ the file. Parameter counts are tested against the published totals, or against t
 48 and 64 LongRoPE factors are not available here.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

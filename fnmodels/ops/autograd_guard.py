@@ -5,8 +5,6 @@ names, and for a second backward come long after the call. `first_order` is the 
 autograd node that knows the name of the kernel and raises when such a transform reaches it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import torch

@@ -1,7 +1,5 @@
 """Token embedding: table lookups with range errors in plain words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch.nn.functional as F

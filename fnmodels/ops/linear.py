@@ -7,8 +7,6 @@ that Inductor emits for oneDNN; in compiled graphs it is wrapped in a custom ope
 `torch.backends.mkldnn.flags(enabled=False)` switches back to MKL.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

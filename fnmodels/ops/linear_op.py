@@ -3,8 +3,6 @@
 It is used in graphs only, because torch.func does not see the derivative of a custom operator.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

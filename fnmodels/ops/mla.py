@@ -7,8 +7,6 @@ token itself and shared by all heads.
 P is the width of the part without position, R that of the part with RoPE, Hv that of a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Feed-forward networks (MLPs), gated and plain, and the table of activations."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 

@@ -3,8 +3,6 @@
 All compute in promote(dtype, fp32): bf16 is upcast, fp64 stays fp64. The RMSNorm variants differ only in rounding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

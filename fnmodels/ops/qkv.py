@@ -1,7 +1,5 @@
 """Query, key, value and output projections of attention, and the split into heads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from einops import rearrange

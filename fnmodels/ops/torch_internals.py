@@ -4,8 +4,6 @@ The fallbacks give the same results more slowly. tests/fnmodels/ops/test_torch_i
 names the installed torch has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

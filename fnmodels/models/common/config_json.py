@@ -4,8 +4,6 @@ Each getter checks one field and marks it as read; `finish` refuses fields that 
 harmless, so that no field that could change the maths is ignored silently.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -3,8 +3,6 @@
 A family imports a function by its name (`from fnmodels.models.common.decoder import kinds`) or writes its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

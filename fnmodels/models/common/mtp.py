@@ -1,7 +1,5 @@
 """Parameters of multi-token prediction (MTP) heads (arXiv 2412.19437, section 2.2) and their names on disk."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ There is no registration: families are the modules of the models folder that def
 that defines a Config and the functions of `Family`.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

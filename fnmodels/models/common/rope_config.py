@@ -1,7 +1,5 @@
 """Rotary embedding settings of config.json, in both dialects: conversion to and from `Rope`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

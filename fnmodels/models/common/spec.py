@@ -1,7 +1,5 @@
 """`Leaf`, the declaration of one parameter, and the leaves of common layers; a family's `spec` is a tree of leaves."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -6,8 +6,6 @@ contiguous or the tensor is transposed. Experts are one parameter [E, ...]; on d
 holds all of them, or a `Stack` of one tensor per expert.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

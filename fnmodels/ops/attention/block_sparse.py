@@ -9,8 +9,6 @@ Memory is linear in the sequence, except for rules that depend on more than posi
 it is quadratic in the longest document.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

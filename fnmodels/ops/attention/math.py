@@ -1,7 +1,5 @@
 """kernel="math": attention in plain operations, scores and probabilities in fp32 at least; supports every transform."""
 
-from __future__ import annotations
-
 import torch
 from einops import rearrange
 from torch import Tensor

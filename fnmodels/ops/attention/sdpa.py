@@ -1,7 +1,5 @@
 """kernel="sdpa": torch's fused scaled_dot_product_attention, with is_causal, no mask, or a dense mask."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

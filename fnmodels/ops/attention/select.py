@@ -12,8 +12,6 @@ The result is [B, Q, N, Hv]; a query that sees no key gives output 0 and gradien
     auto      -                         one of them, see `explain_kernel`
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -10,8 +10,6 @@ In bf16 the scores are rounded to bf16 before the softmax (which is fp32 inside)
 implementations: the error against fp64 is 3.5e-3 where the fused kernel's is 2.0e-3.
 """
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import torch

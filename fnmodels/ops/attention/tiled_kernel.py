@@ -1,7 +1,5 @@
 """The maths of tiled causal attention: forward and backward on plain tensors."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

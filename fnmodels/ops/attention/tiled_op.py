@@ -4,8 +4,6 @@ The loop would take longer to compile than the rest of the graph. The operator i
 torch.func does not see the derivative of a custom operator.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

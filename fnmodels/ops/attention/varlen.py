@@ -1,7 +1,5 @@
 """kernel="varlen": torch's variable-length flash attention over packed documents, on CUDA in fp16 and bf16."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

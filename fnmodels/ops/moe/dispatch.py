@@ -7,8 +7,6 @@ Output shapes depend on input shapes only. Expert parallelism adds an all-to-all
 numbers of tokens that are not divisible by the ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ The cost here is memory traffic, not launches. torch's embedding bag weights and
 them, for y and for the gradient of x. The gradient of rows is computed in chunks of rows that stay in the cache.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ CPU. Here products write into their slice of one tensor, forward and backward, a
 the backward instead of being saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 

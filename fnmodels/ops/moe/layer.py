@@ -4,8 +4,6 @@ Padding is excluded: `valid` is required, and no value of x at padding (NaN incl
 gradient. Attention would spread NaN before this layer, so `forward` zeroes padding at the start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

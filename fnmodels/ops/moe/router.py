@@ -15,8 +15,6 @@ scores of those experts; the choice itself has no gradient. Logits must be finit
 The weights have the scores' dtype; `ops.moe.layer.moe` casts them as the family's `RouterDtypes` say.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
