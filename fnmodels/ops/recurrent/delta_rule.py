@@ -133,7 +133,14 @@ def _chunk(state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool,
 
 
 def _chunk_gradient(
-    state: Tensor, along: tuple[Tensor, ...], grad_o: Tensor, grad_state: Tensor, *, normalize: bool, scale: float
+    state: Tensor,
+    along: tuple[Tensor, ...],
+    _: Any,
+    grad_o: Tensor,
+    grad_state: Tensor,
+    *,
+    normalize: bool,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     """The gradients of the state, q, k, v, g and beta of `_chunk` with one decay per head."""
     with torch.enable_grad():

@@ -18,8 +18,9 @@ from fnmodels.ops.torch_internals import alone
 
 # (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
 Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
-# (state, slices, gradient of y, gradient of the state after it) -> gradients of the state and of the first slices
-Gradient = Callable[[Tensor, tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor, ...]]
+# (state, slices, constants, gradient of y, gradient of the state after it) -> gradients of the state, the slices and
+# the constants, in this order; None for integers
+Gradient = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor | None, ...]]
 
 
 def earlier_of_document(run: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ def scan(
     """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
 
     along: tensors [B, S, ...]. y has the dtype that `step` gives it. kernel: "math" for torch's operations only.
-    gradient: that of a step without constants, where written by hand; by default autograd's.
+    gradient: that of the step, where written by hand; by default autograd's.
     """
     tensors = (state, *along, *constants)
     if along[0].shape[1] <= chunk:
@@ -123,7 +124,7 @@ class _Scan(torch.autograd.Function):
             part = slice(index * ctx.chunk, (index + 1) * ctx.chunk)
             slices = tuple(t[:, part] for t in along)
             if ctx.gradient is not None:
-                found = dict(enumerate(ctx.gradient(states[index], slices, grad_y[:, part], grad_last)))
+                found = dict(enumerate(ctx.gradient(states[index], slices, constants, grad_y[:, part], grad_last)))
             else:
                 found = _by_autograd(ctx.step, needed, (states[index], *slices), constants, grad_y[:, part], grad_last)
             grad_last = found[0]

@@ -10,7 +10,7 @@ Within a chunk this is a causal product of pairs of tokens, C_i . B_j times the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,32 +53,90 @@ def ssd(
     run, before = runs(segment_ids, last)
     dt = upcast(dt).where((segment_ids > 0)[..., None], 0)  # neither decays nor writes
     step = _token if S == 1 else _chunk
-    return scan(step, state, (x, dt, B, C, run, before), (upcast(A), upcast(D)), chunk=chunk, kernel=kernel)
+    along = (x, dt, B, C, run, before)
+    return scan(step, state, along, (upcast(A), upcast(D)), chunk=chunk, kernel=kernel, gradient=_chunk_gradient)
+
+
+class _Parts(NamedTuple):
+    """A chunk's inputs in fp32, decays and products; G groups of h heads, [R, G, C, h P] where heads share a group."""
+
+    x: Tensor  # [R, C, H, P]
+    scaled: Tensor  # dt x, as x
+    B: Tensor  # [R, G, C, N]
+    C: Tensor
+    same: Tensor  # [R, C, C]
+    since: Tensor  # decay since the chunk began, 0 where the state is of another document, [R, C, H, 1]
+    until: Tensor  # decay until the chunk ends, 0 for tokens of documents that end before, [R, C, H, 1]
+    decay: Tensor  # of pairs [R, G, h, C, C]
+    pairs: Tensor  # [R, H, C, C]
+    read: Tensor  # [R, C, H, P]
+
+
+def _parts(state: Tensor, along: tuple[Tensor, ...], A: Tensor) -> _Parts:
+    x, dt, B, C, run, before = along
+    groups, wide = B.shape[2], upcast(x)
+    B, C = (upcast(t).transpose(1, 2) for t in (B, C))
+    same = earlier_of_document(run)
+    cum = decay_in_document(dt * A, same)  # [R, C, H]
+    since = cum.to(wide.dtype).exp().where((run == before[:, :1])[..., None], 0)[..., None]
+    until = (cum[:, -1:] - cum).to(wide.dtype).clamp(max=0).exp().where((run == run[:, -1:])[..., None], 0)[..., None]
+    cum = cum.transpose(1, 2).unflatten(1, (groups, -1))
+    decay = (cum[..., :, None] - cum[..., None, :]).to(wide.dtype).clamp(max=0).exp().where(same[:, None, None], 0)
+    pairs = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2)
+    read = _of_heads(C @ _of_groups(state, groups).transpose(-1, -2), x.shape[3]) * since
+    return _Parts(wide, wide * dt[..., None], B, C, same, since, until, decay, pairs, read)
+
+
+def _of_groups(state: Tensor, groups: int) -> Tensor:
+    """[R, H, P, N] -> [R, G, h P, N]."""
+    return state.unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def _of_heads(x: Tensor, width: int) -> Tensor:
+    """[R, G, C, h P] -> [R, C, H, P]."""
+    return x.transpose(1, 2).flatten(2).unflatten(2, (-1, width))
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[R, C, H, P] -> [R, G, C, h P]."""
+    return x.flatten(2).unflatten(2, (groups, -1)).transpose(1, 2)
 
 
 def _chunk(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    x, dt, B, C, run, before = along
     A, D = constants
-    groups = B.shape[2]
-    wide = upcast(x)
-    B, C = (upcast(t).transpose(1, 2) for t in (B, C))  # [rows, G, C, N]
-    same = earlier_of_document(run)
-    cum = decay_in_document(dt * A, same).transpose(1, 2).unflatten(1, (groups, -1))  # [rows, G, heads of a group, C]
-    scaled = wide * dt[..., None]
-    decay = (cum[..., :, None] - cum[..., None, :]).to(wide.dtype).clamp(max=0).exp().where(same[:, None, None], 0)
-    pairs = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2)  # [rows, H, C, C]
-    y = (pairs @ scaled.transpose(1, 2)).transpose(1, 2)
-    # Decay since the chunk began, 0 where the state is of another document; until it ends, 0 for earlier documents.
-    since = cum.to(wide.dtype).exp().where((run == before[:, :1])[:, None, None], 0)
-    until = (cum[..., -1:] - cum).to(wide.dtype).clamp(max=0).exp().where((run == run[:, -1:])[:, None, None], 0)
-    grouped = state.unflatten(1, (groups, -1))  # [rows, G, heads of a group, P, N]
-    read = (C @ grouped.flatten(2, 3).transpose(-1, -2)).unflatten(-1, grouped.shape[2:4])  # [rows, G, C, heads, P]
-    read = (read * since.transpose(-1, -2)[..., None]).transpose(1, 2).flatten(2, 3)
-    until = until.flatten(1, 2).transpose(1, 2)[..., None]  # [rows, C, H, 1]
-    written = (scaled * until).unflatten(2, (groups, -1)).flatten(3).transpose(1, 2)  # [rows, G, C, heads P]
-    added = (written.transpose(-1, -2) @ B).view_as(grouped)
-    state = (since[..., -1, None, None] * grouped + added).flatten(1, 2)
-    return y + read + D[:, None] * wide, state
+    c = _parts(state, along, A)
+    y = (c.pairs @ c.scaled.transpose(1, 2)).transpose(1, 2) + c.read + D[:, None] * c.x
+    added = _by_group(c.scaled * c.until, c.B.shape[1]).transpose(-1, -2) @ c.B
+    return y, c.since[:, -1, :, :, None] * state + added.view(state.shape)
+
+
+def _chunk_gradient(
+    state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], grad_y: Tensor, grad_state: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the state, x, dt, B, C, A and D of `_chunk`."""
+    (A, D), dt = constants, along[1]
+    c = _parts(state, along, A)
+    groups, width = c.B.shape[1], c.x.shape[3]
+    d_y = grad_y.transpose(1, 2)  # [R, H, C, P]
+    d_pairs = d_y @ c.scaled.permute(0, 2, 3, 1)
+    d_products = (d_pairs.view(c.decay.shape) * c.decay).sum(2)  # [R, G, C, C]
+    written, d_read = _by_group(c.scaled * c.until, groups), _by_group(grad_y * c.since, groups)
+    old, new = _of_groups(state, groups), _of_groups(grad_state, groups)
+    d_C = d_products @ c.B + d_read @ old
+    d_B = d_products.transpose(-1, -2) @ c.C + written @ new
+    d_written = _of_heads(c.B @ new.transpose(-1, -2), width) * c.until
+    d_scaled = (c.pairs.transpose(-1, -2) @ d_y).transpose(1, 2) + d_written
+    decayed = c.since[:, -1, :, :, None] * grad_state
+    d_state = decayed + (d_read.transpose(-1, -2) @ c.C).view(state.shape)
+    # By the log decays: of pairs, of what was read, of what was written, and of the state itself.
+    by_pair, ended = d_pairs * c.pairs, (d_written * c.scaled).sum(-1)
+    d_cum = (by_pair.sum(-1) - by_pair.sum(-2)).transpose(1, 2) + (grad_y * c.read).sum(-1) - ended
+    d_cum[:, -1] += ended.sum(1) + (decayed * state).sum((-1, -2))
+    d_g = c.same.to(d_cum.dtype).transpose(1, 2) @ d_cum
+    d_dt = d_g * A + (d_scaled * c.x).sum(-1)
+    d_x = d_scaled * dt[..., None] + D[:, None] * grad_y
+    d_A, d_D = (d_g * dt).sum((0, 1)), (grad_y * c.x).sum((0, 1, 3))
+    return d_state, d_x, d_dt, d_B.transpose(1, 2), d_C.transpose(1, 2), None, None, d_A, d_D
 
 
 def _token(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
