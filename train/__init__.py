@@ -23,7 +23,12 @@ from train import checkpoint
 from train.checkpoint import sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.rng_state import random_state, set_random_state
-from train.generate.sampling import Sampling
+from train.generate.beam import beam_search
+from train.generate.loops import generate, serve, stream
+from train.generate.requests import Generations, Request, best_of
+from train.generate.sampling import Sampling, sample_step
+from train.generate.serve import ServeState, serve_step
+from train.generate.speculative import speculate
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence
 from train.losses.lm_head import head_loss
@@ -47,17 +52,22 @@ from train.step import make_eval_step, make_forward_only, make_step
 
 __all__ = [
     "Balance",
+    "Generations",
     "ModelLoss",
     "Optimizer",
+    "Request",
     "Sampling",
     "Saver",
+    "ServeState",
     "State",
     "adafactor",
     "adamw",
     "apply_updates",
     "averaged",
     "balance_loss",
+    "beam_search",
     "beside",
+    "best_of",
     "chain",
     "checkpoint",
     "clip_by_global_norm",
@@ -67,6 +77,7 @@ __all__ = [
     "distillation_loss",
     "document_sums",
     "dpo_loss",
+    "generate",
     "global_norm",
     "group_advantages",
     "head_logprobs",
@@ -88,10 +99,15 @@ __all__ = [
     "routed_logprobs",
     "router_z_loss",
     "run_options",
+    "sample_step",
+    "serve",
+    "serve_step",
     "set_random_state",
     "sgd",
     "sharded",
+    "speculate",
     "stochastic_round",
+    "stream",
     "token_divergence",
     "token_logprobs",
     "trainable_mask",

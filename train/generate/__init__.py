@@ -1,5 +1,8 @@
-"""Generation of text: drawing tokens, stopping, and loops over a cache.
+"""Generation: drawing tokens, stopping, and loops over a cache.
 
 noise      counter-based random numbers          sampling   `Sampling`, `sample_step`: from logits to a token
-stop       token ids to text, and stop texts
+stop       token ids to text, and stop texts     prompts    prompts into a cache, what they share once
+serve      `serve_step`: one token per slot      requests   requests, answers, events
+loops      the queue over slots, `generate`      beam       `beam_search`
+text       texts instead of token ids            speculative   `speculate`: drafts of a smaller model
 """

@@ -4,8 +4,6 @@ A generator with a state would make a row's draws depend on its neighbours and o
 is advanced: the same four numbers give the same value in any batch, on any device, after any resume.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

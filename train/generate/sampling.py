@@ -7,8 +7,6 @@ Every setting is a number for all rows or a tensor [B]. A row's draw depends on 
 row id and its step, not on its neighbours.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

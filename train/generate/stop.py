@@ -4,8 +4,6 @@ A token may end within a character, and a stop text may begin in one token and e
 until its characters are complete and until no stop text can begin in it; what is held back at the end is flushed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

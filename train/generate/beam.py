@@ -1,0 +1,90 @@
+"""Beam search: the most likely continuations, by keeping the best few of every length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.options import ForwardKwargs
+from fnmodels.tree import Tree
+
+from .prompts import activations, prefilled, run_all
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """tokens: of the answer, its stop token included. logp: the sum of theirs, in nats. score: see `beam_search`."""
+
+    tokens: list[int]
+    logp: float
+    score: float
+
+
+@torch.no_grad()
+def beam_search(
+    params: Tree,
+    config: DecoderConfig,
+    prompt: Sequence[int],
+    *,
+    beams: int,
+    max_new: int,
+    stop_ids: Sequence[int] = (),
+    length_penalty: float = 1.0,
+    chunk: int = 512,
+    dtype: torch.dtype | None = None,
+    **options: Unpack[ForwardKwargs],
+) -> list[Hypothesis]:
+    """At most `beams` answers to a prompt (token ids), the best first.
+
+    An answer ends with one of `stop_ids` or has `max_new` tokens; its score is its logp / length ** length_penalty.
+    At every length the `beams` likeliest unfinished answers are kept. The search ends early when no unfinished answer,
+    at its present score, is above the worst of `beams` finished ones.
+    """
+    if beams < 1 or max_new < 1 or not prompt:
+        raise ValueError(
+            f"beams ({beams}), max_new ({max_new}) and the prompt's length ({len(prompt)}) must be above 0."
+        )
+    dtype, device = activations(params, dtype)
+    capacity = len(prompt) + max_new
+    cache = run_all(
+        prefilled(params, config, [prompt], [capacity], capacity=capacity, chunk=chunk, dtype=dtype, **options)
+    )
+    tokens, logp = [list(prompt)], torch.zeros(1, device=device)
+    finished: list[Hypothesis] = []
+    for length in range(1, max_new + 1):
+        last = torch.tensor([[row[-1]] for row in tokens], device=device)
+        step = fnmodels.prepare_step(config, last, cache)
+        logits, cache = fnmodels.decode_(params, *step, cache, config=config, **options)
+        total = logp[:, None] + torch.log_softmax(logits[:, 0].float(), -1)
+        parents, ids, values = _best(total, beams + beams * len(stop_ids))
+        running: list[tuple[int, int, float]] = []
+        for parent, token, value in zip(parents, ids, values, strict=True):
+            if token in stop_ids:
+                found = [*tokens[parent][len(prompt) :], token]
+                finished.append(Hypothesis(found, value, value / length**length_penalty))
+            elif len(running) < beams:
+                running.append((parent, token, value))
+        finished = sorted(finished, key=lambda answer: -answer.score)[:beams]
+        tokens = [[*tokens[parent], token] for parent, token, _ in running]
+        logp = torch.tensor([value for *_, value in running], device=device)
+        done = len(finished) == beams and (not running or running[0][2] / length**length_penalty <= finished[-1].score)
+        if done or not running:
+            return finished
+        if length < max_new:
+            cache = fnmodels.take(cache, torch.tensor([parent for parent, *_ in running], device=device))
+    cut = [
+        Hypothesis(row[len(prompt) :], value, value / max_new**length_penalty)
+        for row, value in zip(tokens, logp.tolist(), strict=True)
+    ]
+    return sorted([*finished, *cut], key=lambda answer: -answer.score)[:beams]
+
+
+def _best(total: Tensor, count: int) -> tuple[list[int], list[int], list[float]]:
+    """(rows, tokens, values) of the `count` highest of total [beams, V]."""
+    values, places = total.flatten().topk(min(count, total.numel()))
+    width = total.shape[-1]
+    return (places // width).tolist(), (places % width).tolist(), values.tolist()

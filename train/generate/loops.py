@@ -1,0 +1,204 @@
+"""Generation of many continuations: a queue of requests over slots, `generate` and `stream`."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from fnmodels import Cache
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.options import ForwardKwargs
+from fnmodels.tree import Tree
+
+from .prompts import activations, prefilled
+from .requests import Answer, Event, Generations, Request, capacity_of, collect, requests_of
+from .sampling import Sampling, check_sampling, stack_samplings
+from .serve import ServeState, admit, empty_state, serve_step
+from .stop import Decodes
+
+SLOTS = 32
+Hook = Callable[[Tensor, list[list[int]]], Tensor]
+
+
+class ServeKwargs(ForwardKwargs, total=False):
+    """Keywords of `serve` that `generate` and `stream` pass on."""
+
+    tokenizer: Decodes | None
+    logits_fn: Hook | None
+    chunk: int
+    dtype: torch.dtype | None
+
+
+@dataclass
+class _Admission:
+    """Requests whose prompts are on their way into the cache."""
+
+    rows: list[int]
+    answers: list[Answer]
+    chunks: Generator[None, None, Cache]
+
+
+def serve(
+    params: Tree,
+    config: DecoderConfig,
+    requests: Iterable[Request],
+    *,
+    slots: int,
+    capacity: int,
+    tokenizer: Decodes | None = None,
+    logits_fn: Hook | None = None,
+    chunk: int = 512,
+    dtype: torch.dtype | None = None,
+    skip_special_tokens: bool = True,
+    **options: Unpack[ForwardKwargs],
+) -> Iterator[Event]:
+    """Continuous batching: yields tokens as they are drawn, and fills a slot with the next request when one is free.
+
+    requests: taken one after the other as slots become free. slots: requests that run at once. capacity: the most
+    tokens of a request, prompt and answer. chunk: tokens of prompts computed between two steps of the others. dtype:
+    of the activations; None: that of the parameters. logits_fn: see `generate`. skip_special_tokens: whether texts, in
+    which stop texts are found, are without special tokens. options: as for `fnmodels.forward`.
+    ValueError for a request that is empty or does not fit.
+    """
+    dtype, device = activations(params, dtype)
+    state = empty_state(config, slots, capacity, dtype=dtype, device=device)
+    places: list[Answer | None] = [None] * slots
+    queue, admission = enumerate(requests), None
+    while True:
+        if admission is None:
+            free = [row for row, answer in enumerate(places) if answer is None]
+            answers = [
+                Answer(row, request, tokenizer, skip_special_tokens) for row, request in islice(queue, len(free))
+            ]
+            if answers:
+                chunks = _prefilled(params, config, answers, capacity=capacity, chunk=chunk, dtype=dtype, **options)
+                admission = _Admission(free[: len(answers)], answers, chunks)
+        if admission is not None:
+            try:
+                next(admission.chunks)
+            except StopIteration as done:
+                state = _admitted(state, places, admission, done.value, config)
+                admission = None
+        active = [(row, answer) for row, answer in enumerate(places) if answer is not None]
+        if not active:
+            if admission is None:
+                return
+            continue
+        hook = None if logits_fn is None else _hook(logits_fn, places)
+        state = serve_step(params, state, config=config, logits_fn=hook, inplace=True, **options)
+        tokens, logp, kept = state.last.tolist(), state.logp.tolist(), state.logp_kept.tolist()
+        ended = []
+        for row, answer in active:
+            event = answer.append(tokens[row], logp[row], kept[row])
+            if event.reason is not None:
+                places[row] = None
+                ended.append(row)
+            yield event
+        if ended:
+            state = replace(state, active=state.active.index_fill(0, torch.tensor(ended, device=device), False))
+
+
+def _prefilled(
+    params: Tree, config: DecoderConfig, answers: list[Answer], *, capacity: int, **how: Any
+) -> Generator[None, None, Cache]:
+    """`prefilled` of the answers' prompts; ValueError for a request that is too long or has settings out of range."""
+    for answer in answers:
+        if _length(answer) > capacity:
+            raise ValueError(
+                f"Request {answer.row} has {len(answer.request.prompt)} tokens and max_new {answer.request.max_new}; "
+                f"the capacity is {capacity} tokens."
+            )
+        check_sampling(answer.request.sampling)
+    prompts, lengths = [answer.request.prompt for answer in answers], [_length(answer) for answer in answers]
+    return prefilled(params, config, prompts, lengths, capacity=capacity, **how)
+
+
+def _length(answer: Answer) -> int:
+    """What length-dependent rotary scalings read: a function of the request alone, not of its neighbours."""
+    return len(answer.request.prompt) + answer.request.max_new
+
+
+def _admitted(
+    state: ServeState, places: list[Answer | None], admission: _Admission, cache: Cache, config: DecoderConfig
+) -> ServeState:
+    requests = [answer.request for answer in admission.answers]
+    for row, answer in zip(admission.rows, admission.answers, strict=True):
+        places[row] = answer
+    # slots without a request take any settings, so that equal fields stay numbers
+    samplings = [requests[0].sampling if answer is None else answer.request.sampling for answer in places]
+    return admit(
+        state,
+        admission.rows,
+        cache,
+        [request.prompt for request in requests],
+        seeds=[request.seed for request in requests],
+        ids=[request.draw for request in requests],
+        lengths=[_length(answer) for answer in admission.answers],
+        sampling=stack_samplings(samplings, device=state.last.device),
+        vocab=config.vocab_size,
+        inplace=True,
+    )
+
+
+def _hook(logits_fn: Hook, places: list[Answer | None]) -> Callable[[Tensor], Tensor]:
+    tokens = [[] if answer is None else list(answer.tokens) for answer in places]
+    return lambda logits: logits_fn(logits, tokens)
+
+
+def generate(
+    params: Tree,
+    config: DecoderConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new: int | Sequence[int],
+    sampling: Sampling | None = None,
+    seeds: int | Sequence[int] = 0,
+    stop_ids: Sequence[int] = (),
+    stop_texts: Sequence[str] = (),
+    slots: int | None = None,
+    **options: Unpack[ServeKwargs],
+) -> Generations:
+    """A continuation of each prompt (token ids), with a cache and continuous batching.
+
+    max_new: tokens generated at most, one number or one per prompt. sampling: by default temperature 1; its fields are
+        numbers or tensors [prompts].
+    seeds: one for all prompts or one per prompt. Equal seeds draw with different noise, by the number of earlier
+        prompts with this seed; a prompt with a seed of its own gets the same draws in any batch and order.
+    stop_ids: tokens after which an answer ends. stop_texts: texts that end it, found in the decoded text.
+    slots: answers that are generated at once; by default all, at most 32.
+    options: tokenizer, one of the tokenizers library, for texts and stop_texts; logits_fn, (logits [B, V], tokens) ->
+        logits edited before the draw, such as -inf for what a grammar forbids, where tokens are the ids of each slot's
+        answer so far, empty for a slot without a request; chunk and dtype, see `serve`; those of `fnmodels.forward`.
+
+    Equal prompts, and a beginning that prompts share, are computed once.
+    """
+    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts)
+    return collect(_served(params, config, made, slots, **options), len(made))
+
+
+def stream(
+    params: Tree,
+    config: DecoderConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new: int | Sequence[int],
+    sampling: Sampling | None = None,
+    seeds: int | Sequence[int] = 0,
+    stop_ids: Sequence[int] = (),
+    stop_texts: Sequence[str] = (),
+    slots: int | None = None,
+    **options: Unpack[ServeKwargs],
+) -> Iterator[tuple[int, int, float]]:
+    """(row of the prompt, token, logp) of each token as it is drawn; arguments as for `generate`."""
+    made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts)
+    return ((event.row, event.token, event.logp) for event in _served(params, config, made, slots, **options))
+
+
+def _served(
+    params: Tree, config: DecoderConfig, made: list[Request], slots: int | None, **options: Unpack[ServeKwargs]
+) -> Iterator[Event]:
+    slots = max(1, min(len(made), SLOTS)) if slots is None else slots
+    return serve(params, config, made, slots=slots, capacity=capacity_of(made), **options)

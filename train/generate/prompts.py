@@ -1,0 +1,101 @@
+"""Prompts into a cache: in chunks, and what prompts share computed once."""
+
+from collections.abc import Generator, Sequence
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels import Cache
+from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.options import ForwardKwargs
+from fnmodels.tree import Tree, leaves
+
+SHARED = 16  # tokens that prompts must have in common for a pass of their own
+
+
+def activations(params: Tree, dtype: torch.dtype | None = None) -> tuple[torch.dtype, torch.device]:
+    """(dtype, device) of a model's activations: those of its first floating parameter, unless dtype is given."""
+    first = next(leaf for leaf in leaves(params) if leaf.is_floating_point())
+    return dtype or first.dtype, first.device
+
+
+def prefilled(
+    params: Tree,
+    config: DecoderConfig,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    *,
+    capacity: int,
+    chunk: int,
+    dtype: torch.dtype | None = None,
+    rings: bool = True,
+    **options: Unpack[ForwardKwargs],
+) -> Generator[None, None, Cache]:
+    """A generator that yields between chunks and returns a cache with all tokens of each prompt but the last.
+
+    Equal prompts are computed once, and so is what all prompts begin with; both are copied with `fnmodels.take`.
+
+    lengths: of each prompt, the sequence length that length-dependent rotary scalings read. chunk: tokens computed at
+    a time, padding included. capacity, rings: of the cache. dtype: see `activations`.
+    """
+    dtype, device = activations(params, dtype)
+    tokens = [tuple(prompt[:-1]) for prompt in prompts]
+    same_tables = len(set(lengths)) == 1 or not _reads_length(config, lengths, max(map(len, tokens)))
+    keys = [(row, 0 if same_tables else length) for row, length in zip(tokens, lengths, strict=True)]
+    distinct = list(dict.fromkeys(keys))
+    shared = _common([row for row, _ in distinct]) if same_tables and len(distinct) > 1 else 0
+    sizes = torch.tensor([lengths[keys.index(key)] for key in distinct], device=device)
+
+    rows = 1 if shared else len(distinct)
+    cache = fnmodels.init_cache(config, rows, capacity, dtype=dtype, device=device, rings=rings)
+
+    def extended(cache: Cache, new: list[tuple[int, ...]], sizes: Tensor) -> Generator[None, None, Cache]:
+        width = max(map(len, new))
+        ids, segment_ids = torch.zeros(2, len(new), width, dtype=torch.int64)
+        for row, own in enumerate(new):
+            ids[row, : len(own)], segment_ids[row, : len(own)] = torch.tensor(own, dtype=torch.int64), 1
+        each = max(1, chunk // len(new))
+        for begin in range(0, width, each):
+            if begin:
+                yield
+            part = slice(begin, begin + each)
+            step = fnmodels.prepare_step(
+                config, ids[:, part].to(device), cache, segment_ids=segment_ids[:, part].to(device), length=sizes
+            )
+            _, cache = fnmodels.decode_(params, *step, cache, config=config, at="last", **options)
+        return cache
+
+    if shared:
+        cache = yield from extended(cache, [distinct[0][0][:shared]], sizes[:1])
+        cache = fnmodels.take(cache, torch.zeros(len(distinct), dtype=torch.int64, device=device))
+        yield
+    cache = yield from extended(cache, [row[shared:] for row, _ in distinct], sizes)
+    if len(distinct) < len(keys):
+        cache = fnmodels.take(cache, torch.tensor([distinct.index(key) for key in keys], device=device))
+    return cache
+
+
+def _common(rows: list[tuple[int, ...]]) -> int:
+    """How many tokens all rows begin with; 0 if fewer than SHARED."""
+    low, high = min(rows), max(rows)
+    same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return same if same >= SHARED else 0
+
+
+def run_all(chunks: Generator[None, None, Cache]) -> Cache:
+    """What `prefilled` returns, without a pause between chunks."""
+    while True:
+        try:
+            next(chunks)
+        except StopIteration as done:
+            found: Cache = done.value
+            return found
+
+
+def _reads_length(config: DecoderConfig, lengths: Sequence[int], width: int) -> bool:
+    """Whether the rotary tables of some positions differ between these sequence lengths."""
+    positions = torch.arange(max(width, 1))[None]
+    low, high = (leaves(family_of(config).freqs_cis(config, positions, length=n)) for n in (min(lengths), max(lengths)))
+    return not all(torch.equal(a, b) for a, b in zip(low, high, strict=True))

@@ -1,0 +1,159 @@
+"""Requests and what becomes of them: `Request`, `Answer` as it grows, `Event` per token, `Generations` at the end."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .sampling import Sampling, check_sampling
+from .stop import Decodes, StopText, TextStream
+
+
+@dataclass(frozen=True)
+class Request:
+    """One continuation to generate.
+
+    prompt: token ids, at least one. max_new: tokens generated at most. sampling: with numbers as fields. seed, draw:
+    what the noise depends on beside the step: requests with both equal draw with the same noise. stop_ids: tokens after
+    which it ends. stop_texts: texts that end it, which needs a tokenizer.
+    """
+
+    prompt: Sequence[int]
+    max_new: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    draw: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """A generated token of request `row` (counted from 0 in the order of the requests).
+
+    logp, logp_kept: see `sample_step`. text: what can be shown after this token, with a tokenizer; the texts of a
+    request joined are its answer, without a stop text. reason: None, or why the request ends with this token:
+    "stop_id", "stop_text" or "max_new".
+    """
+
+    row: int
+    token: int
+    logp: float
+    logp_kept: float
+    text: str = ""
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Generations:
+    """Results in the order of the prompts; tokens include the one that stopped an answer.
+
+    tokens: ids without the prompt's. logp, logp_kept: fp32 [tokens] each, see `sample_step`. reasons: see `Event`.
+    texts: answers without their stop text; empty without a tokenizer.
+    """
+
+    tokens: list[list[int]]
+    logp: list[Tensor]
+    logp_kept: list[Tensor]
+    reasons: list[str]
+    texts: list[str]
+
+
+class Answer:
+    """The answer to a request as it grows, on the host."""
+
+    def __init__(self, row: int, request: Request, tokenizer: Decodes | None, skip_special_tokens: bool = True) -> None:
+        if not request.prompt:
+            raise ValueError(f"The prompt of request {row} is empty: there must be at least one token to continue.")
+        if request.max_new < 1:
+            raise ValueError(f"max_new of request {row} is {request.max_new}; it must be at least 1.")
+        if request.stop_texts and tokenizer is None:
+            raise ValueError("stop_texts need a tokenizer, for they are found in the text: pass tokenizer=.")
+        self.row, self.request, self.tokens = row, request, list[int]()
+        self._text = (
+            None
+            if tokenizer is None
+            else TextStream(tokenizer, request.prompt, skip_special_tokens=skip_special_tokens)
+        )
+        self._stop = StopText(request.stop_texts)
+
+    def append(self, token: int, logp: float, logp_kept: float) -> Event:
+        """The event of the next token."""
+        self.tokens.append(token)
+        reason = "stop_id" if token in self.request.stop_ids else None
+        text = ""
+        if self._text is not None:
+            text = self._stop.push("" if reason else self._text.push(token))
+            if self._stop.found:
+                reason = "stop_text"
+        if reason is None and len(self.tokens) >= self.request.max_new:
+            reason = "max_new"
+        if reason is not None and self._text is not None and not self._stop.found:
+            text += self._stop.push(self._text.flush()) + self._stop.flush()
+        return Event(self.row, token, logp, logp_kept, text, reason)
+
+
+def collect(events: Iterable[Event], rows: int) -> Generations:
+    """The results of `rows` requests from the events of all."""
+    found: list[list[Event]] = [[] for _ in range(rows)]
+    for event in events:
+        found[event.row].append(event)
+    return Generations(
+        [[event.token for event in row] for row in found],
+        [torch.tensor([event.logp for event in row]) for row in found],
+        [torch.tensor([event.logp_kept for event in row]) for row in found],
+        [str(row[-1].reason) for row in found],
+        ["".join(event.text for event in row) for row in found],
+    )
+
+
+def best_of(found: Generations, each: int, *, length_penalty: float = 1.0) -> list[int]:
+    """The index of the best of every `each` consecutive answers, by the sum of logp / length ** length_penalty.
+
+    Generate from prompts repeated `each` times, which are computed once.
+    """
+    if each < 1 or len(found.tokens) % each:
+        raise ValueError(
+            f"each is {each}; it must be at least 1 and divide the number of answers, {len(found.tokens)}."
+        )
+    scores = torch.tensor([float(logp.sum()) / len(logp) ** length_penalty for logp in found.logp])
+    return (scores.reshape(-1, each).argmax(1) + torch.arange(0, len(scores), each)).tolist()
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]],
+    max_new: int | Sequence[int],
+    sampling: Sampling | None,
+    seeds: int | Sequence[int],
+    stop_ids: Sequence[int],
+    stop_texts: Sequence[str],
+) -> list[Request]:
+    """One request per prompt; see `generate`. ValueError for a sequence of another length than the prompts."""
+    sampling = sampling or Sampling()
+    check_sampling(sampling, len(prompts))
+    StopText(stop_texts)
+    sizes, seeds = (_each(name, value, len(prompts)) for name, value in (("max_new", max_new), ("seeds", seeds)))
+    earlier: dict[int, int] = {}
+    made = []
+    for row, (prompt, size, seed) in enumerate(zip(prompts, sizes, seeds, strict=True)):
+        draw = earlier[seed] = earlier.get(seed, -1) + 1
+        own = Sampling(**{f.name: _of_row(getattr(sampling, f.name), row) for f in fields(Sampling)})
+        made.append(Request(list(prompt), size, own, seed, draw, tuple(stop_ids), tuple(stop_texts)))
+    return made
+
+
+def _each(name: str, value: int | Sequence[int], rows: int) -> list[int]:
+    values = [value] * rows if isinstance(value, int) else list(value)
+    if len(values) != rows:
+        raise ValueError(f"{name} has {len(values)} values; it must be one number or one for each of {rows} prompts.")
+    return values
+
+
+def _of_row(value: Any, row: int) -> Any:
+    return value[row].item() if isinstance(value, Tensor) else value
+
+
+def capacity_of(requests: Sequence[Request]) -> int:
+    return max((len(request.prompt) + request.max_new for request in requests), default=1)

@@ -1,0 +1,138 @@
+"""Continuous batching as a pure step over slots: `ServeState`, `serve_step` and `admit`.
+
+    state = admit(empty_state(config, slots, capacity), rows, cache, ...)    # prompts, prefilled elsewhere
+    state = serve_step(params, state, config=config)                         # one more token for every active slot
+
+A slot is a row of the cache. Slots without a request are padding: nothing of them is written, and their content changes
+no bit of the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+import fnmodels
+from fnmodels import Cache, tree
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.options import ForwardKwargs
+from fnmodels.tree import Tree
+
+from .sampling import LogitsFn, SampleState, Sampling, check_sampling, sample_step
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class ServeState:
+    """What B slots hold between two steps.
+
+    cache: all tokens of each row but the last. last: int64 [B], the last token, drawn or of the prompt. active: bool
+    [B]. lengths: int64 [B], the sequence lengths that length-dependent rotary scalings read. logp, logp_kept: fp32 [B],
+    the log-probabilities of `last` where the step drew it, see `sample_step`.
+    """
+
+    cache: Cache
+    last: Tensor
+    active: Tensor
+    lengths: Tensor
+    draws: SampleState
+    logp: Tensor
+    logp_kept: Tensor
+
+
+def empty_state(
+    config: DecoderConfig, slots: int, capacity: int, *, dtype: torch.dtype, device: torch.device | str | None = None
+) -> ServeState:
+    """Slots without requests, each with room for `capacity` tokens. dtype: of the model's activations."""
+    zero = torch.zeros(slots, dtype=torch.int64, device=device)
+    none = zero.float()
+    draws = SampleState(Sampling(), zero, zero, zero)
+    cache = fnmodels.init_cache(config, slots, capacity, dtype=dtype, device=device)
+    return ServeState(cache, zero, zero > 0, zero + capacity, draws, none, none)
+
+
+def serve_step(
+    params: Tree,
+    state: ServeState,
+    /,
+    *,
+    config: DecoderConfig,
+    logits_fn: LogitsFn | None = None,
+    inplace: bool = False,
+    **options: Unpack[ForwardKwargs],
+) -> ServeState:
+    """Writes each active slot's last token into the cache and draws the next one.
+
+    logits_fn: edits the logits [B, V] before the draw. inplace: writes into the cache of `state`, which must not be
+    used again. options: as for `fnmodels.forward`. Slots that are not active keep what they hold.
+    """
+    step = fnmodels.prepare_step(
+        config,
+        state.last[:, None],
+        state.cache,
+        segment_ids=state.active[:, None].long(),
+        length=state.lengths,
+    )
+    decode = fnmodels.decode_ if inplace else fnmodels.decode
+    logits, cache = decode(params, *step, state.cache, config=config, **options)
+    drawn, logp, kept, draws = sample_step(logits[:, 0], state.draws, active=state.active, logits_fn=logits_fn)
+    last = torch.where(state.active, drawn, state.last)
+    return replace(state, cache=cache, last=last, draws=draws, logp=logp, logp_kept=kept)
+
+
+def admit(
+    state: ServeState,
+    rows: Sequence[int],
+    cache: Cache,
+    prompts: Sequence[Sequence[int]],
+    *,
+    seeds: Sequence[int],
+    ids: Sequence[int],
+    lengths: Sequence[int],
+    sampling: Sampling,
+    vocab: int,
+    inplace: bool = False,
+) -> ServeState:
+    """The state with requests in the slots `rows`, which become active.
+
+    cache: one row per request with all tokens of its prompt but the last. seeds, ids: of the requests' noise.
+    sampling: of all slots, so that each field is a number or a tensor [B]. vocab: the number of logits.
+    inplace: as in `serve_step`.
+    """
+    check_sampling(sampling, len(state.last))
+    device = state.last.device
+    at = torch.tensor(rows, device=device)
+
+    def put(values: Tensor, new: Sequence[int]) -> Tensor:
+        return values.index_copy(0, at, torch.tensor(new, dtype=values.dtype, device=device))
+
+    draws = replace(
+        state.draws,
+        sampling=sampling,
+        seeds=put(state.draws.seeds, seeds),
+        rows=put(state.draws.rows, ids),
+        steps=state.draws.steps.index_fill(0, at, 0),
+    )
+    if sampling.penalizes or draws.counts is not None:
+        draws = _with_counts(draws, at, prompts, vocab)
+    return replace(
+        state,
+        cache=(fnmodels.insert_ if inplace else fnmodels.insert)(state.cache, at, cache),
+        last=put(state.last, [prompt[-1] for prompt in prompts]),
+        active=state.active.index_fill(0, at, True),
+        lengths=put(state.lengths, lengths),
+        draws=draws,
+    )
+
+
+def _with_counts(draws: SampleState, rows: Tensor, prompts: Sequence[Sequence[int]], vocab: int) -> SampleState:
+    counts, seen = draws.counts, draws.seen
+    if counts is None or seen is None:
+        counts = torch.zeros(len(draws.seeds), vocab, dtype=torch.int32, device=rows.device)
+        seen = counts > 0
+    fresh = torch.zeros(len(rows), vocab, dtype=torch.bool, device=rows.device)
+    for row, prompt in zip(fresh, prompts, strict=True):
+        row[torch.tensor(list(prompt), dtype=torch.int64, device=rows.device)] = True
+    return replace(draws, counts=counts.index_fill(0, rows, 0), seen=seen.index_copy(0, rows, fresh))
