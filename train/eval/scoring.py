@@ -12,14 +12,17 @@ from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
+from train.generate.prompts import activations, prefilled, run_all
 from train.losses.lm_head import CHUNK
 from train.losses.next_token import model_states
 from train.losses.softmax_stats import scores
 from train.losses.token_chunks import per_token
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, at least one id; continuation
+Row = tuple[list[int], int]  # the ids of a pair that fit, the number of continuation tokens
 
 ROW_TOKENS = 4096  # tokens of a batch, padding included
+SHARED_NEW = 32  # tokens of the longest continuation for which pairs share the pass over their context
 
 
 @torch.no_grad()
@@ -29,20 +32,40 @@ def score_continuations(
     """(log-probability of the continuation in nats, whether greedy decoding yields it) of each (context, continuation).
 
     Computed in at least fp32. A context is truncated from the left to fit `max_position_embeddings` + 1 tokens with its
-    continuation. batch_tokens: the size of batches, of rows of similar length; results do not depend on it. ValueError
-    where a context is empty, or a continuation alone is too long.
+    continuation. batch_tokens: the size of batches, of rows of similar length; results do not depend on it. A context
+    that several pairs share is computed once per batch. ValueError where a context is empty, or a continuation alone is
+    too long.
     """
     longest = config.max_position_embeddings
     rows = [_row(context, continuation, longest) for context, continuation in pairs]
     found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-    for indices in _batches([len(tokens) for tokens, _ in rows], batch_tokens):
-        logp, likeliest = _score_batch(params, config, [rows[i] for i in indices])
+    alone, shared = _by_context(rows)
+    batches = [(_score_batch, indices) for indices in _batches(rows, alone, batch_tokens)]
+    batches += [(_score_shared, indices) for indices in _batches(rows, shared, batch_tokens)]
+    for score, indices in batches:
+        logp, likeliest = score(params, config, [rows[i] for i in indices])
         for index, value, greedy in zip(indices, logp.tolist(), likeliest.tolist(), strict=True):
             found[index] = (value, greedy)
     return found
 
 
-def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> tuple[list[int], int]:
+def _by_context(rows: list[Row]) -> tuple[list[int], list[int]]:
+    """Indices of rows to score alone, and of those whose context others share, which stand side by side.
+
+    Rows without a continuation are in neither. The longest are first: running out of memory happens at the start.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, (tokens, new) in enumerate(rows):
+        if new:
+            groups.setdefault(tuple(tokens[:-new]), []).append(index)
+    longest = sorted(groups.items(), key=lambda item: -max(len(rows[i][0]) for i in item[1]))
+    # a context of one token costs nothing, and the logits of a long continuation need chunks
+    worth = {c for c, own in longest if len(own) > 1 and len(c) > 1 and max(rows[i][1] for i in own) <= SHARED_NEW}
+    alone = sorted((i for c, own in longest if c not in worth for i in own), key=lambda i: -len(rows[i][0]))
+    return alone, [i for c, own in longest if c in worth for i in own]
+
+
+def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> Row:
     """(the ids that fit, the number of continuation tokens)."""
     if not context:
         raise ValueError("A context is empty: it needs at least one token, such as the one that begins a text.")
@@ -51,16 +74,18 @@ def _row(context: Sequence[int], continuation: Sequence[int], longest: int) -> t
     return [*context, *continuation][-(longest + 1) :], len(continuation)
 
 
-def _batches(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of rows per batch, the longest first, so that running out of memory happens at the start."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+def _batches(rows: list[Row], order: list[int], batch_tokens: int) -> Iterator[list[int]]:
+    """The indices `order` of rows in batches of at most `batch_tokens`, padding included, or of one row."""
     while order:
-        rows = max(1, batch_tokens // lengths[order[0]])
-        yield order[:rows]
-        order = order[rows:]
+        size, longest = 1, len(rows[order[0]][0])
+        while size < len(order) and (size + 1) * max(longest, len(rows[order[size]][0])) <= batch_tokens:
+            longest = max(longest, len(rows[order[size]][0]))
+            size += 1
+        yield order[:size]
+        order = order[size:]
 
 
-def _score_batch(params: Tree, config: DecoderConfig, rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
+def _score_batch(params: Tree, config: DecoderConfig, rows: list[Row]) -> tuple[Tensor, Tensor]:
     width = max(len(tokens) for tokens, _ in rows) - 1
     shape = (len(rows), width)
     batch = {"tokens": torch.zeros(shape, dtype=torch.int64), "positions": torch.arange(width).expand(shape)}
@@ -82,10 +107,27 @@ def _score_batch(params: Tree, config: DecoderConfig, rows: list[tuple[list[int]
         logits = family.unembed(params, x[None], config=config)[0]
         return scores(logits, labels, 1.0)[0], logits.argmax(-1) == labels
 
-    if not valid.any():
-        return x.new_zeros(len(rows)), torch.ones(len(rows), dtype=torch.bool)
     labels = batch["labels"][valid]
     logp, likeliest = per_token(one, (x[valid], labels), labels.shape, CHUNK)
     row = valid.nonzero()[:, 0]
     wrong = torch.zeros(len(rows), dtype=torch.int64, device=device).index_add(0, row, (~likeliest).long())
     return torch.zeros(len(rows), dtype=torch.float64, device=device).index_add(0, row, logp.double()), wrong == 0
+
+
+def _score_shared(params: Tree, config: DecoderConfig, rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """`_score_batch` with a cache: each distinct context is computed once, then all continuations in one step."""
+    _, device = activations(params)
+    shape = len(rows), max(new for _, new in rows)
+    sizes = [len(tokens) - 1 for tokens, _ in rows]
+    contexts = [tokens[: len(tokens) - new] for tokens, new in rows]
+    cache = run_all(prefilled(params, config, contexts, sizes, capacity=max(sizes), chunk=ROW_TOKENS))
+    ids, segment_ids, labels = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.full(shape, IGNORE)
+    for i, (tokens, new) in enumerate(rows):
+        known = torch.tensor(tokens[len(tokens) - new - 1 :])
+        ids[i, :new], labels[i, :new], segment_ids[i, :new] = known[:-1], known[1:], 1
+    ids, segment_ids, labels = (tensor.to(device) for tensor in (ids, segment_ids, labels))
+    length = torch.tensor(sizes, device=device)
+    step = fnmodels.prepare_step(config, ids, cache, segment_ids=segment_ids, length=length)
+    logits, _ = fnmodels.decode_(params, *step, cache, config=config)
+    likeliest = (logits.argmax(-1) == labels) | (labels == IGNORE)
+    return scores(logits, labels, 1.0)[0].double().sum(1), likeliest.all(1)

@@ -47,6 +47,29 @@ def test_each_pair_as_if_alone(name: str, batch_tokens: int) -> None:
     assert [logp for logp, _ in found] == pytest.approx([logp for logp, _ in expected], rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("batch_tokens", [1, 60, 4096])
+def test_pairs_that_share_a_context_compute_it_once(name: str, batch_tokens: int, monkeypatch) -> None:
+    """As the choices of a question; beside pairs whose continuation is empty or long, or whose context is one token."""
+    config = CASES[name].config
+    params, (first, second, third, *_) = generic_params(config), _pairs(config)
+    contexts = [[*second[0], 1, 2, 3], second[0], first[0]]
+    answers = [[5], [6, 7, 8], [], third[0], [5, 9], list(range(6))]
+    pairs = [(context, answer) for answer in answers for context in contexts]
+    computed = []
+    decode_ = fnmodels.decode_
+    monkeypatch.setattr(
+        fnmodels, "decode_", lambda p, i, *a, **k: computed.append(i["valid"].sum()) or decode_(p, i, *a, **k)
+    )
+    found = score_continuations(params, config, pairs, batch_tokens=batch_tokens)
+    expected = [(0.0, True) if not pair[1] else direct(params, config, *pair) for pair in pairs]
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [logp for logp, _ in found] == pytest.approx([logp for logp, _ in expected], rel=1e-5, abs=1e-5)
+    if batch_tokens == 4096:
+        news = sum(map(len, answers))
+        assert sum(computed) == (len(contexts[0]) - 1) + (len(contexts[1]) - 1) + 2 * news
+
+
 def test_a_context_that_is_too_long_loses_its_beginning() -> None:
     config = fnmodels.models.llama.Config(31, 16, 24, 2, 2, 1, max_position_embeddings=8)
     params = generic_params(config)
