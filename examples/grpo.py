@@ -83,15 +83,11 @@ class Sampler:
         for name, tensor in weights:
             self.weights[name] = tensor.clone()
 
-    @torch.no_grad()
-    def answer(self, prompts: Tensor, generator: torch.Generator) -> Tensor:
-        """prompts [R, S] continued by NEW tokens each, drawn at temperature 1: [R, S + NEW]."""
+    def answer(self, prompts: list[list[int]], tokenizer: Any, seed: int) -> train.Generations:
+        """The first lines that continue the prompts, NEW tokens at most, drawn at temperature 1."""
         params = P.unflatten({path: self.weights[name] for path, name in self.names.items()})
-        tokens = prompts
-        for _ in range(NEW):
-            logits = fnmodels.forward(params, *fnmodels.prepare(self.config, tokens), config=self.config)[:, -1]
-            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
-        return tokens
+        options = {"max_new": NEW, "stop_texts": ["\n"], "tokenizer": tokenizer, "seeds": seed, "slots": len(prompts)}
+        return train.generate(params, self.config, prompts, **options)
 
 
 @dataclass(frozen=True)
@@ -103,24 +99,21 @@ class Rollout:
     reward: float
 
 
-def judged(tokenizer: Any, row: Tensor, prompt: int, wanted: int) -> Rollout:
-    """The answer ends with its first line end; the reward is 1 for the sum and nothing else."""
-    length, text = len(row), ""
-    for stop in range(prompt + 1, len(row) + 1):
-        text = tokenizer.decode(row[prompt:stop].tolist())
-        if "\n" in text:
-            length = stop
-            break
-    reward = float("\n" in text and text.partition("\n")[0] == str(wanted))
-    return Rollout(row[:length], torch.arange(length) >= prompt, reward)
-
-
-def rollouts(sampler: Sampler, tokenizer: Any, draw: random.Random, generator: torch.Generator) -> list[Rollout]:
+def rollouts(sampler: Sampler, tokenizer: Any, draw: random.Random, seed: int) -> list[Rollout]:
     """ANSWERS to each of PROMPTS sums, grouped by prompt."""
     pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(PROMPTS)]
-    prompts = torch.tensor([tokenizer.encode(f"{a}+{b}=").ids for a, b in pairs]).repeat_interleave(ANSWERS, 0)
-    rows = sampler.answer(prompts, generator)
-    return [judged(tokenizer, row, prompts.shape[1], sum(pairs[i // ANSWERS])) for i, row in enumerate(rows)]
+    pairs = [pair for pair in pairs for _ in range(ANSWERS)]
+    prompts = [tokenizer.encode(f"{a}+{b}=").ids for a, b in pairs]  # equal ones are computed once
+    found = sampler.answer(prompts, tokenizer, seed)
+    rows = zip(prompts, pairs, found.tokens, found.texts, found.reasons, strict=True)
+    return [judged(prompt, a + b, tokens, text, reason) for prompt, (a, b), tokens, text, reason in rows]
+
+
+def judged(prompt: list[int], wanted: int, new: list[int], text: str, reason: str) -> Rollout:
+    """The reward is 1 for the sum and nothing else on a line that ended."""
+    tokens = torch.tensor(prompt + new)
+    right = reason == "stop_text" and text == str(wanted)
+    return Rollout(tokens, torch.arange(len(tokens)) >= len(prompt), float(right))
 
 
 def microbatches(found: list[Rollout]) -> list[dict[str, Tensor]]:
@@ -156,7 +149,7 @@ def learn(base: Path, seed: int, updates: int) -> list[float]:
     """The mean reward before each update."""
     config, params = P.load_pretrained(base, copy=True)
     tokenizer = load_tokenizer(base)
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    draw = random.Random(seed)
     sampler = Sampler(config)
 
     def rate(step: Tensor) -> Any:
@@ -168,7 +161,7 @@ def learn(base: Path, seed: int, updates: int) -> list[float]:
     curve = []
     for update in range(updates):
         sampler.update(engine.export())
-        found = rollouts(sampler, tokenizer, draw, generator)
+        found = rollouts(sampler, tokenizer, draw, seed * 10_000 + update)
         curve.append(sum(r.reward for r in found) / len(found))
         batches = microbatches(found)
         old = [logp for logp, _, _ in engine.infer(batches, logprobs)]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from train.generate.requests import Answer, Request
+
 
 @pytest.fixture(scope="module")
 def grpo() -> ModuleType:
@@ -24,7 +26,7 @@ def grpo() -> ModuleType:
 class _Letters:
     """Each token is a character."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
 
 
@@ -41,8 +43,15 @@ class _Letters:
     ],
 )
 def test_only_the_sum_and_a_line_end_are_rewarded(grpo: Any, answer: str, reward: int, length: int) -> None:
-    row = torch.tensor([ord(c) for c in "3+4=" + answer])
-    judged = grpo.judged(_Letters(), row, 4, 7)
+    prompt = [ord(c) for c in "3+4="]
+    found = Answer(0, Request(prompt, 4, stop_texts=("\n",)), _Letters())
+    events = []
+    for letter in answer:
+        events.append(found.append(ord(letter), 0.0, 0.0))
+        if events[-1].reason:
+            break
+    text = "".join(event.text for event in events)
+    judged = grpo.judged(prompt, 7, found.tokens, text, events[-1].reason)
     assert (judged.reward, len(judged.tokens) - 4) == (reward, length)
     assert judged.learnt.tolist() == [False] * 4 + [True] * length
 
