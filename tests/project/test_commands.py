@@ -79,7 +79,7 @@ MISTAKES = [
     ("train.compare", "{}/run {}/run --within x", "--within: 'x' is not a number from 0"),
     ("train.compare", "{}/run {}/run --out {}/a.foo", "--out {}/a.foo"),
     ("train.sample", "{}/nowhere --prompt a", "{}/nowhere: there is no such checkpoint folder"),
-    ("train.sample", "{}/cut", "the following arguments are required: --prompt"),
+    ("train.sample", "{}/cut", "there is nothing to answer"),
     ("train.sample", "{}/odd --prompt a", "{}/odd/tokenizer.json is not a tokenizer"),
     ("train.sample", "{}/cut --prompt a", "model.safetensors"),
     ("train.sample", "{}/lost --prompt a", "{}/lost holds adapters, and the folder of their base model"),

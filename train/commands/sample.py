@@ -1,23 +1,37 @@
-"""Continue a prompt with a checkpoint folder that has a tokenizer.json: `python -m train.sample FOLDER --prompt TEXT`.
+"""Generate text with a checkpoint folder that has a tokenizer.json: `python -m train.sample FOLDER --prompt TEXT`.
 
-Every token recomputes the full context, without a KV cache: enough for a look at what a model has learned.
+One prompt is answered on the screen as it is generated, several in turn; `--prompts` and `--out` read and write
+files with one JSON object per line; `--chat` holds a conversation.
 """
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
+from typing import Any, TextIO
 
-from train.command_line import Parser, program_name, run_command
-from train.eval.generate import complete
-from train.job.setting_types import NUMBER, integer
+from fnmodels.errors import UserError
+from train.command_line import Parser, check_installed, program_name, run_command
+from train.job.setting_types import FRACTION, NUMBER, POSITIVE, SettingType, integer
 from train.job.settings import flag
 
-# Keywords of `complete`: {name: (type, default, metavar and help of the flag)}.
+SHARE = SettingType("a number above 0 and at most 1", "P", float, lambda value: type(value) is float and 0 < value <= 1)
+FINITE = SettingType("a number", "X", float, lambda value: type(value) is float and abs(value) < float("inf"))
+
+# Flags of sampling: {name: (type, field of Sampling, metavar and help of the flag)}.
 SAMPLING = {
-    "tokens": (integer(1), 100, "N", "maximal number of new tokens"),
-    "temperature": (NUMBER, 0.8, "T", "0 takes the likeliest token each time"),
-    "top_k": (integer(1), 50, "K", "sample from the K likeliest tokens"),
-    "seed": (integer(0), 0, "N", "seed of the sampling"),
+    "temperature": (NUMBER, "temperature", "T", "0 takes the likeliest token each time"),
+    "top_k": (integer(0), "top_k", "K", "sample from the K likeliest tokens; 0: from all"),
+    "top_p": (SHARE, "top_p", "P", "sample from the likeliest tokens that together reach this probability"),
+    "min_p": (FRACTION, "min_p", "P", "sample from tokens at least this many times as likely as the likeliest"),
+    "repetition_penalty": (POSITIVE, "repetition", "X", "divides the scores of tokens of the prompt and the answer"),
+    "presence_penalty": (FINITE, "presence", "X", "subtracted from the scores of tokens of the answer"),
+    "frequency_penalty": (FINITE, "frequency", "X", "the same, for each time that the token occurs"),
 }
 
 
@@ -28,28 +42,267 @@ def _name() -> str:
 def parser() -> Parser:
     flags = Parser(
         prog=_name(),
-        description="Continue a prompt with the model of a folder: config.json, *.safetensors, tokenizer.json.",
+        description="Generate text with the model of a folder: config.json, *.safetensors, tokenizer.json. Sampling "
+        "flags that are not given have the values of its generation_config.json, else temperature 0.8 and top-k 50.",
     )
     flags.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT_FOLDER", help="a run folder, one from Hugging Face, or adapters"
     )
-    flags.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    for name, (kind, default, metavar, text) in SAMPLING.items():
-        help = f"{text} (default %(default)s)"
-        flags.add_argument(flag(name), type=kind.parse, default=default, metavar=metavar, help=help)
+    flags.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; several are answered in turn"
+    )
+    flags.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='JSON lines with a "prompt", or with the "messages" of a chat'
+    )
+    flags.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the answers as JSON lines instead of to the screen"
+    )
+    flags.add_argument(
+        "--chat",
+        action="store_true",
+        help="prompts are a user's messages, rendered by the chat template; without any, hold a conversation",
+    )
+    flags.add_argument("--system", metavar="TEXT", help="the system message of --chat")
+    flags.add_argument(
+        "--tokens",
+        type=integer(1).parse,
+        metavar="N",
+        help="maximal number of new tokens (default: that of generation_config.json, else 100)",
+    )
+    for name, (kind, _, metavar, text) in SAMPLING.items():
+        flags.add_argument(flag(name), type=kind.parse, metavar=metavar, help=text)
+    flags.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends an answer")
+    flags.add_argument(
+        "--samples", type=integer(1).parse, default=1, metavar="N", help="answers to each prompt (default %(default)s)"
+    )
+    flags.add_argument(
+        "--slots", type=integer(1).parse, default=32, metavar="N", help="answers at a time (default %(default)s)"
+    )
+    flags.add_argument(
+        "--seed", type=integer(0).parse, default=0, metavar="N", help="seed of the sampling (default %(default)s)"
+    )
     return flags
 
 
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is needed to answer prompts. respond: (prompts as ids, seed) -> events of `train.generate.loops.serve`."""
+
+    tokenizer: Any
+    template: Any
+    respond: Callable[[list[list[int]], int], Iterator[Any]]
+
+    def ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        """The ids of a text, or of a conversation up to the assistant's cue."""
+        from train.data.chat import render
+        from train.generate.text import prompt_ids
+
+        if isinstance(prompt, str):
+            return prompt_ids(self.tokenizer, prompt)
+        text = render(self.template(), prompt, prompt=True)
+        # the template renders special tokens, such as <bos>, itself
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 def sample(arguments: argparse.Namespace) -> int:
-    from train.eval.pretrained import check_vocabulary, end_ids, load_model, load_tokenizer
+    _check_flags(arguments)
+    rows = read_prompts(arguments.prompts) if arguments.prompts else [{"prompt": text} for text in arguments.prompt]
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    if arguments.chat:
+        rows = [_as_chat(row, system) for row in rows]
+    if arguments.chat or any("messages" in row for row in rows):
+        check_installed(("jinja2",))
+    model = load(arguments)
+    if not rows:
+        converse(model, system, arguments.seed)
+        return 0
+    # every row as often as it is to be answered: equal prompts are computed once
+    rows = [row | ({"sample": i} if arguments.samples > 1 else {}) for row in rows for i in range(arguments.samples)]
+    prompts = [model.ids(row["messages"] if "messages" in row else row["prompt"]) for row in rows]
+    events = model.respond(prompts, arguments.seed)
+    if arguments.out is None and arguments.prompts is None:
+        show(model, rows, prompts, events)
+        return 0
+    with nullcontext(sys.stdout) if arguments.out is None else arguments.out.open("w", encoding="utf-8") as out:
+        write(rows, events, out)
+    return 0
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """UserError for flags that do not fit each other."""
+    if arguments.system is not None and not arguments.chat:
+        raise UserError("--system is the system message of --chat, which is missing")
+    if arguments.prompts is not None and arguments.prompt:
+        raise UserError("give either --prompt or --prompts, not both")
+    if not (arguments.prompts or arguments.prompt or arguments.chat):
+        raise UserError("there is nothing to answer: give --prompt TEXT, --prompts FILE or --chat")
+    if arguments.out is not None and not (arguments.prompts or arguments.prompt):
+        raise UserError("--out takes the answers to --prompt or --prompts, and there are none")
+
+
+def load(arguments: argparse.Namespace) -> Model:
+    """The model of the folder, with the settings of its generation_config.json and those of the flags over them."""
+    from train.data.chat import read_template
+    from train.eval.pretrained import answer_end_ids, check_vocabulary, generation_defaults, load_model, load_tokenizer
+    from train.generate.loops import serve
+    from train.generate.requests import capacity_of, requests_of
+    from train.generate.text import READABLE, fitted
 
     folder = arguments.checkpoint
     tokenizer = load_tokenizer(folder)
+    defaults = generation_defaults(folder)
+    if defaults.unused:
+        print(f"{_name()}: generation_config.json also sets {', '.join(defaults.unused)}: not applied", file=sys.stderr)
     config, params = load_model(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
-    options = {name: getattr(arguments, name) for name in SAMPLING}
-    print(complete(params, config, tokenizer, arguments.prompt, end_ids(folder), **options))
-    return 0
+    flags = {field: getattr(arguments, name) for name, (_, field, *_) in SAMPLING.items()}
+    given = {field: value for field, value in flags.items() if value is not None}
+    if "top_k" in given:
+        given["top_k"] = given["top_k"] or None
+    sampling = dataclasses.replace(defaults.sampling or READABLE, **given)
+    tokens = arguments.tokens or defaults.max_new or 100
+    ends = answer_end_ids(folder, tokenizer)
+
+    def respond(prompts: list[list[int]], seed: int) -> Iterator[Any]:
+        fit = [fitted(config, ids, tokens) for ids in prompts]
+        requests = requests_of(
+            [ids for ids, _ in fit], [new for _, new in fit], sampling, seed, ends, tuple(arguments.stop)
+        )
+        return serve(
+            params,
+            config,
+            requests,
+            slots=min(arguments.slots, len(requests)),
+            capacity=capacity_of(requests),
+            tokenizer=tokenizer,
+        )
+
+    return Model(tokenizer, lambda: read_template(folder), respond)
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, each with a text "prompt" or a list "messages". UserError names the line."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number} is not JSON ({error})") from error
+        if not isinstance(row, dict) or not (
+            isinstance(row.get("prompt"), str) ^ bool(isinstance(row.get("messages"), list) and row["messages"])
+        ):
+            raise UserError(f'{path}, line {number} must be an object with either a text "prompt" or "messages"')
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path} holds no prompts")
+    return rows
+
+
+def _as_chat(row: dict[str, Any], system: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row with messages, the system message first where there is one."""
+    if "messages" in row:
+        return row | {"messages": [*system, *row["messages"]]}
+    return {name: value for name, value in row.items() if name != "prompt"} | {
+        "messages": [*system, {"role": "user", "content": row["prompt"]}]
+    }
+
+
+def show(model: Model, rows: list[dict[str, Any]], prompts: list[list[int]], events: Iterator[Any]) -> None:
+    """Prints the answers in the order of the prompts: the first unfinished one as it grows, the next ones after it."""
+    pieces: list[list[str]] = [[] for _ in rows]
+    ended, current = set(), 0
+
+    def begin(row: int) -> None:
+        if len(rows) > 1:
+            print(f"{'' if row == 0 else chr(10)}--- {row + 1} of {len(rows)}")
+        if "prompt" in rows[row]:
+            print(model.tokenizer.decode(prompts[row], skip_special_tokens=True).rstrip("\ufffd"), end="")
+
+    begin(0)
+    for event in events:
+        pieces[event.row].append(event.text)
+        if event.reason is not None:
+            ended.add(event.row)
+        while current < len(rows):
+            print("".join(pieces[current]), end="", flush=True)
+            pieces[current].clear()
+            if current not in ended:
+                break
+            print(flush=True)
+            current += 1
+            if current < len(rows):
+                begin(current)
+
+
+def write(rows: list[dict[str, Any]], events: Iterator[Any], out: TextIO) -> None:
+    """Writes one JSON line per row, in order, as soon as it and all before it are answered; progress on stderr."""
+    found: list[list[Any]] = [[] for _ in rows]
+    written, done, tokens, begin = 0, 0, 0, time.monotonic()
+    progress = Progress(len(rows))
+    for event in events:
+        found[event.row].append(event)
+        tokens += 1
+        if event.reason is None:
+            continue
+        done += 1
+        while written < len(rows) and found[written] and found[written][-1].reason is not None:
+            own = found[written]
+            answer = {
+                "text": "".join(event.text for event in own),
+                "tokens": [event.token for event in own],
+                "logp": [event.logp for event in own],
+                "reason": own[-1].reason,
+            }
+            out.write(json.dumps(rows[written] | answer, ensure_ascii=False) + "\n")
+            out.flush()
+            found[written] = own[-1:]
+            written += 1
+        progress.show(done, tokens, time.monotonic() - begin)
+    progress.end()
+
+
+class Progress:
+    """A bar on a terminal, else a plain line from time to time."""
+
+    SECONDS, WIDTH = 10, 30
+
+    def __init__(self, total: int) -> None:
+        self.total, self.last, self.live = total, 0.0, sys.stderr.isatty()
+
+    def show(self, done: int, tokens: int, seconds: float) -> None:
+        if not self.live and seconds - self.last < self.SECONDS and done < self.total:
+            return
+        self.last = seconds
+        size = self.WIDTH * done // self.total
+        bar = f"[{'#' * size}{'.' * (self.WIDTH - size)}] " if self.live else ""
+        line = f"{bar}{done}/{self.total} answers, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
+        print(line, end="\r" if self.live else "\n", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.live:
+            print(file=sys.stderr)
+
+
+def converse(model: Model, system: list[dict[str, Any]], seed: int) -> None:
+    """A conversation on the terminal, until the input ends: each line is a message, and the answer is streamed."""
+    messages = list(system)
+    for turn in count():
+        print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            print()
+            return
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        answer = ""
+        for event in model.respond([model.ids(messages)], seed + turn):
+            answer += event.text
+            print(event.text, end="", flush=True)
+        print(flush=True)
+        messages.append({"role": "assistant", "content": answer})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ below. Defaults follow its `hf` model of transformers, so that results are compa
 lengths, sampling and stop conditions.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,17 @@ from tqdm import tqdm
 from fnmodels.errors import UserError
 from params.io.files import read_json
 from train.data.chat import Template, read_template, render, special_tokens
+from train.generate.loops import serve
+from train.generate.requests import Event, Request, capacity_of, collect
+from train.generate.sampling import Sampling
 
-from .generate import continuation
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .scoring import ROW_TOKENS, score_continuations
 
 # the names that tasks use for the maximal length of an answer; the first one that is set counts
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-SETTINGS = {"until", "do_sample", "temperature", "top_k", *LENGTHS}
-SAMPLING_ONLY = {"top_p", "min_p", "typical_p"}  # without effect in greedy decoding
+SETTINGS = {"until", "do_sample", "temperature", "top_k", "top_p", "min_p", *LENGTHS}
+SAMPLING_ONLY = {"typical_p"}  # without effect in greedy decoding
 
 
 class Checkpoint(LM):
@@ -104,16 +107,27 @@ class Checkpoint(LM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         # a repeated request asks for several samples: each gets a seed of its own
-        progress = tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests")
-        return [self.answer(*request.args, seed=seed) for seed, request in enumerate(progress)]
+        made = [self._request(*request.args, seed=seed) for seed, request in enumerate(requests)]
+        capacity = capacity_of(made)
+        events = serve(
+            self.params,
+            self.config,
+            made,
+            slots=max(1, min(len(made), self.batch_tokens // capacity)),
+            capacity=capacity,
+            tokenizer=self._tokenizer,
+            skip_special_tokens=False,  # a stop text may be a special token, which the decoded answer leaves out
+        )
+        with tqdm(total=len(made), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+            found = collect(_counted(events, bar), len(made))
+        return [self._text(request, tokens) for request, tokens in zip(made, found.tokens, strict=True)]
 
-    def answer(self, context: str, settings: dict[str, Any], *, seed: int = 0) -> str:
-        """The generated continuation of `context`, up to the first stop text. settings: the harness's, see SETTINGS.
+    def _request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
+        """A context to continue up to the first stop text. settings: the harness's, see SETTINGS.
 
         A context that leaves no room for the longest answer is truncated from the left. UserError where the
         answer alone is too long.
         """
-        options = sampling_options(settings)
         length = next((settings[name] for name in LENGTHS if settings.get(name) is not None), 256)
         room = self.config.max_position_embeddings - length
         if room < 1:
@@ -122,20 +136,15 @@ class Checkpoint(LM):
                 f"{self.config.max_position_embeddings} tokens, which must hold the answer and some of the question"
             )
         until = settings.get("until") or []
-        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-        context_ids = (self.ids(context) or [self.first])[-room:]
-        new: list[int] = []
-        text = ""
-        for token in continuation(
-            self.params, self.config, context_ids, tokens=length, end=self.ends, seed=seed, **options
-        ):
-            new.append(token)
-            text = self._tokenizer.decode(new)
-            # a stop text may be a special token, which the decoded answer leaves out
-            with_special = self._tokenizer.decode(new, skip_special_tokens=False)
-            if any(stop in text or stop in with_special for stop in stops):
-                break
-        return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+        stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
+        ids = (self.ids(context) or [self.first])[-room:]
+        return Request(ids, length, sampling_of(settings), seed, stop_ids=self.ends, stop_texts=stops)
+
+    def _text(self, request: Request, tokens: list[int]) -> str:
+        """The text of an answer, without its end token and from its first stop text on."""
+        text = str(self._tokenizer.decode(tokens[:-1] if tokens[-1] in self.ends else tokens))
+        places = [text.index(stop) for stop in request.stop_texts if stop in text]
+        return text[: min(places, default=len(text))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The rendered conversation, ending with the assistant's cue, or else with the content of the last message."""
@@ -163,8 +172,14 @@ class Checkpoint(LM):
         return read_template(self.folder)
 
 
-def sampling_options(settings: dict[str, Any]) -> dict[str, Any]:
-    """{temperature, top_k} of a task's settings: greedy, unless do_sample or a temperature asks for sampling."""
+def _counted(events: Iterator[Event], bar: Any) -> Iterator[Event]:
+    for event in events:
+        bar.update(event.reason is not None)
+        yield event
+
+
+def sampling_of(settings: dict[str, Any]) -> Sampling:
+    """The sampling of a task's settings: greedy, unless do_sample or a temperature asks for sampling."""
     temperature = settings.get("temperature")
     sample = settings.get("do_sample")
     if sample is None:
@@ -173,5 +188,6 @@ def sampling_options(settings: dict[str, Any]) -> dict[str, Any]:
     if unknown:
         raise UserError(f"generation takes {', '.join(sorted(SETTINGS))}; the task also sets {unknown[0]}")
     if not sample:
-        return {"temperature": 0.0, "top_k": None}
-    return {"temperature": 1.0 if temperature is None else temperature, "top_k": settings.get("top_k")}
+        return Sampling(temperature=0.0)
+    given = {name: settings[name] for name in ("temperature", "top_k", "top_p", "min_p") if settings.get(name)}
+    return Sampling(**given)

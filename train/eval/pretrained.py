@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.tree import Tree
 from params.io.files import read_json
+from train.data.chat import special_tokens
 from train.data.encoder import disable_truncation
+from train.generate.sampling import Sampling, check_sampling
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
@@ -66,6 +69,63 @@ def end_ids(folder: Path) -> tuple[int, ...]:
         if value is not None:
             return tuple(value) if isinstance(value, list) else (value,)
     return ()
+
+
+def answer_end_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """`end_ids` and the tokenizer's end-of-text token, which in a chat model may end turns."""
+    end = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
+    ends = end_ids(folder)
+    return ends if end is None or end in ends else (end, *ends)
+
+
+# fields of generation_config.json that do not change what is generated here, or are read elsewhere
+_NEUTRAL = {"eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "max_new_tokens"}
+_NEUTRAL |= {"transformers_version", "use_cache", "return_dict_in_generate", "cache_implementation", "output_scores"}
+_NEUTRAL |= {"output_attentions", "output_hidden_states", "num_return_sequences"}
+_SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING |= {"repetition_penalty": "repetition"}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What generation_config.json says: sampling (None: nothing), max_new_tokens, and fields that are not applied."""
+
+    sampling: Sampling | None
+    max_new: int | None
+    unused: tuple[str, ...]
+
+
+def generation_defaults(folder: Path) -> GenerationDefaults:
+    """The defaults of generation_config.json, as transformers reads them. UserError for values that are no numbers."""
+    path = weights_folder(folder) / "generation_config.json"
+    if not path.is_file():
+        return GenerationDefaults(None, None, ())
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no JSON object")
+    values = {name: value for name, value in values.items() if value is not None and not name.startswith("_")}
+    known = {*_SAMPLING, "do_sample", *_NEUTRAL}
+    unused = tuple(sorted(name for name in values.keys() - known if not _without_effect(name, values[name])))
+    max_new = values.get("max_new_tokens")
+    if not (_SAMPLING.keys() | {"do_sample"}) & values.keys():
+        return GenerationDefaults(None, max_new, unused)
+    fields: dict[str, Any] = {own: values[name] for name, own in _SAMPLING.items() if name in values}
+    if not values.get("do_sample", False):
+        fields = {"temperature": 0.0} | {name: fields[name] for name in ("repetition",) if name in fields}
+    else:
+        fields = {"top_k": 50} | fields
+        fields["top_k"] = fields["top_k"] or None  # 0 is all tokens there
+    sampling = Sampling(**fields)
+    try:
+        check_sampling(sampling)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from error
+    return GenerationDefaults(sampling, max_new, unused)
+
+
+def _without_effect(name: str, value: Any) -> bool:
+    """Whether a further field has the value that changes nothing: 1 beam, a penalty of 1, an empty list."""
+    return value in (False, 0, [], {}) or (value == 1 and ("penalty" in name or name in ("num_beams", "typical_p")))
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:

@@ -1,14 +1,21 @@
+import io
 import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 import fnmodels
 import params as P
+import train
 from fnmodels import llama
+from fnmodels.errors import UserError
 from train.commands.sample import main
 from train.data import tokenizer
-from train.eval.generate import continuation, sample_token
+from train.data.chat import render
+from train.eval.pretrained import generation_defaults, load_tokenizer
+from train.generate.sampling import Sampling
+from train.generate.text import complete, fitted, prompt_ids
 
 CONFIG = {
     "model_type": "llama",
@@ -18,7 +25,7 @@ CONFIG = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "max_position_embeddings": 12,
+    "max_position_embeddings": 40,
     "initializer_range": 0.5,
     "eos_token_id": 0,
 }
@@ -39,44 +46,118 @@ def checkpoint(tmp_path, model):
     return tmp_path / "model"
 
 
-def test_at_temperature_0_each_token_is_the_best_one(model):
+def _greedy(model, ids, new):
     config, params = model
-    ids = [5, 6, 7]
-    for token in continuation(params, config, ids, tokens=5, temperature=0):
+    found = list(ids)
+    for _ in range(new):
         with torch.no_grad():
-            logits = fnmodels.forward(params, *fnmodels.prepare(config, torch.tensor([ids])), config=config)
-        assert token == int(logits[0, -1].argmax())
-        ids = [*ids, token]
+            logits = fnmodels.forward(params, *fnmodels.prepare(config, torch.tensor([found])), config=config)
+        found.append(int(logits[0, -1].argmax()))
+        if found[-1] == 0:
+            break
+    return found
 
 
-def test_a_seed_fixes_the_draws_and_the_context_is_cut_to_what_the_model_knows(model):
+def test_the_command_streams_the_prompt_and_what_follows(checkpoint, model, capsys, monkeypatch):
+    written = []
+    monkeypatch.setattr("sys.stdout.write", written.append, raising=False)
+    assert main([str(checkpoint), "--prompt", "some é", "--tokens", "8", "--temperature", "0"]) == 0
+    encoder = load_tokenizer(checkpoint)
+    ids = encoder.encode("some é").ids
+    assert "".join(written) == encoder.decode(_greedy(model, ids, 8)) + "\n"
+    assert len([piece for piece in written if piece]) > 4
+
+
+def test_a_seed_fixes_the_draws(checkpoint, capsys):
+    def drawn(*more):
+        assert main([str(checkpoint), "--prompt", "some é", "--tokens", "12", *more]) == 0
+        return capsys.readouterr().out
+
+    assert drawn("--seed", "3") == drawn("--seed", "3") != drawn("--seed", "4")
+    assert drawn("--top-k", "1") == drawn("--temperature", "0") == drawn("--top-p", "0.000001")
+    assert drawn("--temperature", "0", "--repetition-penalty", "50") != drawn("--temperature", "0")
+    greedy = drawn("--temperature", "0").removeprefix("some é").rstrip("\n")
+    assert drawn("--temperature", "0", "--stop", greedy[3:5]) == f"some é{greedy[: greedy.index(greedy[3:5])]}\n"
+
+
+def test_several_prompts_are_answered_in_their_order(checkpoint, capsys):
+    assert main([str(checkpoint), "--prompt", "some", "--tokens", "5"]) == 0
+    alone = capsys.readouterr().out
+    assert main([str(checkpoint), "--prompt", "some", "--prompt", "text to", "--tokens", "5", "--slots", "1"]) == 0
+    first, second = capsys.readouterr().out.split("--- 2 of 2\n")
+    assert first == f"--- 1 of 2\n{alone}\n" and second.startswith("text to")
+
+
+def test_files_of_prompts(checkpoint, tmp_path, capsys):
+    lines = [{"prompt": "some", "id": 1}, {"prompt": "text"}, {"prompt": "é"}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    flags = ["--prompts", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--tokens", "6", "--samples", "2"]
+    assert main([str(value) for value in (checkpoint, *flags, "--slots", 2)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["sample"]) for row in rows] == [(x["prompt"], i) for x in lines for i in range(2)]
+    assert rows[0]["id"] == 1 and all(len(row["tokens"]) == len(row["logp"]) <= 6 for row in rows)
+    assert rows[0]["tokens"] != rows[1]["tokens"]
+    assert "6/6 answers" in capsys.readouterr().err
+    encoder = load_tokenizer(checkpoint)
+    for row in rows:
+        kept = row["tokens"][:-1] if row["reason"] == "stop_id" else row["tokens"]
+        assert row["prompt"] + row["text"] == encoder.decode(encoder.encode(row["prompt"]).ids + kept)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def test_a_chat_keeps_its_history(checkpoint, capsys, monkeypatch):
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    seen = []
+    monkeypatch.setattr("train.data.chat.render", lambda t, m, **k: seen.append(list(m)) or render(t, m, **k))
+    monkeypatch.setattr("sys.stdin", io.StringIO("some\n\ntext\n"))
+    assert main([str(checkpoint), "--chat", "--system", "é", "--tokens", "4", "--temperature", "0"]) == 0
+    first, second = (part for part in capsys.readouterr().out.split("> ") if part.strip())
+    assert [message["content"] for message in seen[1]] == ["é", "some", first.rstrip("\n"), "text"]
+    assert [message["role"] for message in seen[1]] == ["system", "user", "assistant", "user"]
+    assert main([str(checkpoint), "--chat", "--prompt", "some", "--tokens", "4", "--temperature", "0"]) == 0
+    assert second and capsys.readouterr().out and seen[2] == [{"role": "user", "content": "some"}]
+
+
+def test_generation_config_says_how_and_flags_override_it(checkpoint, capsys):
+    path = checkpoint / "generation_config.json"
+
+    def defaults(**values):
+        path.write_text(json.dumps(values))
+        return generation_defaults(checkpoint)
+
+    assert defaults(eos_token_id=0).sampling is None
+    assert defaults(do_sample=False, temperature=0.6, max_new_tokens=3).sampling == Sampling(temperature=0.0)
+    assert defaults(do_sample=True, temperature=0.6, top_p=0.9).sampling == Sampling(0.6, 50, 0.9)
+    assert defaults(do_sample=True, top_k=0, repetition_penalty=1.2).sampling == Sampling(repetition=1.2)
+    assert defaults(num_beams=4, typical_p=1.0, length_penalty=1.0).unused == ("num_beams",)
+    with pytest.raises(UserError, match="temperature is -1"):
+        defaults(do_sample=True, temperature=-1)
+    assert defaults(do_sample=False, max_new_tokens=3, no_repeat_ngram_size=2).max_new == 3
+    assert main([str(checkpoint), "--prompt", "some"]) == 0
+    printed = capsys.readouterr()
+    assert "no_repeat_ngram_size: not applied" in printed.err
+    path.unlink()
+    assert main([str(checkpoint), "--prompt", "some", "--temperature", "0", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out == printed.out
+
+
+def test_a_text_is_completed_within_the_context(checkpoint, model):
     config, params = model
-    draw = lambda seed: list(continuation(params, config, [1] * 30, tokens=20, temperature=2.0, seed=seed))  # noqa: E731
-    assert draw(1) == draw(1) != draw(2)
-    short = list(continuation(params, config, [1] * 12, tokens=1, temperature=0))
-    assert list(continuation(params, config, [9] * 50 + [1] * 12, tokens=1, temperature=0)) == short
-
-
-def test_only_the_best_k_are_drawn_and_an_end_stops(model):
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.tensor([0.0, 3.0, 2.0, -1.0, 2.5])
-    assert {sample_token(logits, 1.0, 3, generator) for _ in range(200)} == {1, 2, 4}
-    assert {sample_token(logits, 0.5, 1, generator) for _ in range(20)} == {1}
-    assert {sample_token(logits, 5.0, None, generator) for _ in range(400)} == {0, 1, 2, 3, 4}
-    assert sample_token(logits, 0, 3, generator) == 1
-    config, params = model
-    first = next(continuation(params, config, [3], tokens=1, temperature=0))
-    assert list(continuation(params, config, [3], tokens=5, temperature=0, end=[first])) == []
-    with pytest.raises(ValueError, match="ids is empty"):
-        next(continuation(params, config, [], tokens=1))
-
-
-def test_the_command_prints_the_prompt_and_what_follows(checkpoint, capsys):
-    assert main([str(checkpoint), "--prompt", "some é", "--tokens", "8", "--seed", "3"]) == 0
-    first = capsys.readouterr().out
-    assert first.startswith("some é")
-    assert main([str(checkpoint), "--prompt", "some é", "--tokens", "8", "--seed", "3"]) == 0
-    assert capsys.readouterr().out == first
+    encoder = load_tokenizer(checkpoint)
+    ids = encoder.encode("some text to learn from, é\n" * 9).ids
+    assert len(ids) > 40
+    assert fitted(config, ids, 10) == (ids[-30:], 10)
+    assert fitted(config, ids, 100) == (ids[-20:], 20)
+    assert fitted(config, ids[:5], 100) == (ids[:5], 35)
+    with pytest.raises(UserError, match="the prompt is empty"):
+        prompt_ids(Tokenizer(models.BPE()), "")
+    text = complete(params, config, encoder, "some é", (), tokens=5, sampling=Sampling(temperature=0))
+    found = train.generate(params, config, [encoder.encode("some é").ids], max_new=5, sampling=Sampling(temperature=0))
+    assert text == encoder.decode(encoder.encode("some é").ids + found.tokens[0])
 
 
 def test_mistakes_are_sentences(checkpoint, tmp_path, capsys):
@@ -88,10 +169,18 @@ def test_mistakes_are_sentences(checkpoint, tmp_path, capsys):
         return error
 
     assert "no such checkpoint folder" in said(tmp_path / "absent", "--prompt", "a")
-    assert "--prompt" in said(checkpoint)
+    assert "nothing to answer" in said(checkpoint)
+    assert "both" in said(checkpoint, "--prompt", "a", "--prompts", "b")
+    assert "--system" in said(checkpoint, "--prompt", "a", "--system", "b")
+    assert "--out" in said(checkpoint, "--chat", "--out", "b")
+    assert "no chat template" in said(checkpoint, "--chat", "--prompt", "a")
+    for line, words in (("{", "line 1 is not JSON"), ("[1]", "line 1 must be"), ('{"messages": []}', "line 1 must be")):
+        (tmp_path / "in.jsonl").write_text(line)
+        assert words in said(checkpoint, "--prompts", tmp_path / "in.jsonl")
+    assert "'2' is not a number above 0 and at most 1" in said(checkpoint, "--prompt", "a", "--top-p", "2")
     assert "'-1' is not a number from 0" in said(checkpoint, "--prompt", "a", "--temperature", "-1")
     assert "'nan' is not a number" in said(checkpoint, "--prompt", "a", "--temperature", "nan")
-    assert "--top-k" in said(checkpoint, "--prompt", "a", "--top-k", "0")
+    assert "--top-k" in said(checkpoint, "--prompt", "a", "--top-k", "-1")
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "mamba2"}))
     assert "mamba2" in said(checkpoint, "--prompt", "a")

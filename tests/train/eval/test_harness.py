@@ -139,6 +139,11 @@ def test_log_likelihoods_are_those_of_one_text(model: Any) -> None:
     assert [logp for logp, _ in found] == pytest.approx([_logp(*pair) for pair in wanted], rel=1e-5)
 
 
+def answer(model: Any, settings: dict[str, Any]) -> str:
+    (text,) = model.generate_until([_Request("Ice is", settings)], disable_tqdm=True)
+    return str(text)
+
+
 def test_answers_are_the_likeliest_tokens_up_to_a_stop(model: Any) -> None:
     params, ids = generic_params(CONFIG), _ids("Ice is")
     new: list[int] = []
@@ -153,15 +158,16 @@ def test_answers_are_the_likeliest_tokens_up_to_a_stop(model: Any) -> None:
     settings = {"until": [], "max_gen_toks": 6, "do_sample": False}
     assert model.generate_until([_Request("Ice is", settings)]) == [text]
     stop = text[1]
-    assert model.answer("Ice is", settings | {"until": [stop]}) == text[: text.index(stop)]
-    assert model.answer("Ice is", settings | {"until": stop, "temperature": 0.0}) == text[: text.index(stop)]
+    assert answer(model, settings | {"until": [stop]}) == text[: text.index(stop)]
+    assert answer(model, settings | {"until": stop, "temperature": 0.0}) == text[: text.index(stop)]
     drawn = {"do_sample": True, "temperature": 0.9, "top_k": 5, "max_gen_toks": 3}
-    assert model.answer("Ice is", drawn) == model.answer("Ice is", drawn)
-    assert model.answer("Ice is", settings | {"top_p": 0.5}) == text  # which says nothing of the likeliest
-    with pytest.raises(UserError, match="the task also sets top_p"):
-        model.answer("Ice is", drawn | {"top_p": 0.5})
+    assert answer(model, drawn) == answer(model, drawn)
+    assert answer(model, settings | {"top_p": 0.5}) == text  # which says nothing of the likeliest
+    assert answer(model, drawn | {"top_p": 1e-6}) == answer(model, settings | {"max_gen_toks": 3})
+    with pytest.raises(UserError, match="the task also sets typical_p"):
+        answer(model, drawn | {"typical_p": 0.5})
     with pytest.raises(UserError, match=r"max_gen_toks 256 .* takes 24 tokens"):
-        model.answer("Ice is", {"until": ["x"]})
+        answer(model, {"until": ["x"]})
 
 
 def test_a_request_that_is_there_several_times_is_drawn_several_times(model: Any) -> None:
@@ -174,11 +180,35 @@ def test_a_request_that_is_there_several_times_is_drawn_several_times(model: Any
     assert model.generate_until([_Request("Ice is", warm)] * 8) == found
 
 
+def test_requests_are_answered_alike_alone_and_together(model: Any) -> None:
+    """Contexts of all lengths, settings and stops in one batch, more than it has rows."""
+    settings = [{"max_gen_toks": 5, "do_sample": False}, {"max_gen_toks": 9, "temperature": 1.3, "until": ["a"]}]
+    texts = ["Ice", "Ice is", "a much longer question than fits, so that it is cut from the left", "", "x"]
+    requests = [_Request(text, settings[i % 2]) for i, text in enumerate(texts * 3)]
+    found = model.generate_until(requests, disable_tqdm=True)
+    rows, model.batch_tokens = model.batch_tokens, 30
+    try:
+        assert model.generate_until(requests, disable_tqdm=True) == found
+    finally:
+        model.batch_tokens = rows
+    assert [model.generate_until([request], disable_tqdm=True) for request in requests[:1]] == [found[:1]]
+
+
 def test_a_special_token_stops_an_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although decoded answers do not contain it."""
     ids = iter([*_ids("so"), 258, *_ids("far")])
-    monkeypatch.setattr("train.eval.harness.continuation", lambda *args, **how: ids)
-    assert model.answer("Ice is", {"until": ["<end>"], "max_gen_toks": 6}) == "so"
+
+    def next_of(logits: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(logits).index_fill(-1, torch.tensor([next(ids)]), 1.0)
+
+    decode_ = fnmodels.decode_
+
+    def decoded(*args: Any, at: Any = "all", **how: Any) -> Any:
+        logits, cache = decode_(*args, at=at, **how)
+        return (next_of(logits) if at == "all" else logits), cache
+
+    monkeypatch.setattr(fnmodels, "decode_", decoded)
+    assert answer(model, {"until": ["<end>"], "max_gen_toks": 6}) == "so"
     assert next(ids) == _ids("far")[0]
 
 
