@@ -1,6 +1,5 @@
 """`init_cache`: an empty cache, whose shapes are those that the family's blocks keep."""
 
-import functools
 import math
 from typing import Any, cast
 
@@ -69,7 +68,6 @@ def _empty_slots(
     return Slots(empty, empty.clone(), None if mask.kv_spans is None else empty.clone(), ring)
 
 
-@functools.lru_cache(maxsize=64)
 def _reach(rule: Rule) -> float:
     """How many positions, its own included, a query sees back at most; infinity where that is not known."""
     period = rule.period()
@@ -95,7 +93,6 @@ class _Recorder(Context):
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # without batch and slots; dtype; whether it has slots
 
 
-@functools.lru_cache(maxsize=64)
 def _entries(config: Any, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
     """The tensors of each layer's entry, by running the block on the meta device, once for equal layers."""
     family = family_of(config)

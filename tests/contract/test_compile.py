@@ -108,7 +108,7 @@ def test_a_plain_layout_is_one_graph(case: Case) -> None:
 def test_one_compilation_of_the_block_for_sixteen_layers(case: Case) -> None:
     """F10: each kind once, forward and backward, because a block receives its own layer's subtree and no index."""
     config = deep(case, 16)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     weights, batch = trainable(generic_params(config)), batch_of(config, MIXED)
     blocks: dict[str, Any] = {}
 

@@ -49,7 +49,7 @@ def names_of(case: Case) -> tuple[str, ...]:
     return (*(name for name in own if name not in MOE_TAPS), *(ATTENTION_TAPS if attending((case,)) else ()))
 
 
-@every_case
+@every_family
 def test_an_edit_of_every_tap_without_a_line_in_a_family(case: Case) -> None:
     """An edit changes the logits and the recorded tap; a factor of 1 changes no bit."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import fnmodels
-from tests.support.cases import Case, attending, batch_of, cases, generic_params, off, richest, segments, supports
+from tests.support.cases import Case, attending, batch_of, generic_params, off, richest, segments, structures, supports
 
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4))
 
@@ -30,7 +30,7 @@ def check(case: Case, create: Any) -> None:
             assert off(got[batch.valid], wanted) < 1e-5, kernel
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", structures(), ids=str)
 def test_create_block_mask(case: Case) -> None:
     check(case, create_block_mask)
 

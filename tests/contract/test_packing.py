@@ -31,6 +31,7 @@ from tests.support.cases import (
 
 every_case_and_kernel = with_kernels(cases())
 every_structure_and_kernel = with_kernels(structures())
+every_family_and_kernel = with_kernels(richest())
 
 
 @every_case_and_kernel
@@ -60,7 +61,7 @@ def test_what_stands_in_padding_does_not_matter(case: Case, kernel: str) -> None
     assert torch.equal(before[row.valid], after[row.valid])
 
 
-@every_case_and_kernel
+@every_family_and_kernel
 def test_what_is_not_finite_in_padding_does_not_matter(case: Case, kernel: str) -> None:
     """M1 for every family: as an embedding, or as the row of a pad token unless tied; and it gets no gradient."""
     family, config = fnmodels.family_of(case.config), case.config
@@ -113,7 +114,7 @@ def test_rows_of_padding_and_of_one_token(case: Case, kernel: str) -> None:
     assert to_embedding[2, :5].any(-1).all()
 
 
-@every_case_and_kernel
+@every_family_and_kernel
 def test_a_batch_without_a_label(case: Case, kernel: str) -> None:
     """P4: zero loss and zero gradient, with all rows padding or all documents of one token."""
     for segment_ids in (segments((-4,), (-4,)), segments((1, 1, 1, 1)), segments((1,), (1,)), segments((-1,))):

@@ -142,6 +142,11 @@ def structure(case: Case) -> tuple[Any, ...]:
     return case.family, kinds, names, causal(case)
 
 
+def kinds_of(case: Case) -> str:
+    """The kinds of its layers, a group for `richest`: tests that take seconds run once per combination of kinds."""
+    return str(sorted(set(fnmodels.family_of(case.config).kinds(case.config))))
+
+
 def richest(group: Callable[[Case], str] = lambda case: case.family) -> tuple[Case, ...]:
     """Per family, or group, the variant with the most kinds of layers and the fewest layers. For tests that compile."""
 

@@ -16,11 +16,11 @@ MIN_HEAD_DIM = 16  # of FlexAttention's CUDA kernels
 
 
 @functools.cache
-def _compiled(dynamic: bool | None) -> Callable[..., Any]:
-    """FlexAttention compiled, on first use because importing the compiler takes seconds. The cache holds no tensor."""
+def _compiled() -> dict[bool | None, Callable[..., Any]]:
+    """{dynamic: FlexAttention compiled}, on first use because importing the compiler takes seconds. Holds no tensor."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=dynamic)
+    return {dynamic: torch.compile(flex_attention, dynamic=dynamic) for dynamic in (None, False)}
 
 
 def flex_attention(
@@ -50,7 +50,7 @@ def flex_attention(
         q, k, v = (F.pad(t, (0, max(0, MIN_HEAD_DIM - t.shape[-1]))) for t in (q, k, v))
     run: Any = flex.flex_attention
     if not torch.compiler.is_compiling():  # on the CPU, the code of torch 2.13 for dynamic shapes does not compile
-        run = _compiled(dynamic=False if q.is_cpu else None)
+        run = _compiled()[False if q.is_cpu else None]
     out, aux = run(
         q.transpose(1, 2),
         k.transpose(1, 2),

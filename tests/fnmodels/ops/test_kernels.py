@@ -683,7 +683,6 @@ def test_variable_length_attention_over_padding_alone(length: int, monkeypatch: 
         ("causal", "documents, differing rows", {"q": 6, "kv": 1, "v_width": 24}),
         ("window 16", "left pad, right pad, all pad", {"v_width": 8, "softcap": 1.5}),
         ("chunk", "documents, differing rows", {"dtype": torch.bfloat16}),
-        ("odd", "left pad, right pad, all pad", {"q": 4, "kv": 4}),
     ],
     ids=str,
 )

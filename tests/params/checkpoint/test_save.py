@@ -51,8 +51,7 @@ def equal(one: Any, two: Any) -> bool:
 
 
 @with_reference
-@pytest.mark.parametrize("limit", ["5GB", "10KB"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("limit", "dtype"), [("5GB", torch.bfloat16), ("10KB", torch.float32)], ids=str)
 def test_there_and_back(case: Case, limit: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """transformers' files -> params -> files: the same names, bits and dtypes, and an equal config.
 

@@ -12,7 +12,7 @@ import params as P
 from fnmodels import tree
 from fnmodels.models.common.registry import may_have
 from params.io.safetensors_file import open_tensors
-from tests.support.cases import cases, generic_params, richest
+from tests.support.cases import cases, generic_params, kinds_of, richest
 from tests.train.job.test_run import one_sentence, own_cache, rows, saved, stop_after, text, train  # noqa: F401
 from train import checkpoint
 from train.commands.sample import main as sample
@@ -36,7 +36,7 @@ def checkpoint_of(path, config):
     return path
 
 
-@pytest.mark.parametrize("case", richest(), ids=lambda case: case.family)
+@pytest.mark.parametrize("case", richest(kinds_of), ids=str)
 def test_all_weights_of_every_family_train_from_its_checkpoint(tmp_path, text, case):  # noqa: F811
     base = checkpoint_of(tmp_path / "base", case.config)
     assert train(tmp_path / "run", text, "--init", base, "--steps", 2, "--batch-rows", 1) == 0

@@ -150,7 +150,7 @@ def test_the_model_speaks_on_the_way_and_a_resumed_one_says_the_same(tmp_path, t
     assert same(tmp_path / "whole", tmp_path / "parts") == []
 
 
-@pytest.mark.parametrize(("steps", "stop", "seen"), [(9, None, 6), (9, 4, 4), (3, 2, 0)])
+@pytest.mark.parametrize(("steps", "stop", "seen"), [(9, 4, 4), (3, 2, 0)])
 def test_a_profile_is_a_trace_of_as_many_steps_and_changes_nothing(
     tmp_path, text, monkeypatch, capsys, steps, stop, seen
 ):
