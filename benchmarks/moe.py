@@ -70,7 +70,7 @@ def block(dtype: torch.dtype, sizes: dict[str, int]) -> Contenders:
 
     leaves = {"router": 4 * draw(experts, dim), "gate_proj": draw(experts, inner, dim)}
     leaves |= {"up_proj": draw(experts, inner, dim), "down_proj": draw(experts, dim, inner)}
-    x, slope = draw(1, tokens, dim) * dim**0.5, draw(1, tokens, dim)
+    x, grad_output = draw(1, tokens, dim) * dim**0.5, draw(1, tokens, dim)
     valid = torch.ones(1, tokens, dtype=torch.bool)
     route = functools.partial(softmax_top_k, k=sizes["num_experts_per_tok"], renormalize=True)
     act = functools.partial(glu, activation="silu")
@@ -79,7 +79,7 @@ def block(dtype: torch.dtype, sizes: dict[str, int]) -> Contenders:
         given = {name: leaf.detach().requires_grad_() for name, leaf in {"x": x, **leaves}.items()}
         layer = {"router": given["router"], "experts": {n: given[n] for n in ("gate_proj", "up_proj", "down_proj")}}
         y, _ = moe(layer, given["x"], route, valid=valid, act=act, experts=path, dtypes=ROUTER)
-        return y.detach(), *torch.autograd.grad(y, list(given.values()), slope)
+        return y.detach(), *torch.autograd.grad(y, list(given.values()), grad_output)
 
     def module(path: str) -> Callable[[], tuple[Tensor, ...]]:
         names = {k: v for k, v in sizes.items() if k != "tokens"}
@@ -95,7 +95,7 @@ def block(dtype: torch.dtype, sizes: dict[str, int]) -> Contenders:
             given = x.detach().requires_grad_()
             y = layer(given)
             wanted = [given, layer.gate.weight, layer.experts.gate_up_proj, layer.experts.down_proj]
-            to_x, router, both, down = torch.autograd.grad(y, wanted, slope)
+            to_x, router, both, down = torch.autograd.grad(y, wanted, grad_output)
             return y.detach(), to_x, router, *both.chunk(2, dim=1), down
 
         return run

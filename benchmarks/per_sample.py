@@ -158,9 +158,9 @@ def opacus_contenders(params: Tree, tokens: Tensor, labels: Tensor) -> dict[str,
 
     # Without a sampler of its own Opacus would run the norms through torch.func, which is slower.
     @register_grad_sampler(LlamaRMSNorm)
-    def norm_sampler(layer: Any, inputs: list[Tensor], slopes: Tensor) -> dict[Any, Tensor]:
+    def norm_sampler(layer: Any, inputs: list[Tensor], grad_outputs: Tensor) -> dict[Any, Tensor]:
         normed = F.rms_norm(inputs[0], inputs[0].shape[-1:], None, layer.variance_epsilon)
-        return {layer.weight: torch.einsum("bsd,bsd->bd", normed, slopes)}
+        return {layer.weight: torch.einsum("bsd,bsd->bd", normed, grad_outputs)}
 
     model = GradSampleModule(hf_model(params), batch_first=True, loss_reduction="sum")
 

@@ -193,7 +193,7 @@ def _weights(weights: Iterable[Tensor | Sequence[float]], lengths: Tensor) -> Te
 
 
 def _split(lengths: Tensor, length: int, *, stream: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Pieces (document, offset, size), each [P]: split every `length` tokens of the stream, or of each document."""
+    """Pieces (document, offset, size), each [P]: split every `length` tokens of all documents, or of each."""
     # tokens of earlier documents in the row where each document begins
     before = _exclusive_cumsum(lengths) % length if stream else torch.zeros_like(lengths)
     counts = torch.where(lengths > 0, (before + lengths - 1) // length + 1, 0)

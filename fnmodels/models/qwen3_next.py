@@ -210,7 +210,7 @@ def _linear_layers(fields: Fields, layers: int) -> list[bool]:
 
 
 def spec(config: Config) -> Tree:
-    """The parameters: weights [out, in]; norms on the stream and per head are initialized to 0: 1 is added to them."""
+    """The parameters: weights [out, in]; norms of the residual stream and heads start at 0, and 1 is added to them."""
     D, std = config.hidden_size, config.initializer_range
     shared = config.shared_expert_intermediate_size
 

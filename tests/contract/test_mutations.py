@@ -167,8 +167,8 @@ class Identity(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Tensor:
-        return slope.clone()
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:
@@ -579,11 +579,11 @@ def a_label_across_a_boundary(patch: pytest.MonkeyPatch) -> None:
 
 
 @bug("F1", "llama", test_transforms.test_grad_is_autograd, test_transforms.test_jvp, test_transforms.test_jacobians)
-def a_slope_cut(patch: pytest.MonkeyPatch) -> None:
+def a_gradient_cut(patch: pytest.MonkeyPatch) -> None:
     class Cut(Identity):
         @staticmethod
-        def backward(ctx: Any, slope: Tensor) -> Tensor:
-            return 0.9 * slope
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 0.9 * gradient
 
     _around_mlp(Cut)(patch)
 
@@ -603,8 +603,8 @@ def a_backward_of_one_order(patch: pytest.MonkeyPatch) -> None:
             ctx.save_for_forward(*inputs)
 
         @staticmethod
-        def backward(ctx: Any, slope: Tensor) -> Tensor:
-            return slope * ctx.saved_tensors[0].detach().cos()
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * ctx.saved_tensors[0].detach().cos()
 
         @staticmethod
         def jvp(ctx: Any, tangent: Tensor) -> Tensor:
@@ -677,8 +677,8 @@ def a_function_without_rules(patch: pytest.MonkeyPatch) -> None:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, slope: Tensor) -> Tensor:
-            return slope
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
 
     patch.setattr(f"{LLAMA}.Bare", Bare, raising=False)
 

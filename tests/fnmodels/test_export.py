@@ -140,9 +140,9 @@ def transforms(config: Any, kernel: str = "math") -> dict[str, Callable[[Any, An
     def ones(params: Any) -> Tensor:
         return torch.ones(params["embed_tokens"].shape[1])
 
-    def squared_slope(params: Any, batch: Any) -> Tensor:
-        slope = grad(loss)(params, batch)
-        return dot(slope, slope)
+    def squared_gradient(params: Any, batch: Any) -> Tensor:
+        gradient = grad(loss)(params, batch)
+        return dot(gradient, gradient)
 
     def members(params: Any) -> Any:
         return tree.map(lambda leaf: torch.stack((leaf, 0.5 * leaf)), params)
@@ -154,7 +154,7 @@ def transforms(config: Any, kernel: str = "math") -> dict[str, Callable[[Any, An
         "hvp": lambda p, batch: jvp(lambda q: grad(loss)(q, batch), (p,), (p,))[1],
         "hvp, reverse over forward": lambda p, batch: grad(lambda q: jvp(lambda r: loss(r, batch), (q,), (p,))[1])(p),
         "vmap": lambda p, batch: vmap(loss, in_dims=(None, 0))(p, fnmodels.rows(batch)),
-        "double backward": lambda p, batch: grad(squared_slope)(p, batch),
+        "double backward": lambda p, batch: grad(squared_gradient)(p, batch),
         "jacrev": lambda p, batch: jacrev(losses)(p, batch),
         "jacfwd": lambda p, batch: jacfwd(scaled)(ones(p), p, batch),
         "ensemble": lambda p, batch: vmap(grad_and_value(loss), in_dims=(0, None))(members(p), batch),

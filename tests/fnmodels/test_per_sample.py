@@ -172,8 +172,8 @@ class _Unseen(torch.autograd.Function):
         return x + weight.sum()
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
-        return slope, slope.sum().expand(4, 4)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.sum().expand(4, 4)
 
 
 def _again(x: Tensor, weight: Tensor) -> Tensor:

@@ -120,6 +120,6 @@ def opened(params: Mapping[str, Tree], name: str, x: Tensor) -> tuple[Mapping[st
         return params, x, None
     region = head.region
     rest = {key: value for key, value in params.items() if isinstance(value, Tensor)}
-    if not region.sequence:  # done before with sequence parallelism, where all gradients of the stream are partial
+    if not region.sequence:  # with sequence parallelism all gradients of x are partial, and this was done before
         rest = {key: value if key == HEAD_BIAS else region.shared(value) for key, value in rest.items()}
     return {**rest, name: head.weight}, region.enter(x), head.part

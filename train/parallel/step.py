@@ -84,7 +84,7 @@ def not_compiled(parallelism: Parallelism) -> str | None:
     if mesh.ep > 1:
         return "over ep it is the host that reads how many tokens each expert has"
     if mesh.cp > 1 and strategy.context == "ring":
-        return 'context="ring" asks the host which keys nobody looks at'
+        return 'context="ring" asks the host which keys no query sees'
     if mesh.pp > 1 and strategy.schedule in SPLITTING:
         return f"schedule={strategy.schedule!r} takes each layer's backward pass in two, and that of a graph is one"
     return None

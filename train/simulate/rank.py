@@ -1,4 +1,4 @@
-"""A model on a mesh, and one rank of its pipeline."""
+"""`PipelineRank`: what one rank of a pipeline runs and holds, for a `Model` sharded over a mesh."""
 
 import functools
 import math

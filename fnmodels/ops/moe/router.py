@@ -7,9 +7,9 @@ chosen by index. torch.topk breaks ties. With `indices` (a replay) nothing is ch
 scores of those experts; the choice itself has no gradient. Logits must be finite.
 
     function         scores           chosen by              weights                          used by
-    softmax_top_k    softmax over E   score + bias, groups   score, renormalized if asked     Mixtral, Qwen, ERNIE 4.5
+    softmax_top_k    softmax over E   score + bias, groups   score, optionally renormalized   Mixtral, Qwen, ERNIE 4.5
     top_k_softmax    logits           logit                  softmax over the chosen logits   gpt-oss
-    sigmoid_top_k    sigmoid          score + bias, groups   score, renormalized if asked     DeepSeek V3, GLM 4.5
+    sigmoid_top_k    sigmoid          score + bias, groups   score, optionally renormalized   DeepSeek V3, GLM 4.5
     top_k_sigmoid    logits           logit                  sigmoid of the chosen logits     Llama 4
 
 The weights have the scores' dtype; `ops.moe.layer.moe` casts them as the family's `RouterDtypes` say.

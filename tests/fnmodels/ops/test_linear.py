@@ -47,11 +47,11 @@ def test_values_and_gradients_are_those_of_exact_products(bias: Tensor | None, t
 
 def test_a_frozen_weight_or_input_gets_no_gradient() -> None:
     weight, x = W.clone().requires_grad_(), X.clone().requires_grad_()
-    slope = torch.randn(2, ROWS // 2, OUT)
-    (of_weight,) = torch.autograd.grad(linear(X, weight), weight, slope)
-    (of_x,) = torch.autograd.grad(linear(x, W), x, slope)
-    torch.testing.assert_close(of_weight, torch.einsum("bto,bti->oi", slope, X), rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(of_x, slope @ W, rtol=1e-4, atol=1e-3)
+    grad_output = torch.randn(2, ROWS // 2, OUT)
+    (of_weight,) = torch.autograd.grad(linear(X, weight), weight, grad_output)
+    (of_x,) = torch.autograd.grad(linear(x, W), x, grad_output)
+    torch.testing.assert_close(of_weight, torch.einsum("bto,bti->oi", grad_output, X), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(of_x, grad_output @ W, rtol=1e-4, atol=1e-3)
 
 
 class Seen(TorchFunctionMode):
@@ -104,12 +104,12 @@ def test_transforms_go_through_torchs_own_product() -> None:
         assert torch.equal(transform(loss)(W, X), transform(want)(W, X))
 
 
-def test_slopes_side_by_side() -> None:
+def test_grad_outputs_side_by_side() -> None:
     """autograd's own vmap meets the backward of a product that was recorded before."""
     x = X.clone().requires_grad_()
-    slopes = torch.randn(3, 2, ROWS // 2, OUT)
-    (got,) = torch.autograd.grad(linear(x, W), x, slopes, is_grads_batched=True)
-    torch.testing.assert_close(got, slopes @ W, rtol=1e-4, atol=1e-3)
+    grad_outputs = torch.randn(3, 2, ROWS // 2, OUT)
+    (got,) = torch.autograd.grad(linear(x, W), x, grad_outputs, is_grads_batched=True)
+    torch.testing.assert_close(got, grad_outputs @ W, rtol=1e-4, atol=1e-3)
 
 
 def test_shapes_that_do_not_fit_meet_torchs_words() -> None:
@@ -131,9 +131,9 @@ def test_in_a_graph_it_is_an_operator() -> None:
     leaves = [t.clone().requires_grad_() for t in (X, W, BIAS)]
     used, y = traced(linear, *leaves)
     assert used
-    slope = torch.randn_like(y)
-    exact = [t.double() for t in torch.autograd.grad(F.linear(*leaves), leaves, slope)]
-    for got, want in zip(torch.autograd.grad(y, leaves, slope), exact, strict=True):
+    grad_output = torch.randn_like(y)
+    exact = [t.double() for t in torch.autograd.grad(F.linear(*leaves), leaves, grad_output)]
+    for got, want in zip(torch.autograd.grad(y, leaves, grad_output), exact, strict=True):
         assert (got - want).norm() <= 1e-5 * want.norm()
     assert not traced(torch.func.grad(lambda x: linear(x, W).sum()), X)[0]
     rows = torch.export.Dim("rows")

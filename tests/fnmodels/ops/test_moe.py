@@ -243,7 +243,7 @@ def test_each_path_is_the_loop_over_tokens(path: str, biases: bool, inputs: bool
         return  # it has no such kernel, and says so: below
     experts, x, weights, indices, valid = problem(dtype, biases)
     inputs_of = {"experts": experts, "x": x, "weights": weights}
-    slope = noise(*x.shape, seed=2).to(dtype)
+    grad_output = noise(*x.shape, seed=2).to(dtype)
 
     def run(given: Any, function: Callable[..., Tensor], poison: bool) -> tuple[Tensor, Any]:
         if poison:
@@ -251,7 +251,7 @@ def test_each_path_is_the_loop_over_tokens(path: str, biases: bool, inputs: bool
         flat = {p: t.detach().clone().requires_grad_() for p, t in tree.flatten(given).items()}
         values = tree.unflatten(flat)
         y = function(values["experts"], values["x"], values["weights"], indices, valid)
-        found = torch.autograd.grad((y * slope).sum(), list(flat.values()))
+        found = torch.autograd.grad((y * grad_output).sum(), list(flat.values()))
         return y.detach(), dict(zip(flat, found, strict=True))
 
     want, want_grads = run(inputs_of, functools.partial(one_by_one, inputs=inputs), False)
@@ -300,8 +300,8 @@ def test_products_in_half_precision_have_few_shapes(path: str, inputs: bool) -> 
         flat = [t.to(torch.promote_types(dtype, t.dtype)).requires_grad_() for t in given]
         leaves = dict(zip(experts, flat[2:], strict=True))
         y = function(leaves, *flat[:2], indices, valid, act=act, input_weighted=inputs)
-        slope = noise(*y.shape, seed=2).bfloat16().to(y.dtype)
-        return [y.detach(), *torch.autograd.grad(y, flat, slope)]
+        grad_output = noise(*y.shape, seed=2).bfloat16().to(y.dtype)
+        return [y.detach(), *torch.autograd.grad(y, flat, grad_output)]
 
     got = run(PATHS[path], torch.bfloat16)
     rows = [size for size in shapes if size]
@@ -368,19 +368,19 @@ def test_an_activation_that_learns(path: str) -> None:
     """Its own tensors get their gradient, or the path says that it has none for them."""
     experts, x, weights, indices, valid = problem(torch.float32, True)
 
-    def loss(slope: Tensor, function: Callable[..., Tensor]) -> Tensor:
-        act = lambda gate, up: gate.sigmoid() * up * slope  # noqa: E731
+    def loss(grad_output: Tensor, function: Callable[..., Tensor]) -> Tensor:
+        act = lambda gate, up: gate.sigmoid() * up * grad_output  # noqa: E731
         return function(experts, x, weights, indices, valid, act=act).sin().sum()
 
-    slope = torch.tensor(1.5, requires_grad=True)
+    grad_output = torch.tensor(1.5, requires_grad=True)
     if path == "loop":
-        for call in (lambda: loss(slope, loop_experts), lambda: grad(loss)(slope.detach(), loop_experts)):
+        for call in (lambda: loss(grad_output, loop_experts), lambda: grad(loss)(grad_output.detach(), loop_experts)):
             with pytest.raises(ValueError, match='experts="loop" gives no gradient to tensors that `act` takes'):
                 call()
         with torch.no_grad():
-            assert off(loss(slope, loop_experts), loss(slope, dense_experts)) < 1e-5
+            assert off(loss(grad_output, loop_experts), loss(grad_output, dense_experts)) < 1e-5
         return
-    got, want = (torch.autograd.grad(loss(slope, run), slope)[0] for run in (PATHS[path], dense_experts))
+    got, want = (torch.autograd.grad(loss(grad_output, run), grad_output)[0] for run in (PATHS[path], dense_experts))
     assert want and off(got, want) < 1e-5
 
 
@@ -402,10 +402,10 @@ def test_static_shapes_go_through_every_transform() -> None:
 
     given = (experts, x, weights)
     direction = tree.map(lambda t: generic("direction", torch.empty(t.shape)).double(), given)
-    slope = jvp(f, given, direction)[1]
+    grad_output = jvp(f, given, direction)[1]
     step = 1e-6
     hi, lo = (f(*tree.map(lambda t, d, s=s: t + s * d, given, direction)) for s in (step, -step))
-    assert off(slope, (hi - lo) / (2 * step)) < 1e-7
+    assert off(grad_output, (hi - lo) / (2 * step)) < 1e-7
     twice = jvp(lambda *a: grad(f, argnums=1)(*a), given, direction)[1]
     assert twice.isfinite().all() and twice.any()
     each = vmap(lambda x, w, i, v: dense_experts(experts, x, w, i, v, act=SILU))(

@@ -37,12 +37,12 @@ def test_formulas(dtype: torch.dtype) -> None:
 
 
 def test_large_rows_as_one_function_and_its_derivatives() -> None:
-    """Against exact arithmetic: values, gradients, the gradient of a gradient, and slopes side by side."""
+    """Against exact arithmetic: values, gradients, the gradient of a gradient, and gradients of several outputs."""
     x, w = (torch.randn(shape).requires_grad_() for shape in ((2, 512, 256), (256,)))
-    slopes = torch.randn(2, *x.shape)
+    grad_outputs = torch.randn(2, *x.shape)
 
     def all_of(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> list[Tensor]:
-        y, s = function(x, w), slopes.to(x.dtype)
+        y, s = function(x, w), grad_outputs.to(x.dtype)
         first = torch.autograd.grad(y, (x, w), s[0], create_graph=True)
         second = torch.autograd.grad((first[0] * s[1]).sum() + first[1].square().sum(), (x, w), retain_graph=True)
         return [y, *first, *second, *torch.autograd.grad(y, (x, w), s, is_grads_batched=True)]

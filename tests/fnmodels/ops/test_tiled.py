@@ -32,9 +32,9 @@ def test_values_and_gradients(length, sizes):
     inputs = draw(length, **sizes)
     got, want = causal_tiles(*inputs, scale=SCALE), written_out(*inputs)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    slope = torch.randn_like(want)
+    grad_output = torch.randn_like(want)
     for ours, theirs in zip(
-        torch.autograd.grad(got, inputs, slope), torch.autograd.grad(want, inputs, slope), strict=True
+        torch.autograd.grad(got, inputs, grad_output), torch.autograd.grad(want, inputs, grad_output), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
@@ -94,9 +94,9 @@ def test_a_compiled_graph_holds_them_as_one_node(dtype):
     compiled = torch.compile(lambda q, k, v: causal_tiles(q, k, v, scale=SCALE), fullgraph=True, backend="aot_eager")
     got, want = compiled(*inputs), causal_tiles(*inputs, scale=SCALE)
     assert torch.equal(got, want)
-    slope = torch.ones_like(want)
+    grad_output = torch.ones_like(want)
     for ours, theirs in zip(
-        torch.autograd.grad(got, inputs, slope), torch.autograd.grad(want, inputs, slope), strict=True
+        torch.autograd.grad(got, inputs, grad_output), torch.autograd.grad(want, inputs, grad_output), strict=True
     ):
         assert torch.equal(ours, theirs)
 
@@ -107,9 +107,9 @@ def test_forward_mode_without_gradients_is_refused_with_our_sentence(dtype):
     q, k, v = (t.detach() for t in draw(300, dtype=dtype))
     with torch.no_grad(), pytest.raises(NotImplementedError, match='kernel="math"'):
         torch.func.jvp(lambda q: causal_tiles(q, k, v, scale=SCALE), (q,), (q,))
-    slope = torch.ones_like(q)
+    grad_output = torch.ones_like(q)
     with pytest.raises(NotImplementedError, match='kernel="math"'):
-        torch.func.jvp(lambda slope: _Backward.apply(q, k, v, slope, SCALE), (slope,), (slope,))
+        torch.func.jvp(lambda grad_output: _Backward.apply(q, k, v, grad_output, SCALE), (grad_output,), (grad_output,))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

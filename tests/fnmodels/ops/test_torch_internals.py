@@ -122,10 +122,10 @@ def test_a_graph_with_unknown_transforms_uses_operations_of_torch(monkeypatch: p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_softmax_gradient_written_out(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, slope = torch.randn(3, 5, 7).softmax(-1), torch.randn(3, 5, 7)
-    want = softmax_backward(slope, p, torch.float32)
+    p, grad_output = torch.randn(3, 5, 7).softmax(-1), torch.randn(3, 5, 7)
+    want = softmax_backward(grad_output, p, torch.float32)
     monkeypatch.setitem(PRIVATE, "_softmax_backward_data", None)
-    found = softmax_backward(slope, p, dtype)
+    found = softmax_backward(grad_output, p, dtype)
     assert found.dtype is dtype
     torch.testing.assert_close(found.float(), want, rtol=0, atol=1e-6 if dtype is torch.float32 else 4e-3)
 
@@ -217,9 +217,9 @@ def test_gradients_side_by_side_are_recognized() -> None:
             pass
 
         @staticmethod
-        def backward(ctx: Any, slope: Tensor) -> Tensor:
-            seen.append(batched_gradient(slope))
-            return slope * 2
+        def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+            seen.append(batched_gradient(grad_output))
+            return grad_output * 2
 
     x = torch.ones(3, requires_grad=True)
     torch.autograd.grad(Look.apply(x), x, torch.eye(3), is_grads_batched=True)

@@ -195,9 +195,9 @@ def test_scores_of_forbidden_tokens_and_of_bf16_are_those_of_plain_operations(dt
     for function in (Scores.apply, scores):
         leaf = logits.clone().requires_grad_()
         logp, entropy = function(leaf, labels, 1.0)
-        (slope,) = torch.autograd.grad((weight[0] * logp + weight[1] * entropy).sum(), leaf)
-        assert logp.dtype == entropy.dtype == torch.float32 and slope.dtype == dtype and slope.isfinite().all()
-        found.append((logp, entropy, slope))
+        (gradient,) = torch.autograd.grad((weight[0] * logp + weight[1] * entropy).sum(), leaf)
+        assert logp.dtype == entropy.dtype == torch.float32 and gradient.dtype == dtype and gradient.isfinite().all()
+        found.append((logp, entropy, gradient))
     torch.testing.assert_close(*found, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
@@ -209,8 +209,8 @@ def test_second_derivatives_go_through_the_chunks() -> None:
     for chunk in (4, None):
         leaf = x.clone().requires_grad_()
         logp, entropy, _ = head_logprobs(params, leaf, labels, config=config, chunk=chunk)
-        (slope,) = torch.autograd.grad((logp + entropy).sum(), leaf, create_graph=True)
-        found.append(torch.autograd.grad(slope.square().sum(), leaf)[0])
+        (gradient,) = torch.autograd.grad((logp + entropy).sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), leaf)[0])
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 

@@ -88,10 +88,11 @@ def test_the_gradient_moves_scores_from_the_used_to_the_unused() -> None:
     logits = noise(1, 12, E)
     logits[..., 0] += 3
     indices, valid = choices(logits), torch.ones(1, 12, dtype=torch.bool)
-    slope = grad(lambda x: train.balance_loss(x, indices, valid).sum())(logits)
-    assert (slope[..., 0] > 0).all() and torch.allclose(slope.sum(-1), torch.zeros(1, 12, dtype=torch.float64))
-    forward = jvp(lambda x: train.balance_loss(x, indices, valid).sum(), (logits,), (slope,))[1]
-    assert torch.allclose(forward, slope.square().sum())
+    grad_output = grad(lambda x: train.balance_loss(x, indices, valid).sum())(logits)
+    assert (grad_output[..., 0] > 0).all()
+    assert torch.allclose(grad_output.sum(-1), torch.zeros(1, 12, dtype=torch.float64))
+    forward = jvp(lambda x: train.balance_loss(x, indices, valid).sum(), (logits,), (grad_output,))[1]
+    assert torch.allclose(forward, grad_output.square().sum())
     bad = torch.where(VALID[..., None], noise(3, 6, E), torch.nan)
     for loss in (
         *(lambda x, s=s: train.balance_loss(x, choices(noise(3, 6, E)), VALID, scores=s).sum() for s in SCORES),

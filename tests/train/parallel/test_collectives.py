@@ -68,16 +68,16 @@ def linear_maps() -> None:
             return torch.stack([out.cos().sum() for out in outs]).sum()
 
         torch.testing.assert_close(ours(xs[rank], group), written_out(xs, rank), msg=name)
-        slopes = torch.func.grad(whole, argnums=tuple(range(len(xs))))
-        torch.testing.assert_close(torch.func.grad(loss)(xs[rank]), slopes(*xs)[rank], msg=name)
+        gradients = torch.func.grad(whole, argnums=tuple(range(len(xs))))
+        torch.testing.assert_close(torch.func.grad(loss)(xs[rank]), gradients(*xs)[rank], msg=name)
         leaf = xs[rank].clone().requires_grad_()
-        torch.testing.assert_close(torch.autograd.grad(loss(leaf), leaf)[0], slopes(*xs)[rank], msg=name)
+        torch.testing.assert_close(torch.autograd.grad(loss(leaf), leaf)[0], gradients(*xs)[rank], msg=name)
         _, curved = torch.func.jvp(torch.func.grad(loss), (xs[rank],), (moves[rank],))
-        _, expected = torch.func.jvp(slopes, tuple(xs), tuple(moves))
+        _, expected = torch.func.jvp(gradients, tuple(xs), tuple(moves))
         torch.testing.assert_close(curved, expected[rank], msg=name)
         many = torch.stack((xs[rank], moves[rank]), 1)
         found = torch.func.vmap(torch.func.grad(loss), in_dims=1)(many)
-        torch.testing.assert_close(found[1], slopes(*moves)[rank], msg=name)
+        torch.testing.assert_close(found[1], gradients(*moves)[rank], msg=name)
 
 
 def mirrors() -> None:
@@ -110,8 +110,8 @@ def narrow() -> None:
     x = torch.full((2, 2), 1 / 3).requires_grad_()
     full = C.all_gather(x, 0, group, dtype=torch.bfloat16)
     assert full.dtype == torch.bfloat16
-    slope = 1.0 if dist.get_rank() else 2.0**-10
-    (grad,) = torch.autograd.grad(full, x, torch.full_like(full, slope))
+    gradient = 1.0 if dist.get_rank() else 2.0**-10
+    (grad,) = torch.autograd.grad(full, x, torch.full_like(full, gradient))
     assert grad.dtype == torch.float32
     assert (grad == dist.get_world_size() - 1 + 2.0**-10).all()
 

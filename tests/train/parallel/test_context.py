@@ -176,18 +176,18 @@ def attention_alone(method: str, inner: str) -> float:
                 return torch.randn(shape, generator=draw, dtype=torch.float64)
 
             q, k = drawn(rows, length, heads, width), drawn(rows, length, groups, width)
-            v, slope = drawn(rows, length, groups, value_width), drawn(rows, length, heads, value_width)
+            v, grad_output = drawn(rows, length, groups, value_width), drawn(rows, length, heads, value_width)
             sinks = (drawn(heads),) if with_sinks else ()
             how = {"scale": 0.4, "softcap": softcap}
 
-            def run(tensors: Any, mask: Mask, kernel: Any, slope: Tensor, how: Any = how) -> list[Tensor]:
+            def run(tensors: Any, mask: Mask, kernel: Any, grad_output: Tensor, how: Any = how) -> list[Tensor]:
                 leaves = [t.clone().requires_grad_() for t in tensors]
                 sink = leaves[3] if len(leaves) > 3 else None
                 out = attention(*leaves[:3], mask, kernel=kernel, sinks=sink, **how)
-                return [out.detach(), *torch.autograd.grad(out, leaves, slope)]
+                return [out.detach(), *torch.autograd.grad(out, leaves, grad_output)]
 
-            found = run([*(t[:, here] for t in (q, k, v)), *sinks], mine, kernel, slope[:, here])
-            wanted = run([q, k, v, *sinks], whole, "math", slope)
+            found = run([*(t[:, here] for t in (q, k, v)), *sinks], mine, kernel, grad_output[:, here])
+            wanted = run([q, k, v, *sinks], whole, "math", grad_output)
             found[4:] = [collectives.summed(grad, world_group()) for grad in found[4:]]
             wanted[:4] = [t[:, here] for t in wanted[:4]]
             off = max(off, *(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)))
@@ -219,13 +219,13 @@ def in_half_precision(method: str) -> float:
     positions, ones = torch.arange(world)[None], torch.ones(1, world, dtype=torch.long)
     whole = Mask(positions, ones, positions, ones, None, None, Everything())
     q = k = torch.zeros(1, world, 4, 8, dtype=torch.bfloat16)
-    slope = torch.full((1, world, 4, 8), 0.012, dtype=torch.bfloat16)
-    slope[:, 0] = world
+    grad_output = torch.full((1, world, 4, 8), 0.012, dtype=torch.bfloat16)
+    grad_output[:, 0] = world
 
     def gradient(here: slice, kernel: Any) -> Tensor:
         v = torch.ones(1, world, 4, 8, dtype=torch.bfloat16)[:, here].requires_grad_()
         out = attention(q[:, here], k[:, here], v, whole.select(here, here), kernel=kernel, scale=1.0)
-        return torch.autograd.grad(out, v, slope[:, here])[0]
+        return torch.autograd.grad(out, v, grad_output[:, here])[0]
 
     here = slice(rank, rank + 1)
     found = gradient(here, context.context_kernel(method, world_group(), inner="math"))  # type: ignore[arg-type]

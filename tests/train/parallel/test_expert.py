@@ -135,10 +135,10 @@ def layer_alone(inner: str, remat: bool) -> float:
         for choice in CHOICES:
             for weighted in (False, True):
                 tokens = drawn_tokens(draw, total, choice, dtype)
-                slope = torch.randn(total, WIDTH, generator=draw, dtype=dtype)
+                gradient = torch.randn(total, WIDTH, generator=draw, dtype=dtype)
 
                 def run(
-                    experts: Any, layer: Any, tokens: Any, slope: Tensor, weighted: bool = weighted
+                    experts: Any, layer: Any, tokens: Any, gradient: Tensor, weighted: bool = weighted
                 ) -> list[Tensor]:
                     x, weights = (t.clone().requires_grad_() for t in tokens[:2])
                     names, leaves = list(layer), [t.clone().requires_grad_() for t in layer.values()]
@@ -150,10 +150,10 @@ def layer_alone(inner: str, remat: bool) -> float:
                     inputs = (x, weights, *leaves)
                     y = checkpoint(call, *inputs, use_reentrant=False) if remat else call(*inputs)
                     how = {"allow_unused": True, "materialize_grads": True}
-                    return [y.detach(), *torch.autograd.grad(y, inputs, slope, **how)]
+                    return [y.detach(), *torch.autograd.grad(y, inputs, gradient, **how)]
 
-                one = run(loop_experts, layer, tokens, slope)
-                own = [t.split(sizes)[rank] for t in (*tokens, slope)]
+                one = run(loop_experts, layer, tokens, gradient)
+                own = [t.split(sizes)[rank] for t in (*tokens, gradient)]
                 found = run(expert_parallel(group, inner=inner), mine, own[:4], own[4])
                 wanted = [*(t.split(sizes)[rank] for t in one[:3]), *(t.chunk(ranks)[rank] for t in one[3:])]
                 for a, b in zip(found, wanted, strict=True):

@@ -115,14 +115,14 @@ def transformed(name: str, mesh_text: str) -> dict[str, float]:
         return total
 
     held = here(whole)
-    slope, curve = torch.func.jvp(torch.func.grad(one), (whole,), (direction,))
+    gradient, curve = torch.func.jvp(torch.func.grad(one), (whole,), (direction,))
     ours, bend = torch.func.jvp(torch.func.grad(mine), (held,), (here(direction),))
     _, along = torch.func.jvp(one, (whole,), (direction,))
     _, part = torch.func.jvp(mine, (held,), (here(direction),))
     world = dist.group.WORLD
     assert world is not None
     found = {"derivative": float((collectives.summed(part, world) - along).abs() / along.abs())}
-    for what, a, b in (("gradient", ours, slope), ("product", bend, curve)):
+    for what, a, b in (("gradient", ours, gradient), ("product", bend, curve)):
         flat = tree.flatten(b)
         largest = max(float(v.abs().max()) for v in flat.values())
         for path, value in tree.flatten(a).items():
