@@ -297,7 +297,7 @@ def _run(
     kinds = family.kinds(config)
     lo, hi = layers.start, layers.stop
     if not 0 <= lo <= hi <= len(kinds):
-        raise ValueError(f"lo is {lo} and hi {hi}; they must be 0 <= lo <= hi <= {len(kinds)}, the number of layers.")
+        raise ValueError(f"lo is {lo} and hi is {hi}, but 0 <= lo <= hi must hold and the model has {len(kinds)}.")
     wanted = _wanted_taps(family, taps, kinds, layers)
     used = sorted(set(kinds[lo:hi]))
     masks, freqs_cis, cache = batch.masks, batch.freqs_cis, batch.cache
