@@ -41,7 +41,8 @@ def prefill(
     options: as for `fnmodels.forward`. TypeError for masks that are no `fnmodels.Mask`; ValueError for masks that are
     not of this cache.
     """
-    return _step(params, inputs, masks, freqs_cis, cache, config, at, ForwardOptions(**options), inplace=False)
+    x, after = _step(params, inputs, masks, freqs_cis, cache, config, ForwardOptions(**options), inplace=False)
+    return _logits(params, x, inputs, config, at), after
 
 
 def decode(
@@ -57,7 +58,7 @@ def decode(
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Cache]:
     """`prefill` with the logits of all new tokens, [B, S, V]."""
-    return _step(params, inputs, masks, freqs_cis, cache, config, at, ForwardOptions(**options), inplace=False)
+    return prefill(params, inputs, masks, freqs_cis, cache, config=config, at=at, **options)
 
 
 @torch.no_grad()
@@ -74,9 +75,10 @@ def decode_(
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Cache]:
     """`decode` that writes into the cache's tensors and uses the cache up; without gradients."""
-    found = _step(params, inputs, masks, freqs_cis, cache, config, at, ForwardOptions(**options), inplace=True)
+    x, after = _step(params, inputs, masks, freqs_cis, cache, config, ForwardOptions(**options), inplace=True)
+    logits = _logits(params, x, inputs, config, at)
     consume(cache)
-    return found
+    return logits, after
 
 
 def _step(
@@ -86,11 +88,11 @@ def _step(
     freqs_cis: Mapping[str, Tensor],
     cache: Cache,
     config: DecoderConfig,
-    at: str | Tensor,
     options: ForwardOptions,
     *,
     inplace: bool,
 ) -> tuple[Tensor, Cache]:
+    """(hidden states of the new tokens [B, S, D], cache with them)."""
     free = options.layer_fn is None and not isinstance(params, RunParams)  # blocks are not compiled
     clean = is_clean(cache)
     plans: dict[tuple[int, bool], _Plan] = {}
@@ -115,7 +117,7 @@ def _step(
     x, entries = hidden(params, inputs, read, freqs_cis, config=config, cache=step, **given)
     layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
     made = Cache(layers, {kind: plan.after for kind, plan in of_kind.items()}, cache.kinds, cache.length)
-    return _logits(params, x, inputs, config, at), known_clean(made)
+    return x, known_clean(made)
 
 
 def _logits(params: Tree, x: Tensor, inputs: Tree, config: DecoderConfig, at: str | Tensor) -> Tensor:

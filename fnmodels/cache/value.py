@@ -9,6 +9,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.inputs.values import has_values
 from fnmodels.ops.slots import Entry
+from fnmodels.ops.torch_internals import version
 
 
 @tree.pytree
@@ -82,10 +83,14 @@ def known_clean(cache: Cache) -> Cache:
 def is_clean(cache: Cache) -> bool:
     """Whether empty slots are known to be finite: the library made this cache, and nothing else wrote into it.
 
-    A masked key has weight 0, and 0 times NaN is NaN, so other caches have their empty slots set to zero in each call.
+    False where torch does not count writes. A masked key has weight 0, and 0 times NaN is NaN, so other caches have
+    their empty slots set to zero in each call.
     """
-    return not torch.compiler.is_compiling() and vars(cache).get("_clean") == _versions(cache)
+    if torch.compiler.is_compiling():
+        return False
+    versions = _versions(cache)
+    return None not in versions and vars(cache).get("_clean") == versions
 
 
-def _versions(cache: Cache) -> list[int]:
-    return [0 if leaf.is_inference() else leaf._version for leaf in tree.leaves(cache.layers)]  # noqa: SLF001
+def _versions(cache: Cache) -> list[int | None]:
+    return [0 if leaf.is_inference() else version(leaf) for leaf in tree.leaves(cache.layers)]

@@ -96,9 +96,10 @@ class Config:
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         v2 = model_type == "deepseek_v2"
-        how: dict[str, Any] = {"q_rank": 1536, "nope_dim": 128, "rope_head": True}
-        how |= {"max_positions": 2048, "kv_heads": 0} if v2 else {"max_positions": 4096, "kv_heads": 128}
-        sizes = mla.latent_from_hf(fields, **how)
+        positions, kv_heads = (2048, 0) if v2 else (4096, 128)
+        sizes = mla.latent_from_hf(
+            fields, max_positions=positions, kv_heads=kv_heads, q_rank=1536, nope_dim=128, rope_head=True
+        )
         fields.expect("moe_layer_freq", 1)
         layers = sizes["num_hidden_layers"]
         experts = _v2_experts(fields, layers) if v2 else mixture.grouped_from_hf(fields, layers, dense=3, scale=2.5)

@@ -139,8 +139,13 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":
         return x + ctx.tap("mlp", gated_mlp(mlp, normed, activation=config.hidden_act))
-    how: dict[str, Any] = {"k": config.num_experts_per_tok, "renormalize": True, "norm_min": config.moe_norm_min}
-    route = functools.partial(softmax_top_k, bias=mlp["selection_bias"], **how)
+    route = functools.partial(
+        softmax_top_k,
+        k=config.num_experts_per_tok,
+        bias=mlp["selection_bias"],
+        renormalize=True,
+        norm_min=config.moe_norm_min,
+    )
     return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=config.hidden_act, dtypes=ROUTER))
 
 

@@ -135,9 +135,10 @@ def block(
     rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     widths = mla.latent_widths(config)
-    how: dict[str, Any] = {"widths": widths, "rotate": rotate, "temperature": freqs["temperature"]}
-    scale = latent_scale(config.rope, widths.nope + widths.rope)
-    mixed = ctx.attend_latent(weights, normed, freqs["table"], mask, scale=scale, **how)
+    scale, temperature = latent_scale(config.rope, widths.nope + widths.rope), freqs["temperature"]
+    mixed = ctx.attend_latent(
+        weights, normed, freqs["table"], mask, widths=widths, rotate=rotate, scale=scale, temperature=temperature
+    )
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":

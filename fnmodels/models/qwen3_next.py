@@ -364,8 +364,8 @@ def _gated_delta_net(weights: Tree, x: Tensor, mask: Segments, config: Config, c
     beta = torch.sigmoid(linear(x, weights["b_proj"]))
     a, bias_ = upcast(linear(x, weights["a_proj"])), weights["dt_bias"]
     g = -upcast(weights["A_log"]).exp() * F.softplus(a + bias_)
-    how: dict[str, Any] = {"scale": dk**-0.5, "normalize": True, "kernel": kernel}
-    o, S = delta_rule(q, k, v, g, beta, ids, state.get("state"), last, **how)
+    before = state.get("state")
+    o, S = delta_rule(q, k, v, g, beta, ids, before, last, scale=dk**-0.5, normalize=True, kernel=kernel)
     ctx.keep(conv=torch.cat(kept, -1), state=S, segment=last_segment(ids, last).expand(x.shape[0]))
     z = split_heads(linear(x, weights["z_proj"]), dv)
     return project_out(weights, norm_then_silu(o, z, weights["norm"], eps=config.rms_norm_eps))

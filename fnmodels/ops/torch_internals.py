@@ -1,11 +1,13 @@
-"""Private names of torch without a public equivalent, each looked up once, with a fallback if it is missing.
+"""What differs between releases of torch: private names without a public equivalent, and a keyword of varlen_attn.
 
-The fallbacks give the same results more slowly. tests/fnmodels/ops/test_torch_internals.py says which
-names the installed torch has.
+Each private name is looked up once, with a fallback if it is missing, which gives the same results more slowly.
+tests/fnmodels/ops/test_torch_internals.py says which names the installed torch has.
 """
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,7 @@ PRIVATE: dict[str, Any] = {
         "_C._len_torch_function_stack",
         "_grouped_mm",
         "_softmax_backward_data",
+        "Tensor._version",
         "ops.mkldnn._linear_pointwise",
     )
 }
@@ -140,6 +143,15 @@ def costly_operators() -> list[Any]:
     return [getattr(torch.ops.aten, name).default for name in COSTLY if hasattr(torch.ops.aten, name)]
 
 
-def version(tensor: Tensor) -> int:
-    """The number of in-place writes to `tensor`; 0 if unknown."""
-    return getattr(tensor, "_version", 0)
+def version(tensor: Tensor) -> int | None:
+    """The number of in-place writes to `tensor`; None if unknown. RuntimeError for inference tensors."""
+    return None if PRIVATE["Tensor._version"] is None else tensor._version
+
+
+def varlen_attention(grouped: bool) -> Callable[..., Tensor]:
+    """torch's varlen_attn. Older releases detect grouped queries; newer ones need a flag, which is bound here."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    needs_flag = grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    call: Any = functools.partial(varlen_attn, enable_gqa=True) if needs_flag else varlen_attn
+    return cast("Callable[..., Tensor]", call)

@@ -15,6 +15,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.cache import init, prepare, step, value
 from fnmodels.ops.slots import SLOTTED, SlotUse
+from fnmodels.ops.torch_internals import PRIVATE
 from tests.support.cases import (
     Batch,
     Case,
@@ -180,7 +181,9 @@ def test_neighbours_and_empty_slots_change_no_bit(case: Case) -> None:
         assert torch.equal(got[batch.valid], wanted[batch.valid])
 
 
-def test_nan_written_in_place_is_found() -> None:
+@pytest.mark.parametrize("counted", [True, False])
+def test_nan_written_in_place_is_found(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch does not count writes: then no cache is known to be clean."""
     batch, params = batch_of(SLIDING.config, segments((8,), (5, -3))), generic_params(SLIDING.config)
     wanted, _ = stepped(params, batch, empty(batch, dtype=torch.float32), (6, 2), run=fnmodels.decode_)
 
@@ -191,6 +194,10 @@ def test_nan_written_in_place_is_found() -> None:
         return cache
 
     cache = empty(batch, dtype=torch.float32)
+    assert value.is_clean(cache)
+    if not counted:
+        monkeypatch.setitem(PRIVATE, "Tensor._version", None)
+        assert not value.is_clean(cache) and not value.is_clean(empty(batch, dtype=torch.float32))
     got, _ = stepped(params, batch, cache, (6, 2), run=fnmodels.decode_, before=spoiled)
     assert torch.equal(got[batch.valid], wanted[batch.valid])
 

@@ -12,6 +12,27 @@ from tests.project.test_readme import ROOT
 
 PACKAGES = ("fnmodels", "params", "train")
 MOST = 20  # Python files of one folder, besides __init__.py
+ARGUMENTS = 8  # of a function, besides self; more only in these public ones, whose arguments are keywords with defaults
+LONGER = {
+    "fnmodels.apply.run_layers",
+    "fnmodels.models.common.context.run",  # a family's block, as `with_context` makes it
+    "fnmodels.ops.attention.select.attention",
+    "fnmodels.ops.recurrent.delta_rule.delta_rule",
+    "fnmodels.ops.recurrent.ssd.ssd",
+    "params.checkpoint.load.load_pretrained",
+    "train.engine.__init__",
+    "train.generate.beam.beam_search",
+    "train.generate.loops.generate",
+    "train.generate.loops.serve",
+    "train.generate.loops.stream",
+    "train.generate.serve.admit",
+    "train.generate.speculative.speculate",
+    "train.losses.distillation.distill",
+    "train.losses.multi_token.mtp_loss",
+    "train.losses.next_token.next_token_loss",
+    "train.losses.policy.policy_loss",
+    "train.step.make_step",
+}
 EVERY = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -34,6 +55,21 @@ def test_nothing_of_ours_is_imported_for_types_alone() -> None:
     """An import under TYPE_CHECKING would be a cycle that nothing shows."""
     found = [f"{path}: {module}" for path in EVERY for module in _for_types(path) if module.split(".")[0] in PACKAGES]
     assert not found
+
+
+def test_internal_functions_have_few_arguments() -> None:
+    found = set()
+    for path in EVERY:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and _arguments(node) > ARGUMENTS:
+                found.add(f"{module}.{getattr(node, 'name', 'lambda')}")
+    assert found == LONGER
+
+
+def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
+    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return sum(argument.arg not in ("self", "cls") for argument in given)
 
 
 def _for_types(path: Path) -> list[str]:

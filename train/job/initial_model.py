@@ -17,7 +17,6 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.errors import UserError
-from fnmodels.models import llama
 from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.tree import Tree
 from params.checkpoint.load import check_folder
@@ -79,7 +78,7 @@ def from_scratch(settings: Settings, texts: sources.DataSources, *, on_meta: boo
     """A Llama of the settings' sizes, with a tokenizer trained on the text."""
     tokenizer = new_tokenizer(texts, settings.vocab_size)
     ids = special_ids(tokenizer)
-    config = llama.Config.from_hf(new_config_json(settings, tokenizer.get_vocab_size(), ids))
+    config = new_config(settings, tokenizer.get_vocab_size(), ids)
     params = P.abstract(config, dtype=torch.float32) if on_meta else P.init(config, settings.seed, dtype=torch.float32)
     return Model(config, params, family_spec(config), tokenizer, (ids["eos_token_id"],))
 
@@ -208,9 +207,9 @@ def new_tokenizer(texts: sources.DataSources, vocab_size: int) -> Tokenizer:
     )
 
 
-def new_config_json(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> Json:
-    """config.json of a new model for a tokenizer of `vocab_size` tokens."""
-    return {
+def new_config(settings: Settings, vocab_size: int, special_ids: dict[str, int]) -> DecoderConfig:
+    """The config of a new model for a tokenizer of `vocab_size` tokens."""
+    values: Json = {
         **{name: getattr(settings, name) for name in MODEL_SIZES},
         "model_type": "llama",
         "vocab_size": -(-vocab_size // 64) * 64,  # padded, so that any usual mesh divides it
@@ -219,3 +218,5 @@ def new_config_json(settings: Settings, vocab_size: int, special_ids: dict[str, 
         "tie_word_embeddings": True,
         **special_ids,
     }
+    config: DecoderConfig = fnmodels.family_for("llama").Config.from_hf(values)
+    return config

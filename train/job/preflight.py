@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from fnmodels.errors import UserError
-from fnmodels.models import llama
 from fnmodels.models.common.registry import DecoderConfig
 from train.data import sources
 
@@ -17,19 +16,19 @@ def check(settings: Settings, mesh_setup: MeshSetup) -> None:
     """UserError or CheckpointError for settings that cannot work. Later checks, which need the text, may still fail."""
     check_data_paths(settings.data)
     if settings.init is None:
-        config: DecoderConfig = provisional_config(settings, mesh_setup)
+        config = provisional_config(settings, mesh_setup)
     else:
         config = initial_model.config_of_checkpoint(Path(settings.init), settings)
     check_expert_settings(config, initial_model.run_spec(config, settings), settings)
     check_model_fits(mesh_setup, settings, config)
 
 
-def provisional_config(settings: Settings, mesh_setup: MeshSetup) -> llama.Config:
+def provisional_config(settings: Settings, mesh_setup: MeshSetup) -> DecoderConfig:
     """The new model's config with a placeholder vocabulary, divisible by the mesh: its size depends on the text."""
     hidden_size, heads = settings.hidden_size, settings.num_attention_heads
     if hidden_size % heads:
         raise UserError(f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}")
-    return llama.Config.from_hf(initial_model.new_config_json(settings, mesh_setup.mesh.world * 64, {}))
+    return initial_model.new_config(settings, mesh_setup.mesh.world * 64, {})
 
 
 def check_data_paths(data: str | None) -> None:

@@ -1,14 +1,11 @@
 """kernel="varlen": torch's variable-length flash attention over packed documents, on CUDA in fp16 and bf16."""
 
-import functools
-import inspect
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.convert import Ragged
 from fnmodels.inputs.rules import And, BidirectionalWindow, Causal, Everything, Rule, Window
+from fnmodels.ops import torch_internals
 
 
 def varlen_window(rule: Rule) -> tuple[int, int] | None:
@@ -40,18 +37,14 @@ def varlen_attention(
     """Shapes as in `ops.attention.select`; self-attention: queries and keys are the same tokens."""
     if not documents.longest:  # The kernel needs a document. The empty sums keep the graph connected, with gradient 0.
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + sum(t[:0].sum() for t in (q, k, v))
-    from torch.nn.attention.varlen import varlen_attn
-
     # The kernel needs one head dim, a multiple of 8. Zero padding does not change scores; the output is truncated.
     value_width, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
     width += -width % 8
     flat = [F.pad(t, (0, width - t.shape[-1])).flatten(0, 1) for t in (q, k, v)]
     if documents.tokens is not None:
         flat = [t.index_select(0, documents.tokens) for t in flat]
-    # Older releases detect grouped queries; newer ones need the flag.
-    needs_flag = q.shape[-2] != k.shape[-2] and "enable_gqa" in inspect.signature(varlen_attn).parameters
     offsets, longest = documents.offsets, documents.longest
-    call: Any = functools.partial(varlen_attn, enable_gqa=True) if needs_flag else varlen_attn
+    call = torch_internals.varlen_attention(grouped=q.shape[-2] != k.shape[-2])
     out = call(*flat, offsets, offsets, longest, longest, scale=scale, window_size=window)[..., :value_width]
     if documents.tokens is not None:
         out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, documents.tokens, out)

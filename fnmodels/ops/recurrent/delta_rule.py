@@ -64,9 +64,8 @@ def delta_rule(
     valid = (segment_ids > 0)[..., None]
     g = upcast(g).where(valid if g.ndim == 3 else valid[..., None], 0)
     beta = upcast(beta).where(valid, 0)
-    how: dict[str, Any] = {"normalize": normalize, "scale": scale}
-    step = functools.partial(_token if S == 1 else _chunk, **how)
-    gradient = functools.partial(_chunk_gradient, **how) if g.ndim == 3 else None
+    step = functools.partial(_token if S == 1 else _chunk, normalize=normalize, scale=scale)
+    gradient = functools.partial(_chunk_gradient, normalize=normalize, scale=scale) if g.ndim == 3 else None
     return scan(step, state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel, gradient=gradient)
 
 

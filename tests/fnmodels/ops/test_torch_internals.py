@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,20 @@ from fnmodels.inputs.values import aside, batched_gradient, has_values, readable
 from fnmodels.ops import torch_internals
 from fnmodels.ops.attention.tiled import causal_tiles
 from fnmodels.ops.linear import linear
-from fnmodels.ops.torch_internals import COSTLY, PRIVATE, alone, quiet, softmax_backward, undisturbed
+from fnmodels.ops.mlp import glu
+from fnmodels.ops.moe.experts import grouped_experts, loop_experts
+from fnmodels.ops.torch_internals import (
+    COSTLY,
+    PRIVATE,
+    alone,
+    costly_operators,
+    quiet,
+    softmax_backward,
+    undisturbed,
+    version,
+)
 from tests.project.test_readme import ROOT
+from train.remat import layer_fn
 
 NAMES = {
     "_C._functorch.get_interpreter_stack",
@@ -30,10 +43,12 @@ NAMES = {
     "_C._len_torch_function_stack",
     "_grouped_mm",
     "_softmax_backward_data",
+    "Tensor._version",
     "ops.mkldnn._linear_pointwise",
 }
 torch.manual_seed(0)
 X, W = torch.randn(2, 256, 256), torch.randn(256, 256)  # large enough for oneDNN
+PARTS, PATHS = ("gate", "up", "down"), (grouped_experts, loop_experts)
 Q, K = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
 
 
@@ -42,7 +57,7 @@ def test_the_installed_torch_has_all_of_them() -> None:
     assert PRIVATE.keys() == NAMES
     assert not [name for name, found in PRIVATE.items() if found is None]
     assert not [name for name in COSTLY if not hasattr(torch.ops.aten, name)]
-    assert torch.zeros(1)._version == 0
+    assert version(torch.zeros(1)) == 0 and version(torch.zeros(1).add_(1)) == 1
 
 
 class Modes(TorchDispatchMode):
@@ -72,6 +87,18 @@ def fused(q: Tensor, k: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.25, enable_gqa=True).square().sum()
 
 
+def routed(path: Callable[..., Tensor]) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    """The sum of squares of 16 tokens through two of four experts each, computed by `path`."""
+    indices = torch.stack((torch.arange(16) % 4, (torch.arange(16) + 1) % 4), dim=-1)
+    weights, valid = torch.full((16, 2), 0.5), torch.arange(16) < 13
+
+    def loss(experts: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = path(experts, x, weights, indices, valid, act=functools.partial(glu, activation="silu"))
+        return y[:13].square().sum()
+
+    return loss
+
+
 def rows_apart(*lengths: int) -> Any:
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     segments = torch.cat([torch.full((n,), i + 1) for i, n in enumerate(lengths)])[None]
@@ -87,6 +114,11 @@ def test_without_one_of_them_results_stay_right(name: str, monkeypatch: pytest.M
             found, want = (tree.leaves(transform(f)(*args)) for f in (ours, torchs))
             for one, other in zip(found, want, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    experts = {f"{part}_proj": W[:32, :32].repeat(4, 1, 1) * torch.arange(1, 5)[:, None, None] for part in PARTS}
+    found, want = (tree.leaves(grad(routed(path), (0, 1))(experts, X[0, :16, :32])) for path in PATHS)
+    for one, other in zip(found, want, strict=True):
+        assert other.any()
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3 * float(other.abs().max()))
     each = vmap(grad(product), in_dims=(0, None))(X, W)
     torch.testing.assert_close(each, grad(plain_product)(X, W), rtol=1e-4, atol=1e-2)
     mask, other = rows_apart(24, 40), fnmodels.layout({"": rows_apart(40, 24)})
@@ -98,6 +130,24 @@ def test_without_one_of_them_results_stay_right(name: str, monkeypatch: pytest.M
     for call in (attend, grad(attend)):  # a layout of other documents is noticed, inside of a transform too
         with pytest.raises(ValueError, match="describes other documents than the mask"):
             call(Q)
+
+
+def test_without_a_costly_operator_selective_checkpoints_stay_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w).sin()
+
+    def gradients(function: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (X, W)]
+        return list(torch.autograd.grad(function(*leaves).square().sum(), leaves))
+
+    every, want = costly_operators(), gradients(block)
+    for name in COSTLY:
+        names = tuple(f"missing_{other}" if other == name else other for other in COSTLY)
+        monkeypatch.setattr(torch_internals, "COSTLY", names)
+        assert costly_operators() == [op for op in every if op is not getattr(torch.ops.aten, name).default]
+        wrapper = layer_fn("selective", "none")
+        assert wrapper is not None
+        assert all(map(torch.equal, gradients(wrapper(block)), want))
 
 
 def test_a_graph_with_unknown_transforms_uses_operations_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,19 +279,22 @@ def test_gradients_side_by_side_are_recognized() -> None:
 
 
 def test_no_other_file_uses_private_names() -> None:
-    """Ruff (SLF001, TID251) sees attributes and some imports; this sees every import from torch."""
+    """Ruff (SLF001, TID251) sees attributes without a noqa and some imports; this sees all of them, and strings."""
     allowed = {Path(torch_internals.__file__), Path(tree.__file__)}  # tree registers nodes, which has no public way
+    ours = _own_names()
     found = [
         f"{path}:{node.lineno}: {name}"
         for package in ("fnmodels", "params", "train")
         for path in sorted((ROOT / package).rglob("*.py"))
         if path not in allowed
         for node in ast.walk(ast.parse(path.read_text()))
-        for name in _of_torch(node)
+        for name in (*_of_torch(node), *_of_objects(node, ours))
         if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
     ]
     assert not found
     assert any(_of_torch(node) for node in ast.walk(ast.parse("import torch.utils._pytree")))
+    for code in ('getattr(x, "_local_tensor", x)', "x.y._version  # noqa: SLF001", "self._buffers_of_torch"):
+        assert any(_of_objects(node, ours) for node in ast.walk(ast.parse(code)))
 
 
 def _of_torch(node: ast.AST) -> list[str]:
@@ -254,3 +307,34 @@ def _of_torch(node: ast.AST) -> list[str]:
     else:
         names = []
     return [name for name in names if name.split(".")[0] in ("torch", "dist", "F")]
+
+
+# os._exit is documented. The others are used by subclasses of nn.Module and ArgumentParser, which have no public ones.
+KNOWN = ("os._exit", "self._modules", "self._parameters", "self._option_string_actions")
+BY_STRING = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
+
+
+def _of_objects(node: ast.AST, ours: set[str]) -> list[str]:
+    """Private names of objects that are read as attributes or by a string; `ours` may be read of self and cls."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_STRING:
+        names = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    elif isinstance(node, ast.Attribute) and ast.unparse(node) not in KNOWN:
+        own = ast.unparse(node.value) in ("self", "cls") and node.attr in ours
+        names = [] if own else [node.attr]
+    else:
+        names = []
+    return [name for name in names if name.startswith("_") and not name.startswith("__")]
+
+
+def _own_names() -> set[str]:
+    """What the classes of these packages define: methods, fields, and attributes that are assigned to self."""
+    found = set()
+    for package in ("fnmodels", "params", "train"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    found.add(node.attr)
+                elif isinstance(node, ast.ClassDef):
+                    found |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+                    found |= {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
+    return found

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fnmodels import tree
 from fnmodels.tree import Tree
 from train.dist.collectives import broadcast, maximum
+from train.dist.dtensor import local_tree
 from train.gradients import Sums, joined
 from train.losses.model_loss import Batch, as_loss
 from train.optim.base import Optimizer, trainable_mask, wide_dtype
@@ -158,8 +159,7 @@ def _sum_ends(grads: Sequence[Tensor], pipe: Pipeline, group: dist.ProcessGroup 
     rank, pair = dist.get_rank(group), (pipe.ranks[0], pipe.ranks[-1])
     if rank not in pair or pair[0] == pair[1]:
         return  # a rank with embedding and head holds one parameter, whose gradients autograd sums
-    for grad in grads:
-        mine = getattr(grad, "_local_tensor", grad)
+    for mine in local_tree(list(grads)):  # shares their memory
         theirs = torch.empty_like(mine)
         peer = pair[1] if rank == pair[0] else pair[0]
         ops = [
