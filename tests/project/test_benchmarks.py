@@ -123,7 +123,9 @@ def test_damaged(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_recurrent(output: Output) -> None:
-    out = output("recurrent.py", "--quick", "--dtypes", "float32")
+def test_recurrent() -> None:
+    """As it is called, for it starts itself again."""
+    command = [sys.executable, *_command("recurrent.py", "--quick", "--dtypes", "float32")]
+    out = _said(subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True))
     for layer in ("gdn", "ssd"):
         assert len([line for line in out.splitlines() if line.startswith(f"| {layer} |")]) == 6, out

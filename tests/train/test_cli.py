@@ -1,3 +1,4 @@
+import functools
 import signal
 import subprocess
 import sys
@@ -170,7 +171,9 @@ def test_the_module_exits_with_the_code_of_main(tmp_path):
 @pytest.mark.parametrize("module", ["train", "train.sample"])
 def test_ctrl_c_while_torch_is_imported_is_one_line(module):
     command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
+    how = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    running = subprocess.Popen(command, preexec_fn=heeded, **how)
     assert running.stderr is not None and any(" torch." in line for line in running.stderr)
     running.send_signal(signal.SIGINT)
     rest = [line for line in running.stderr if not line.startswith("import time:")]

@@ -95,7 +95,7 @@ def step_metrics(
         row["bits_per_byte"] = six_digits(bits_per_byte(row["loss"]))
     if "lr_of" in measured:
         row["lr_of"] = {name: fp32_decimal(rate) for name, rate in measured["lr_of"].items()}
-    if "aux" in measured:
+    if "counts" in measured.get("aux", {}):
         counts = measured["aux"]["counts"].float()
         row["expert_load"] = fp32_decimal((counts.amax(-1) / counts.mean(-1).clamp(min=1e-9)).max())
     return row
