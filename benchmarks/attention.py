@@ -71,11 +71,8 @@ def packed(lengths: tuple[int, ...], rounds: int) -> None:
 
     config = llama.Config.from_hf(CONFIG)
     weights = P.init(config, 0, dtype=torch.float32)
-    tokens = torch.randint(0, config.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
-    segment_ids = fnmodels.segments_from_lengths([lengths])
-    positions = fnmodels.positions_from_segments(segment_ids)
-    labels = torch.where(segment_ids.roll(-1, 1) == segment_ids, tokens.roll(-1, 1), -100)
-    labels[:, -1] = -100
+    batch = packed_rows(lengths, 1, config.vocab_size)
+    tokens, positions, segment_ids, labels = (batch[n] for n in ("tokens", "positions", "segment_ids", "labels"))
 
     def loss_of(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -220,7 +217,7 @@ CUDA_KERNELS = ("varlen", "flex", "auto", "sdpa")
 def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: int) -> None:
     """Short rows are bound by kernel launches; in the long row, of eight times longer documents, attention matters."""
     weights = P.flatten(P.init(config, 0, dtype=torch.float32, device="cuda"))
-    one_row = packed_rows(lengths, 1, config.vocab_size)
+    one_row = packed_rows(lengths, 1, config.vocab_size, "cuda")
     exact = gradients_of(one_row, config, weights, "math", torch.float32)
 
     def errors(kernel: str, exact: Sequence[Tensor]) -> list[float]:
@@ -236,8 +233,8 @@ def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: 
             )
         worst[kernel] = max(found)
     for batch in (
-        packed_rows(lengths, 4, config.vocab_size),
-        packed_rows([8 * n for n in lengths], 1, config.vocab_size),
+        packed_rows(lengths, 4, config.vocab_size, "cuda"),
+        packed_rows([8 * n for n in lengths], 1, config.vocab_size, "cuda"),
     ):
 
         def step(kernel: str, batch: dict[str, Tensor] = batch) -> None:
@@ -255,12 +252,12 @@ def on_cuda(title: str, config: llama.Config, lengths: tuple[int, ...], rounds: 
             )
 
 
-def packed_rows(lengths: Sequence[int], rows: int, vocab_size: int) -> dict[str, Tensor]:
-    """A batch on the GPU; each row has the same documents in another order."""
+def packed_rows(lengths: Sequence[int], rows: int, vocab_size: int, device: str = "cpu") -> dict[str, Tensor]:
+    """A batch; each row has the same documents in another order."""
     rolled = [[*lengths[row:], *lengths[:row]] for row in range(rows)]
-    segment_ids = fnmodels.segments_from_lengths(rolled).cuda()
+    segment_ids = fnmodels.segments_from_lengths(rolled).to(device)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocab_size, segment_ids.shape, generator=generator).cuda()
+    tokens = torch.randint(0, vocab_size, segment_ids.shape, generator=generator).to(device)
     labels = torch.where(segment_ids.roll(-1, 1) == segment_ids, tokens.roll(-1, 1), -100)
     labels[:, -1] = -100
     positions = fnmodels.positions_from_segments(segment_ids)

@@ -45,6 +45,17 @@ NAMES = ("plain", "functional", "wrapper", "transformers FSDP2")
 Step = Callable[[], float]
 
 
+def stepping(take: Any, state: train.State, batch: Any) -> Step:
+    """A step that keeps its State for the next one."""
+    held = [state]
+
+    def step() -> float:
+        held[0], metrics = take(held[0], batch)
+        return float(metrics["loss"])
+
+    return step
+
+
 def steps(config: dict[str, Any], gather: str | None) -> dict[str, Step]:
     """{contender: one step of this process, and its loss}."""
     drawn = draw(config, 0)
@@ -55,15 +66,6 @@ def steps(config: dict[str, Any], gather: str | None) -> dict[str, Step]:
     rows = tree.map(lambda x: x.contiguous(), own_rows(batch, devices))
     optimizer = train.adamw(LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     loss_fn = functools.partial(train.next_token_loss, config=ours)
-
-    def stepping(take: Any, params: Any, batch: Any) -> Step:
-        held = [train.init_state(params, optimizer)]
-
-        def step() -> float:
-            held[0], metrics = take(held[0], batch)
-            return float(metrics["loss"])
-
-        return step
 
     def cast_loss(params: Any, batch: Any, **more: Any) -> Any:
         return loss_fn(tree.map(lambda leaf: leaf.to(dtype), params) if dtype else params, batch, **more)
@@ -89,8 +91,8 @@ def steps(config: dict[str, Any], gather: str | None) -> dict[str, Step]:
     theirs = hugging_face(config, flat, devices["fsdp"], dtype)
     forward = functools.partial(theirs, input_ids=rows["tokens"], labels=rows["tokens"], use_cache=False)
     return {
-        "plain": stepping(train.make_step(cast_loss, optimizer), weights, rows),
-        "functional": stepping(sharded, parts, batch),
+        "plain": stepping(train.make_step(cast_loss, optimizer), train.init_state(weights, optimizer), rows),
+        "functional": stepping(sharded, train.init_state(parts, optimizer), batch),
         "wrapper": wrapper,
         "transformers FSDP2": torch_step(theirs, lambda: forward().loss),
     }
@@ -108,8 +110,11 @@ def hugging_face(config: dict[str, Any], flat: dict[str, Any], mesh: Any, dtype:
 
 
 def take_turns(config: dict[str, Any], gather: str | None, rounds: int, number: int) -> dict[str, Any]:
+    return in_turns(steps(config, gather), rounds, number)
+
+
+def in_turns(contenders: dict[str, Step], rounds: int, number: int) -> dict[str, Any]:
     """In each process: {contender: {losses of the first steps, seconds, processor seconds}}."""
-    contenders = steps(config, gather)
     taken: dict[str, Any] = {n: {"losses": [one(), one()], "wall": [], "cpu": []} for n, one in contenders.items()}
     gc.collect()
     gc.freeze()

@@ -108,6 +108,13 @@ def test_parallel(output: Output) -> None:
 
 
 @pytest.mark.slow
+def test_loss_forms(output: Output) -> None:
+    out = output("loss_forms.py", "--quick")
+    for name, times in {"partial": 2, "lambda": 2, "closure": 2, "own": 2, "transformers": 1}.items():
+        assert out.count(f"\n| {name} | ") == times, out
+
+
+@pytest.mark.slow
 def test_load_parts(output: Output) -> None:
     out = output("load_parts.py", "--quick")
     for name in ("rows", "rows, mapped", "tensor parallel", "whole", "get_slice"):
