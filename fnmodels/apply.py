@@ -22,7 +22,7 @@ from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.order import Segments
 from fnmodels.inputs.segments import integers
 from fnmodels.models.common.context import ATTENTION_TAPS
-from fnmodels.models.common.registry import DecoderConfig, Family, family_of, field_of, may_have
+from fnmodels.models.common.registry import DecoderConfig, Family, check_fields, family_of, field_of, may_have
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.slots import Entry, SlotUse
@@ -67,6 +67,7 @@ def prepare(
         if positions is None:
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
     family = family_of(config)
+    check_fields(config)
     inputs = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
     masks = family.attention_masks(config, positions, segment_ids)
     return inputs, masks, family.freqs_cis(config, positions, length=length)

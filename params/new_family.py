@@ -8,13 +8,14 @@ needs transformers as the reference, and therefore lives with the tests.
 """
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fnmodels.errors import UserError
-from fnmodels.models.common.registry import families
+from fnmodels.models.common.registry import families, family_for, may_have
 
 from .command_line import Parser, run_command
 
@@ -49,6 +50,12 @@ def _write(arguments: argparse.Namespace) -> int:
     for path, text in texts.items():
         path.write_text(text)
         print(f"wrote {path}")
+    if arguments.like:
+        types, default = _types_of(arguments.like)
+        if rest := ", ".join(one for one in types if one != default):
+            print(f"Remove from both what is there for {rest}: {arguments.like}.py reads these model types.")
+    if "\nROUTED = True\n" in next(iter(texts.values())):
+        print(f"Find the seeds of its variants with: .venv/bin/python -m tests.support.find_seeds {name}")
     print(f"{PAGE} says what to change. Test it with: .venv/bin/python -m pytest tests -k {name}")
     return 0
 
@@ -63,15 +70,42 @@ def skeletons(name: str, like: str | None = None) -> dict[Path, str]:
     if not (FAMILIES / f"{like}.py").is_file():
         files = sorted(path.stem for path in FAMILIES.glob("*.py") if path.stem not in ("__init__", "presets"))
         raise UserError(f"there is no family {like!r}; there are {', '.join(files)}")
+    types, default = _types_of(like)
+    family = _without_claims((FAMILIES / f"{like}.py").read_text(), name)
+    texts = {ours: family, theirs: (VARIANTS / f"{like}.py").read_text()}
+    return {path: _renamed(text, default, name, types) for path, text in texts.items()}
+
+
+def _types_of(like: str) -> tuple[list[str], str]:
+    """The model types of a family, and the one that its Config has by default."""
     types = [found for found, module in families().items() if module.endswith(f".{like}")]
-    texts = {ours: (FAMILIES / f"{like}.py").read_text(), theirs: (VARIANTS / f"{like}.py").read_text()}
-    return {path: _renamed(text, types[0], name) for path, text in texts.items()}
+    family = family_for(types[0])
+    return types, family.Config.__dataclass_fields__["model_type"].default or may_have(family, "MODEL_TYPES")[0]
 
 
-def _renamed(text: str, old: str, new: str) -> str:
-    """The text with the model type replaced, also in the names of classes."""
+def _without_claims(text: str, name: str) -> str:
+    """The text of a family's file that claims the new model type only, and no presets."""
+    lines = text.splitlines(keepends=True)
+    for statement in reversed(ast.parse(text).body):
+        assigned = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        names = {target.id for target in assigned if isinstance(target, ast.Name)}
+        where = slice(statement.lineno - 1, statement.end_lineno)
+        if "MODEL_TYPES" in names:
+            lines[where] = [f'MODEL_TYPES = ("{name}",)\n']
+        elif "PRESETS" in names:
+            del lines[where]
+    return "".join(lines).rstrip() + "\n"
+
+
+def _renamed(text: str, old: str, new: str, types: Sequence[str] = ()) -> str:
+    """The text with the model type replaced in quotes, also where a name begins with it, and in the names of classes.
+
+    types: all model types of the family; the others stay, also those that begin with the old one.
+    """
     before, after = ("".join(part.capitalize() for part in one.split("_")) for one in (old, new))
-    return text.replace(old, new).replace(before, after)
+    known = "|".join(sorted({old, *types}, key=len, reverse=True))
+    quoted = re.sub(rf'"({known})(?=["_])', lambda m: f'"{new}' if m[1] == old else m[0], text)
+    return quoted.replace(before, after)
 
 
 if __name__ == "__main__":

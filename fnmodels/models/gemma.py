@@ -35,7 +35,7 @@ KINDS = ("full", "sliding")
 TAPS = ("attention", "middle", "mlp")
 
 _GELU = "gelu_pytorch_tanh"
-_ARCHITECTURES = dict(zip(MODEL_TYPES, ("Gemma", "Gemma2", "Gemma3"), strict=True))
+_ARCHITECTURES = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3"}
 
 
 @dataclass(frozen=True)

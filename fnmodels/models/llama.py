@@ -30,8 +30,8 @@ LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffe
 
 # num_key_value_heads where the field is absent; null means as many as query heads.
 _KV_HEADS = {"mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, "seed_oss": 8}
-_NAMES = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "SeedOss")
-_ARCHITECTURES = dict(zip(MODEL_TYPES, _NAMES, strict=True))
+_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_ARCHITECTURES |= {"smollm3": "SmolLM3", "seed_oss": "SeedOss"}
 _POSITIONS = {"llama": 2048, "mistral": 131072, "ministral": 131072, "seed_oss": 524288}
 # Model types with the field attention_bias, and with the field mlp_bias.
 _ATTENTION_BIAS, _MLP_BIAS = ("llama", "qwen3", "smollm3", "seed_oss"), ("llama", "smollm3", "seed_oss")

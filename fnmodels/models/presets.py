@@ -9,7 +9,7 @@ the file. Parameter counts are tested against the published totals, or against t
 import difflib
 from typing import Any
 
-from fnmodels.models.common.registry import families, family_for, may_have
+from fnmodels.models.common.registry import claim, families, family_for, may_have
 
 
 def preset(name: str) -> Any:
@@ -29,9 +29,14 @@ def presets() -> tuple[str, ...]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of this file and of each family's PRESETS."""
+    """{name: config.json} of this file and of each family's PRESETS; UserError where two of them claim one name."""
     modules = dict.fromkeys(family_for(model_type) for model_type in families())
-    return PRESETS | {name: values for family in modules for name, values in may_have(family, "PRESETS").items()}
+    owners, found = dict.fromkeys(PRESETS, __name__), dict(PRESETS)
+    for family in modules:
+        for name, values in may_have(family, "PRESETS").items():
+            claim(owners, name, family.__name__, "preset")
+            found[name] = values
+    return found
 
 
 def _sized(

@@ -158,7 +158,6 @@ def test_mistakes_are_answered_by_a_sentence() -> None:
         ("block", lambda config, folder: fnmodels.prepare(config, TOKENS), "mine, .*, has no 'block'"),
         ("freqs_cis", lambda config, folder: fnmodels.prepare(config, TOKENS), "mine, .*, has no 'freqs_cis'"),
         ("hf_names", lambda config, folder: P.save_pretrained(folder, config, generic_params(CONFIG)), "'hf_names'"),
-        ("to_hf", lambda config, folder: P.save_pretrained(folder, config, generic_params(CONFIG)), "'to_hf'"),
         (
             "TAPS",
             lambda config, folder: taps_of(config),
@@ -170,13 +169,33 @@ def test_what_a_family_of_your_own_lacks_is_named(
     missing: str, use: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = own_family(monkeypatch)
-    if missing == "to_hf":
-        mine.Config.to_hf = property(lambda self: (_ for _ in ()).throw(AttributeError("to_hf")))
-    else:
-        del mine.__dict__[missing]
+    del mine.__dict__[missing]
     config = mine.Config(**{f: getattr(CONFIG, f) for f in CONFIG.__dataclass_fields__})
     with pytest.raises((TypeError, ValueError), match=words):
         use(config, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("missing", ["head_dim", "vocab_size", "model_type"])
+def test_a_field_that_a_config_of_your_own_lacks_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = bare_config(monkeypatch, without=missing)
+    with pytest.raises(TypeError, match=rf"mine\.Config has no field '{missing}'; a Config has vocab_size, .*head_dim"):
+        fnmodels.prepare(config, TOKENS)
+
+
+def test_a_config_of_your_own_needs_to_hf_only_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = bare_config(monkeypatch), generic_params(CONFIG)
+    got = fnmodels.forward(weights, *fnmodels.prepare(config, TOKENS), config=config)
+    assert torch.equal(got, fnmodels.forward(weights, *fnmodels.prepare(CONFIG, TOKENS), config=CONFIG))
+    with pytest.raises(TypeError, match=r"mine\.Config has no method 'to_hf'"):
+        P.save_pretrained(tmp_path / "folder", config, weights)
+
+
+def bare_config(monkeypatch: pytest.MonkeyPatch, without: str = "") -> Any:
+    """CONFIG's fields, but one, in a dataclass without base class and methods, of `own_family`."""
+    mine = own_family(monkeypatch)
+    names = [name for name in CONFIG.__dataclass_fields__ if name != without]
+    mine.Config = dataclasses.make_dataclass("Config", names, frozen=True, namespace={"__module__": "mine"})
+    return mine.Config(**{name: getattr(CONFIG, name) for name in names})
 
 
 def taps_of(config: Any) -> Any:

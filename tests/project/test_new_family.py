@@ -1,19 +1,24 @@
 """`python -m params.new_family` begins a family that runs, and the page's example is that family."""
 
+import importlib
 import importlib.util
 import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import fnmodels
 import params as P
+from fnmodels.models.common.registry import may_have
 from params import new_family
-from tests.support.cases import batch_of, generic_params, segments
+from tests.support.cases import batch_of, cases, family_modules, generic_params, segments, variants_of
+from tests.support.find_seeds import seed_for
 
 ROOT = Path(__file__).parents[2]
+FAMILIES = family_modules()
 
 
 @pytest.fixture
@@ -23,7 +28,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / new_family.PAGE, tmp_path / new_family.PAGE)
     for folder in (new_family.FAMILIES, new_family.VARIANTS):
-        shutil.copy(ROOT / folder / "mixtral.py", tmp_path / folder)
+        for family in FAMILIES:
+            shutil.copy(ROOT / folder / f"{family}.py", tmp_path / folder)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -52,6 +58,47 @@ def test_what_it_writes_runs(like: str | None, checkout: Path, monkeypatch: pyte
         assert P.count(family.Config.from_hf(values)) == variants.sizes()[name]
 
 
+@pytest.mark.parametrize("like", FAMILIES)
+def test_a_copy_of_a_family_claims_the_new_type_only(
+    like: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert new_family.main(["newcomer", "--like", like]) == 0
+    said = capsys.readouterr().out
+    original = importlib.import_module(f"fnmodels.models.{like}")
+    family = load(checkout / new_family.FAMILIES / "newcomer.py", "newcomer", monkeypatch)
+    load(checkout / new_family.VARIANTS / "newcomer.py", "newcomer_variants", monkeypatch)
+    assert family.MODEL_TYPES == ("newcomer",) and not hasattr(family, "PRESETS")
+    assert family.Config.__dataclass_fields__["model_type"].default in ("", "newcomer")
+    named = said.partition("is there for ")[2].partition(":")[0].split(", ")
+    assert len(set(original.MODEL_TYPES) - set(named)) == 1  # the one that the new type replaces
+    assert ("tests.support.find_seeds newcomer" in said) == may_have(original, "ROUTED")
+
+
+# The variants of the others make Configs with their own family.
+@pytest.mark.parametrize("like", [family for family in FAMILIES if family not in ("llama4", "qwen3_next")])
+def test_the_variants_of_a_copy_are_read_by_it(like: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert new_family.main(["newcomer", "--like", like]) == 0
+    family = load(checkout / new_family.FAMILIES / "newcomer.py", "newcomer", monkeypatch)
+    variants = load(checkout / new_family.VARIANTS / "newcomer.py", "newcomer_variants", monkeypatch)
+    own = {name: values for name, values in variants.variants().items() if values["model_type"] == "newcomer"}
+    assert own and all(name.startswith("newcomer") for name in own)
+    for values in own.values():
+        config = family.Config.from_hf(values)
+        assert fnmodels.family_of(config) is family and family.Config.from_hf(config.to_hf()) == config
+    before = {rope_type(values) for values in variants_of(like).variants().values()}
+    assert {rope_type(values) for values in variants.variants().values()} == before
+
+
+def rope_type(values: dict[str, Any]) -> Any:
+    ropes = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    return ropes.get("rope_type", ropes.get("type"))
+
+
+def test_the_seeds_of_a_variant_are_found() -> None:
+    case = next(case for case in cases() if case.name == "mixtral")
+    assert seed_for(case) == variants_of("mixtral").SEEDS.get("mixtral", 0)
+
+
 def test_a_dense_family_is_60_to_100_lines(checkout: Path) -> None:
     assert new_family.main(["newcomer"]) == 0
     assert 60 <= len((checkout / new_family.FAMILIES / "newcomer.py").read_text().splitlines()) <= 100
@@ -62,7 +109,7 @@ def test_a_dense_family_is_60_to_100_lines(checkout: Path) -> None:
     [
         (["llama"], "the model type 'llama' is read by fnmodels.models.llama already"),
         (["New-One"], "'New-One' is no model type"),
-        (["newcomer", "--like", "nobody"], "there is no family 'nobody'; there are mixtral"),
+        (["newcomer", "--like", "nobody"], "there is no family 'nobody'; there are arcee, "),
     ],
 )
 def test_what_cannot_be_is_said(

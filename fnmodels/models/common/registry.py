@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from fnmodels.errors import UnsupportedError
+from fnmodels.errors import UnsupportedError, UserError
 from fnmodels.inputs.order import Segments
 from fnmodels.ops.rotary import Rope
 from fnmodels.options import Block
@@ -50,6 +50,9 @@ class DecoderConfig(Protocol):
     def model_type(self) -> str: ...
 
     def to_hf(self) -> dict[str, Any]: ...
+
+
+_FIELDS = tuple(name for name, value in vars(DecoderConfig).items() if isinstance(value, property))
 
 
 class UsualConfig(DecoderConfig, Protocol):
@@ -156,6 +159,16 @@ def family_of(config: Any) -> Family:
     return cast(Family, module)
 
 
+def check_fields(config: Any) -> None:
+    """TypeError if a field of `DecoderConfig` is missing."""
+    for name in _FIELDS:
+        if not hasattr(config, name):
+            raise TypeError(
+                f"{type(config).__module__}.{type(config).__name__} has no field {name!r}; a Config has "
+                f"{', '.join(_FIELDS)} and what its family reads."
+            )
+
+
 def _missing(config: Any, name: str) -> str:
     where = f"{type(config).__module__}, which defines {type(config).__name__}"
     if isinstance(config, dict):
@@ -213,13 +226,22 @@ def to_hf(config: Any) -> dict[str, Any]:
 
 
 def families() -> dict[str, str]:
-    """{Hugging Face model type: name of the family module} for all families of the models folder."""
-    found = {}
+    """{Hugging Face model type: name of the family module} for all families of the models folder.
+
+    UserError where two families claim one model type.
+    """
+    found: dict[str, str] = {}
     for info in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__, f"{_PACKAGE}."):
         if not info.ispkg:
             for model_type in getattr(importlib.import_module(info.name), "MODEL_TYPES", ()):
-                found[model_type] = info.name
+                claim(found, model_type, info.name, "model type")
     return dict(sorted(found.items()))
+
+
+def claim(owners: dict[str, str], key: str, module: str, what: str) -> None:
+    """Records the module as the owner of the key; UserError if another module owns it already."""
+    if (owner := owners.setdefault(key, module)) != module:
+        raise UserError(f"The {what} {key!r} is claimed by {owner} and by {module}; remove it from one of them.")
 
 
 def family_for(model_type: str) -> Family:

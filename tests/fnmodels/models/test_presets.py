@@ -7,6 +7,8 @@ import pytest
 
 import fnmodels
 import params as P
+from fnmodels.errors import UserError
+from fnmodels.models import stablelm
 from fnmodels.models.presets import preset, presets
 from tests.support.cases import check_shapes, collected, family_modules, published_of
 from tests.support.status import CHECKED, PRESET
@@ -61,3 +63,19 @@ def test_an_unknown_name_lists_near_ones() -> None:
             preset(wrong)
     with pytest.raises(ValueError, match=r"There is no preset 'zzzz'; there are afm-4.5b, .*, starcoder2-7b"):
         preset("zzzz")
+
+
+@pytest.mark.parametrize("known", ["gpt2", "phi-2"])  # of presets.py, and of another family
+def test_a_preset_of_two_owners_is_refused(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stablelm, "PRESETS", {known: {}}, raising=False)
+    owner = "phi" if known == "phi-2" else "presets"
+    words = rf"The preset '{known}' is claimed by fnmodels\.models\.{owner} and by fnmodels\.models\.stablelm;"
+    with pytest.raises(UserError, match=words):
+        fnmodels.preset("gpt2")
+
+
+def test_a_model_type_of_two_families_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stablelm, "MODEL_TYPES", ("stablelm", "phi"))
+    words = r"The model type 'phi' is claimed by fnmodels\.models\.phi and by fnmodels\.models\.stablelm;"
+    with pytest.raises(UserError, match=words):
+        fnmodels.families()
