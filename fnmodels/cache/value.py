@@ -15,7 +15,7 @@ from fnmodels.ops.torch_internals import version
 @tree.pytree
 @dataclass(frozen=True)
 class Slots:
-    """What stands in the C slots of each row: int64 [B, C]; segment 0 is an empty slot.
+    """The tokens in the C slots of each row: int64 [B, C]; segment 0 is an empty slot.
 
     ring: a token at position p stands in slot p % C; else tokens stand in the order of their arrival.
     """
@@ -83,8 +83,8 @@ def known_clean(cache: Cache) -> Cache:
 def is_clean(cache: Cache) -> bool:
     """Whether empty slots are known to be finite: the library made this cache, and nothing else wrote into it.
 
-    False where torch does not count writes. A masked key has weight 0, and 0 times NaN is NaN, so other caches have
-    their empty slots set to zero in each call.
+    False where torch does not count writes, as in inference mode. A masked key has weight 0, and 0 times NaN is NaN,
+    so other caches have their empty slots set to zero in each call.
     """
     if torch.compiler.is_compiling():
         return False
@@ -93,4 +93,4 @@ def is_clean(cache: Cache) -> bool:
 
 
 def _versions(cache: Cache) -> list[int | None]:
-    return [0 if leaf.is_inference() else version(leaf) for leaf in tree.leaves(cache.layers)]
+    return [None if leaf.is_inference() else version(leaf) for leaf in tree.leaves(cache.layers)]

@@ -202,6 +202,15 @@ def test_nan_written_in_place_is_found(counted: bool, monkeypatch: pytest.Monkey
     assert torch.equal(got[batch.valid], wanted[batch.valid])
 
 
+def test_nan_written_in_inference_mode_is_found() -> None:
+    """Torch counts no writes there, so no cache is known to be clean."""
+    with torch.inference_mode():
+        cache = empty(batch_of(SLIDING.config, segments((8,), (5, -3))), dtype=torch.float32)
+        assert not value.is_clean(cache)
+        next(iter(cache.layers[0].values())).fill_(torch.nan)
+        assert not value.is_clean(value.known_clean(cache))
+
+
 @every_family
 def test_rows_taken_inserted_and_truncated_are_as_rebuilt(case: Case) -> None:
     params = generic_params(case.config, WIDE)

@@ -79,7 +79,7 @@ class _Norm:
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is not F.rms_norm:  # in low precision the norm runs without its weight, unseen here
             raise NotImplementedError(
-                "This norm over all heads is taken in low precision, in which it is not divided: compute in fp32, or "
+                "This norm over all heads is taken in low precision, in which it is not sharded: compute in fp32, or "
                 "leave heads out of the rules."
             )
         x, own, eps = args[0], kwargs["weight"], kwargs["eps"]
