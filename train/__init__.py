@@ -5,7 +5,7 @@ loss_call    one call of a loss on one microbatch         gradients   sums over 
 update       from summed gradients to the next State      state       `State`: step, params, optimizer state
 remat        `layer_fn`: recomputation and compilation    engine      the same for loops of other programs
 
-generate/                               drawing tokens, with a cache
+generation/                             drawing tokens, with a cache
 losses/  optim/  data/  checkpoint/     what the step is made of; `dist/` and `parallel/` run it on many processes
 job/  commands/  eval/  simulate/       programs on top: `python -m train`, whose command line is `cli`
 """
@@ -23,12 +23,12 @@ from train import checkpoint
 from train.checkpoint import sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.rng_state import random_state, set_random_state
-from train.generate.beam import beam_search
-from train.generate.loops import generate, serve, stream
-from train.generate.requests import Generations, Request, best_of
-from train.generate.sampling import Sampling, sample_step
-from train.generate.serve import ServeState, serve_step
-from train.generate.speculative import speculate
+from train.generation.beam import beam_search
+from train.generation.loops import generate, serve, stream
+from train.generation.requests import Generations, Request, best_of
+from train.generation.sampling import Sampling, sample_step
+from train.generation.serve import ServeState, serve_step
+from train.generation.speculative import speculate
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence
 from train.losses.lm_head import head_loss

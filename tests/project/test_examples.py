@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from train.generate.requests import Answer, Request
+from train.generation.requests import Answer, Request
 
 
 @pytest.fixture(scope="module")

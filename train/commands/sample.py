@@ -86,7 +86,7 @@ def parser() -> Parser:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is needed to answer prompts. respond: (prompts as ids, seed) -> events of `train.generate.loops.serve`."""
+    """What is needed to answer prompts. respond: (prompts as ids, seed) -> events of `train.generation.loops.serve`."""
 
     tokenizer: Any
     template: Any
@@ -95,7 +95,7 @@ class Model:
     def ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """The ids of a text, or of a conversation up to the assistant's cue."""
         from train.data.chat import render
-        from train.generate.text import prompt_ids
+        from train.generation.text import prompt_ids
 
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, prompt)
@@ -144,9 +144,9 @@ def load(arguments: argparse.Namespace) -> Model:
     """The model of the folder, with the settings of its generation_config.json and those of the flags over them."""
     from train.data.chat import read_template
     from train.eval.pretrained import answer_end_ids, check_vocabulary, generation_defaults, load_model, load_tokenizer
-    from train.generate.loops import serve
-    from train.generate.requests import capacity_of, requests_of
-    from train.generate.text import READABLE, fitted
+    from train.generation.loops import serve
+    from train.generation.requests import capacity_of, requests_of
+    from train.generation.text import READABLE, fitted
 
     folder = arguments.checkpoint
     tokenizer = load_tokenizer(folder)

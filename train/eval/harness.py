@@ -20,9 +20,9 @@ from tqdm import tqdm
 from fnmodels.errors import UserError
 from params.io.files import read_json
 from train.data.chat import Template, read_template, render, special_tokens
-from train.generate.loops import serve
-from train.generate.requests import Event, Request, capacity_of, collect
-from train.generate.sampling import Sampling
+from train.generation.loops import serve
+from train.generation.requests import Event, Request, capacity_of, collect
+from train.generation.sampling import Sampling
 
 from .pretrained import check_vocabulary, end_ids, load_model, load_tokenizer, weights_folder
 from .scoring import ROW_TOKENS, score_continuations

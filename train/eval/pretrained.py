@@ -15,7 +15,7 @@ from fnmodels.tree import Tree
 from params.io.files import read_json
 from train.data.chat import special_tokens
 from train.data.encoder import disable_truncation
-from train.generate.sampling import Sampling, check_sampling
+from train.generation.sampling import Sampling, check_sampling
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:

@@ -12,7 +12,7 @@ from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
-from train.generate.prompts import activations, prefilled, run_all
+from train.generation.prompts import activations, prefilled, run_all
 from train.losses.lm_head import CHUNK
 from train.losses.next_token import model_states
 from train.losses.softmax_stats import scores

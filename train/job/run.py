@@ -23,7 +23,7 @@ from train.checkpoint.saved_steps import Checkpoint
 from train.data.mixture import batch
 from train.dist import torchrun
 from train.eval.pretrained import copy_companions
-from train.generate.text import complete
+from train.generation.text import complete
 from train.job.processes.controller import Controller
 from train.job.processes.signals import stop_requests
 from train.job.processes.worker import WorkerConfig

@@ -14,8 +14,8 @@ from train.commands.sample import main
 from train.data import tokenizer
 from train.data.chat import render
 from train.eval.pretrained import generation_defaults, load_tokenizer
-from train.generate.sampling import Sampling
-from train.generate.text import complete, fitted, prompt_ids
+from train.generation.sampling import Sampling
+from train.generation.text import complete, fitted, prompt_ids
 
 CONFIG = {
     "model_type": "llama",

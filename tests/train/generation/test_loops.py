@@ -13,12 +13,12 @@ import train
 from fnmodels import gemma, llama
 from tests.support.cases import generic_params
 from tests.variants.gemma import variants
-from train.generate.beam import beam_search
-from train.generate.loops import serve
-from train.generate.requests import Request, best_of
-from train.generate.sampling import Sampling, sample_state, sample_step, stack_samplings
-from train.generate.serve import admit, empty_state, serve_step
-from train.generate.speculative import speculate
+from train.generation.beam import beam_search
+from train.generation.loops import serve
+from train.generation.requests import Request, best_of
+from train.generation.sampling import Sampling, sample_state, sample_step, stack_samplings
+from train.generation.serve import admit, empty_state, serve_step
+from train.generation.speculative import speculate
 
 V = 40
 LLAMA = llama.Config(V, 32, 48, 2, 4, 2, max_position_embeddings=64)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from train.generate.noise import exponential, random_bits
-from train.generate.sampling import Sampling, check_sampling, sample_state, sample_step, stack_samplings, truncated
+from train.generation.noise import exponential, random_bits
+from train.generation.sampling import Sampling, check_sampling, sample_state, sample_step, stack_samplings, truncated
 from train.losses.logprobs import logprobs
 
 DRAWS, VOCAB = 100_000, 24
