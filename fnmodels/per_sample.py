@@ -6,8 +6,6 @@ input and the gradient of its output (arXiv 1510.01799). The largest remaining c
 parameter, which `out` avoids.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from graphlib import TopologicalSorter

@@ -11,8 +11,6 @@ batches and compares two computations that must agree, without a reference model
 every family; `docs/testing.md` applies them to a model of 30 lines, with five bugs that they detect.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

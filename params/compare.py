@@ -7,8 +7,6 @@ activations on one short random batch, layer by layer, and the logits where toke
 Features that only take effect beyond that length (a sliding window, say) are listed as not compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib

@@ -12,8 +12,6 @@ Where the weight is a DTensor, so is its adapter: b is sharded like the weight's
 the shards of both make up the shard of the weight, and nothing here communicates.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import math

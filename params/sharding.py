@@ -7,22 +7,18 @@
 No family has a plan of its own: its spec names the logical axis of every dimension, and one set of rules serves all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from fnmodels.models.common.spec import Leaf
 from fnmodels.tree import Tree
-
-if TYPE_CHECKING:  # hundreds of modules, which a plan does not need
-    from torch.distributed.device_mesh import DeviceMesh
 
 Sizes = Mapping[str, int]
 HEADS = ("heads", "kv_heads")  # axes that are sharded at head boundaries only; a head has `Leaf.unit` elements

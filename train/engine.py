@@ -16,8 +16,6 @@ every rank, and `infer` returns the results for these. params are DTensors, with
 `params.init(config, 0, plan=...)`, `train.parallel.pipeline.stages.init_stage`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Gradients come from `torch.autograd.grad` on detached leaves, so no `.grad` is written.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

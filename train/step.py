@@ -8,8 +8,6 @@ A train step sums gradients over microbatches, divides once by the global count 
 also public: `train.gradients.gradient_sums` and `train.update.update`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`Segments`: what layers read that depend on the order of tokens (recurrent layers, convolutions)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

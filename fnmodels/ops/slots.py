@@ -4,8 +4,6 @@
 overwrite within the same call). It is computed once per kind of layer, by `fnmodels.cache`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass

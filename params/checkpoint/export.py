@@ -1,7 +1,5 @@
 """Export of parameters under Hugging Face names and layouts, one tensor at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The mapping between our parameter paths and the names of tensors in Hugging Face checkpoints."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace

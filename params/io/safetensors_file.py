@@ -5,8 +5,6 @@ is used: another reader might interpret a damaged header differently. Format: ht
 The package also maps and writes less efficiently (see `map_file`, `write_tensors`); tests compare both with it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -6,8 +6,6 @@ streamed and shuffled data, does; its resumed run equals an uninterrupted one bi
 `{"state": state, "random": random_state()}` and restores the latter.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

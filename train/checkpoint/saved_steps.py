@@ -15,8 +15,6 @@ step is never overwritten. It contains tensors and JSON only: nothing that is re
 For trees of DTensors see train/checkpoint/sharded.py, which puts other files into the same folder.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -10,8 +10,6 @@ number of processes, including one without a process group, whichever of the two
 `.metadata` is a pickle: its Hugging Face form, used here, has the metadata in the files' headers.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack

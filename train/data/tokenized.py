@@ -1,7 +1,5 @@
 """Tokenizes all data sources of a run into train and held-out token ids, cached on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -4,8 +4,6 @@ Functions of single leaves run on local shards. A DTensor would search for place
 a mesh of six dimensions there are so many that one `clone` takes a second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

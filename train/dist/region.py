@@ -8,8 +8,6 @@ Where a value is decides which gradient it has:
                       whose gradients are therefore partial: `enter` sums them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

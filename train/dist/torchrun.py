@@ -1,7 +1,5 @@
 """Environment variables of torchrun: rank, world size, restarts and launch id of this process."""
 
-from __future__ import annotations
-
 import os
 import socket
 

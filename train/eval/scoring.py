@@ -1,7 +1,5 @@
 """Log-probabilities of continuations given their contexts, in batches, for evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Every loss returns a sum and a count, so that a step over microbatches divides once by the global count.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The loss of multi-token prediction (MTP) heads (`fnmodels.mtp`), added to the next-token loss."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any, Unpack

@@ -1,7 +1,5 @@
 """The next-token loss, (sum, count[, aux]), and the model states that losses share."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Inputs are aligned as in `token_logprobs`. Each loss returns (sum, count, metric
 tokens or pairs, so that a step over microbatches divides everything once by the global count.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

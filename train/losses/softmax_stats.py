@@ -1,7 +1,5 @@
 """Log-probability and entropy from logits, with a backward pass that recomputes the softmax in cache-sized blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Per-token functions applied to chunks of tokens: memory O(chunk x V) instead of O(tokens x V)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Adafactor: second moments as a row and a column per matrix (arXiv 1804.04235)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

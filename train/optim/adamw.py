@@ -1,7 +1,5 @@
 """AdamW and SGD: the pure update rules, and in place torch's fused kernels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

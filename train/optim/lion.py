@@ -1,7 +1,5 @@
 """Lion: the sign of an interpolated momentum (arXiv 2302.06675)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Muon: momentum, orthogonalized, for hidden matrices (Keller Jordan et al., 2024; arXiv 2502.16982)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

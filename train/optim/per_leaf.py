@@ -1,7 +1,5 @@
 """`leafwise`: an Optimizer from an update rule for one leaf, for optimizers that treat leaves independently."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

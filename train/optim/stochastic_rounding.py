@@ -1,7 +1,5 @@
 """Stochastic rounding: bf16 parameters that accumulate updates smaller than their last bit, without an fp32 copy."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import replace
 

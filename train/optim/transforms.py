@@ -1,7 +1,5 @@
 """Gradient transforms before an optimizer: `chain` passes the result of each to the next."""
 
-from __future__ import annotations
-
 import fnmatch
 
 import torch

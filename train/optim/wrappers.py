@@ -1,7 +1,5 @@
 """Wrappers around optimizers: one per group of leaves, an average of the weights, fp32 copies of bf16 weights."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Mapping
 

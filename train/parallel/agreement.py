@@ -5,25 +5,21 @@ With `Strategy(rows="own")` a rank cannot see the rows of the others, so each ra
 of any error. All ranks then continue, or all raise.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from train.dist.collectives import maximum
 from train.loss_call import Batch
 
 from .mesh import mesh_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 

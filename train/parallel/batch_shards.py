@@ -4,13 +4,12 @@ The only communication is the check in `agreement`: all ranks reject a batch tha
 waits for another.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from train.loss_call import Batch, microbatches
@@ -22,9 +21,6 @@ from .agreement import agreed, check_same
 from .mesh import ROWS, Mesh, Strategy, mesh_of, whole_groups
 from .padding import PLACES, check_shapes, clear_length, padded
 from .placement import Placed
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 IN_ORDER = Strategy(order=None)  # the positions of a rank are consecutive
 

@@ -5,8 +5,6 @@ shards that a rank holds to the params that the loss receives. A block is wrappe
 parallelism, compilation, the FSDP all-gather, and rematerialisation.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace

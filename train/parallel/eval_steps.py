@@ -8,15 +8,14 @@ Each rank is given the global batch, computes its shard as in a step, and the re
 `Strategy(rows="own")` it is given its own rows and gets the results of these.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
@@ -36,9 +35,6 @@ from .placement import Placed
 from .step import batch_check, check_compile, placed_for
 from .update import over_processes
 from .whole_model import aux_of_stages
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 

@@ -9,22 +9,18 @@ expert is complete on its rank, made of all ranks' tokens; gradients of other pa
 be summed over the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fnmodels.ops.moe.dispatch import combine
 from fnmodels.ops.moe.experts import choose_experts, sorted_rows
 from fnmodels.options import Experts
 from train.dist import collectives
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Experts:

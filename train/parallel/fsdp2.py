@@ -10,13 +10,12 @@ A module holds parameters and computes nothing itself: its forward passes their 
 Hooks that gather parameters therefore run around each layer, and the block inside sees plain tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from fnmodels.options import Block, LayerFn
@@ -25,9 +24,6 @@ from fnmodels.tree import Tree
 from train.losses.model_loss import RunOptions
 
 from .mesh import mesh_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Branch(nn.Module):

@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 NAMES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # from the slowest links to the fastest
 ROWS = ("dp", "fsdp", "ep")

@@ -1,7 +1,5 @@
 """Padding of a batch's sequence dimension to a length that every rank can shard, and its removal from outputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

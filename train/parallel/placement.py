@@ -1,10 +1,10 @@
 """Where each parameter lives on a mesh: sharding rules, placed parameters and their shardings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from fnmodels.tree import Tree
@@ -13,9 +13,6 @@ from train.dist.dtensor import local_tree
 from train.optim.base import trainable_mask, with_paths
 from train.parallel.mesh import Mesh, Strategy, mesh_of
 from train.parallel.tensor.api import tensor_axes
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)

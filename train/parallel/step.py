@@ -11,8 +11,6 @@ ranks and divided once, by the number of valid tokens of the global batch. Whate
 checked before any communication: a rank that raised alone would leave the others waiting.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -4,15 +4,14 @@ Gradients arrive as complete sums, sharded (`fsdp`); totals, counts and aux are 
 counts a replicated parameter once, and an optimizer that needs full matrices all-gathers them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from fnmodels.tree import Tree
@@ -30,9 +29,6 @@ from .fsdp import ParamShard, gather
 from .mesh import DATA, whole_groups
 from .placement import Placed
 from .whole_model import aux_of_stages
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)

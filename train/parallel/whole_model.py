@@ -1,7 +1,5 @@
 """Gathers values that differ per pipeline stage (parameters, metrics) so that every rank sees the full tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

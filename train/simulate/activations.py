@@ -1,7 +1,5 @@
 """Bytes that autograd saves for each kind of layer, the embedding and the head: each run once on meta tensors."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Sequence

@@ -13,8 +13,6 @@ the new tokens are the keyword `slots`. `attend` reads and extends it, `state` a
 and the new entry leaves as aux["cache"]. As arguments of the call they cause no recompilation over layers and steps.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Default parts of a family with multi-head latent attention (`fnmodels.ops.mla`): Config fields and names on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The functions from `shared_from_hf` on are for mixtures as in DeepSeek V3 (arXiv
 group-limited routing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

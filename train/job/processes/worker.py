@@ -1,7 +1,5 @@
 """A worker process of a run: its shards of the model, and its part of the collective commands (step, loss, save)."""
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import dataclass, replace
 from pathlib import Path

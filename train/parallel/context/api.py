@@ -18,17 +18,17 @@ global batch, or what `global_length` finds. Kernels of "gather" and "ulysses" h
 and can be compiled; that of "ring" runs in eager mode.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 import fnmodels
 from fnmodels import tree
@@ -46,10 +46,6 @@ from train.parallel.mesh import DATA, mesh_of
 
 from . import ring
 from .ring import Call
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 Method = Literal["gather", "ulysses", "ring"]

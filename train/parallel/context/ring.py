@@ -3,22 +3,18 @@
 It has its own maths, because partial softmax sums are merged: forward and first derivatives, for any `Mask`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fnmodels.inputs.mask import Mask
 from fnmodels.ops.norm import upcast
 from train.dist import collectives
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # The masks of blocks of local queries over the local keys, over those of the previous rank, and so on: bool
 # [B, 1, q, K], or None if all is masked.

@@ -12,8 +12,6 @@ Losses are sums, computed by the last stage and not divided here. The only reduc
 tied embedding. Aux (counts of experts) stays on the rank of its layers.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

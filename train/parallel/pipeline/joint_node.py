@@ -5,8 +5,6 @@ it has passed. Parameters whose paths meet, in a collective or in a head that re
 another one's traversal; parameters behind one node are traversed together.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

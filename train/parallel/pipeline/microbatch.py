@@ -1,7 +1,5 @@
 """Microbatches of a pipeline: padded to one shape, and checked before any communication."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn

@@ -4,8 +4,6 @@ A schedule receives only the numbers of the microbatches, so no tensor passes th
 splits tensors without a batch dimension, and a mask may have any form.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

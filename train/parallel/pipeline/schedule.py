@@ -1,7 +1,5 @@
 """Assigns a model's layers to stages, and stages to the ranks of a pipeline, for each schedule."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every stage calls the loss. At the call of fnmodels.hidden the stage runs its ow
 the last stage returns them to the loss, and the others stop there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -8,12 +8,11 @@ Parameters lie on the full mesh; those of a layer exist on the ranks of its stag
 `pp`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import family_of, tree
 from fnmodels.tree import Tree
@@ -27,9 +26,6 @@ from train.parallel.placement import Placed
 from .schedule import SPLITTING, Pipeline, pipeline
 from .staged_loss import StageHooks
 from .tree_split import copies, share
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def pipeline_of(config: Any, mesh: Mesh, strategy: Strategy) -> Pipeline:

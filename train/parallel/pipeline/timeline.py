@@ -1,7 +1,5 @@
 """The order of actions under a pipeline schedule, the idle time of each rank, and its peak of activations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Splits a params tree over the ranks of a pipeline: each holds its layers, and embedding or head."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any

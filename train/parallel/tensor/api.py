@@ -17,8 +17,6 @@ gathers and `leave` scatters, so that activations between the sublayers, and tho
 the memory; all parameters used there get partial gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 All checks run before the first step: a plan that cannot run raises ValueError here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
