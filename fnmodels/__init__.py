@@ -77,67 +77,15 @@ def __getattr__(name: str) -> ModuleType:
     return import_module(f"fnmodels.models.{name}")
 
 
-__all__ = [
-    "BidirectionalWindow",
-    "Cache",
-    "Causal",
-    "CheckpointError",
-    "Chunk",
-    "ConfigError",
-    "Constant",
-    "Everything",
-    "FormatError",
-    "IndexFileError",
-    "Layout",
-    "Leaf",
-    "Mask",
-    "MismatchError",
-    "Normal",
-    "Rule",
-    "SameSpan",
-    "Slots",
-    "UnsafePathError",
-    "UnsupportedError",
-    "Window",
-    "balance",
-    "build_mask",
-    "decode",
-    "decode_",
-    "document_layout",
-    "explain_kernel",
-    "families",
-    "family_for",
-    "family_of",
-    "forward",
-    "hidden",
-    "imbalance",
-    "init_cache",
-    "insert",
-    "insert_",
-    "layout",
-    "pack",
-    "per_sample_gradients",
-    "Segments",
-    "permute",
-    "positions_from_segments",
-    "prefill",
-    "prepare",
-    "prepare_step",
-    "preset",
-    "presets",
-    "resize",
-    "rows",
-    "run_layers",
-    "segments",
-    "segments_from_eos",
-    "segments_from_lengths",
-    "segments_from_positions",
-    "split",
-    "take",
-    "text_order",
-    "to_block_mask",
-    "to_cu_seqlens",
-    "to_dense",
-    "truncate",
-    "unpack",
-]
+__all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel"]
+__all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
+__all__ += ["insert", "insert_", "resize", "take", "truncate"]
+__all__ += ["pack", "unpack", "permute", "rows", "split"]
+__all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]
+__all__ += ["MismatchError", "UnsafePathError", "UnsupportedError"]
+__all__ += ["Mask", "build_mask", "Segments"]
+__all__ += ["Rule", "BidirectionalWindow", "Causal", "Chunk", "Everything", "SameSpan", "Window"]
+__all__ += ["to_block_mask", "to_cu_seqlens", "to_dense", "Layout", "document_layout", "layout", "balance", "imbalance"]
+__all__ += ["segments", "segments_from_eos", "segments_from_lengths", "segments_from_positions"]
+__all__ += ["positions_from_segments", "text_order"]
+__all__ += ["families", "family_for", "family_of", "preset", "presets", "Constant", "Leaf", "Normal"]

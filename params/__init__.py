@@ -38,32 +38,8 @@ from params.checkpoint.save import recover, save_pretrained
 from params.initialize import abstract, count, init
 from params.sharding import Rules, Sharding, describe, plan
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "Constant",
-    "FormatError",
-    "IndexFileError",
-    "Leaf",
-    "LoadReport",
-    "MismatchError",
-    "Normal",
-    "Rules",
-    "Sharding",
-    "UnsafePathError",
-    "UnsupportedError",
-    "abstract",
-    "count",
-    "export",
-    "describe",
-    "flatten",
-    "init",
-    "load_config",
-    "load_pretrained",
-    "lora",
-    "plan",
-    "recover",
-    "save_pretrained",
-    "unflatten",
-    "verify",
-]
+__all__ = ["abstract", "count", "init", "Rules", "Sharding", "describe", "plan", "lora", "flatten", "unflatten"]
+__all__ += ["Constant", "Leaf", "Normal"]
+__all__ += ["LoadReport", "load_config", "load_pretrained", "save_pretrained", "recover", "verify", "export"]
+__all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]
+__all__ += ["MismatchError", "UnsafePathError", "UnsupportedError"]

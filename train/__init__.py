@@ -50,70 +50,16 @@ from train.optim.wrappers import averaged, partition, with_ema, with_master
 from train.state import State, init_state
 from train.step import make_eval_step, make_forward_only, make_step
 
-__all__ = [
-    "Balance",
-    "Generations",
-    "ModelLoss",
-    "Optimizer",
-    "Request",
-    "Sampling",
-    "Saver",
-    "ServeState",
-    "State",
-    "adafactor",
-    "adamw",
-    "apply_updates",
-    "averaged",
-    "balance_loss",
-    "beam_search",
-    "beside",
-    "best_of",
-    "chain",
-    "checkpoint",
-    "clip_by_global_norm",
-    "clip_norm",
-    "cross_entropy",
-    "distill",
-    "distillation_loss",
-    "document_sums",
-    "dpo_loss",
-    "generate",
-    "global_norm",
-    "group_advantages",
-    "head_logprobs",
-    "head_loss",
-    "init_state",
-    "lion",
-    "logprobs",
-    "look_ahead",
-    "make_eval_step",
-    "make_forward_only",
-    "make_step",
-    "masked",
-    "mtp_loss",
-    "muon",
-    "next_token_loss",
-    "partition",
-    "policy_loss",
-    "random_state",
-    "routed_logprobs",
-    "router_z_loss",
-    "run_options",
-    "sample_step",
-    "serve",
-    "serve_step",
-    "set_random_state",
-    "sgd",
-    "sharded",
-    "speculate",
-    "stochastic_round",
-    "stream",
-    "token_divergence",
-    "token_logprobs",
-    "trainable_mask",
-    "update_bias",
-    "warmup_stable_decay",
-    "with_ema",
-    "with_master",
-    "with_stochastic_rounding",
-]
+__all__ = ["State", "init_state", "make_eval_step", "make_forward_only", "make_step"]
+__all__ += ["ModelLoss", "beside", "run_options", "cross_entropy", "head_loss"]
+__all__ += ["next_token_loss", "mtp_loss", "look_ahead"]
+__all__ += ["Balance", "balance_loss", "router_z_loss", "update_bias"]
+__all__ += ["logprobs", "head_logprobs", "token_logprobs", "routed_logprobs", "document_sums"]
+__all__ += ["dpo_loss", "policy_loss", "group_advantages", "distill", "distillation_loss", "token_divergence"]
+__all__ += ["Optimizer", "adafactor", "adamw", "lion", "muon", "sgd", "warmup_stable_decay"]
+__all__ += ["apply_updates", "clip_by_global_norm", "global_norm", "trainable_mask"]
+__all__ += ["chain", "clip_norm", "masked", "partition", "averaged", "with_ema", "with_master"]
+__all__ += ["with_stochastic_rounding", "stochastic_round"]
+__all__ += ["Saver", "checkpoint", "sharded", "random_state", "set_random_state"]
+__all__ += ["Generations", "Request", "Sampling", "ServeState", "generate", "stream", "serve", "serve_step"]
+__all__ += ["sample_step", "beam_search", "best_of", "speculate"]

@@ -54,12 +54,7 @@ def _sized(
 
 _TIED = {"tie_word_embeddings": True}
 _32K = {"max_position_embeddings": 32768}
-_LLAMA2 = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-}
+_LLAMA2 = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 _ROPE3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -81,31 +76,15 @@ _MISTRAL = {
 _MINISTRAL = _MISTRAL | {"model_type": "ministral", "vocab_size": 131072, "head_dim": 128, "rope_theta": 1e8}
 _MINISTRAL |= {"max_position_embeddings": 32768, "sliding_window": 32768}
 _MINISTRAL |= {"layer_types": ["full_attention", *["sliding_attention"] * 3] * 9}
-_QWEN2 = {
-    "model_type": "qwen2",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 32768,
-}
+_QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
 _QWEN2S, _QWEN2L = _QWEN2 | {"vocab_size": 151936} | _TIED, _QWEN2 | {"vocab_size": 152064}
-_QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-}
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 _QWEN3 |= {"max_position_embeddings": 40960}
 _SMOLLM3 = {"model_type": "smollm3", "vocab_size": 128256, "rms_norm_eps": 1e-6, "rope_theta": 5e6}
 _SMOLLM3 |= {"max_position_embeddings": 65536}
 _GEMMA = {"model_type": "gemma", "vocab_size": 256000, "head_dim": 256, "max_position_embeddings": 8192}
 _GEMMA2 = _GEMMA | {"model_type": "gemma2", "sliding_window": 4096}
-_GEMMA3 = {
-    "model_type": "gemma3_text",
-    "vocab_size": 262144,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-}
+_GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 262144, "head_dim": 256, "query_pre_attn_scalar": 256}
 _GEMMA3 |= {"max_position_embeddings": 32768, "sliding_window": 512}
 # The text model of a checkpoint with a vision tower.
 _GEMMA3_TEXT = _GEMMA3 | {"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window": 1024}
@@ -122,22 +101,11 @@ _OLMO3_YARN = {
 _OLMO3_YARN |= {"attention_factor": 1.2079441541679836}
 _OLMO3 = {"model_type": "olmo3", "vocab_size": 100278, "rms_norm_eps": 1e-6, "rope_theta": 500000}
 _OLMO3 |= {"max_position_embeddings": 65536, "sliding_window": 4096, "rope_scaling": _OLMO3_YARN}
-_GRANITE = {
-    "model_type": "granite",
-    "vocab_size": 49155,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e7,
-} | _TIED
+_GRANITE = {"model_type": "granite", "vocab_size": 49155, "rms_norm_eps": 1e-5, "rope_theta": 1e7} | _TIED
 _GRANITE |= {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "max_position_embeddings": 131072}
 _COHERE = {"model_type": "cohere", "vocab_size": 256000, "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
 _AYA = _COHERE | {"rope_theta": 10000}
-_COHERE2 = {
-    "model_type": "cohere2",
-    "vocab_size": 256000,
-    "head_dim": 128,
-    "layer_norm_eps": 1e-5,
-    "rope_theta": 50000,
-}
+_COHERE2 = {"model_type": "cohere2", "vocab_size": 256000, "head_dim": 128, "layer_norm_eps": 1e-5, "rope_theta": 50000}
 _COHERE2 |= {
     "sliding_window": 4096,
     "sliding_window_pattern": 4,
@@ -258,7 +226,7 @@ _GPT_OSS |= {
         "beta_slow": 1.0,
         "truncate": False,
         "original_max_position_embeddings": 4096,
-    },
+    }
 }
 # The text model of a checkpoint with a vision tower; llama4_text is its model type when saved without the tower.
 _LLAMA4 = _sized({"model_type": "llama4_text"}, 5120, 8192, 48, 40, 8, head_dim=128, intermediate_size_mlp=16384)
