@@ -24,10 +24,8 @@ from fnmodels.models.common.spec import (
     usual_attention,
     xielu_leaves,
 )
+from fnmodels.ops import apply_rotary, project_out, project_qkv, rms_norm
 from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp, xielu_mlp
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("arcee", "apertus")

@@ -17,10 +17,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.spec import Constant, Leaf, decoder_leaves, norm, usual_attention, usual_mlp
-from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.norm import layer_norm, upcast
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import apply_rotary_interleaved
+from fnmodels.ops import apply_rotary_interleaved, gated_mlp, layer_norm, project_out, project_qkv, upcast
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("cohere2", "cohere")

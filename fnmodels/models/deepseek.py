@@ -21,13 +21,9 @@ from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, ki
 from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.mla import latent_scale
-from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops import Rope, apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out
-from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")

@@ -19,12 +19,9 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored, TensorSlice
-from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops import apply_rotary_interleaved, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import apply_rotary_interleaved
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("ernie4_5", "ernie4_5_moe")

@@ -22,12 +22,9 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import hf_names, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
-from fnmodels.ops.embedding import embed_tokens
+from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, embed_tokens, gated_mlp, project_out, project_qkv
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
 from fnmodels.ops.norm import rms_norm_zero_centered
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")

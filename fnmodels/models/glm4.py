@@ -17,10 +17,7 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, norm, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary_interleaved
+from fnmodels.ops import Rope, apply_rotary_interleaved, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("glm4",)

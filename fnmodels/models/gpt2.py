@@ -21,11 +21,8 @@ from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantizatio
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, TensorSlice
-from fnmodels.ops.embedding import embed_tokens, look_up
-from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp
-from fnmodels.ops.norm import layer_norm
+from fnmodels.ops import ACTIVATIONS, embed_tokens, layer_norm, look_up, no_rotation, plain_mlp
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import no_rotation
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt2",)

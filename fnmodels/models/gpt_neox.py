@@ -19,10 +19,7 @@ from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, ki
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice
-from fnmodels.ops.mlp import plain_mlp
-from fnmodels.ops.norm import layer_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary
+from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out, project_qkv
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_neox",)

@@ -21,11 +21,9 @@ from fnmodels.models.common.moe import check_experts, experts_from_hf, transpose
 from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import Leaf, Normal, decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
+from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv, rms_norm_fp32_weight
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
-from fnmodels.ops.norm import rms_norm_fp32_weight
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt_oss",)

@@ -17,10 +17,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention, usual_mlp
-from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import apply_rotary
+from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "seed_oss")

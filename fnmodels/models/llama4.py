@@ -23,11 +23,9 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops import gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_sigmoid
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, query_temperature, rotary_table
 from fnmodels.tree import Tree
 

@@ -22,12 +22,10 @@ from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, ki
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
+from fnmodels.ops import Rope, apply_rotary, project_out, rms_norm, split_heads
 from fnmodels.ops.linear import linear
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, split_heads
-from fnmodels.ops.rotary import Rope, apply_rotary
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("minimax_m2",)

@@ -17,10 +17,7 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds, spec, unembed  # noqa: F401
 from fnmodels.models.common.decoder import freqs_cis_with_temperature as freqs_cis  # noqa: F401
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import apply_rotary
+from fnmodels.ops import ACTIVATIONS, apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("ministral3",)

@@ -27,13 +27,9 @@ from fnmodels.models.common.decoder import freqs_cis_with_temperature as freqs_c
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_values
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.mla import latent_scale
-from fnmodels.ops.mlp import gated_mlp
+from fnmodels.ops import Rope, apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out
-from fnmodels.ops.rotary import Rope, apply_rotary, apply_rotary_interleaved
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mistral4",)

@@ -15,11 +15,9 @@ from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, ki
 from fnmodels.models.common.moe import block_sparse_names, check_experts, experts_from_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
+from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv, rms_norm
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("mixtral",)

@@ -17,11 +17,8 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, norm, usual_attention, usual_mlp
+from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, project_out, rms_norm_fp32_weight, split_heads
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
-from fnmodels.ops.norm import rms_norm_fp32_weight
-from fnmodels.ops.qkv import project_out, split_heads
-from fnmodels.ops.rotary import Rope, apply_rotary
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("olmo2", "olmo3")

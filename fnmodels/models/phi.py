@@ -16,11 +16,8 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.spec import bias, decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
+from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out, project_qkv
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import plain_mlp
-from fnmodels.ops.norm import layer_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("phi",)

@@ -29,13 +29,10 @@ from fnmodels.models.common.spec import (
     weight,
 )
 from fnmodels.models.common.storage import Stored
+from fnmodels.ops import apply_rotary, gated_mlp, project_out, rms_norm, split_heads
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, split_heads
-from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "olmoe")

@@ -17,10 +17,7 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, layer_norm_leaves, norm, usual_attention, usual_mlp
-from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.norm import layer_norm, upcast
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary
+from fnmodels.ops import Rope, apply_rotary, gated_mlp, layer_norm, project_out, project_qkv, upcast
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("stablelm",)
