@@ -4,8 +4,6 @@ AFM's activation is the squared ReLU. Apertus has query and key norms and xIELU,
 (arXiv 2411.13010).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +46,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 65536
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         apertus = values.get("model_type") == "apertus"
         if apertus and values.get("rope_parameters") is None and values.get("rope_scaling") is None:

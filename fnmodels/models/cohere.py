@@ -4,8 +4,6 @@ Rotary embedding is interleaved and logits are scaled. All layers of Cohere have
 normalize queries and keys. In Cohere 2 three sliding-window layers alternate with a full one without rotary embedding.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +36,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 8192
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         is_first = fields.choice("model_type", MODEL_TYPES) == "cohere"

@@ -5,8 +5,6 @@ with a shared expert. V2 routes by softmax; the others by sigmoid, with a select
 may be limited to the best groups of experts. V3 has MTP heads: `fnmodels.mtp`.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +85,7 @@ class Config:
         mixture.check_groups(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)

@@ -4,8 +4,6 @@ The Llama block with interleaved rotary embedding. MoE layers route by softmax w
 and its weight in fp32, and may have a shared expert.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +50,7 @@ class Config(decoder.BaseConfig):
             mixture.check_experts(self.num_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields, sparse = Fields(values), values.get("model_type") == "ernie4_5_moe"
         head_dim = 0 if sparse or "head_dim" in values else 128  # an explicit null is hidden_size / heads

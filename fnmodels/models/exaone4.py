@@ -4,8 +4,6 @@ The norm is applied to the output of each sublayer instead of its input. In mode
 layers have no rotary embedding.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +31,7 @@ class Config(decoder.BaseConfig):
     sliding_window: int | None = None
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=2048, kv_heads=32)

@@ -5,8 +5,6 @@ parallel on one norm or with one each, or in sequence. On disk q, k and v are fu
 ALiBi (Falcon RW) are refused.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +52,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 2048
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)

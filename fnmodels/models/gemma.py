@@ -6,8 +6,6 @@ instead of soft-caps, five sliding layers per full one, and a rotary table for e
 bidirectional.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +57,7 @@ class Config(decoder.BaseConfig):
             object.__setattr__(self, "query_scalar", float(self.head_dim))
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)

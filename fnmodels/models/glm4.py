@@ -4,8 +4,6 @@ A decoder with norms before and after each sublayer, and interleaved rotary embe
 disk gate and up are fused, and `post_attention_layernorm` is the norm before the MLP.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +34,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 32768
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         defaults: Any = {"partial": _PARTIAL, "kv_heads": 2, "head_dim": 128, "max_positions": 131072}

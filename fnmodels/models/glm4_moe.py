@@ -5,8 +5,6 @@ of the full head), and a few dense layers before MoE layers, which route as in D
 `fnmodels.mtp`.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +61,7 @@ class Config(decoder.BaseConfig):
         mixture.check_groups(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         dots = values.get("model_type") == "dots1"
         fields = Fields(values | {name: _DOTS[name] for name in _DOTS if values.get(name) is None} if dots else values)

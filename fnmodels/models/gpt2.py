@@ -4,8 +4,6 @@ A pre-norm decoder with LayerNorms, learned position embeddings, an MLP without 
 are [in, out] ("Conv1D") with q, k and v fused; here they are [out, in] and separate, as in every family.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field
@@ -70,7 +68,7 @@ class Config:
         return self.hidden_size // self.num_attention_heads
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)

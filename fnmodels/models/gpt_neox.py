@@ -4,8 +4,6 @@ LayerNorms, rotary embedding of a quarter of each head, an MLP without a gate. A
 with its own norm, or in sequence. On disk q, k and v are fused, interleaved by head.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +55,7 @@ class Config(decoder.BaseConfig):
             )
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         config = Config(

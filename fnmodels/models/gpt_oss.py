@@ -5,8 +5,6 @@ use a clamped SwiGLU, and all projections have biases. The published files hold 
 `params.load_pretrained` dequantizes; they are saved as bf16, with the columns of gate and up interleaved.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +53,7 @@ class Config(decoder.SizesConfig):
         check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=131072, kv_heads=8, head_dim=64, rope=_rope)

@@ -3,8 +3,6 @@
 The multipliers come from maximal update parametrization (arXiv 2203.03466).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +36,7 @@ class Config(decoder.BaseConfig):
     logits_scaling: float = 1.0  # logits are divided by it
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         multipliers: dict[str, Any] = {name: fields.number(name, 1.0) for name in _MULTIPLIERS}

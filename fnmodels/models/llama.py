@@ -4,8 +4,6 @@ A pre-norm decoder with grouped-query attention, half-layout rotary embedding an
 query and key norms (Qwen 3), sliding-window layers, and layers without rotary embedding (NoPE; SmolLM 3).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +44,7 @@ class Config(decoder.BaseConfig):
     sliding_window: int | None = None
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)

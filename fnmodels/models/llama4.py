@@ -6,8 +6,6 @@ may be normalized after the rotation, without a weight. MoE layers (all, or ever
 input by the router's sigmoid and have a shared expert. The vision tower of a llama4 checkpoint is not read.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,7 +63,7 @@ class Config(decoder.BaseConfig):
         mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name.
 
         For model type llama4 only `text_config` is used.

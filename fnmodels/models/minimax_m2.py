@@ -5,8 +5,6 @@ are chosen by sigmoid scores and a selection bias without a gradient; there is n
 config.json counts are not in the published files.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +52,7 @@ class Config(decoder.BaseConfig):
         mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = _with_partial(Fields(values))
         sizes: dict[str, Any] = {"max_positions": 196608, "kv_heads": 8, "head_dim": 128}

@@ -4,8 +4,6 @@ Queries are scaled by the logarithm of their position, which keeps attention sha
 Llama 4, arXiv 2501.19399). The temperature depends on positions, so it is computed with the rotary table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +34,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 262144
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)

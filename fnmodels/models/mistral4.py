@@ -9,8 +9,6 @@ and other engines report better results of the published weights with the plain 
 `mscale_all_dim`, and with "attention_factor": 1.0, give the plain scale here and there.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -79,7 +77,7 @@ class Config(decoder.BaseConfig):
             raise ConfigError(f"rope must be {wanted}; it is {self.rope}.")
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)

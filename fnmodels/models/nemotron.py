@@ -4,8 +4,6 @@ A pre-norm decoder with LayerNorms that multiply by 1 + weight, grouped-query at
 each head, and an MLP without a gate with the squared ReLU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +35,7 @@ class Config(decoder.BaseConfig):
     initializer_range: float = 0.0134
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, partial=0.5, max_positions=4096, activation="relu2")

@@ -4,8 +4,6 @@ The norm is applied to the output of each sublayer instead of its input; query a
 three sliding-window layers per full one, and scales the rotary table of the full ones only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +35,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 4096
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)

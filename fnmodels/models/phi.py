@@ -4,8 +4,6 @@ Parallel attention and MLP, which share one LayerNorm, and rotary embedding of a
 biases, including the output head, even if its weight is tied.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +48,7 @@ class Config(decoder.BaseConfig):
         decoder.check_width(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         config = Config(

@@ -5,8 +5,6 @@ set of frequencies for sequences within the original context and another for lon
 never by an earlier call.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +34,7 @@ class Config(decoder.BaseConfig):
     max_position_embeddings: int = 4096
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, max_positions=4096, rope=_rope)

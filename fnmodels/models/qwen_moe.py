@@ -4,8 +4,6 @@ The Llama block with a mixture of experts in some or all layers. Qwen 2 has a ga
 query and key norms; OLMoE has query and key norms over all heads, and may clip q, k and v.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +68,7 @@ class Config(decoder.BaseConfig):
             raise ConfigError("qk_norm_full is True, but qk_norm, which it says more about, is False.")
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)

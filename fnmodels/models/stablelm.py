@@ -4,8 +4,6 @@ The Llama block with LayerNorms and rotary embedding of a quarter of each head. 
 in query and key norms with a weight per head, and in attention and MLP in parallel on one norm or in sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +39,7 @@ class Config(decoder.BaseConfig):
         decoder.check_width(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         config = Config(

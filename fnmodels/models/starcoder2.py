@@ -4,8 +4,6 @@ A pre-norm decoder with LayerNorms, grouped-query attention, rotary embedding, a
 and an MLP without a gate. `use_bias` adds a bias to every projection.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +36,7 @@ class Config(decoder.BaseConfig):
     initializer_range: float = 0.018042
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         defaults: Any = {"max_positions": 4096, "tied": True, "kv_heads": 2, "activation": "gelu_pytorch_tanh"}
