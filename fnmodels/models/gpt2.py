@@ -6,7 +6,7 @@ are [in, out] ("Conv1D") with q, k and v fused; here they are [out, in] and sepa
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
+from fnmodels.models.common.spec import attention_leaves, decoder_leaves, layer_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import ACTIVATIONS, embed_tokens, layer_norm, look_up, no_rotation, plain_mlp
 from fnmodels.ops.qkv import project_out, project_qkv
@@ -33,6 +33,11 @@ _IGNORED = (
     *("n_ctx", "n_special", "predict_special_tokens", "summary_type"),
     *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
 )
+# {GPT-2's name of a field: the name in Config, which for sizes is also read from config.json}
+_USUAL = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+_USUAL |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
+_USUAL |= {"layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act"}
+_SCALES = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,14 @@ class Config:
         for name in ("add_cross_attention", "is_encoder_decoder"):
             fields.expect(name, False)
         quantization(fields)
-        hidden = _size(fields, "n_embd", "hidden_size")
+        hidden = _size(fields, "n_embd")
         config = Config(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden,
             intermediate_size=fields.integer("n_inner", 4 * hidden),
-            num_hidden_layers=_size(fields, "n_layer", "num_hidden_layers", high=LAYERS_LIMIT),
-            num_attention_heads=_size(fields, "n_head", "num_attention_heads"),
-            max_position_embeddings=_size(fields, "n_positions", "max_position_embeddings", 1024),
+            num_hidden_layers=_size(fields, "n_layer", high=LAYERS_LIMIT),
+            num_attention_heads=_size(fields, "n_head"),
+            max_position_embeddings=_size(fields, "n_positions", 1024),
             layer_norm_eps=fields.number("layer_norm_epsilon", 1e-5),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
             hidden_act=fields.choice("activation_function", tuple(ACTIVATIONS), "gelu_new"),
@@ -98,26 +103,15 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json under GPT-2's own names."""
-        return {name: json.loads(value) for name, value in self.extra} | {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "n_embd": self.hidden_size,
-            "n_inner": self.intermediate_size,
-            "n_layer": self.num_hidden_layers,
-            "n_head": self.num_attention_heads,
-            "n_positions": self.max_position_embeddings,
-            "layer_norm_epsilon": self.layer_norm_eps,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "activation_function": self.hidden_act,
-            "scale_attn_weights": self.scale_attn_weights,
-            "scale_attn_by_inverse_layer_idx": self.scale_attn_by_inverse_layer_idx,
-            "initializer_range": self.initializer_range,
-        }
+        kept = {name: json.loads(value) for name, value in self.extra}
+        kept |= {"architectures": ["GPT2LMHeadModel"], "model_type": self.model_type}
+        names = ("vocab_size", "tie_word_embeddings", "initializer_range", *_SCALES)
+        return kept | {name: getattr(self, _USUAL.get(name, name)) for name in (*names, *_USUAL)}
 
 
-def _size(fields: Fields, own: str, usual: str, default: int | None = None, high: int = 1 << 31) -> int:
+def _size(fields: Fields, own: str, default: int | None = None, high: int = 1 << 31) -> int:
     """A size under GPT-2's name or under the common one, which transformers reads too."""
+    usual = _USUAL[own]
     given = [name for name in (own, usual) if fields.take(name, None) is not None] or [own]
     first, *others = [fields.integer(name, default, high=high) for name in given]
     if others not in ([], [first]):
@@ -129,25 +123,13 @@ def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]. Output projections have a smaller init: the residual stream sums them."""
     D, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
     heads, ends = config.num_attention_heads, std / math.sqrt(2 * config.num_hidden_layers)
-
-    def layer() -> Tree:
-        attention = attention_leaves(D, heads, heads, config.head_dim, std=std, qkv_bias=True, o_bias=True)
-        return {
-            **layer_norm_leaves("input_layernorm", D, "embed"),
-            "attention": attention | {"o_proj": weight((D, D), ("embed", "heads"), ends, unit=config.head_dim)},
-            **layer_norm_leaves("post_attention_layernorm", D, "embed"),
-            "mlp": plain_mlp_leaves(D, inner, std=std) | {"down_proj": weight((D, inner), ("embed", "mlp"), ends)},
-        }
-
-    tree: Tree = {
-        "embed_tokens": embedding(config.vocab_size, D, std),
-        "embed_positions": embedding(config.max_position_embeddings, D, std, axis="position"),
-        "layers": [layer() for _ in range(config.num_hidden_layers)],
-        **layer_norm_leaves("norm", D, "embed"),
-    }
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = weight((config.vocab_size, D), ("vocab", "embed"), std)
-    return tree
+    attention = attention_leaves(D, heads, heads, config.head_dim, std=std, qkv_bias=True, o_bias=True)
+    attention["o_proj"] = weight((D, D), ("embed", "heads"), ends, unit=config.head_dim)
+    mlp = plain_mlp_leaves(D, inner, std=std) | {"down_proj": weight((D, inner), ("embed", "mlp"), ends)}
+    layers = [layer_leaves(D, attention, mlp, norm_bias=True) for _ in range(config.num_hidden_layers)]
+    tree = decoder_leaves(config, layers, norm_bias=True)
+    positions = replace(tree["embed_tokens"], shape=(config.max_position_embeddings, D), axes=("position", "embed"))
+    return tree | {"embed_positions": positions}
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
