@@ -28,14 +28,6 @@ from . import tree
 from .tree import Tree
 
 
-def _causal(t: int, u: int) -> bool:
-    return u <= t
-
-
-def _no_tables(batch: Tree) -> Iterable[tuple[Tensor, Tensor]]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Subject:
     """The model to test.
@@ -58,8 +50,8 @@ class Subject:
     prepare: Callable[[Tensor, Tensor, Tensor], Tree]
     forward: Callable[[Tree, Tree], Tensor]
     vocab_size: int
-    sees: Callable[[int, int], bool] = _causal
-    rotary: Callable[[Tree], Iterable[tuple[Tensor, Tensor]]] = _no_tables
+    sees: Callable[[int, int], bool] = lambda t, u: u <= t
+    rotary: Callable[[Tree], Iterable[tuple[Tensor, Tensor]]] = lambda batch: ()
     tolerance: float = 1e-5
     exact: bool = True
 

@@ -80,7 +80,9 @@ def update(
     if balance_rate is not None:  # before any write, because it may raise
         counts = (sums.aux or {}).get("counts", loss.new_zeros(0))  # a pipeline stage without experts has none
         moved = biases_of(state.params, counts, balance_rate, ~finite)
-    after = _update(optimizer, state, _scatter(train, sums.grads), ~finite, inplace)
+    values = iter(sums.grads)
+    grads = tree.map(lambda trains: next(values) if trains else None, train)
+    after = _update(optimizer, state, grads, ~finite, inplace)
     if moved:
         params = with_paths(lambda path, leaf: moved.get(path, leaf), after.params)
         after = State(after.step, params, after.opt_state)
@@ -149,11 +151,6 @@ def _update(optimizer: Optimizer, state: State, grads: Tree, skip: Tensor, inpla
     optimizer.apply_(grads, after.opt_state, after.params, skip=skip)
     after.step.add_(1)
     return after
-
-
-def _scatter(train: Tree, grads: list[Tensor]) -> Tree:
-    values = iter(grads)
-    return tree.map(lambda trains: next(values) if trains else None, train)
 
 
 def _as_rate(rate: float | Tensor) -> Tensor:

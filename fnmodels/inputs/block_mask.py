@@ -59,16 +59,12 @@ def to_block_mask(mask: MaskLike) -> Any:
     queries, keys = mask.q_positions.shape[1], mask.kv_positions.shape[1]
     if not queries or not keys:
         raise ValueError(f"A BlockMask has a query and a key at least, this mask has {queries} and {keys}.")
-    if _on_host(mask):
+    if not torch.compiler.is_compiling() and all(has_values(t) and t.is_cpu for t in leaves(mask)):
         touched, full = aside(_tiles_by_bounds, mask)
     else:
         touched, full = _tiles_by_evaluation(mask)
     blocks = (*_counts_and_indices(touched & ~full), *_counts_and_indices(full))
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=mask.mask_mod(), seq_lengths=(queries, keys))
-
-
-def _on_host(mask: Mask) -> bool:
-    return not torch.compiler.is_compiling() and all(has_values(t) and t.is_cpu for t in leaves(mask))
 
 
 def _tiles_by_evaluation(mask: Mask) -> tuple[Tensor, Tensor]:

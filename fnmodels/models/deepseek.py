@@ -19,7 +19,7 @@ from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, ki
 from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops import Rope, apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
+from fnmodels.ops import apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from fnmodels.tree import Tree, flatten
@@ -33,56 +33,28 @@ OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # may be absent from files; its 
 LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that some files hold
 
 
-@dataclass(frozen=True)
-class Config:
-    """Sizes and switches. `layer_kinds`: one of KINDS per layer; empty: every layer is "full" (dense)."""
+@dataclass(frozen=True, kw_only=True)
+class Config(mixture.GroupedConfig):
+    """Sizes and switches."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int  # of dense layers
-    num_hidden_layers: int
-    num_attention_heads: int
+    num_key_value_heads: int = field(init=False)  # as many as query heads: MLA expands the latent per head
+    head_dim: int = field(init=False)  # the rotary dimensions of a head, which Hugging Face's files call head_dim
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    moe_intermediate_size: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    n_shared_experts: int = 1  # width of the shared expert, in routed experts
     q_lora_rank: int | None = None  # None: queries without a latent
     softmax_scores: bool = False  # V2; False: sigmoid scores and a selection bias
-    n_group: int = 1
-    topk_group: int = 1
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    rope: Rope = Rope()  # noqa: RUF009 - frozen
     rope_interleave: bool = True
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the projections that read x, and of o
-    hidden_act: str = "silu"
-    layer_kinds: tuple[str, ...] = ()
-    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"]; not used by `forward`
     max_position_embeddings: int = 4096
-    initializer_range: float = 0.02
-    # kept for saving only
     model_type: str = field(default="deepseek_v3", compare=False)
-    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """As many as query heads: MLA expands the latent to keys and values per head."""
-        return self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        """The rotary dimensions of a head, which Hugging Face's files call head_dim."""
-        return self.qk_rope_head_dim
 
     def __post_init__(self) -> None:
-        decoder.check_decoder(self, KINDS)
-        mixture.check_groups(self)
+        object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
+        super().__post_init__()
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":

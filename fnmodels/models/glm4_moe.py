@@ -38,27 +38,14 @@ _DOTS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_nextn_pred
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(decoder.BaseConfig):
-    """Sizes and switches; intermediate_size is that of dense layers."""
+class Config(mixture.GroupedConfig):
+    """Sizes and switches."""
 
-    moe_intermediate_size: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    n_shared_experts: int = 1  # width of the shared expert, in routed experts
-    n_group: int = 1
-    topk_group: int = 1
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
     rope: Rope = Rope(partial=_PARTIAL)  # noqa: RUF009 - frozen
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # of q, k and v
     o_bias: bool = False
     use_qk_norm: bool = False
-    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"]; not used by `forward`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        mixture.check_groups(self)
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":

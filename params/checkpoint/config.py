@@ -98,19 +98,17 @@ def _check_architectures(values: dict[str, Any], wanted: list[str] | None) -> No
     if not isinstance(declared, list) or not all(isinstance(name, str) for name in declared):
         raise ConfigError(f"'architectures' is {shown(declared)}, but must be a list of names, as {shown(wanted)}.")
     model_type = values["model_type"]
+    # Gemma3Model includes the vision tower; the text model's type is gemma3_text and its class Gemma3TextModel
+    end = "TextModel" if model_type.endswith("_text") else "Model"
+    headless = [re.sub("(For[A-Z]|LMHead).*", end, one) for one in wanted]
     for name in declared:
-        if name not in wanted and name not in [_headless(one, model_type) for one in wanted]:
+        if name not in wanted and name not in headless:
             other = _model_type_of(name)
             if other not in (model_type, None):
                 raise ConfigError(
                     f"'model_type' is {model_type!r}, but 'architectures' has {name!r}, which is {other}."
                 )
             raise UnsupportedError(f"'architectures' has {name!r}; of {model_type!r} only {wanted[0]} is supported.")
-
-
-def _headless(architecture: str, model_type: str) -> str:
-    # Gemma3Model includes the vision tower; the text model's type is gemma3_text and its class Gemma3TextModel
-    return re.sub("(For[A-Z]|LMHead).*", "TextModel" if model_type.endswith("_text") else "Model", architecture)
 
 
 def _model_type_of(architecture: str) -> str | None:

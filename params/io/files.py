@@ -63,18 +63,13 @@ def parse_json(data: bytes | bytearray, where: str) -> Any:
     except ValueError as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
         raise FormatError(f"{where} is not valid JSON: {error}.") from None
     # A value that could just be parsed may still be nested too deeply to be compared or printed.
-    level, depth = [value], 0
+    level, depth = [value] if isinstance(value, (dict, list)) else [], 0
     while level:
         if depth > DEPTH_LIMIT:
             raise FormatError(f"{where} is not valid: its JSON is nested too deeply.")
-        level, depth = [inner for outer in level for inner in _inside(outer)], depth + 1
+        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level, depth = [inner for inner in inside if isinstance(inner, (dict, list))], depth + 1
     return value
-
-
-def _inside(value: Any) -> list[Any]:
-    """The lists and objects directly inside a list or an object."""
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [inner for inner in values if isinstance(inner, (dict, list))]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -37,12 +37,13 @@ def adamw(
     """
     check_numbers(eps=eps)
     beta1, beta2 = check_betas(betas)
+    logs = [math.log(beta) if beta else -math.inf for beta in betas]
 
     def rule(grad: Tensor, state: Slots, _: Tensor, step: Tensor, rate: float | Tensor) -> tuple[Tensor, Slots]:
         first = state["exp_avg"].lerp(grad, 1 - beta1)
         second = state["exp_avg_sq"] * beta2 + (1 - beta2) * grad * grad
         # 1 - beta^n by expm1: in fp32 the subtraction would cost beta2 = 0.999 four digits at the first steps.
-        correction1, correction2 = (-torch.expm1(step.to(grad.dtype) * _log(beta)) for beta in betas)
+        correction1, correction2 = (-torch.expm1(step.to(grad.dtype) * log) for log in logs)
         change = -rate * (first / correction1) / ((second / correction2).sqrt() + eps)
         return change, {"exp_avg": first, "exp_avg_sq": second}
 
@@ -90,10 +91,6 @@ def sgd(
 
     pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, decoupled=False)
     return replace(pure, apply_=_in_place(kernel, lr, weight_decay, spec), elementwise=True)
-
-
-def _log(beta: float) -> float:
-    return math.log(beta) if beta else -math.inf
 
 
 def _in_place(kernel: Callable[..., None], lr: Rate, weight_decay: float, spec: Tree | None) -> Callable[..., None]:

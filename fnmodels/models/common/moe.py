@@ -1,10 +1,11 @@
 """Default parts of a mixture-of-experts family: expert counts from config.json, the MoE layers, tensor names.
 
-The functions from `shared_from_hf` on are for mixtures as in DeepSeek V3 (arXiv 2412.19437), with a shared expert and
-group-limited routing.
+`GroupedConfig` and the functions from `shared_from_hf` on are for mixtures as in DeepSeek V3 (arXiv 2412.19437), with a
+shared expert and group-limited routing.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from fnmodels.errors import ConfigError
@@ -12,7 +13,7 @@ from fnmodels.models.common import mtp
 from fnmodels.tree import Tree
 
 from .config_json import Fields
-from .decoder import decoder_name
+from .decoder import BaseConfig, decoder_name
 from .spec import gated_mlp_leaves, moe_leaves
 from .storage import Stack, Stored, TensorSlice
 
@@ -120,6 +121,28 @@ def block_sparse_names(paths: Iterable[str], experts: int) -> dict[str, Stored]:
         return f"{where}.{own[last]}" if last in own else decoder_name(path)
 
     return {path: name(path) for path in paths}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedConfig(BaseConfig):
+    """The Config fields of a mixture with a shared expert and group-limited routing; intermediate_size: dense layers'.
+
+    num_nextn_predict_layers: MTP heads, params["mtp"]; not used by `forward`.
+    """
+
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int = 1  # width of the shared expert, in routed experts
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_groups(self)
 
 
 _SHARED = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
