@@ -249,11 +249,7 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
 
 
 def _layer_norm(
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Rule:
     x = input.detach()
     rule = [] if weight is None else _scaled(lambda: F.layer_norm(x, normalized_shape, None, None, eps), weight)

@@ -42,10 +42,7 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def run_command(
-    name: str,
-    parser: Callable[[], Parser],
-    command: Callable[[argparse.Namespace], int],
-    argv: Sequence[str] | None,
+    name: str, parser: Callable[[], Parser], command: Callable[[argparse.Namespace], int], argv: Sequence[str] | None
 ) -> int:
     """Parse `argv` and run `command`; returns its exit code, 2 for an error that the user can fix, 130 after Ctrl-C."""
     try:

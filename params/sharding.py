@@ -103,12 +103,7 @@ class Sharding:
 
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         tensor: Tensor = DTensor.from_local(
-            local,
-            self._mesh(),
-            self.placements,
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=tuple(strides),
+            local, self._mesh(), self.placements, run_check=False, shape=torch.Size(self.shape), stride=tuple(strides)
         )
         return tensor
 

@@ -48,10 +48,7 @@ class _Parser(Parser):
 
 def parser() -> Parser:
     command = _Parser(
-        prog=main_job(),
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=main_job(), description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command.add_argument(
         "--run",

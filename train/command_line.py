@@ -8,16 +8,7 @@ import params.command_line
 from fnmodels.errors import UserError
 from params.command_line import Parser, program_name, sentence, suggestion
 
-__all__ = [
-    "NEEDS",
-    "Parser",
-    "check_installed",
-    "main_job",
-    "program_name",
-    "run_command",
-    "sentence",
-    "suggestion",
-]
+__all__ = ["NEEDS", "Parser", "check_installed", "main_job", "program_name", "run_command", "sentence", "suggestion"]
 
 NEEDS = ("tokenizers", "rich", "tensorboard", "matplotlib")  # by the main job
 EXTRA_OF = {

@@ -88,11 +88,7 @@ def spec(config: Config) -> Tree:
     if config.use_qk_norm:
         attention["q_norm"] = _head_norm(config.num_attention_heads, config.head_dim, "heads")
         attention["k_norm"] = _head_norm(config.num_key_value_heads, config.head_dim, "kv_heads")
-    layer = {
-        "input_layernorm": norm(config.hidden_size, "embed"),
-        "attention": attention,
-        "mlp": usual_mlp(config),
-    }
+    layer = {"input_layernorm": norm(config.hidden_size, "embed"), "attention": attention, "mlp": usual_mlp(config)}
     return decoder_leaves(config, [layer for _ in config.layer_kinds])
 
 

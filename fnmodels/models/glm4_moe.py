@@ -133,5 +133,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 32, "moe_intermediate_size": 1408}
     | {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
     | {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_theta": 1e7, "max_position_embeddings": 32768}
-    | {"rms_norm_eps": 1e-5},
+    | {"rms_norm_eps": 1e-5}
 }

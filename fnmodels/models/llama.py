@@ -150,5 +150,5 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed-oss-36b": {"model_type": "seed_oss", "vocab_size": 155136, "hidden_size": 5120, "intermediate_size": 27648}
-    | {"num_hidden_layers": 64, "num_attention_heads": 80, "rope_theta": 1e7},
+    | {"num_hidden_layers": 64, "num_attention_heads": 80, "rope_theta": 1e7}
 }

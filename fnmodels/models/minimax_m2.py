@@ -115,5 +115,5 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 PRESETS: dict[str, dict[str, Any]] = {
     "minimax-m2": {"model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536}
-    | {"num_hidden_layers": 62, "num_attention_heads": 48, "rotary_dim": 64},
+    | {"num_hidden_layers": 62, "num_attention_heads": 48, "rotary_dim": 64}
 }

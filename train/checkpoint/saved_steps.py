@@ -93,12 +93,7 @@ def save(
 
 @contextmanager
 def commit(
-    folder: Folder,
-    step: int,
-    progress: Json | None = None,
-    *,
-    keep: int | None = None,
-    keep_every: int | None = None,
+    folder: Folder, step: int, progress: Json | None = None, *, keep: int | None = None, keep_every: int | None = None
 ) -> Iterator[Path]:
     """A folder to be filled with the state's files, of any kind, which becomes the step at the end. As in `save`.
 

@@ -202,11 +202,7 @@ def read_shards(source: Source, tokenizer: Tokenizer, end: int | None, vocab_siz
 
 
 def tokenize_chats(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    template: Template,
-    length: int,
-    **pool: Unpack[PoolOptions],
+    corpus: Corpus, tokenizer: Tokenizer, template: Template, length: int, **pool: Unpack[PoolOptions]
 ) -> TokenizedSource:
     """Conversations as token ids, cached as texts are. The sizes count the assistant's text only, the targets."""
     known_as = hashlib.sha256(f"{fingerprint(corpus)} {template}".encode()).hexdigest()
@@ -230,11 +226,7 @@ def tokenize_chats(
 
 
 def encode_conversations(
-    documents: tuple[Document, ...],
-    tokenizer: Tokenizer,
-    template: Template,
-    length: int,
-    **pool: Unpack[PoolOptions],
+    documents: tuple[Document, ...], tokenizer: Tokenizer, template: Template, length: int, **pool: Unpack[PoolOptions]
 ) -> tuple[Tokens, list[str]]:
     """Conversations truncated to `length` tokens, and "name (reason)" of each one left without a target."""
     skipped: list[str] = []

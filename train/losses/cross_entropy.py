@@ -33,12 +33,7 @@ class Terms:
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    weights: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    logits: Tensor, labels: Tensor, *, weights: Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(sum of the losses in nats, count) over the labels that count; logits [..., V], labels [...] int64, -100 ignored.
 
@@ -59,11 +54,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None, te
         return _partial_cross_entropy(wide, targets, weights, terms, terms.part)
     plain = weights is None and not terms.z_loss
     losses = F.cross_entropy(
-        wide,
-        targets,
-        ignore_index=IGNORE,
-        reduction="sum" if plain else "none",
-        label_smoothing=terms.label_smoothing,
+        wide, targets, ignore_index=IGNORE, reduction="sum" if plain else "none", label_smoothing=terms.label_smoothing
     )
     if plain:
         return losses

@@ -60,12 +60,7 @@ def adamw(
 
 
 def sgd(
-    lr: Rate,
-    *,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    spec: Tree | None = None,
+    lr: Rate, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, spec: Tree | None = None
 ) -> Optimizer:
     """Stochastic gradient descent with momentum, equal to torch.optim.SGD (weight decay is added to the gradient).
 

@@ -89,10 +89,7 @@ def gradient_sums(
 
 
 def loss_sums(
-    loss_fn: Callable[..., Any],
-    pipe: Pipeline,
-    group: dist.ProcessGroup | None = None,
-    hooks: StageHooks = ALONE,
+    loss_fn: Callable[..., Any], pipe: Pipeline, group: dist.ProcessGroup | None = None, hooks: StageHooks = ALONE
 ) -> Callable[[Tree, Sequence[Batch]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
     """sums(params, parts) -> (sum, count, aux) without gradients, otherwise as `gradient_sums`."""
     run, agreed = runner(StagedLoss(as_loss(loss_fn), _forward(pipe), hooks), group), _agreed_kinds(group)
@@ -106,10 +103,7 @@ def loss_sums(
 
 
 def outputs(
-    function: Callable[..., Any],
-    pipe: Pipeline,
-    group: dist.ProcessGroup | None = None,
-    hooks: StageHooks = ALONE,
+    function: Callable[..., Any], pipe: Pipeline, group: dist.ProcessGroup | None = None, hooks: StageHooks = ALONE
 ) -> Callable[[Tree, Sequence[Batch]], list[Any]]:
     """run(params, parts) -> the function's result per microbatch, on every rank; no gradients.
 
