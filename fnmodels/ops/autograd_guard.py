@@ -76,7 +76,7 @@ class _Guard(torch.autograd.Function):
             return (None, *grads)
         if any(g is not None and batched_gradient(g) for g in grads):
             refuse(ctx.kernel)  # with is_grads_batched a second backward would not reach `_Stop`
-        return (None, *(None if g is None else _Stop.apply(ctx.kernel, g) for g in grads))
+        return (None, *(None if g is None else _Stop.apply(ctx.kernel, g)[0] for g in grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> NoReturn:
@@ -93,23 +93,9 @@ class _GuardAgainstVmap(_Guard):
         refuse(kernel)
 
 
-class _Stop(torch.autograd.Function):
+class _Stop(_Guard):
     """Identity that cannot be differentiated."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(kernel: str, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.kernel = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> NoReturn:
-        refuse(ctx.kernel)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> NoReturn:
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
         refuse(ctx.kernel)

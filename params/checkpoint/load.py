@@ -18,18 +18,10 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import MismatchError
+from fnmodels.models.common import storage
 from fnmodels.models.common.config_json import quantization_of
 from fnmodels.models.common.registry import DecoderConfig, family_of, may_have
-from fnmodels.models.common.storage import (
-    Single,
-    Stack,
-    TensorSlice,
-    disk_name,
-    disk_names,
-    disk_region,
-    extract,
-    extract_into,
-)
+from fnmodels.models.common.storage import Single, Stack, TensorSlice, disk_name
 from fnmodels.tree import Tree
 from params.initialize import leaf_dtype
 from params.io.safetensors_file import (
@@ -47,20 +39,11 @@ from params.io.safetensors_file import (
 )
 from params.sharding import Sharding, plan_by_path
 
+from . import tensor_map
 from .config import read_config
 from .dequantize import Found, Quantized, pair_scales, read_quantized, split_rows
 from .shard_index import as_lines, open_folder
-from .tensor_map import (
-    Piece,
-    StoredLeaf,
-    by_name,
-    drop_optional,
-    dtype_class,
-    is_leftover,
-    missing_prefix,
-    stored_leaves,
-    tied_names,
-)
+from .tensor_map import Piece, StoredLeaf, dtype_class
 
 _Located = tuple[TensorFile, Entry | Quantized]
 
@@ -187,15 +170,15 @@ def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = (), fam
     opened = open_folder(folder, stack)
     files = tuple({file.path: file for file, _ in opened.values()}.values())
     found = pair_scales(folder, opened, quantization_of(values))
-    parameters = stored_leaves(config)
-    prefix = missing_prefix(parameters, found)
-    smaller, dropped = drop_optional(config, drop, found, prefix)
+    parameters = tensor_map.stored_leaves(config)
+    prefix = tensor_map.missing_prefix(parameters, found)
+    smaller, dropped = tensor_map.drop_optional(config, drop, found, prefix)
     if prefix or smaller != config:
-        config, parameters = smaller, stored_leaves(smaller, prefix)
+        config, parameters = smaller, tensor_map.stored_leaves(smaller, prefix)
     found = {name: value for name, value in found.items() if name not in dropped}
-    tied = tied_names(config, prefix)
-    expected = by_name(parameters)
-    leftovers = tuple(name for name in found if name not in expected and is_leftover(config, prefix + name))
+    tied = tensor_map.tied_names(config, prefix)
+    expected = tensor_map.by_name(parameters)
+    leftovers = tuple(name for name in found if name not in expected and tensor_map.is_leftover(config, prefix + name))
     known = {name: value for name, value in found.items() if name not in leftovers}
     _compare(folder, expected, tied, known)
     return CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)
@@ -305,7 +288,7 @@ def _by_name(parameter: StoredLeaf, box: Box, value: Tensor) -> Iterator[tuple[s
 
 def _target(parameter: StoredLeaf, dtype: torch.dtype | None, found: Found) -> torch.dtype | None:
     if dtype is None and parameter.leaf.keep_dtype:  # e.g. a selection bias: bf16 would round small updates away
-        return torch.promote_types(found[disk_names(parameter.stored)[0]][1].dtype, parameter.leaf.dtype)
+        return torch.promote_types(found[storage.disk_names(parameter.stored)[0]][1].dtype, parameter.leaf.dtype)
     return None if dtype is None else leaf_dtype(parameter.leaf, dtype)
 
 
@@ -337,7 +320,7 @@ def _leaf(parameter: StoredLeaf, box: Box, source: _Source, dtype: torch.dtype |
         return _stacked(sources, box, source, dtype), False
     file, entry = source.found[disk_name(stored)]
     if isinstance(entry, Entry):
-        region = disk_region(stored, box)
+        region = storage.disk_region(stored, box)
         contiguous = contiguous_entry(entry, region.box) if isinstance(region.stored, str) else None
         if dtype in (None, entry.dtype) and device.type == "cpu" and not source.copy:
             # Contiguous bytes get a storage of their own: a view into a fused tensor would keep all of it alive
@@ -345,7 +328,7 @@ def _leaf(parameter: StoredLeaf, box: Box, source: _Source, dtype: torch.dtype |
             if contiguous is not None:
                 return mapped_tensor(source.mapping(file), contiguous), True
             if box == _full_box(parameter) and not _interleaved(stored):
-                return extract(stored, mapped_tensor(source.mapping(file), entry)), True
+                return storage.extract(stored, mapped_tensor(source.mapping(file), entry)), True
         # Read rather than mapped, so that mapped pages do not add to the memory of the result.
         if contiguous is not None:
             return read_tensor(file, contiguous, dtype, source.buffer).to(device), False
@@ -371,11 +354,11 @@ def _stacked(
 
 def _fill(out: Tensor, stored: Single, box: Box, where: _Located, dtype: torch.dtype | None, buffer: Tensor) -> None:
     """Read the shard `box` of what is one tensor on disk (or one slice of a batched one) into `out`."""
-    region, (file, entry) = disk_region(stored, box), where
+    region, (file, entry) = storage.disk_region(stored, box), where
     if isinstance(region.stored, str) and isinstance(entry, Entry) and out.device.type == "cpu":
         read_box(out, file, entry, region.box, buffer)
     else:
-        extract_into(out, region.stored, _read(where, dtype, buffer, region.box), region.skip)
+        storage.extract_into(out, region.stored, _read(where, dtype, buffer, region.box), region.skip)
 
 
 def _read(where: _Located, dtype: torch.dtype | None, buffer: Tensor, box: Box | None) -> Tensor:

@@ -20,6 +20,7 @@ from .model_loss import beside
 from .moe_balance import Balance
 from .next_token import model_states
 from .policy import Sums, same_shape
+from .softmax_stats import check_temperature
 from .token_chunks import per_token
 from .vocab_parallel import HEAD_BIAS, Part, opened
 
@@ -149,5 +150,4 @@ def _of_parts(
 def _check(direction: str, temperature: float) -> None:
     if direction not in DIRECTIONS:
         raise ValueError(f'direction is {direction!r}; it must be "forward" or "reverse".')
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; it must be above 0.")
+    check_temperature(temperature)

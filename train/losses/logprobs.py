@@ -22,7 +22,7 @@ from .cross_entropy import check_labels
 from .lm_head import CHUNK, head_logits, head_name
 from .moe_balance import Balance
 from .next_token import model_states
-from .softmax_stats import Scores, scores
+from .softmax_stats import Scores, check_temperature, scores
 from .token_chunks import per_token
 from .vocab_parallel import opened
 
@@ -75,7 +75,7 @@ def head_logprobs(
     params: Tree, x: Tensor, labels: Tensor, *, config: Any, temperature: float = 1.0, chunk: int | None = CHUNK
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`token_logprobs` from hidden states x [B, S, D] (before the final norm) and labels [B, S]."""
-    _check(temperature)
+    check_temperature(temperature)
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
     plain = chunk is None or torch.compiler.is_compiling()
@@ -98,7 +98,7 @@ def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tup
 
     Both are 0 where the label is -100. ValueError for labels of another shape or a temperature that is not above 0.
     """
-    _check(temperature)
+    check_temperature(temperature)
     check_labels(labels, logits.shape[:-1], "logits' tokens")
     return scores(logits, labels, temperature)
 
@@ -109,11 +109,6 @@ def _torchs_products() -> AbstractContextManager[Any]:
     Policy ratios need full fp32 accuracy, and the head is a small share of a model's time.
     """
     return nullcontext() if torch.compiler.is_compiling() else BaseTorchFunctionMode()
-
-
-def _check(temperature: float) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; it must be above 0.")
 
 
 def document_sums(values: Tensor, segment_ids: Tensor, documents: int) -> Tensor:

@@ -91,3 +91,8 @@ def _blocks(logits: Tensor, *rest: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors in blocks of rows; on a CPU small enough that intermediate results stay in cache."""
     rows = max(1, BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
     return zip(*(t.split(rows) for t in (logits, *rest)), strict=True)
+
+
+def check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0.")

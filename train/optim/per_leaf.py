@@ -9,22 +9,8 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .base import (
-    OnFull,
-    Optimizer,
-    Rate,
-    check_numbers,
-    check_rate,
-    first_step,
-    from_spec,
-    rate_of,
-    trainable_mask,
-    trainable_only,
-    updates_tree,
-    wide_dtype,
-    with_paths,
-    with_replaced,
-)
+from . import base
+from .base import OnFull, Optimizer, Rate
 
 Slots = dict[str, Tensor]  # the optimizer state of one leaf
 # (gradient, state, parameter, number of the update from 1, rate) -> (change to add to the parameter, state)
@@ -61,22 +47,22 @@ def leafwise(
     `Optimizer.for_shards`. State: {step, and per name of the rule's state a tree like the parameters, None where a leaf
     has none}. An elementwise rule (`Optimizer`) is marked by `dataclasses.replace`.
     """
-    check_rate(lr)
-    check_numbers(weight_decay=weight_decay)
-    trainable, decays = from_spec(spec)
+    base.check_rate(lr)
+    base.check_numbers(weight_decay=weight_decay)
+    trainable, decays = base.from_spec(spec)
 
     def init(params: Tree) -> Tree:
-        train = tree.flatten(trainable_mask(params, trainable))
+        train = tree.flatten(base.trainable_mask(params, trainable))
         leaves = {path: init_leaf(p) for path, p in tree.flatten(params).items() if train[path]}
-        return {"step": first_step(params), **_by_name(leaves, params)}
+        return {"step": base.first_step(params), **_by_name(leaves, params)}
 
     def changes(grads: Tree, opt_state: Tree, params: Tree) -> Iterator[Change]:
         step = opt_state["step"] + 1
-        rate = rate_of(lr, step)
+        rate = base.rate_of(lr, step)
         states = {name: tree.flatten(values) for name, values in opt_state.items() if name != "step"}
         flat = tree.flatten(params)
-        for path, grad in tree.flatten(trainable_only(grads, trainable)).items():
-            wide = wide_dtype(flat[path].dtype)
+        for path, grad in tree.flatten(base.trainable_only(grads, trainable)).items():
+            wide = base.wide_dtype(flat[path].dtype)
             old = {name: values[path] for name, values in states.items() if path in values}
             param, grad = flat[path].to(wide), grad.to(wide)
             decay = weight_decay if decays is None or decays[path] else 0.0
@@ -96,8 +82,8 @@ def leafwise(
             updates[made.path] = made.change
             for name, old in made.old.items():
                 states[name][made.path] = made.new[name].to(old.dtype)
-        new = {name: with_replaced(opt_state[name], leaves) for name, leaves in states.items()}
-        return updates_tree(grads, updates), {"step": opt_state["step"] + 1, **new}
+        new = {name: base.with_replaced(opt_state[name], leaves) for name, leaves in states.items()}
+        return base.updates_tree(grads, updates), {"step": opt_state["step"] + 1, **new}
 
     @torch.no_grad()
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
@@ -117,7 +103,7 @@ def leafwise(
         init,
         update,
         apply_,
-        lambda opt_state: rate_of(lr, opt_state["step"] + 1),
+        lambda opt_state: base.rate_of(lr, opt_state["step"] + 1),
         trainable,
         for_shards=None if of_matrix is None else for_shards,
     )
@@ -125,7 +111,7 @@ def leafwise(
 
 def _by_name(leaves: dict[str, Slots], params: Tree) -> dict[str, Tree]:
     names = sorted({name for state in leaves.values() for name in state})
-    return {name: with_paths(lambda path, _, n=name: leaves.get(path, {}).get(n), params) for name in names}  # type: ignore[misc]
+    return {name: base.with_paths(lambda path, _, n=name: leaves.get(path, {}).get(n), params) for name in names}  # type: ignore[misc]
 
 
 def zeros(param: Tensor) -> Tensor:

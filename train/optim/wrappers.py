@@ -9,18 +9,8 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .base import (
-    OnFull,
-    Optimizer,
-    apply_updates,
-    check_below_1,
-    sharded_version,
-    supports_shards,
-    trainable_mask,
-    updates_tree,
-    wide_dtype,
-    with_paths,
-)
+from . import base
+from .base import OnFull, Optimizer, with_paths
 
 
 def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
@@ -65,7 +55,7 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
             change, state = optimizer.update(given[pattern], state, ours[pattern])
             updates |= tree.flatten(change)
             states.append(state)
-        return updates_tree(grads, updates), states
+        return base.updates_tree(grads, updates), states
 
     def apply_(grads: Tree, opt_state: Tree, params: Tree, *, skip: Tensor | None = None) -> None:
         assigned = assign(params)
@@ -77,7 +67,7 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     def trainable(params: Tree) -> Tree:
         found = dict.fromkeys(tree.flatten(params), False)
         for pattern, part in parts(params, assign(params)).items():
-            found |= tree.flatten(trainable_mask(part, trained[pattern].trainable))
+            found |= tree.flatten(base.trainable_mask(part, trained[pattern].trainable))
         return with_paths(lambda path, _: found[path], params)
 
     in_place = all(optimizer.apply_ is not None for optimizer in trained.values())
@@ -91,11 +81,9 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
     elementwise = all(optimizer.elementwise for optimizer in trained.values())
 
     def for_shards(on_full: OnFull) -> Optimizer:
-        return partition(
-            {p: None if optimizer is None else sharded_version(optimizer, on_full) for p, optimizer in groups.items()}
-        )
+        return partition({pattern: own and base.sharded_version(own, on_full) for pattern, own in groups.items()})
 
-    parted = for_shards if all(supports_shards(optimizer) for optimizer in trained.values()) else None
+    parted = for_shards if all(base.supports_shards(optimizer) for optimizer in trained.values()) else None
     return Optimizer(init, update, apply_ if in_place else None, lr, trainable, rates, elementwise, parted)
 
 
@@ -105,10 +93,10 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
     ema = decay x ema + (1 - decay) x parameter after each update; it begins at the parameters. Frozen leaves have
     None there: `averaged` merges the two. State: {inner, ema}.
     """
-    check_below_1(decay=decay)
+    base.check_below_1(decay=decay)
 
     def init(params: Tree) -> Tree:
-        train = trainable_mask(params, optimizer.trainable)
+        train = base.trainable_mask(params, optimizer.trainable)
         return {
             "inner": optimizer.init(params),
             "ema": tree.map(lambda p, trains: _wide_copy(p) if trains else None, params, train),
@@ -116,7 +104,7 @@ def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates, inner = optimizer.update(grads, opt_state["inner"], params)
-        new = tree.flatten(apply_updates(params, updates))
+        new = tree.flatten(base.apply_updates(params, updates))
         ema = with_paths(lambda path, e: e.lerp(new[path].to(e.dtype), 1 - decay), opt_state["ema"])
         return updates, {"inner": inner, "ema": ema}
 
@@ -153,14 +141,14 @@ def with_master(optimizer: Optimizer) -> Optimizer:
     """
 
     def init(params: Tree) -> Tree:
-        train = trainable_mask(params, optimizer.trainable)
+        train = base.trainable_mask(params, optimizer.trainable)
         master = tree.map(lambda p, t: _wide_copy(p) if t and p.dtype != _wide(p) else None, params, train)
         return {"inner": optimizer.init(_overlaid(params, master)), "master": master}
 
     def update(grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         wide, kept = _overlaid(params, opt_state["master"]), opt_state["master"]
         changes, inner = optimizer.update(tree.map(widened, grads), opt_state["inner"], wide)
-        new, old, own = (tree.flatten(t) for t in (apply_updates(wide, changes), params, kept))
+        new, old, own = (tree.flatten(t) for t in (base.apply_updates(wide, changes), params, kept))
 
         def rounded(path: str, change: Tensor) -> Tensor:
             if path not in own:
@@ -209,4 +197,4 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    return wide_dtype(tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+    return base.wide_dtype(tensor.dtype) if tensor.is_floating_point() else tensor.dtype

@@ -214,10 +214,7 @@ def hf_names(config: DecoderConfig) -> dict[str, Any]:
 
 def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
     """For `Config.__post_init__`: fills head_dim 0 and layer_kinds (); ConfigError for inconsistent fields."""
-    for name in (*_DECODER_FIELDS[:6], "max_position_embeddings"):
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
+    check_sizes(config, *_DECODER_FIELDS[:6], "max_position_embeddings")
     window = getattr(config, "sliding_window", None)
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ConfigError(f"sliding_window is {window!r}; it must be an integer of at least 1, or None.")
@@ -243,6 +240,14 @@ def check_decoder(config: Any, known_kinds: Sequence[str]) -> None:
         )
     if window is None and any(kind.startswith("sliding") for kind in config.layer_kinds):
         raise ConfigError("layer_kinds has sliding layers, but sliding_window is None.")
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    """For `Config.__post_init__`: ConfigError unless these fields are integers of at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
 
 
 def check_width(config: SizesConfig) -> None:

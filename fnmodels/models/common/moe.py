@@ -13,7 +13,7 @@ from fnmodels.models.common import mtp
 from fnmodels.tree import Tree
 
 from .config_json import Fields
-from .decoder import BaseConfig, decoder_name
+from .decoder import BaseConfig, check_sizes, decoder_name
 from .spec import gated_mlp_leaves, moe_leaves
 from .storage import Stack, Stored, TensorSlice
 
@@ -191,10 +191,7 @@ def check_groups(config: Any) -> None:
     experts, chosen = config.n_routed_experts, config.num_experts_per_tok
     check_experts(experts, chosen)
     groups, kept = config.n_group, config.topk_group
-    for name in ("n_group", "topk_group", "moe_intermediate_size", "n_shared_experts"):
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
+    check_sizes(config, "n_group", "topk_group", "moe_intermediate_size", "n_shared_experts")
     if experts % groups or kept > groups or chosen > experts // groups * kept:
         raise ConfigError(
             f"num_experts_per_tok {chosen} of n_routed_experts {experts} cannot be chosen from topk_group {kept} of "
