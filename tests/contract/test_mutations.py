@@ -439,12 +439,12 @@ def keys_of_long_ago_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @bug("B10", "llama", through(test_inputs.test_gradients_flow_from_the_past_only))
 @bug("P1", "llama", check(testing.check_packing))
-def documents_not_told_apart(patch: pytest.MonkeyPatch) -> None:
+def documents_not_separated(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mask, "allowed", lambda self, q, kv: (q.segments > 0) & (kv.segments > 0) & self.rule(q, kv))
 
 
 @bug("P1", "llama", check(testing.check_packing))
-def documents_told_apart_by_position_resets(patch: pytest.MonkeyPatch) -> None:
+def documents_separated_by_position_resets(patch: pytest.MonkeyPatch) -> None:
     right = fnmodels.models.llama.attention_masks
 
     def masks(config: Any, positions: Tensor, segment_ids: Tensor, *, create: Any = None) -> Any:

@@ -307,7 +307,7 @@ def test_a_family_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(got, fnmodels.forward(doubled, *fnmodels.prepare(CONFIG, TOKENS), config=CONFIG))
 
 
-def test_what_is_no_family_is_told() -> None:
+def test_an_unknown_family_raises() -> None:
     with pytest.raises(TypeError, match="has no 'block'"):
         fnmodels.family_of(object())
     with pytest.raises(fnmodels.UnsupportedError, match="'eliza' is not supported; supported are"):

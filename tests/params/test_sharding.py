@@ -76,7 +76,7 @@ def test_the_division_is_that_of_dtensor(shape: tuple[int, int], dims: tuple[int
         (Rules({"heads": ("a", "b")}), {"a": 2, "b": 8}, "w: heads is 8, not a multiple of 16 (a, b)."),
     ],
 )
-def test_rules_that_do_not_fit_are_told(rules: Rules, sizes: dict[str, int], words: str) -> None:
+def test_rules_that_do_not_fit_raise(rules: Rules, sizes: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         plan(SPEC, rules, sizes)
 

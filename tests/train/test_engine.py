@@ -129,7 +129,7 @@ def test_a_wrong_clip_is_named() -> None:
         Engine(CONFIG, PARAMS, adamw(0.01), clip=-1.0)
 
 
-def test_calls_out_of_order_are_told() -> None:
+def test_calls_out_of_order_raise() -> None:
     engine = Engine(CONFIG, PARAMS, adamw(0.01))
     with pytest.raises(RuntimeError, match="after forward_backward"):
         engine.optim_step()

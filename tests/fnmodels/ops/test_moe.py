@@ -91,7 +91,7 @@ def test_experts_of_the_best_groups(best: int) -> None:
         assert indices == sorted(allowed, key=lambda e, row=row: -row[e])[:4]
 
 
-def test_the_two_rules_for_groups_are_told_apart() -> None:
+def test_group_scores_of_softmax_and_sigmoid_routing_differ() -> None:
     logits = torch.tensor([[3.0, -9.0, 1.0, 0.9]], dtype=torch.float64)  # a best expert, and a best pair
     assert softmax_top_k(logits, k=1, groups=(2, 1))[1].tolist() == [[0]]
     assert sigmoid_top_k(logits, k=1, groups=(2, 1))[1].tolist() == [[2]]
@@ -596,6 +596,6 @@ def test_experts_over_ranks(ranks: int, batch: int, length: int, spread: str) ->
 
 
 @pytest.mark.parametrize("valid", [None, torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 6)])
-def test_a_layer_that_is_not_told_of_padding(valid: Tensor | None) -> None:
+def test_a_layer_without_a_padding_mask_is_refused(valid: Tensor | None) -> None:
     with pytest.raises(ValueError, match="pass `valid`" if valid is None else r"valid must be bool \[2, 6\]"):
         moe(leaves(), noise(2, 6, D), functools.partial(softmax_top_k, k=K), valid=valid, act=SILU)

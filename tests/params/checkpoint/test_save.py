@@ -454,7 +454,7 @@ def test_what_goes_wrong_while_files_are_moved_loses_no_model(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", MANIFEST, "model.safetensors.index.json"])
-def test_a_folder_in_the_place_of_a_file_is_told_before_anything_goes(name: str, tmp_path: Path) -> None:
+def test_a_folder_named_like_a_model_file_is_refused_before_any_write(name: str, tmp_path: Path) -> None:
     P.save_pretrained(tmp_path, SMALL, generic_params(SMALL), max_shard_size="8KB")
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).mkdir()
@@ -537,7 +537,7 @@ def test_a_full_disk_leaves_the_old_one(fails: str, tmp_path: Path, monkeypatch:
     assert bytes_of(tmp_path) == before
 
 
-def test_of_two_savers_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_of_two_concurrent_saves_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = generic_params(SMALL), P.init(SMALL, 0)
     real = save.write_tensors
 

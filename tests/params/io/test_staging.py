@@ -75,7 +75,7 @@ def test_without_locks_it_warns_and_removes_nothing(tmp_path: Path, monkeypatch:
         assert len(list(tmp_path.glob(f"{STAGING}*"))) == 2 and mine.exists()
 
 
-def test_other_faults_of_a_lock_are_told_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_flock_are_raised_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

@@ -115,7 +115,7 @@ def test_a_saved_step_is_never_written_into_or_passed_over(tmp_path: Path) -> No
     assert checkpoint.set_aside(tmp_path, after=5) == []
 
 
-def test_of_two_savers_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_of_two_concurrent_saves_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = saved_steps.write_tensors
 
     def meanwhile(*args: Any) -> None:
@@ -185,7 +185,7 @@ def test_arguments_that_cannot_be_meant(tmp_path: Path, kwargs: dict[str, Any], 
     assert not (tmp_path / "steps").exists()
 
 
-def test_another_structure_is_told_leaf_by_leaf(tmp_path: Path) -> None:
+def test_another_structure_is_reported_leaf_by_leaf(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, TREE)
     found = checkpoint.latest(tmp_path)
     assert found

@@ -24,7 +24,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     return _run(tmp_path / "a", losses), _run(tmp_path / "b", other)
 
 
-def test_the_first_and_the_largest_difference_are_told(runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_and_the_largest_difference_are_reported(runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main([str(run) for run in runs]) == 0
     out = capsys.readouterr().out
     assert "100 steps; the first difference is at step 41, the largest 2.500e-01 at 61" in out
@@ -87,7 +87,7 @@ def test_no_run_is_made_for_a_picture_that_cannot_be(runs, monkeypatch: pytest.M
     assert out == "" and "--out both.xyz: the name of a picture ends in .png" in err
 
 
-def test_settings_that_differ_are_told(runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_differ_are_reported(runs, capsys: pytest.CaptureFixture[str]) -> None:
     """With --init the sizes are those of its model, whatever the settings hold: unused sizes, and longer rows."""
     settings = {"learning_rate": 1e-3, "seed": 0, "hidden_size": 64, "row_length": 512, "init": None}
     other = settings | {"learning_rate": 2e-3, "hidden_size": 256, "row_length": 1024, "init": "base"}

@@ -94,7 +94,7 @@ ANYTHING = st.binary() | VALUES.map(lambda value: json.dumps(value).encode()) | 
 
 
 @given(ANYTHING)
-def test_whatever_a_line_holds_is_a_record_or_told(line: bytes) -> None:
+def test_any_line_is_a_record_or_a_fault(line: bytes) -> None:
     line = line.replace(b"\n", b"")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.jsonl")
@@ -110,7 +110,7 @@ def test_whatever_a_line_holds_is_a_record_or_told(line: bytes) -> None:
             assert found.skipped == ()
 
 
-def test_what_is_told_can_be_printed(tmp_path: Path) -> None:
+def test_messages_about_skipped_records_are_printable(tmp_path: Path) -> None:
     found = corpus.read_corpus(_jsonl(tmp_path / "b.jsonl", b'{"a\\ud800\\u001b[2J": 1}'))
     assert found.skipped == ("b.jsonl, line 2 (no field 'text' or 'messages' among a\\ud800\\x1b[2J)",)
 
@@ -244,7 +244,7 @@ def test_a_dataset_is_read_by_what_it_can_do() -> None:
         assert found.is_chat and len(found.train) + len(found.heldout) == 150
 
 
-def test_what_is_no_dataset_is_told() -> None:
+def test_unsupported_datasets_raise() -> None:
     with pytest.raises(UserError, match="the dataset is a generator without a length"):
         of_dataset(value for value in [{"text": "a"}])
     with pytest.raises(UserError, match="the dataset is a dict of named splits: give one of them"):

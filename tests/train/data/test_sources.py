@@ -88,7 +88,7 @@ def test_weights_become_the_smallest_whole_numbers(tmp_path: Path) -> None:
     assert sources.read_sources(str(one)).weights == (1,)
 
 
-def test_what_was_skipped_is_told_with_its_source(tmp_path: Path) -> None:
+def test_skipped_records_are_reported_with_their_source(tmp_path: Path) -> None:
     one, two = _words(tmp_path / "a", "one"), _jsonl(tmp_path / "b.jsonl")
     with open(two, "a") as file:
         file.write("broken\n")

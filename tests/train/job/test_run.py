@@ -112,7 +112,7 @@ def costs(path):
     return [json.loads(line) for line in (path / "speed.jsonl").read_text().splitlines()]
 
 
-def test_what_a_step_costs_is_told_beside_and_cut_on_resume(tmp_path, text, monkeypatch, capsys):
+def test_the_cost_of_a_step_is_in_a_file_of_its_own_truncated_on_resume(tmp_path, text, monkeypatch, capsys):
     path = tmp_path / "run"
     with monkeypatch.context() as patch:
         stop_after(patch, 4)
@@ -244,7 +244,7 @@ def test_what_an_optimizer_does_not_have_is_refused(tmp_path, text, capsys, flag
     assert words in one_sentence(capsys)
 
 
-def test_parts_and_recomputation_change_no_curve_and_the_schedule_is_as_told(tmp_path, text):
+def test_accumulation_and_remat_change_no_curve_and_the_schedule_is_that_of_the_flags(tmp_path, text):
     flags = ("--dtype", "float32", "--eval-every", 4, "--decay-shape", "cosine", "--decay-floor", 0.5)
     assert train(tmp_path / "plain", text, *flags) == 0
     assert train(tmp_path / "parts", text, *flags, "--accumulate", 3, "--remat", "every:2") == 0

@@ -164,7 +164,7 @@ def test_the_loss_has_what_balance_adds() -> None:
     assert off(run(weighed), run(fewer)) < 1e-6
 
 
-def test_a_model_without_experts_is_told() -> None:
+def test_aux_of_a_model_without_experts_raises() -> None:
     dense = next(case for case in cases() if not is_routed(case.config) and case.name == "llama")
     with pytest.raises(ValueError, match="llama has none"):
         train.next_token_loss(generic_params(dense.config), given(), config=dense.config, aux=True)

@@ -101,7 +101,7 @@ def refused() -> list[str]:
     return [*said, str(error.value)]
 
 
-def test_what_does_not_go_is_told(ranks: Ranks) -> None:
+def test_unsupported_evaluations_raise_on_all_ranks(ranks: Ranks) -> None:
     ours, theirs = ranks(2)(refused)
     assert ours == theirs
     words = (

@@ -394,7 +394,7 @@ def test_a_mistake_is_one_sentence_and_all_end(ranks: Ranks, tmp_path: Path) -> 
     assert said.startswith("python -m train: --mesh fsdp=2: The optimizer needs whole leaves, and embed_tokens is")
 
 
-def test_processes_that_do_not_find_each_other_are_told_so_and_end(
+def test_a_failed_rendezvous_is_reported_and_ends_the_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each rank reports it, as rank 0 may be the missing one."""
@@ -474,7 +474,7 @@ def test_only_what_torchrun_has_begun_is_gone_on_with_unasked(
         (RuntimeError("[gloo/tcp/pair.cc:537] Broken pipe"), "between", RuntimeError, ["end"]),
     ],
 )
-def test_the_others_are_told_of_an_end_only_where_they_listen(
+def test_the_end_of_a_run_is_sent_between_commands_only(
     error: BaseException, where: str, raised: type[BaseException], sent: list[str]
 ) -> None:
     """During a command another message would be taken for part of it; the others notice that rank 0 has ended."""

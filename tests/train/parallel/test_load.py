@@ -178,7 +178,7 @@ def refused(folder: str) -> list[str]:
     return faults
 
 
-def test_what_is_wrong_is_told(ranks: Ranks, tmp_path: Path) -> None:
+def test_wrong_plans_and_tied_heads_that_differ_raise(ranks: Ranks, tmp_path: Path) -> None:
     config = llama.Config(2048, 256, 512, 4, 4, 2, tie_word_embeddings=True)
     P.save_pretrained(tmp_path, config, generic_params(config))
     tensors = load_file(tmp_path / FILE)

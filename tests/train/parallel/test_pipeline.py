@@ -375,7 +375,7 @@ def recorded_of(config: Any, function: Any) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_told(make: Callable[[Any], Any], sentence: str) -> None:
+def test_what_does_not_fit_raises(make: Callable[[Any], Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make(config_of("llama_tied", 4))
 

@@ -362,7 +362,7 @@ def test_what_is_sent_and_what_each_rank_computes(ranks: Ranks) -> None:
         (LLAMA, {"mlp": "tp"}, False, "made from sizes alone"),
     ],
 )
-def test_what_cannot_run_is_told(name: str, axes: dict[str, str], sequence: bool, words: str) -> None:
+def test_unsupported_placements_raise(name: str, axes: dict[str, str], sequence: bool, words: str) -> None:
     config = variant(name)
     sizes = {"fsdp": 2} if "fsdp" in axes.values() else {"tp": 2}
     placements = plan(fnmodels.family_of(config).spec(config), Rules(axes), sizes)
@@ -377,14 +377,14 @@ def test_taps_of_single_heads_are_refused() -> None:
         wrapper.layer_fn(functools.partial(fnmodels.llama.block, taps=("mlp", "q", "z")))
 
 
-def test_kv_heads_that_would_be_cut_are_told() -> None:
+def test_kv_heads_that_would_be_split_raise() -> None:
     config = dataclasses.replace(variant(LLAMA), num_attention_heads=6, num_key_value_heads=3, head_dim=8)
     placements = plan(fnmodels.family_of(config).spec(config), Rules({"heads": "tp"}), {"tp": 2})
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.k_proj: of 3 KV heads each of 2 processes would need"):
         tensor_parallel(config, placements)
 
 
-def test_an_axis_of_which_nothing_is_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_axis_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     config = variant(LLAMA)
     family = fnmodels.family_of(config)
     spec = family.spec(config)
@@ -425,7 +425,7 @@ def low_precision() -> None:
         next_token_loss(tensor.outside(low), batch_of(config), config=config, layer_fn=tensor.layer_fn)
 
 
-def test_batches_and_params_that_do_not_fit_are_told(ranks: Ranks) -> None:
+def test_batches_and_params_that_do_not_fit_raise(ranks: Ranks) -> None:
     ranks(2)(refusals)
     ranks(2)(low_precision)
 

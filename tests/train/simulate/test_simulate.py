@@ -127,7 +127,7 @@ def test_a_thousand_ranks_in_seconds() -> None:
         ("", {"remat": "selective"}, 'remat="selective" is not simulated'),
     ],
 )
-def test_what_does_not_fit_is_told(mesh: str, work: dict[str, Any], sentence: str) -> None:
+def test_what_does_not_fit_raises(mesh: str, work: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         one(config_of("llama_tied", 4), mesh, **work)
 
@@ -161,7 +161,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--preset", "gpt2", "--length", "1025"], "longer than the 1024 positions"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_errors_are_one_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
