@@ -129,7 +129,7 @@ def spec(config: Config) -> Tree:
     layers = [layer_leaves(D, attention, mlp, norm_bias=True) for _ in range(config.num_hidden_layers)]
     tree = decoder_leaves(config, layers, norm_bias=True)
     positions = replace(tree["embed_tokens"], shape=(config.max_position_embeddings, D), axes=("position", "embed"))
-    return tree | {"embed_positions": positions}
+    return {"embed_tokens": tree["embed_tokens"], "embed_positions": positions} | tree
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
