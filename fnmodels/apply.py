@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fnmodels.inputs.block_mask import is_block_mask
 from fnmodels.inputs.convert import shape_of
-from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
 from fnmodels.inputs.segments import integers
 from fnmodels.models.common.context import ATTENTION_TAPS
@@ -345,8 +345,10 @@ def _ready_masks(
         twin = next((other for other in ready if masks[other] is mask), None)
         if twin is not None:
             ready[kind] = ready[twin]
-        else:  # no kernel reads the segments of a layer that depends on order
-            ready[kind] = mask if isinstance(mask, Segments) else form(mask, options.kernel, options.layout)
+        elif isinstance(mask, Segments):  # no kernel reads those of a layer that depends on order
+            ready[kind] = mask
+        else:
+            ready[kind] = with_attention(mask, form(attention_part(mask), options.kernel, options.layout))
     return ready
 
 
@@ -389,7 +391,7 @@ def _cleared(x: Tensor, valid: Tensor | None) -> Tensor:
 
 def _said_by(masks: Mapping[str, MaskLike], x: Tensor) -> Tensor | None:
     """[B, S] bool, False at padding, from the first `Mask` or `Segments` that fits x; None if there is none."""
-    for mask in masks.values():
+    for mask in map(attention_part, masks.values()):
         ids = mask.q_segments if isinstance(mask, Mask) else mask.segment_ids if isinstance(mask, Segments) else None
         if ids is not None and ids.shape in (x.shape[:2], (1, x.shape[1])):
             return (ids > 0).expand(x.shape[:2])
@@ -440,7 +442,7 @@ def _check_fit(
                 f"The model has {kind!r} layers, but masks has {sorted(masks)} and freqs_cis {sorted(freqs_cis)}."
             )
         if not cached:  # attention checks the masks of steps, whose keys are not the tokens of x
-            _check_mask(kind, masks[kind], x)
+            _check_mask(kind, attention_part(masks[kind]), x)
         for table in leaves(freqs_cis[kind]):
             if table.shape[1] != x.shape[1] or table.shape[0] not in (1, x.shape[0]):
                 raise ValueError(

@@ -64,12 +64,15 @@ _SUBLAYERS = (
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
     {"attention": "self_attn", "mlp": "mlp"},
+    {"mamba": "mamba", "heads": "self_attn", "mlp": "feed_forward"},  # Falcon-H1, which adds the first two
     {"attention": "self_attn", "mlp": "feed_forward"},  # Llama 4
+    {"attention": "mamba", "mlp": "feed_forward"},  # Bamba
     {"attention": "attn", "mlp": "mlp"},  # GPT-2
     {"attention": "attention", "mlp": "mlp"},  # GPT-NeoX
     {"attention": "self_attention", "mlp": "mlp"},  # Falcon
     {"attention": "linear_attn", "mlp": "mlp"},  # Gated DeltaNet
     {"attention": "conv", "mlp": "feed_forward"},  # LFM2
+    {"attention": "mixer"},  # Mamba 2
 )
 
 

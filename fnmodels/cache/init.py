@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.registry import DecoderConfig, family_of
@@ -59,6 +59,7 @@ def init_cache(
 def _empty_slots(
     kind: str, mask: MaskLike, batch: int, capacity: int, rings: bool, device: torch.device | str | None
 ) -> Slots:
+    mask = attention_part(mask)
     if not isinstance(mask, Mask) or (mask.kv_spans is None and mask.rule.visible((0, 0))[1] > 0):
         what = mask.rule if isinstance(mask, Mask) else type(mask).__name__
         raise ValueError(f"Layers of kind {kind!r} have the mask {what}, under which tokens see later ones: no cache.")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.apply import prepare
-from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.segments import positions_from_segments
 from fnmodels.inputs.values import has_values
 from fnmodels.models.common.registry import DecoderConfig
@@ -52,7 +52,11 @@ def prepare_step(
         mask = _mask_of(kind, masks)
         if (id(mask), slots.ring) not in made:
             made[id(mask), slots.ring] = _with_slots(mask, slots)
-    return inputs, {k: made[id(m), cache.slots[k].ring] if k in cache.slots else m for k, m in masks.items()}, freqs_cis
+
+    def of_step(kind: str, mask: MaskLike) -> MaskLike:
+        return with_attention(mask, made[id(attention_part(mask)), cache.slots[kind].ring])
+
+    return inputs, {k: of_step(k, mask) if k in cache.slots else mask for k, mask in masks.items()}, freqs_cis
 
 
 def _with_slots(mask: Mask, slots: Slots) -> Mask:
@@ -69,7 +73,7 @@ def _with_slots(mask: Mask, slots: Slots) -> Mask:
 
 
 def _mask_of(kind: str, masks: Mapping[str, MaskLike]) -> Mask:
-    mask = masks[kind]
+    mask = attention_part(masks[kind])
     if not isinstance(mask, Mask):
         raise TypeError(f"The family's mask of kind {kind!r} is a {type(mask).__name__}; a cache needs a Mask.")
     return mask

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnmodels.apply import CacheStep, hidden
 from fnmodels.inputs.layout import Layout, document_layout
-from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, simplify
 from fnmodels.inputs.values import has_values
 from fnmodels.models.common.registry import DecoderConfig, family_of, field_of
@@ -112,7 +112,7 @@ def _step(
         {kind: replace(plan.use, inplace=inplace) for kind, plan in of_kind.items()},
         {} if clean else {kind: cache.slots[kind].occupied for kind in of_kind},
     )
-    read = {**masks, **{kind: plan.mask for kind, plan in of_kind.items()}}
+    read = {**masks, **{kind: with_attention(masks[kind], plan.mask) for kind, plan in of_kind.items()}}
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     x, entries = hidden(params, inputs, read, freqs_cis, config=config, cache=step, **given)
     layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
@@ -177,7 +177,7 @@ def _sees_all(mask: Mask) -> bool:
 
 def _mask_of_step(kind: str, masks: Mapping[str, MaskLike], slots: Slots) -> Mask:
     """The mask of a kind; TypeError and ValueError if it is not of a step on these slots."""
-    mask = masks[kind]
+    mask = attention_part(masks[kind])
     if not isinstance(mask, Mask):
         raise TypeError(f"masks[{kind!r}] is a {type(mask).__name__}; a step's are fnmodels.Mask, from prepare_step.")
     queries, keys, room = mask.q_segments.shape[1], mask.kv_segments.shape[1], slots.segments.shape[1]

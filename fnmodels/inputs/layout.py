@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fnmodels.inputs.segments import integers
 
-from .mask import Mask, MaskLike
+from .mask import Mask, MaskLike, attention_part
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def layout(masks: Mapping[str, MaskLike]) -> Layout | None:
     Pass it to `forward` as `layout=`. It holds for this batch in this order: compute it again after `permute` or
     `split`.
     """
-    data = list({id(mask): mask for mask in masks.values() if isinstance(mask, Mask)}.values())
+    parts = map(attention_part, masks.values())
+    data = list({id(mask): mask for mask in parts if isinstance(mask, Mask)}.values())
     if not data:
         return None
     positions, segments = data[0].q_positions, data[0].q_segments

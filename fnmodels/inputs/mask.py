@@ -107,6 +107,19 @@ def build_mask(
     return create(mask.mask_mod(), batch, None, length, length, device=positions.device)
 
 
+def attention_part(mask: MaskLike) -> MaskLike:
+    """The mask that attention reads: `mask`, or its part "attention".
+
+    A layer that has attention and a recurrent mixer has {"attention": mask, "order": Segments} for a mask.
+    """
+    return mask["attention"] if isinstance(mask, Mapping) else mask
+
+
+def with_attention(mask: MaskLike, part: MaskLike) -> MaskLike:
+    """The same with `part` as the mask that attention reads."""
+    return {**mask, "attention": part} if isinstance(mask, Mapping) else part
+
+
 def check_one_axis(positions: Tensor) -> None:
     """ValueError for positions of several axes."""
     if positions.ndim != 2:

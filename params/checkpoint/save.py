@@ -225,7 +225,16 @@ def _shards(tensors: dict[str, LazyTensor], limit: int) -> dict[str, list[str]]:
 
 
 def _json(values: dict[str, Any]) -> str:
-    return json.dumps(values, indent=2, sort_keys=True) + "\n"
+    return json.dumps(_strict(values), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _strict(value: Any) -> Any:
+    """The value with infinity, which JSON does not have, in the form in which transformers writes it."""
+    if isinstance(value, dict):
+        return {name: _strict(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(one) for one in value]
+    return {"__float__": "Infinity"} if value == math.inf else value
 
 
 def _write(path: Path, text: str) -> None:

@@ -64,13 +64,14 @@ def changed(config: Any) -> Iterator[tuple[str, Any]]:
         if not field.compare or field.name in DESCRIPTIVE:
             continue
         value, name = getattr(config, field.name), field.name
-        if isinstance(value, Rope):
+        if dataclasses.is_dataclass(value):
             inner = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
             options = [
-                (f"{name}.{n}", dataclasses.replace(value, **{n: other}))
+                (f"{name}.{n}", changed_part)
                 for n, v in inner
-                if _read(value, n)
+                if not isinstance(value, Rope) or _read(value, n)
                 for other in ([half_the_head, 1.0] if n == "partial" else _others(v))
+                if (changed_part := _replaced(value, n, other)) is not None
             ]
         else:
             options = [(name, other) for other in _others(value)]
@@ -79,6 +80,14 @@ def changed(config: Any) -> Iterator[tuple[str, Any]]:
                 yield label, dataclasses.replace(config, **{name: other})
             except ValueError:
                 continue
+
+
+def _replaced(part: Any, field: str, other: Any) -> Any:
+    """The dataclass with another value of one field, or None where it refuses it."""
+    try:
+        return dataclasses.replace(part, **{field: other})
+    except ValueError:
+        return None
 
 
 def shapes(config: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.layout import Layout
-from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.values import readable
 from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.run_params import RunParams
@@ -215,7 +215,7 @@ def keywords(options: ForwardOptions) -> dict[str, Any]:
 
 def readable_layout(masks: Mapping[str, MaskLike]) -> Layout | None:
     """`fnmodels.layout`, or None where the host cannot read the masks: in a graph, under vmap, on meta."""
-    found = [mask for mask in masks.values() if isinstance(mask, Mask)]
+    found = [mask for mask in map(attention_part, masks.values()) if isinstance(mask, Mask)]
     if torch.compiler.is_compiling() or not all(map(readable, tree.leaves(found))):
         return None
     return fnmodels.layout(masks)

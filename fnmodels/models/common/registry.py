@@ -17,7 +17,7 @@ from fnmodels.errors import UnsupportedError, UserError
 from fnmodels.inputs.order import Segments
 from fnmodels.ops.rotary import Rope
 from fnmodels.options import Block
-from fnmodels.tree import Tree
+from fnmodels.tree import Tree, contains
 
 _PACKAGE = "fnmodels.models"
 
@@ -187,10 +187,10 @@ def field_of(config: Any, name: str) -> Any:
 
 
 def ordered_kinds(config: Any) -> tuple[str, ...]:
-    """The kinds of layers that read tokens in their order (recurrent, convolution): their masks are `Segments`."""
+    """The kinds of layers that read tokens in their order (recurrent, convolution): their masks have `Segments`."""
     none = torch.zeros(1, 0, dtype=torch.int64)
     masks = family_of(config).attention_masks(config, none, none)
-    return tuple(kind for kind, mask in masks.items() if isinstance(mask, Segments))
+    return tuple(kind for kind, mask in masks.items() if contains(mask, Segments))
 
 
 def hf_names(config: Any) -> dict[str, Any]:

@@ -27,3 +27,12 @@ def silu_then_group_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float,
     gated = upcast(x) * F.silu(upcast(gate))
     normed = rms_norm(gated.unflatten(-1, (groups, -1)), None, eps=eps).flatten(-2)
     return (normed * upcast(weight)).to(x.dtype)
+
+
+def group_norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1) -> Tensor:
+    """rms_norm over each of `groups` of x, times weight, times silu(gate), all in fp32 (Falcon-H1); in x's dtype.
+
+    x, gate: [..., D]; weight: [D].
+    """
+    normed = rms_norm(upcast(x).unflatten(-1, (groups, -1)), None, eps=eps).flatten(-2)
+    return (normed * upcast(weight) * F.silu(upcast(gate))).to(x.dtype)

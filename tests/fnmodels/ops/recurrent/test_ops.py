@@ -257,6 +257,8 @@ def test_gated_norms() -> None:
     close(gated_norm.norm_then_sigmoid(x, gate, weight, eps=1e-2), rms(x) * weight * gate.sigmoid())
     grouped = rms((x * silu).view(3, 2, 4)).view(3, 8) * weight
     close(gated_norm.silu_then_group_norm(x, gate, weight, eps=1e-2, groups=2), grouped)
+    normed_first = rms(x.view(3, 2, 4)).view(3, 8) * weight * silu
+    close(gated_norm.group_norm_then_silu(x, gate, weight, eps=1e-2, groups=2), normed_first)
 
 
 def no_reset(segment_ids: Tensor, last: Any = None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,176 @@
+"""Mamba 2 (arXiv 2405.21060): each layer is a norm and a state-space mixer; no attention and no MLP."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.inputs.order import Segments
+from fnmodels.models.common import decoder
+from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
+from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
+from fnmodels.models.common.spec import decoder_leaves, norm
+from fnmodels.models.common.storage import Stored
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import ACTIVATIONS
+from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight, upcast
+from fnmodels.ops.rotary import no_rotation
+from fnmodels.tree import Tree
+
+MODEL_TYPES = ("mamba2",)
+KINDS = ("linear",)
+TAPS = ("attention",)
+
+_PRESET = {"model_type": "mamba2", "vocab_size": 50288, "n_groups": 1, "tie_word_embeddings": True}
+PRESETS = {
+    "mamba2-130m": _PRESET | {"hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24},
+    "mamba2-2.7b": _PRESET | {"hidden_size": 2560, "num_hidden_layers": 64, "num_heads": 80},
+    "mamba-codestral-7b": {
+        "model_type": "mamba2",
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "num_hidden_layers": 64,
+        "num_heads": 128,
+    },
+}
+_MIXER: dict[str, tuple[str, Any]] = {
+    "heads": ("num_heads", 128),
+    "head_dim": ("head_dim", 64),
+    "groups": ("n_groups", 8),
+    "state": ("state_size", 128),
+    "kernel": ("conv_kernel", 4),
+    "conv_bias": ("use_conv_bias", True),
+    "proj_bias": ("use_bias", False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Sizes and switches. residual_in_fp32: the residual stream is fp32 or wider in a narrower model too."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    mixer: Mamba
+    layer_norm_epsilon: float = 1e-5
+    hidden_act: str = "silu"
+    residual_in_fp32: bool = True
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.1
+    # kept for saving only
+    model_type: str = field(default="mamba2", compare=False)
+    extra: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.hidden_size < 1 or self.num_hidden_layers < 1 or self.mixer.heads * self.head_dim % self.hidden_size:
+            raise ConfigError(
+                f"{self.mixer.heads} heads of {self.head_dim} are not a multiple of the hidden_size {self.hidden_size}."
+            )
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """One kind for all layers."""
+        return KINDS * self.num_hidden_layers
+
+    @property
+    def num_attention_heads(self) -> int:
+        """The heads of the mixer."""
+        return self.mixer.heads
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head of the mixer."""
+        return self.mixer.head_dim
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """A state has no positions and no greatest length: the longest text that anything asks for."""
+        return 1 << 20
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> Config:
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        model_type, width = fields.choice("model_type", MODEL_TYPES), fields.integer("hidden_size")
+        fields.expect("is_encoder_decoder", False)
+        fields.expect("rms_norm", True)
+        quantization(fields)
+        config = Config(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=width,
+            num_hidden_layers=fields.integer("num_hidden_layers", 64, high=LAYERS_LIMIT),
+            mixer=mamba_from_hf(fields, fields.integer("expand", 2) * width, _MIXER),
+            layer_norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
+            hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+            residual_in_fp32=fields.boolean("residual_in_fp32", True),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            initializer_range=fields.number("initializer_range", 0.1, above=-1e-9),
+            model_type=model_type,
+        )
+        return decoder.finished(config, fields, ignored=_UNUSED)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json under Mamba's own names."""
+        names = ("vocab_size", "hidden_size", "num_hidden_layers", "layer_norm_epsilon", "hidden_act", "model_type")
+        names += ("residual_in_fp32", "tie_word_embeddings", "initializer_range")
+        own = {"architectures": ["Mamba2ForCausalLM"], "expand": self.mixer.rows["x"] // self.hidden_size}
+        own |= {name: getattr(self, name) for name in names} | mamba_to_hf(self.mixer, _MIXER)
+        return decoder.expressible(self, {name: json.loads(value) for name, value in self.extra} | own)
+
+
+# Sizes of chunks, which are no part of the function; settings of the initialization; what older files repeat.
+_UNUSED = (
+    *("chunk_size", "rescale_prenorm_residual", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor"),
+    *("time_step_init_scheme", "time_step_scale", "norm_before_gate", "intermediate_size"),
+)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+    D, std = config.hidden_size, config.initializer_range
+    layer = {"input_layernorm": norm(D, "embed"), "attention": mamba_leaves(D, config.mixer, std=std)}
+    return decoder_leaves(config, [layer for _ in config.layer_kinds])
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}."""
+    names: dict[str, Stored] = {"embed_tokens": "backbone.embeddings.weight"}
+    for i in range(config.num_hidden_layers):
+        names[f"layers.{i}.input_layernorm"] = f"backbone.layers.{i}.norm.weight"
+        names |= mamba_names(config.mixer, f"layers.{i}.attention", f"backbone.layers.{i}.mixer")
+    head = {} if config.tie_word_embeddings else {"lm_head": "lm_head.weight"}
+    return names | {"norm": "backbone.norm_f.weight"} | head
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """Nothing rotates."""
+    return {"linear": no_rotation(positions)}
+
+
+def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
+    """Token embeddings [B, S, D], the beginning of the residual stream."""
+    x = decoder.embed(params, inputs, config=config)
+    return upcast(x) if config.residual_in_fp32 else x
+
+
+@with_context
+def block(
+    layer: Tree, x: Tensor, mask: Segments, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context
+) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    weight, eps = layer["input_layernorm"], config.layer_norm_epsilon
+    normed = rms_norm(x.to(weight.dtype), weight, eps=eps)
+    mixed = mamba(layer["attention"], normed, mask, config.mixer, ctx, eps=eps, activation=config.hidden_act)
+    return x + ctx.tap("attention", mixed)
+
+
+def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
+    """Final norm and output head: logits [B, S, V]."""
+    weight = decoder.head(params, config)
+    return linear(rms_norm_fp32_weight(x, params["norm"], eps=config.layer_norm_epsilon).to(weight.dtype), weight)

@@ -1,0 +1,67 @@
+"""Tiny configurations of Mamba 2, one per way in which its maths can differ, and its published sizes."""
+
+import json
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "model_type": "mamba2",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 16,
+    "n_groups": 2,
+    "state_size": 12,
+    "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-2,
+    "time_step_limit": [0.3, 1.0],
+    "chunk_size": 8,
+    "tie_word_embeddings": True,
+}
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    own = {"use_bias": True, "use_conv_bias": False, "n_groups": 1, "conv_kernel": 3, "expand": 3, "num_heads": 6}
+    unlimited = {"time_step_limit": [0.0, float("inf")], "tie_word_embeddings": False}
+    return {"mamba2": TINY, "mamba2_bias_untied": TINY | own | unlimited}
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published member."""
+    return {"mamba_codestral_7b": FILES["mamba-codestral-7b"]}
+
+
+def sizes() -> dict[str, int]:
+    """{name of a published member: how many parameters it has, as published}."""
+    return {"mamba_codestral_7b": 7_285_403_648}
+
+
+SEPARATE = {
+    "packed": "the convolution and the state run on from one document into the next",
+    "left": "a bias of the projection before the convolution is seen in padding",
+}
+BLIND = {
+    "mamba2": {"residual_in_fp32"},  # the variants are fp32 at least
+    "mamba2_bias_untied": {"residual_in_fp32", "mixer.limits"},
+}
+
+TOTALS: dict[str, int | str] = {
+    "mamba2-130m": 128_989_632,
+    "mamba2-2.7b": 2_702_599_680,
+    "mamba-codestral-7b": 7_285_403_648,
+}
+
+FILES: dict[str, dict[str, Any]] = json.loads("""{
+  "mamba-codestral-7b": {
+    "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "bos_token_id": 0, "chunk_size": 256,
+    "conv_kernel": 4, "eos_token_id": 0, "expand": 2, "head_dim": 64, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.1, "intermediate_size": 8192, "layer_norm_epsilon": 1e-05, "n_groups": 8,
+    "norm_before_gate": true, "num_heads": 128, "num_hidden_layers": 64, "pad_token_id": 0,
+    "rescale_prenorm_residual": false, "residual_in_fp32": true, "rms_norm": true, "state_size": 128,
+    "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_init_scheme": "random",
+    "time_step_limit": [0.0, Infinity], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256,
+    "time_step_scale": 1.0, "torch_dtype": "bfloat16", "transformers_version": "4.44.0.dev0", "use_bias": false,
+    "use_cache": true, "use_conv_bias": true, "vocab_size": 32768
+  }
+}""")
