@@ -60,11 +60,13 @@ example:
 
 # The reference's module whose output equals our tap: where a norm follows a sublayer, that norm. The first entry whose
 # modules a layer has all of is used: post_attention_layernorm alone is a norm before the MLP.
+# Taps of what is added to the residual stream: {tap: the reference's field that multiplies what its module returns}.
+_ADDED = {"mamba": "ssm_out_multiplier", "attention": "attention_out_multiplier", "mlp": ""}
 _SUBLAYERS = (
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
     {"attention": "self_attn", "mlp": "mlp"},
-    {"mamba": "mamba", "heads": "self_attn", "mlp": "feed_forward"},  # Falcon-H1, which adds the first two
+    {"mamba": "mamba", "attention": "self_attn", "mlp": "feed_forward"},  # Falcon-H1
     {"attention": "self_attn", "mlp": "feed_forward"},  # Llama 4
     {"attention": "mamba", "mlp": "feed_forward"},  # Bamba
     {"attention": "attn", "mlp": "mlp"},  # GPT-2
@@ -304,7 +306,7 @@ def _value_faults(config: DecoderConfig, params: Tree, theirs: Mapping[str, Tens
 
 def _ours(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     """{tap: activation} of our model."""
-    names = ("output", *(name for name in ("attention", "mlp") if name in may_have(family_of(config), "TAPS")))
+    names = ("output", *(name for name in _ADDED if name in may_have(family_of(config), "TAPS")))
     taps = ("embed", *(f"layers.*.{name}" for name in names))
     prepared = prepare(config, tokens, positions=batch.positions, segment_ids=batch.segment_ids)
     logits, tapped = forward(params, *prepared, config=config, kernel="math", taps=taps)
@@ -318,12 +320,13 @@ def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tapped["embed"] = args[0] if args else kwargs["hidden_states"]
 
-    # Our taps hold what is added to the residual stream; Granite multiplies what a sublayer returns.
+    # Granite multiplies what a sublayer returns.
     multiplier = getattr(model.config, "residual_multiplier", 1.0)
 
     def after(tap: str, module: Any, args: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
-        value = value if tap.endswith(".output") else value * multiplier
+        own = _ADDED.get(tap.rpartition(".")[2])
+        value = value if own is None else value * multiplier * getattr(model.config, own, 1.0)
         value = value.clone()  # Falcon adds the attention's output to the MLP's in place
         tapped[tap] = value if value.ndim == 3 else value.view(*tokens.shape, -1)  # experts may see rows of tokens
 
@@ -353,7 +356,7 @@ def _order(layers: int) -> Iterator[str]:
     """The taps in the order in which the model computes them."""
     yield "embed"
     for i in range(layers):
-        yield from (f"layers.{i}.{name}" for name in ("attention", "mlp", "output"))
+        yield from (f"layers.{i}.{name}" for name in ("mamba", "attention", "mlp", "output"))
     yield "logits"
 
 

@@ -17,6 +17,7 @@ from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
 from fnmodels.models.common.spec import decoder_leaves, norm
 from fnmodels.models.common.storage import Stored
+from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight, upcast
@@ -117,16 +118,16 @@ class Config:
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json under Mamba's own names."""
-        names = ("vocab_size", "hidden_size", "num_hidden_layers", "layer_norm_epsilon", "hidden_act", "model_type")
-        names += ("residual_in_fp32", "tie_word_embeddings", "initializer_range")
+        names = ["vocab_size", "hidden_size", "num_hidden_layers", "layer_norm_epsilon", "hidden_act", "model_type"]
+        names += ["residual_in_fp32", "tie_word_embeddings", "initializer_range"]
         own = {"architectures": ["Mamba2ForCausalLM"], "expand": self.mixer.rows["x"] // self.hidden_size}
         own |= {name: getattr(self, name) for name in names} | mamba_to_hf(self.mixer, _MIXER)
         return decoder.expressible(self, {name: json.loads(value) for name, value in self.extra} | own)
 
 
-# Sizes of chunks, which are no part of the function; settings of the initialization; what older files repeat.
+# Settings of the initialization, and what older files repeat.
 _UNUSED = (
-    *("chunk_size", "rescale_prenorm_residual", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor"),
+    *("rescale_prenorm_residual", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor"),
     *("time_step_init_scheme", "time_step_scale", "norm_before_gate", "intermediate_size"),
 )
 
@@ -155,7 +156,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
     """Token embeddings [B, S, D], the beginning of the residual stream."""
-    x = decoder.embed(params, inputs, config=config)
+    x = embed_tokens(params["embed_tokens"], inputs)
     return upcast(x) if config.residual_in_fp32 else x
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import FormatError, MismatchError
+from fnmodels.models.common.config_json import strict_json
 from fnmodels.models.common.registry import DecoderConfig, to_hf
 from fnmodels.tree import Tree
 from params.io.files import sync
@@ -225,16 +226,7 @@ def _shards(tensors: dict[str, LazyTensor], limit: int) -> dict[str, list[str]]:
 
 
 def _json(values: dict[str, Any]) -> str:
-    return json.dumps(_strict(values), indent=2, sort_keys=True, allow_nan=False) + "\n"
-
-
-def _strict(value: Any) -> Any:
-    """The value with infinity, which JSON does not have, in the form in which transformers writes it."""
-    if isinstance(value, dict):
-        return {name: _strict(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(one) for one in value]
-    return {"__float__": "Infinity"} if value == math.inf else value
+    return json.dumps(strict_json(values), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def _write(path: Path, text: str) -> None:

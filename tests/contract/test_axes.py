@@ -35,7 +35,7 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
             if size != wanted:
                 faults.append(f"{path} has {size} entries along {axis!r}, where the config has {wanted}.")
         inner = path.removeprefix(layer_of(path)).split(".")
-        on_stream = not {"attention", "mlp"} & set(inner)
+        on_stream = not {"attention", "mamba", "mlp"} & set(inner)
         if len(leaf.shape) == 1 and path == "lm_head_bias":
             if leaf.axes != ("vocab",):
                 faults.append(f"{path} is added to logits, so its axis is 'vocab', not {leaf.axes[0]!r}.")
@@ -45,7 +45,7 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
         alone = {"head_dim", "linear_head_dim", "activation"} | ({"heads"} if leaf.unit == 1 else set())
         if len(leaf.shape) == 1 and not on_stream and entry not in matrices[layer_of(path)] and entry[0] not in alone:
             faults.append(f"{path} has the axis {entry[0]!r} of {entry[1]}, which no matrix of its layer has.")
-        if "norm" in inner[-1] and "attention" in inner:
+        if "norm" in inner[-1] and {"attention", "mamba"} & set(inner):
             own, other = {"q": ("heads", "kv_heads"), "k": ("kv_heads", "heads")}.get(inner[-1][0], (None, None))
             if entry[0] in ("embed", other) or (len(leaf.shape) > 1 and entry[0] != own):
                 faults.append(f"{path} is a norm within attention, so its axis is not {entry[0]!r}.")

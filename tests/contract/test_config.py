@@ -17,6 +17,7 @@ from tests.support.cases import Case, batch_of, cases, family_modules, generic_p
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 # Fields without effect on the forward pass: the init and the trained length.
 DESCRIPTIVE = {"initializer_range", "max_position_embeddings"}
+NARROW = {"residual_in_fp32"}  # of effect in bf16 only
 # Fields that determine the shapes of parameters; in some families they change only together.
 SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
 
@@ -61,7 +62,7 @@ def changed(config: Any) -> Iterator[tuple[str, Any]]:
     """(field, config that differs in it alone) of all fields that can change without changing any parameter's shape."""
     half_the_head = 2 * (config.head_dim // 4) / config.head_dim + 1e-9  # an even number of dimensions
     for field in dataclasses.fields(config):
-        if not field.compare or field.name in DESCRIPTIVE:
+        if not field.compare or field.name in DESCRIPTIVE | NARROW:
             continue
         value, name = getattr(config, field.name), field.name
         if dataclasses.is_dataclass(value):
@@ -123,7 +124,17 @@ def test_every_field_is_changed_in_some_variant(family: str) -> None:
     seen = {f.partition(".")[0] for case in mine for f, _ in changed(case.config) if f not in blind.get(case.name, ())}
     fields = {field.name for case in mine for field in dataclasses.fields(case.config) if field.compare}
     alike = all(len(set(fnmodels.family_of(case.config).kinds(case.config))) == 1 for case in mine)
-    assert fields - seen <= DESCRIPTIVE | SIZES | ({"layer_kinds"} if alike else set())
+    assert fields - seen <= DESCRIPTIVE | NARROW | SIZES | ({"layer_kinds"} if alike else set())
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if hasattr(case.config, "residual_in_fp32")], ids=str)
+def test_a_residual_stream_in_fp32(case: Case) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for switch in (True, False):
+            config = dataclasses.replace(case.config, residual_in_fp32=switch)
+            logits, tapped = batch_of(config, segments((9,))).forward(generic_params(config, dtype), taps=("hidden",))
+            wide = torch.promote_types(dtype, torch.float32) if switch else dtype
+            assert tapped["hidden"].dtype == wide and logits.dtype == dtype
 
 
 @every_case

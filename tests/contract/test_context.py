@@ -68,9 +68,10 @@ def test_an_edit_of_every_tap_without_a_line_in_a_family(case: Case) -> None:
 def test_an_edit_goes_through_transforms(case: Case) -> None:
     """vmap and grad over an edit's strength, and rematerialised layers."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
+    sublayer = "mlp" if "mlp" in names_of(case) else "attention"
 
     def loss(strength: Tensor, layer_fn: Any = lambda block: block) -> Tensor:
-        wrap = lambda block: with_edits({"mlp": strength, "z": strength})(layer_fn(block))  # noqa: E731
+        wrap = lambda block: with_edits({sublayer: strength, "z": strength})(layer_fn(block))  # noqa: E731
         logits = batch.forward(params, context=Edited, layer_fn=wrap)
         return logits[batch.valid].square().mean()
 
@@ -123,13 +124,14 @@ def test_edits_compile_once_for_all_layers_and_strengths() -> None:
 def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
     """input + attention + mlp == output, after every norm and multiplier; middle stands between them."""
     batch, names = batch_of(case.config, ROWS), names_of(case)
-    taps = ("input", "output", *(name for name in ("attention", "middle", "mlp") if name in names))
+    taps = ("input", "output", *(name for name in ("mamba", "attention", "middle", "mlp") if name in names))
     _, found = batch.forward(generic_params(case.config), taps=tuple(f"layers.*.{name}" for name in taps))
     for index in range(len(fnmodels.family_of(case.config).kinds(case.config))):
         tap = {name: found[f"layers.{index}.{name}"][batch.valid] for name in taps}
-        assert off(tap["input"] + tap["attention"] + tap["mlp"], tap["output"]) < 1e-6
+        added = [tap[name] for name in ("mamba", "attention", "mlp") if name in tap]
+        assert off(sum(added, tap["input"]), tap["output"]) < 1e-6
         if "middle" in tap:
-            assert off(tap["input"] + tap["attention"], tap["middle"]) < 1e-6
+            assert off(tap["output"] - tap["mlp"], tap["middle"]) < 1e-6
 
 
 @every_case

@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import fnmodels
+from fnmodels.inputs.mask import attention_part
 from tests.support.cases import Case, attending, batch_of, generic_params, off, richest, segments, structures, supports
 
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4))
@@ -20,8 +21,9 @@ def check(case: Case, create: Any) -> None:
     made = family.attention_masks(case.config, batch.positions, batch.segment_ids, create=create)
     assert made.keys() == masks.keys()
     ordered = [kind for kind, mask in masks.items() if isinstance(mask, fnmodels.Segments)]
-    assert all(isinstance(mask, BlockMask) for kind, mask in made.items() if kind not in ordered)
-    one, other = (len({id(mask) for mask in either.values()}) for either in (made, masks))
+    parts = {kind: attention_part(mask) for kind, mask in made.items()}
+    assert all(isinstance(mask, BlockMask) for kind, mask in parts.items() if kind not in ordered)
+    one, other = (len({id(attention_part(mask)) for mask in either.values()}) for either in (made, masks))
     assert one == other, "kinds with one rule share one mask"
     wanted = batch.forward(weights)[batch.valid]
     for kernel in ("math", "sdpa", "auto"):

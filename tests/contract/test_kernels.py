@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.inputs.mask import MaskLike
+from fnmodels.inputs.mask import MaskLike, attention_part, with_attention
 from fnmodels.ops.attention.select import attention
 from tests.fnmodels.inputs.test_mask import POSITIONS, RULES, SEGMENTS, SPANS, slow
 from tests.support.cases import (
@@ -39,7 +39,10 @@ def logits_under(case: Case, mask: MaskLike, kernel: str) -> Tensor:
     batch = Batch(case.config, tokens_of(case.config, 2, 10), POSITIONS[ROWS], SEGMENTS[ROWS], length=24)
     inputs, masks, freqs_cis = batch.prepared()
     layout = fnmodels.layout(masks) if kernel in ("auto", "blocks") else None
-    masks = {kind: made if isinstance(made, fnmodels.Segments) else mask for kind, made in masks.items()}
+    masks = {
+        kind: made if isinstance(made, fnmodels.Segments) else with_attention(made, mask)
+        for kind, made in masks.items()
+    }
     logits = fnmodels.forward(
         generic_params(case.config), inputs, masks, freqs_cis, config=case.config, kernel=kernel, layout=layout
     )
@@ -104,6 +107,6 @@ def test_a_kernel_of_the_callers_own(case: Case) -> None:
     wanted = batch.forward(weights)
     assert off(logits(), wanted) < 1e-6
     kinds = [kinds[index] for index in attending_layers(case.config)]
-    assert all(given is masks[kind] for given, kind in zip(asked, kinds, strict=True))
+    assert all(given is attention_part(masks[kind]) for given, kind in zip(asked, kinds, strict=True))
     factor = 0
     assert off(logits(), wanted) > 1e-3

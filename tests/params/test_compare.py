@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import params as P
-from fnmodels import llama, tree
+from fnmodels import family_of, llama, tree
+from fnmodels.models.common.registry import may_have
 from params import compare
 from tests.support.cases import Case, cases, generic_params, structures
 from tests.support.oracle import model_of
@@ -35,7 +36,8 @@ def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFix
     assert compare.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     layers = case.config.num_hidden_layers
-    taps = [f"layers.{i}.{name}" for i in range(layers) for name in ("attention", "mlp", "output")]
+    own = [name for name in ("mamba", "attention", "mlp") if name in may_have(family_of(case.config), "TAPS")]
+    taps = [f"layers.{i}.{name}" for i in range(layers) for name in (*own, "output")]
     # all activations of the plain batch, then the logits of those on which transformers is right
     forms = ["padded", "packed", "shifted"]
     forms = [form for form in forms if form not in compare.their_mistakes(case.config)]

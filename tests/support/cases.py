@@ -115,9 +115,10 @@ def is_ordered(case: Case) -> bool:
 
 
 def attending_layers(config: Any) -> list[int]:
-    """The layers that have attention."""
-    ordered = ordered_kinds(config)
-    return [i for i, kind in enumerate(fnmodels.family_of(config).kinds(config)) if kind not in ordered]
+    """The layers that have attention, some of which may have a recurrent mixer too."""
+    family, none = fnmodels.family_of(config), torch.zeros(1, 0, dtype=torch.int64)
+    masks = family.attention_masks(config, none, none)
+    return [i for i, kind in enumerate(family.kinds(config)) if not isinstance(masks[kind], Segments)]
 
 
 def attending(group: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -286,6 +287,8 @@ def reach_of(batch: Batch) -> Tensor:
 
 def _read_by(mask: Any) -> Tensor:
     """bool [S, S]: which tokens each one reads in a layer with this mask."""
+    if isinstance(mask, dict):
+        return torch.stack([_read_by(part) for part in mask.values()]).any(0)
     if not isinstance(mask, Segments):
         dense: Tensor = mask.dense()[0, 0]
         return dense

@@ -4,7 +4,6 @@ The identity is written to run.json for readers, and into each saved step, where
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.errors import UserError
+from fnmodels.models.common.config_json import strict_json
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from params.checkpoint.save import config_text
@@ -114,7 +114,7 @@ def prepare(
         "settings": fixed_settings(settings),
         "corpus": dataset.fingerprint,
         "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
-        "config": json.loads(json.dumps(config.to_hf())),
+        "config": strict_json(config.to_hf()),
         "weights": model.weights,
     }
     if template and template.day:

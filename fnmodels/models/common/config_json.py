@@ -16,10 +16,12 @@ from fnmodels.errors import ConfigError, UnsupportedError
 # Fields that change no output of a forward pass: bookkeeping, generation settings, settings of trainers.
 _HARMLESS = """
     _attn_implementation_autoset _name_or_path add_cross_attention architectures attn_implementation auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id
+    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size chunk_size_feed_forward
+    decoder_start_token_id
     diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
-    initializer_range is_decoder is_llama_config label2id length_penalty max_length min_length model_max_length
+    initializer_range is_decoder is_llama_config label2id length_penalty mamba_chunk_size max_length min_length
+    model_max_length
     model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
     output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
     remove_invalid_values repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef
@@ -36,6 +38,7 @@ DROPOUTS = tuple(_DROPOUTS.split())
 HARMLESS = frozenset((*_HARMLESS.split(), *DROPOUTS))
 # The harmless fields that a saved checkpoint keeps; the others are rewritten or have no effect.
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "tokenizer_class", *DROPOUTS)
+KEPT += ("chunk_size", "mamba_chunk_size")  # how kernels divide the sequence
 
 # The depth of the deepest published transformer. A larger number is probably a mistake, and `spec` lists every layer.
 LAYERS_LIMIT = 1000
@@ -52,6 +55,15 @@ def shown(value: Any) -> str:
         if len(text) > 80:
             return text[:77] + "..."
     return text
+
+
+def strict_json(value: Any) -> Any:
+    """The JSON value with infinity, which JSON does not have, in the form in which transformers writes it."""
+    if isinstance(value, dict):
+        return {name: strict_json(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict_json(one) for one in value]
+    return {"__float__": "Infinity"} if value == math.inf else value
 
 
 class Fields:

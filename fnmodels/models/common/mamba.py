@@ -117,14 +117,13 @@ def mamba_to_hf(mixer: Mamba, names: Mapping[str, tuple[str, Any]] = HYBRID_FIEL
 
 
 def time_step_limit(fields: Fields) -> tuple[float, float]:
-    """`time_step_limit`: two numbers, the second of which may be infinite, as JSON of either dialect writes it."""
+    """`time_step_limit`: two numbers, the second usually infinite, as JSON of either dialect writes it."""
     value = fields.take("time_step_limit", (0.0, math.inf))
     found = [math.inf if one == {"__float__": "Infinity"} else one for one in value] if _is_list(value) else []
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one >= 0 for one in found)
-    if len(found) != 2 or not numbers or math.isinf(found[0]):
+    if len(found) != 2 or not numbers:
         raise ConfigError(
-            f"{fields.where}: 'time_step_limit' is {shown(value)}, but must be a number and one that may be infinite, "
-            "neither below 0."
+            f"{fields.where}: 'time_step_limit' is {shown(value)}, but must be two numbers from 0 to infinity."
         )
     return float(found[0]), float(found[1])
 

@@ -24,9 +24,7 @@ def silu_then_group_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float,
 
     x, gate: [..., D]; weight: [D].
     """
-    gated = upcast(x) * F.silu(upcast(gate))
-    normed = rms_norm(gated.unflatten(-1, (groups, -1)), None, eps=eps).flatten(-2)
-    return (normed * upcast(weight)).to(x.dtype)
+    return _group_norm(upcast(x) * F.silu(upcast(gate)), weight, eps, groups).to(x.dtype)
 
 
 def group_norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1) -> Tensor:
@@ -34,5 +32,10 @@ def group_norm_then_silu(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float,
 
     x, gate: [..., D]; weight: [D].
     """
-    normed = rms_norm(upcast(x).unflatten(-1, (groups, -1)), None, eps=eps).flatten(-2)
-    return (normed * upcast(weight) * F.silu(upcast(gate))).to(x.dtype)
+    return (_group_norm(upcast(x), weight, eps, groups) * F.silu(upcast(gate))).to(x.dtype)
+
+
+def _group_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    if groups == 1:
+        return rms_norm_fp32_weight(x, weight, eps=eps)
+    return rms_norm(x.unflatten(-1, (groups, -1)), None, eps=eps).flatten(-2) * upcast(weight)
