@@ -1,7 +1,5 @@
 """Bamba (IBM, 2024): Mamba-2 mixers in most layers and attention in a few, each followed by a gated MLP."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +13,7 @@ from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, ki
 from fnmodels.models.common.mamba import Mamba, hybrid_names, mamba, mamba_from_hf, mamba_leaves, mamba_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import Rope, apply_rotary
+from fnmodels.ops import Rope, apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("bamba",)
@@ -52,7 +47,7 @@ class Config(decoder.BaseConfig):
     model_type: str = field(default="bamba", compare=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e4, partial=0.5, max_positions=262144, kv_heads=8)

@@ -1,7 +1,5 @@
 """Falcon-H1 (arXiv 2507.22448): attention and a Mamba-2 mixer side by side in every layer, and fixed multipliers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,21 +12,12 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import freqs_cis, kinds  # noqa: F401
-from fnmodels.models.common.mamba import (
-    Mamba,
-    hybrid_names,
-    mamba,
-    mamba_from_hf,
-    mamba_leaves,
-    mamba_to_hf,
-)
+from fnmodels.models.common.mamba import Mamba, hybrid_names, mamba, mamba_from_hf, mamba_leaves, mamba_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored
+from fnmodels.ops import apply_rotary, project_out, project_qkv, rms_norm
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import glu
-from fnmodels.ops.norm import rms_norm
-from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("falcon_h1",)
@@ -84,7 +73,7 @@ class Config(decoder.BaseConfig):
     model_type: str = field(default="falcon_h1", compare=False)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e4, max_positions=8192, kv_heads=8)

@@ -1,7 +1,5 @@
 """Mamba 2 (arXiv 2405.21060): each layer is a norm and a state-space mixer; no attention and no MLP."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +15,8 @@ from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
 from fnmodels.models.common.spec import decoder_leaves, norm
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops.embedding import embed_tokens
+from fnmodels.ops import ACTIVATIONS, embed_tokens, no_rotation, rms_norm, rms_norm_fp32_weight, upcast
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS
-from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight, upcast
-from fnmodels.ops.rotary import no_rotation
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("mamba2",)
@@ -95,7 +90,7 @@ class Config:
         return 1 << 20
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type, width = fields.choice("model_type", MODEL_TYPES), fields.integer("hidden_size")

@@ -6,8 +6,6 @@ dt = clamp(softplus(dt + dt_bias))
 output = o_proj(gated norm(ssd(x, dt, -exp(A_log), B, C, D), z))
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +17,8 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments, last_segment
+from fnmodels.ops import ACTIVATIONS, split_heads, upcast
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS
-from fnmodels.ops.norm import upcast
-from fnmodels.ops.qkv import split_heads
 from fnmodels.ops.recurrent.conv import short_conv
 from fnmodels.ops.recurrent.gated_norm import group_norm_then_silu, silu_then_group_norm
 from fnmodels.ops.recurrent.ssd import ssd
