@@ -231,7 +231,7 @@ def wide(leaf: Any) -> Any:
     return leaf.detach().float().numpy()
 
 
-def matmul_peak(dtype: str, size: int = 2048, repeats: int = 6) -> float:
+def matmul_peak(dtype: str, size: int, repeats: int = 6) -> float:
     """Best FLOP/s of a square matmul in this dtype, torch's own or oneDNN's: 2 * size^3 FLOPs each."""
     import torch
 
@@ -306,7 +306,7 @@ def serve(requests: Any, answer: Callable[[dict[str, Any]], None]) -> None:
         elif kind == "memory":
             answer({"peak": memory("VmHWM")})
         elif kind == "matmul":
-            answer({"flops": matmul_peak(request["dtype"])})
+            answer({"flops": matmul_peak(request["dtype"], request["size"])})
 
 
 def main() -> None:

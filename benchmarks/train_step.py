@@ -1,7 +1,7 @@
 """Times one training step (forward, backward, AdamW) of the same 26M-parameter Llama in several libraries.
 
     python benchmarks/train_step.py                      all contenders, fp32 and bf16
-    python benchmarks/train_step.py --quick              one short round, to check that everything runs
+    python benchmarks/train_step.py --quick              a tiny model, one step, to check that everything runs
     python benchmarks/train_step.py --dtype float32 --contenders fnmodels transformers
     python benchmarks/train_step.py --readme             also updates the README's tables and chart
 
@@ -42,6 +42,7 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
+QUICK = {"vocab_size": 512, "dim": 128, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 256, "batch": 2, "sequence": 64}
 # name -> (library, compiled). "compiled" is compile="block" for fnmodels, torch.compile(model) for the modules.
 CONTENDERS: dict[str, tuple[str, bool]] = {
     "fnmodels": ("fnmodels", False),
@@ -139,7 +140,9 @@ def launch(name: str, python: str, scratch: Path) -> Contender:
     return Contender(name, process)
 
 
-def start(names: list[str], pythons: dict[str, str], dtype: str, threads: int, scratch: Path) -> list[Contender]:
+def start(
+    names: list[str], pythons: dict[str, str], dtype: str, config: dict[str, Any], threads: int, scratch: Path
+) -> list[Contender]:
     """Builds every contender and takes its first two steps; one that cannot run is reported and skipped."""
     started = []
     for name in names:
@@ -148,7 +151,7 @@ def start(names: list[str], pythons: dict[str, str], dtype: str, threads: int, s
         data = str(scratch / "start.npz")
         try:
             built = one.ask(
-                "build", library=library, threads=threads, data=data, config=CONFIG, dtype=dtype, compiled=compiled
+                "build", library=library, threads=threads, data=data, config=config, dtype=dtype, compiled=compiled
             )
             one.version, one.before = built["version"], built["before"]
             one.ask("reset_peak")
@@ -195,13 +198,13 @@ def check(started: list[Contender], dtype: str, scratch: Path) -> dict[str, dict
     return found
 
 
-def measure(started: list[Contender], dtype: str, rounds: int, steps: int) -> float:
+def measure(started: list[Contender], dtype: str, rounds: int, steps: int, matmul: int) -> float:
     """Runs the rounds; returns the best matmul rate seen, in FLOP/s. The order of contenders rotates."""
     gauge = next((one for one in started if CONTENDERS[one.name][0] != "jax"), None)
     peak = 0.0
     for i in range(rounds):
         if gauge is not None:
-            peak = max(peak, gauge.ask("matmul", dtype=dtype)["flops"])
+            peak = max(peak, gauge.ask("matmul", dtype=dtype, size=matmul)["flops"])
         turn = i % len(started)
         for one in started[turn:] + started[:turn]:
             one.seconds += one.ask("steps", count=steps)["seconds"]
@@ -216,17 +219,18 @@ def measure(started: list[Contender], dtype: str, rounds: int, steps: int) -> fl
 
 def run(names: list[str], pythons: dict[str, str], dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     print(f"{dtype}: starting", flush=True)
+    config, matmul = (CONFIG | QUICK, 128) if options.quick else (CONFIG, 2048)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        np.savez(scratch / "start.npz", **draw(CONFIG, options.seed))
-        started = start(names, pythons, dtype, options.threads, scratch)
+        np.savez(scratch / "start.npz", **draw(config, options.seed))
+        started = start(names, pythons, dtype, config, options.threads, scratch)
         try:
             checks = check(started, dtype, scratch)
-            peak = measure(started, dtype, options.rounds, options.steps) if started else 0.0
+            peak = measure(started, dtype, options.rounds, options.steps, matmul) if started else 0.0
         finally:
             for one in started:
                 one.close()
-    tokens = CONFIG["batch"] * CONFIG["sequence"]
+    tokens = config["batch"] * config["sequence"]
     rows = {}
     for one in started:
         median = statistics.median(one.seconds)
@@ -235,7 +239,7 @@ def run(names: list[str], pythons: dict[str, str], dtype: str, options: argparse
             "tokens_per_second": tokens / median,
             "median_seconds": median,
             "spread_seconds": [min(one.seconds), max(one.seconds)],
-            "share_of_matmul_peak": flops_per_step(CONFIG) / median / peak if peak else None,
+            "share_of_matmul_peak": flops_per_step(config) / median / peak if peak else None,
             "first_step_seconds": one.first_seconds,
             "first_loss": one.first_loss,
             "peak_bytes": one.peak,
@@ -355,7 +359,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--threads", type=int, default=min(2, os.cpu_count() or 1), help="cores for each process (default 2)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="one round of one step, nothing written")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one round of one step; nothing written")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for train_step.json, .md and .png")
     parser.add_argument("--readme", action="store_true", help="also put tables and chart between the README's markers")
     for library in ("litgpt", "jax"):

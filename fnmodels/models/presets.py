@@ -7,9 +7,10 @@ the file. Parameter counts are tested against the published totals, or against t
 """
 
 import difflib
-from typing import Any
+import importlib
+from typing import Any, cast
 
-from fnmodels.models.common.registry import claim, families, family_for, may_have
+from fnmodels.models.common.registry import Family, claim, families, family_for, may_have
 
 
 def preset(name: str) -> Any:
@@ -30,11 +31,11 @@ def presets() -> tuple[str, ...]:
 
 def published() -> dict[str, dict[str, Any]]:
     """{name: config.json} of this file and of each family's PRESETS; UserError where two of them claim one name."""
-    modules = dict.fromkeys(family_for(model_type) for model_type in families())
     owners, found = dict.fromkeys(PRESETS, __name__), dict(PRESETS)
-    for family in modules:
+    for module in dict.fromkeys(families().values()):
+        family = cast(Family, importlib.import_module(module))
         for name, values in may_have(family, "PRESETS").items():
-            claim(owners, name, family.__name__, "preset")
+            claim(owners, name, module, "preset")
             found[name] = values
     return found
 

@@ -139,7 +139,7 @@ def _compiled(test: Test) -> Test:
 # Each takes seconds.
 LINEARIZED: Test = lambda case: test_transforms.test_linearize(case.family)  # noqa: E731
 ONE_GRAPH = _compiled(test_compile.test_prepare_and_forward_are_one_graph)
-ONE_BLOCK = _compiled(test_compile.test_one_compilation_of_the_block_for_sixteen_layers)
+ONE_BLOCK = _compiled(test_compile.test_one_compilation_of_the_block_for_all_layers_of_a_kind)
 
 
 def _around_block(change: Callable[..., Any]) -> Patch:

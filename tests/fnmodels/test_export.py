@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import fnmodels
 from fnmodels import llama, tree
-from tests.support.cases import Case, batch_of, generic_params, is_routed, kinds_of, richest, segments
+from tests.support.cases import Case, batch_of, generic_params, is_routed, kinds_of, richest, segments, shortest
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
 FAMILIES = {case.family: case for case in richest()}
@@ -90,23 +90,25 @@ def tolerance_of(case: Case) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [FAMILIES[name] for name in THREE], ids=str)
 def test_export_with_parameters_as_input(case: Case) -> None:
-    params = generic_params(case.config)
-    program = exported(case.config, AsInput(case.config), params)
+    config = shortest(case.config)
+    params = generic_params(config)
+    program = exported(config, AsInput(config), params)
     file = io.BytesIO()
     program.example_inputs = None  # they are pickled, which torch refuses to read back; masks in the signature are not
     torch.export.save(program, file)
     file.seek(0)
     run = torch.export.load(file).module()
-    assert_runs(case.config, params, lambda *arguments: run(params, *arguments), tolerance_of(case))
+    assert_runs(config, params, lambda *arguments: run(params, *arguments), tolerance_of(case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", richest(kinds_of), ids=str)
 def test_export_with_parameters_as_state(case: Case) -> None:
-    params = generic_params(case.config)
-    program = exported(case.config, AsState(case.config, params))
+    config = shortest(case.config)
+    params = generic_params(config)
+    program = exported(config, AsState(config, params))
     assert len(program.state_dict) == len(tree.leaves(params))
-    assert_runs(case.config, params, program.module(), tolerance_of(case))
+    assert_runs(config, params, program.module(), tolerance_of(case))
 
 
 def test_a_saved_rule_is_the_same_rule() -> None:
@@ -166,15 +168,16 @@ CELLS = [(SHORT, name) for name in INSIDE]
 CELLS += [(FAMILIES[family], "per sample") for family in ("gemma", "mixtral")]
 
 
-def problem(case: Case) -> tuple[Any, Any]:
-    batch = batch_of(case.config, segments((5, 2), (-1, 6)))
-    return generic_params(case.config), (batch.prepared(), batch.labels)
+def problem(config: Any) -> tuple[Any, Any]:
+    batch = batch_of(config, segments((5, 2), (-1, 6)))
+    return generic_params(config), (batch.prepared(), batch.labels)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), CELLS, ids=str)
 def test_transforms_are_one_graph(case: Case, name: str) -> None:
-    function, arguments = transforms(case.config)[name], problem(case)
+    config = shortest(case.config)
+    function, arguments = transforms(config)[name], problem(config)
     got = torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments)
     for a, b in zip(tree.leaves(got), tree.leaves(function(*arguments)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, float(b.abs().max())))
@@ -183,7 +186,7 @@ def test_transforms_are_one_graph(case: Case, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["jvp", "hvp", "hvp, reverse over forward", "jacfwd"])
 def test_a_fused_kernel_says_while_it_is_traced_that_it_has_no_forward_mode(name: str) -> None:
-    function, arguments = transforms(SHORT.config, "sdpa")[name], problem(SHORT)
+    function, arguments = transforms(SHORT.config, "sdpa")[name], problem(SHORT.config)
     with pytest.raises(Exception, match=r'kernel="sdpa" does not support.*kernel="math" supports all of them'):
         torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments)
 
@@ -199,8 +202,8 @@ def test_inductor() -> None:
 @pytest.mark.slow
 def test_a_package_of_compiled_code(tmp_path: Path) -> None:
     """Of experts, and of every operation that a decoder needs."""
-    case = FAMILIES["mixtral"]
-    params = generic_params(case.config)
-    program = exported(case.config, AsState(case.config, params))
+    config = shortest(FAMILIES["mixtral"].config)
+    params = generic_params(config)
+    program = exported(config, AsState(config, params))
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    assert_runs(case.config, params, torch._inductor.aoti_load_package(path), 1e-4)
+    assert_runs(config, params, torch._inductor.aoti_load_package(path), 1e-4)

@@ -22,6 +22,7 @@ Where they are needed:
     TRAINING_TOLERANCE  {variant: tolerance of 20 steps} where fp32 itself gives no 1e-5
 """
 
+import dataclasses
 import functools
 import importlib
 import math
@@ -148,6 +149,7 @@ def kinds_of(case: Case) -> str:
     return str(sorted(set(fnmodels.family_of(case.config).kinds(case.config))))
 
 
+@functools.cache
 def richest(group: Callable[[Case], str] = lambda case: case.family) -> tuple[Case, ...]:
     """Per family, or group, the variant with the most kinds of layers and the fewest layers. For tests that compile."""
 
@@ -155,8 +157,20 @@ def richest(group: Callable[[Case], str] = lambda case: case.family) -> tuple[Ca
         kinds = fnmodels.family_of(case.config).kinds(case.config)
         return len(set(kinds)), -len(kinds)
 
-    groups = dict.fromkeys(map(group, cases()))
-    return tuple(max((case for case in cases() if group(case) == name), key=richness) for name in groups)
+    groups: dict[str, list[Case]] = {}
+    for case in cases():
+        groups.setdefault(group(case), []).append(case)
+    return tuple(max(members, key=richness) for members in groups.values())
+
+
+def shortest(config: Any, times: int = 1) -> Any:
+    """The model's first layers that have all of its kinds, `times` over: for tests that trace each layer."""
+    kinds = fnmodels.family_of(config).kinds(config)
+    few = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    per_layer = {name: value for name, value in values.items() if isinstance(value, tuple) and len(value) == len(kinds)}
+    repeated = {name: value[:few] * times for name, value in per_layer.items()}
+    return dataclasses.replace(config, num_hidden_layers=few * times, **repeated)
 
 
 def generic(name: str, tensor: Tensor) -> Tensor:
@@ -237,14 +251,31 @@ def forward(params: Any, prepared: tuple[Any, Any, Any], *, config: Any, kernel:
 
 
 def check_shapes(config: Any) -> None:
-    """A model of published size runs on the meta device, without memory for values."""
+    """A model of published size runs on the meta device, without memory for values.
+
+    Layers of one kind and one shape are run once: a block gets nothing else of its layer, so the others do the same.
+    """
     weights = P.abstract(config, dtype=torch.bfloat16)
     assert all(leaf.device.type == "meta" for leaf in tree.leaves(weights))
     tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
     segment_ids = torch.ones_like(tokens)
     prepared = fnmodels.prepare(config, tokens, positions=segment_ids, segment_ids=segment_ids, length=16)
-    logits = fnmodels.forward(weights, *prepared, config=config)
+    logits = fnmodels.forward(weights, *prepared, config=config, layer_fn=_once_per_shape)
     assert logits.shape == (2, 16, config.vocab_size) and logits.dtype == torch.bfloat16
+
+
+def _once_per_shape(block: Any) -> Any:
+    """A block on the meta device, whose results are kept by the shapes and dtypes of its layer and its input."""
+    found: dict[Any, Any] = {}
+
+    def run(layer: Any, x: Tensor, *batch: Any, **more: Any) -> Any:
+        leaves = (*tree.flatten(layer).items(), ("", x))
+        key = tuple((path, leaf.shape, leaf.dtype) for path, leaf in leaves)
+        if key not in found:
+            found[key] = block(layer, x, *batch, **more)
+        return found[key]
+
+    return run
 
 
 KERNELS = ("math", "sdpa", "auto")
@@ -273,6 +304,12 @@ def batch_of(config: Any, segment_ids: Tensor, *, seed: int = 0) -> Batch:
     """Random tokens under given segments. The length that some rope scalings need is 24, beyond the original 16."""
     tokens = tokens_of(config, *segment_ids.shape, seed=seed)
     return Batch(config, tokens, positions_of(segment_ids), segment_ids, length=24)
+
+
+@functools.cache
+def _reach_of_ten(config: Any) -> Tensor:
+    """`reach_of` a document of ten tokens."""
+    return reach_of(batch_of(config, segments((10,))))
 
 
 def reach_of(batch: Batch) -> Tensor:
@@ -322,7 +359,7 @@ def subject_of(
             inputs = {**inputs, "routing": routing}
         return forward(params, (inputs, masks, freqs_cis), config=config, kernel=kernel)
 
-    reach = reach_of(batch_of(config, segments((10,))))
+    reach = _reach_of_ten(config)
     return testing.Subject(
         generic_params(config, dtype),
         prepare,

@@ -17,11 +17,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import params as P
 from fnmodels import llama, tree
 from fnmodels.tree import Tree
+from tests.support.pictures import leave_out_pixels
 from train import Saver, checkpoint
 from train.cli import main
 from train.job import run  # noqa: F401 - run: what `main` imports late is loaded once, before the forks
@@ -94,6 +96,7 @@ def save_model_limited(folder: str, step: int, limit: int) -> None:
 
 
 def run_job(flags: list[str]) -> None:
+    leave_out_pixels(pytest.MonkeyPatch())
     os._exit(main(flags, defaults=TINY))
 
 

@@ -4,6 +4,7 @@ There is no registration: families are the modules of the models folder that def
 that defines a Config and the functions of `Family`.
 """
 
+import functools
 import importlib
 import pkgutil
 import sys
@@ -231,11 +232,16 @@ def families() -> dict[str, str]:
     UserError where two families claim one model type.
     """
     found: dict[str, str] = {}
-    for info in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__, f"{_PACKAGE}."):
-        if not info.ispkg:
-            for model_type in getattr(importlib.import_module(info.name), "MODEL_TYPES", ()):
-                claim(found, model_type, info.name, "model type")
+    for name in _modules(tuple(importlib.import_module(_PACKAGE).__path__)):
+        for model_type in getattr(importlib.import_module(name), "MODEL_TYPES", ()):
+            claim(found, model_type, name, "model type")
     return dict(sorted(found.items()))
+
+
+@functools.cache
+def _modules(folders: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the modules in the package's folders, listed once: every checkpoint that is read asks for them."""
+    return tuple(info.name for info in pkgutil.iter_modules(folders, f"{_PACKAGE}.") if not info.ispkg)
 
 
 def claim(owners: dict[str, str], key: str, module: str, what: str) -> None:

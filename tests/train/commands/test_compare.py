@@ -55,7 +55,7 @@ def test_a_loss_that_is_not_finite_and_steps_that_are_missing_are_differences(
     assert compare.main([str(lost), str(lost), "--within", "0", "--out", str(tmp_path / "a.png")]) == 0
 
 
-def test_pictures_of_several_runs(runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_several_runs(runs, rendered: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot.main([*map(str, runs), "--out", str(tmp_path / "new" / "both.png")]) == 0
     assert compare.main([*map(str, runs), "--out", str(tmp_path / "two.png")]) == 0
     for picture in (tmp_path / "new" / "both.png", tmp_path / "two.png"):

@@ -82,7 +82,7 @@ def stop_after(monkeypatch, step):
     monkeypatch.setattr(run, "stop_requests", requests)
 
 
-def test_a_run_leaves_a_checkpoint_metrics_curves_and_a_summary(tmp_path, text, capsys):
+def test_a_run_leaves_a_checkpoint_metrics_curves_and_a_summary(tmp_path, text, rendered, capsys):
     path = tmp_path / "run"
     assert train(path, text) == 0
     out = capsys.readouterr().out

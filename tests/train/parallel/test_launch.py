@@ -29,6 +29,7 @@ import train.job.processes.worker
 from fnmodels import llama, tree
 from fnmodels.errors import UserError
 from tests.support.one_process import config_of
+from tests.support.pictures import leave_out_pixels
 from tests.support.ranks_pool import LIMIT, ROOT, Ranks
 from tests.train.job.test_finetune import checkpoint_of
 from tests.train.parallel.test_load import read_by_process
@@ -128,6 +129,7 @@ def run_main(path: str, *flags: str) -> tuple[int, str, str]:
     said, errors = io.StringIO(), io.StringIO()
     environment = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     environment["XDG_CACHE_HOME"] = str(Path(path).parent / "cache")
+    leave_out_pixels(pytest.MonkeyPatch())  # in this rank
     with (
         mock.patch.dict(os.environ, environment),
         contextlib.redirect_stdout(said),

@@ -60,7 +60,7 @@ def test_it_makes_the_run_of_one_process_and_ctrl_c_reaches_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    more = ("--steps", "40")
+    more = ("--steps", "40", "--save-every", "40", "--eval-every", "20")  # seldom: each takes longer than a step
     with start(tmp_path / "two", "--mesh", "fsdp=2", *more) as process:
         in_its_third_step(tmp_path / "two", process)
         os.killpg(process.pid, signal.SIGINT)

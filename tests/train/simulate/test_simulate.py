@@ -135,7 +135,7 @@ def test_what_does_not_fit_raises(mesh: str, work: dict[str, Any], sentence: str
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command(rendered: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.png"
     arguments = ["--preset", "llama-3.2-1b", "--mesh", "pp=2,fsdp=2", "--length", "512", "--picture", str(picture)]
     assert main(arguments) == 0

@@ -1,0 +1,16 @@
+"""Fixtures of all tests of `train`: pictures are rendered only where a test takes `rendered`."""
+
+import pytest
+
+from tests.support.pictures import leave_out_pixels
+
+
+@pytest.fixture
+def rendered() -> None:
+    """Pictures of this test have pixels."""
+
+
+@pytest.fixture(autouse=True)
+def _pictures_without_pixels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "rendered" not in request.fixturenames:
+        leave_out_pixels(monkeypatch)
