@@ -29,6 +29,7 @@ import argparse
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import resource
 import statistics
@@ -131,8 +132,8 @@ def read_through(folder: Path) -> None:
                 pass
 
 
-def child(contender: str, mode: str, folder: Path) -> None:
-    """One reading, reported as JSON."""
+def child(contender: str, mode: str, folder: Path) -> dict[str, float]:
+    """What one reading costs."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     read = checks if mode == "checks" else CONTENDERS[contender]
     for module in IMPORTS[contender]:
@@ -150,8 +151,20 @@ def child(contender: str, mode: str, folder: Path) -> None:
     peak, size = memory("VmHWM") - before, sum(tensor.nbytes for tensor in flat.values())
     largest = max((tensor.nbytes for tensor in flat.values()), default=0)
     total = touch(flat) if total is None else total
-    told = {"seconds": seconds, "faults": faults, "peak": peak, "size": size, "largest": largest, "sum": total}
-    print(json.dumps(told))
+    return {"seconds": seconds, "faults": faults, "peak": peak, "size": size, "largest": largest, "sum": total}
+
+
+def in_a_process(threads: int, *reading: str) -> dict[str, float]:
+    """What `child` returns in a process of its own; in one that is forked if BENCHMARK_START says so, for tests."""
+    if os.environ.get("BENCHMARK_START") == "fork":
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            return pool.apply(child, (*reading[:2], Path(reading[2])))
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": root, "TQDM_DISABLE": "1"}
+    command = [sys.executable, __file__, "--child", *reading]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    told: dict[str, float] = json.loads(done.stdout)
+    return told
 
 
 def main() -> None:
@@ -164,7 +177,7 @@ def main() -> None:
     parser.add_argument("--child", nargs=3, metavar=("CONTENDER", "MODE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        child(arguments.child[0], arguments.child[1], Path(arguments.child[2]))
+        print(json.dumps(child(arguments.child[0], arguments.child[1], Path(arguments.child[2]))))
         return
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
@@ -174,15 +187,7 @@ def main() -> None:
         for turn in range(arguments.rounds):
             runs = [(contender, mode) for mode in MODES for contender in orders[turn % len(orders)]]
             for contender, mode in runs + [("fnmodels", "checks")] * ("fnmodels" in names):
-                command = [sys.executable, __file__, "--child", contender, mode, name]
-                root = str(Path(__file__).parents[1])
-                environment = os.environ | {
-                    "OMP_NUM_THREADS": str(arguments.threads),
-                    "PYTHONPATH": root,
-                    "TQDM_DISABLE": "1",
-                }
-                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-                found.setdefault((contender, mode), []).append(json.loads(done.stdout))
+                found.setdefault((contender, mode), []).append(in_a_process(arguments.threads, contender, mode, name))
     for mode in MODES:
         sums = {contender: found[contender, mode][0]["sum"] for contender in arguments.contenders}
         assert len(set(sums.values())) == 1, f"{mode}: the contenders read different bits: {sums}"

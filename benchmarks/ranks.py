@@ -17,11 +17,13 @@ import torch.multiprocessing
 def together(world: int, function: Callable[..., Any], *args: Any, threads: int = 1) -> list[Any]:
     """Runs function(*args), a module-level function, in `world` new processes; returns their JSON results in order.
 
-    An error in one of them is raised here, and ends the others. threads: the number of threads of each.
+    An error in one of them is raised here, and ends the others. threads: the number of threads of each. BENCHMARK_START
+    in the environment is their start method; tests set fork, which saves the imports.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as place:
-        torch.multiprocessing.spawn(_member, (world, threads, place, function, args), nprocs=world)
+        arguments, method = (world, threads, place, function, args), os.environ.get("BENCHMARK_START", "spawn")
+        torch.multiprocessing.start_processes(_member, arguments, nprocs=world, start_method=method)
         return [json.loads((Path(place) / f"{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -1,6 +1,7 @@
 """Settings of every test: property tests draw the same examples on each run, and no deadline, for compilers warm up."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -34,6 +35,37 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With xdist, tests that share a server of processes go to one worker, and begin first.
+
+    A worker's first share is a quarter of what it has of all tests, in their order: tests over several ranks begin the
+    first worker's, those of `project` the second's. So there is one pool of ranks and one server of forks, and no long
+    test is the last.
+    """
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers < 2:
+        return
+    share = len(items) // workers // 4
+    groups: dict[str, list[pytest.Item]] = {"tests/train/parallel/": [], "tests/project/": [], "": []}
+    for item in items:
+        groups[next(name for name in groups if name in item.nodeid)].append(item)
+    ranks, forking, others = groups.values()
+    before = max(0, share - len(ranks))
+    items[:] = [*ranks, *others[:before], *forking, *others[before:]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_flushes() -> Iterator[None]:
+    """fsync takes milliseconds of waiting for the disk; only a crash of the machine would show that it is left out.
+
+    A descriptor that is none is an error still, and tests that watch fsync see each call.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
 
 
 @pytest.fixture(scope="session")
