@@ -28,12 +28,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collecting makes millions of objects that stay: looking for garbage among them takes a quarter of its time, and
-    would take more in every test that makes many."""
+    would take more in every test that makes many. Later, too, it is looked for more rarely: graphs are large."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(2000, 10, 50)
         gc.enable()
 
 
