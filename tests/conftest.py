@@ -13,6 +13,7 @@ from tests.support.status import Status
 
 hypothesis.settings.register_profile("fnmodels", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fnmodels")
+FSYNC = os.fsync
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,6 +68,12 @@ def _without_flushes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
         yield
+
+
+@pytest.fixture
+def flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of this test are flushed to the disk: it compares times with those of a process that does."""
+    monkeypatch.setattr(os, "fsync", FSYNC)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ from params.checkpoint.manifest import MANIFEST
 from tests.support.kill_server import CONFIG, TINY, KillServer, params_of, state_of
 from train import checkpoint
 
+pytestmark = pytest.mark.usefixtures("flushes")
+
 SIZE = 200_000  # of each of three matrices, so that a save has some milliseconds in which it can be hit
 
 
