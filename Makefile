@@ -25,8 +25,9 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train --run runs/demo $(if $(wildcard runs/demo),--resume)
 
 test: $(INSTALLED)
-# The notebook runs first: a long test at the end would leave the other processes idle.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --nbmake examples tests
+# The notebook runs early: a long test at the end would leave the other processes idle. Bytecode is kept, whatever the
+# shell says: tests start many interpreters.
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --nbmake examples tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
