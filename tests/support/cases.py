@@ -167,10 +167,9 @@ def shortest(config: Any, times: int = 1) -> Any:
     """The model's first layers that have all of its kinds, `times` over: for tests that trace each layer."""
     kinds = fnmodels.family_of(config).kinds(config)
     few = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    per_layer = {name: value for name, value in values.items() if isinstance(value, tuple) and len(value) == len(kinds)}
-    repeated = {name: value[:few] * times for name, value in per_layer.items()}
-    return dataclasses.replace(config, num_hidden_layers=few * times, **repeated)
+    fields = {field.name for field in dataclasses.fields(config)}
+    listed = {"layer_kinds": config.layer_kinds[:few] * times} if "layer_kinds" in fields else {}
+    return dataclasses.replace(config, num_hidden_layers=few * times, **listed)
 
 
 def generic(name: str, tensor: Tensor) -> Tensor:
