@@ -24,6 +24,7 @@ from fnmodels.inputs.segments import integers
 from fnmodels.models.common.context import ATTENTION_TAPS
 from fnmodels.models.common.registry import DecoderConfig, Family, check_fields, family_of, field_of, may_have
 from fnmodels.ops.attention.select import materialize
+from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.slots import Entry, SlotUse
 
@@ -122,8 +123,10 @@ def forward(
     Raises ValueError for arguments that do not fit each other and for an unknown tap.
     """
     try:
-        x, tapped, _ = _hidden(params, inputs, masks, freqs_cis, config, taps, ForwardOptions(**options))
-        logits = family_of(config).unembed(params, x, config=config)
+        given = ForwardOptions(**options)
+        x, tapped, _ = _hidden(params, inputs, masks, freqs_cis, config, taps, given)
+        with invariant_rows(given.invariant):
+            logits = family_of(config).unembed(params, x, config=config)
     except KeyError as error:
         _name_missing_leaf(params, config, error)
         raise

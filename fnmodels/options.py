@@ -53,6 +53,12 @@ class ForwardOptions:
     context: Callable[..., Any] | None = None
 
     @property
+    def invariant(self) -> bool:
+        """Whether a token's bits shall depend on its document's tokens alone: kernel="invariant"."""
+        return self.kernel == "invariant"
+
+    @property
     def expert_path(self) -> str | Experts:
-        """`experts`, where "auto" is "dense" with kernel="math": both support every transform."""
-        return "dense" if self.experts == "auto" and self.kernel == "math" else self.experts
+        """`experts`; "auto" is "dense" with kernel="math", which supports every transform, and else "invariant" so."""
+        named = {"math": "dense", "invariant": "invariant"}
+        return named.get(str(self.kernel), "auto") if self.experts == "auto" else self.experts

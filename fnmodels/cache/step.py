@@ -14,6 +14,7 @@ from fnmodels.inputs.rules import Everything, simplify
 from fnmodels.inputs.values import has_values
 from fnmodels.models.common.registry import DecoderConfig, family_of, field_of
 from fnmodels.ops.attention.select import ByIndex
+from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.slots import SlotUse, write
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
@@ -41,8 +42,10 @@ def prefill(
     options: as for `fnmodels.forward`. TypeError for masks that are no `fnmodels.Mask`; ValueError for masks that are
     not of this cache.
     """
-    x, after = _step(params, inputs, masks, freqs_cis, cache, config, ForwardOptions(**options), inplace=False)
-    return _logits(params, x, inputs, config, at), after
+    given = ForwardOptions(**options)
+    x, after = _step(params, inputs, masks, freqs_cis, cache, config, given, inplace=False)
+    with invariant_rows(given.invariant):
+        return _logits(params, x, inputs, config, at), after
 
 
 def decode(
@@ -75,8 +78,10 @@ def decode_(
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Cache]:
     """`decode` that writes into the cache's tensors and uses the cache up; without gradients."""
-    x, after = _step(params, inputs, masks, freqs_cis, cache, config, ForwardOptions(**options), inplace=True)
-    logits = _logits(params, x, inputs, config, at)
+    given = ForwardOptions(**options)
+    x, after = _step(params, inputs, masks, freqs_cis, cache, config, given, inplace=True)
+    with invariant_rows(given.invariant):
+        logits = _logits(params, x, inputs, config, at)
     consume(cache)
     return logits, after
 

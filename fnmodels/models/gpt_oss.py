@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fnmodels.models.common import decoder
@@ -20,6 +21,7 @@ from fnmodels.models.common.rope_config import parse_rope, rope_values
 from fnmodels.models.common.spec import Leaf, Normal, decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv, rms_norm_fp32_weight
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.tree import Tree
@@ -125,7 +127,7 @@ unembed = decoder.unembed_fp32_weight
 def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
     """gate * sigmoid(alpha gate) * (up + 1), with gate clamped to at most `limit` and up to [-limit, limit]."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * (alpha * gate).sigmoid() * (up + 1)
+    return gate * elementwise(torch.sigmoid, alpha * gate) * (up + 1)
 
 
 @with_context

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .invariant import invariant_linear, rows_are_invariant
 from .torch_internals import alone, in_graph, onednn_linear
 
 _ONEDNN = torch.backends.mkldnn.is_available()
@@ -24,6 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Leaves that are no plain tensor (`params.lora`), and all transforms, therefore see F.linear.
     """
+    if rows_are_invariant():
+        return invariant_linear(x, weight, bias)
     if not _use_onednn(x, weight, bias):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .invariant import elementwise
 from .linear import linear
 from .norm import upcast
 
@@ -25,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     """activation(gate) * up, the gated linear unit between the projections of a gated MLP or expert."""
-    return ACTIVATIONS[activation](gate) * up
+    return elementwise(ACTIVATIONS[activation], gate) * up
 
 
 def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:
@@ -38,7 +39,7 @@ def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Ten
 def plain_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:
     """down(activation(up(x))), without a gate (arXiv 1706.03762); x [..., D]. The biases are optional leaves."""
     up = linear(x, layer["up_proj"], layer.get("up_bias"))
-    return linear(ACTIVATIONS[activation](up), layer["down_proj"], layer.get("down_bias"))
+    return linear(elementwise(ACTIVATIONS[activation], up), layer["down_proj"], layer.get("down_bias"))
 
 
 def xielu_mlp(layer: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -56,6 +57,7 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
     wide = upcast(x)
     zero = torch.zeros_like(wide[..., :1])  # one number for each row, whose sum with a parameter `per_sample` follows
     alpha_p, alpha_n, beta, eps = (zero + upcast(scalar) for scalar in (alpha_p, alpha_n, beta, eps))
-    positive, negative = F.softplus(alpha_p), beta + F.softplus(alpha_n)
-    below = (torch.expm1(torch.minimum(wide, eps)) - wide) * negative
+    positive, negative = (elementwise(F.softplus, alpha) for alpha in (alpha_p, alpha_n))
+    negative = beta + negative
+    below = (elementwise(torch.expm1, torch.minimum(wide, eps)) - wide) * negative
     return (torch.where(wide > 0, positive * wide * wide, below) + beta * wide).to(x.dtype)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from .invariant import rows_are_invariant
 from .torch_internals import alone
 
 _MIN_ELEMENTS = 1 << 18  # below it the overhead of Python dominates
@@ -43,7 +44,8 @@ def _scale(x: Tensor, eps: float) -> Tensor:
 
 def _use_function(x: Tensor, weight: Tensor) -> bool:
     wide = x.dtype is weight.dtype is torch.float32
-    return wide and alone(x, weight) and weight.shape == x.shape[-1:] and x.numel() >= _MIN_ELEMENTS
+    fits = wide and alone(x, weight) and weight.shape == x.shape[-1:] and x.numel() >= _MIN_ELEMENTS
+    return fits and not rows_are_invariant()
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
@@ -43,8 +44,10 @@ def token_logprobs(
     whose logits [chunk, V] exist at a time, in the backward pass too; None: all, in plain operations. ValueError for a
     temperature that is not above 0.
     """
-    found = model_states(params, batch, config=config, length=length, options=ForwardOptions(**options))
-    return head_logprobs(params, found.x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
+    given = ForwardOptions(**options)
+    found = model_states(params, batch, config=config, length=length, options=given)
+    how: Any = {"temperature": temperature, "chunk": chunk, "invariant": given.invariant}
+    return head_logprobs(params, found.x, batch["labels"], config=config, **how)
 
 
 def routed_logprobs(
@@ -67,21 +70,37 @@ def routed_logprobs(
     terms, given = balance or Balance(), ForwardOptions(**options)
     found = model_states(params, batch, config=config, length=length, balance=terms, aux=True, options=given)
     assert found.added is not None and found.sums is not None
-    logprobs = head_logprobs(params, found.x, batch["labels"], config=config, temperature=temperature, chunk=chunk)
+    how: Any = {"temperature": temperature, "chunk": chunk, "invariant": given.invariant}
+    logprobs = head_logprobs(params, found.x, batch["labels"], config=config, **how)
     return *logprobs, found.added, found.sums
 
 
 def head_logprobs(
-    params: Tree, x: Tensor, labels: Tensor, *, config: Any, temperature: float = 1.0, chunk: int | None = CHUNK
+    params: Tree,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    config: Any,
+    temperature: float = 1.0,
+    chunk: int | None = CHUNK,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
+<<<<<<< HEAD
     """`token_logprobs` from hidden states x [B, S, D] (before the final norm) and labels [B, S]."""
     check_temperature(temperature)
+=======
+    """`token_logprobs` from hidden states x [B, S, D] (before the final norm) and labels [B, S].
+
+    invariant: the head of kernel="invariant", with which `token_logprobs` calls it.
+    """
+    _check(temperature)
+>>>>>>> 185ece9 (kernel="invariant": a token's bits depend on the tokens of its document alone, in training, packed, cached and chunked)
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
     plain = chunk is None or torch.compiler.is_compiling()
 
     def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        with _torchs_products():
+        with invariant_rows(True) if invariant else _torchs_products():
             logits = head_logits(params, x, config)
         logits = logits if part is None else part.region.joined(logits)
         if plain:

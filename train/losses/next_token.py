@@ -10,6 +10,7 @@ from torch import Tensor
 import fnmodels
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.registry import may_have
+from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
@@ -46,19 +47,19 @@ def next_token_loss(
     expert} and, for nonzero coefficients of `balance`, "sequence_balance", "batch_balance" and "router_z". ValueError
     for a batch without a required entry, and for balance or aux with a model without experts.
     """
-    found = model_states(
-        params, batch, config=config, length=length, balance=balance, aux=aux, options=ForwardOptions(**options)
-    )
-    total, count = head_loss(
-        params,
-        found.x,
-        batch["labels"],
-        config=config,
-        chunk=chunk,
-        weights=batch.get("weights"),
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+    given = ForwardOptions(**options)
+    found = model_states(params, batch, config=config, length=length, balance=balance, aux=aux, options=given)
+    with invariant_rows(given.invariant):
+        total, count = head_loss(
+            params,
+            found.x,
+            batch["labels"],
+            config=config,
+            chunk=chunk,
+            weights=batch.get("weights"),
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+        )
     return found.added_to(total, count)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.select import attention
+from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.mla import Rotate, Widths, absorbed, expanded, latent_keys, latent_queries, pays_to_absorb
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.experts import choose_experts
@@ -101,7 +102,7 @@ class Context:
         read = self._extend({"latent": latent, "rope": rope})
         latent, rope = read["latent"], read["rope"]
         absorbs = pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], widths=widths)
-        if absorbs and not set(self.taps) & set(ATTENTION_TAPS):
+        if absorbs and not self.options.invariant and not set(self.taps) & set(ATTENTION_TAPS):
             q, k, v, out = absorbed(weights, q, latent, rope, widths=widths)
             return out(self._attention(q, k, v, mask, scale=scale))
         k, v = expanded(weights, latent, rope, widths=widths)
@@ -193,7 +194,8 @@ def with_context(block: Callable[..., Tensor]) -> Block:
     ) -> tuple[Tensor, dict[str, Any]]:
         ctx = (options.context or Context)(options, taps, tensors)
         ctx.use = use or ctx.use  # not a default argument of class SlotUse: torch.compile cannot read those
-        x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)
+        with invariant_rows(options.invariant):
+            x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)
         return x, ctx.aux
 
     return run

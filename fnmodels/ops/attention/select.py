@@ -9,6 +9,7 @@ The result is [B, Q, N, Hv]; a query that sees no key gives output 0 and gradien
     blocks    Mask and layout           CPU and eager mode: packed documents, windows, chunks; memory linear in S
     flex      Mask or BlockMask         CUDA; on the CPU without gradients
     varlen    Mask and layout, CUDA     packed documents in fp16 or bf16
+    invariant Mask, eager mode          a token's bits depend on its document's tokens alone; first derivatives
     auto      -                         one of them, see `explain_kernel`
 """
 
@@ -32,11 +33,12 @@ from fnmodels.options import Kernel
 
 from .block_sparse import Plan, blocks_attention, plan_blocks
 from .flex import flex_attention
+from .invariant import Tiles, invariant_attention, plan_tiles
 from .math import math_attention
 from .sdpa import sdpa_attention
 from .varlen import varlen_attention, varlen_window
 
-KERNELS = ("auto", "math", "sdpa", "blocks", "flex", "varlen")
+KERNELS = ("auto", "math", "sdpa", "blocks", "flex", "varlen", "invariant")
 
 
 @tree.pytree
@@ -73,12 +75,12 @@ def attention(
         compiled = torch.compiler.is_compiling()
         kernel, _ = _choose(mask, layout, q.device.type, q.dtype, softcap is not None, sinks is not None, compiled)
     form = materialize(mask, kernel, layout)
-    _check_shapes(q, k, v, form if isinstance(form, Plan) else mask)
+    _check_shapes(q, k, v, form if isinstance(form, Plan | Tiles) else mask)
     if kernel == "math":
         return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
     if kernel == "varlen":
         return _varlen(q, k, v, mask, layout, scale, softcap, sinks)
-    q, k, v = first_order(kernel, q, k, v, vmap=kernel != "flex")
+    q, k, v = first_order(kernel, q, k, v, vmap=kernel not in ("flex", "invariant"))
     if kernel == "sdpa":
         if softcap is not None:
             raise ValueError(
@@ -86,6 +88,8 @@ def attention(
             )
         rule, allowed = (form.rule, None) if isinstance(form, ByIndex) else (None, form)
         return sdpa_attention(q, k, v, allowed, causal=rule == Causal(), scale=scale, sinks=sinks)
+    if kernel == "invariant":
+        return invariant_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
     if kernel == "blocks":
         return blocks_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
     return flex_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
@@ -106,7 +110,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
     (batch, queries, heads), keys = q.shape[:3], k.shape[1]
     if isinstance(mask, ByIndex) and mask.rule != Everything() and queries != keys:
         raise ValueError(f"The mask was made ready for as many queries as keys, not for {queries} and {keys}.")
-    if isinstance(mask, Plan | ByIndex):
+    if isinstance(mask, Plan | ByIndex | Tiles):
         return  # a plan is checked where it is used
     rows, per_head, *seen = shape_of(mask)
     if seen[0] != queries or seen[1] != keys or (rows != batch and rows != 1) or (per_head != heads and per_head != 1):
@@ -138,7 +142,7 @@ def materialize(
             f"The kernel {kernel!r} is unknown; known are {', '.join(KERNELS)}, and a function of your own "
             "(q, k, v, mask, *, scale, softcap, sinks, layout) -> [B, Q, N, Hv]."
         )
-    if isinstance(mask, Plan | ByIndex):
+    if isinstance(mask, Plan | ByIndex | Tiles):
         return mask
     if isinstance(mask, Mask) and layout is not None:
         lengths = (mask.q_positions.shape[1], mask.kv_positions.shape[1])
@@ -153,6 +157,8 @@ def materialize(
         kernel, _ = _choose(mask, layout, torch.device(device).type, dtype, softcap is not None, sinks, compiled)
     if kernel == "blocks":
         return plan_blocks(*_with_layout(mask, layout, kernel))
+    if kernel == "invariant":
+        return plan_tiles(mask)
     if kernel == "flex":
         return to_block_mask(mask)
     if kernel == "varlen":

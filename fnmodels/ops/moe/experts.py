@@ -10,6 +10,7 @@ output (Llama 4). Padding reaches no expert, and its output is 0.
     grouped    sorted tokens, F.grouped_mm               rows of 16 n bytes, not fp64; first derivatives only
     loop       sorted tokens, a product per expert       any width and dtype; reads counts; first derivatives only
     dense      every expert on every token, others 0     static shapes: every transform, compilation and export
+    invariant  as loop, with `ops.invariant`'s products  bits of a token that depend on it alone; first derivatives only
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from fnmodels.inputs.values import readable
 from fnmodels.ops.autograd_guard import first_order
+from fnmodels.ops.invariant import invariant_linear
 from fnmodels.options import Experts
 
 from .dispatch import Dispatched, combine, dispatch
@@ -32,7 +34,7 @@ _ROWS = 16
 
 
 def choose_experts(experts: str | Experts, x: Tensor, *weights: Tensor) -> Experts:
-    """The implementation named `experts` ("loop", "grouped", "dense", "auto"), or `experts` itself if it is a function.
+    """The implementation named `experts` (one of the table above, or "auto"), or `experts` itself if it is a function.
 
     "auto" is "dense" in compiled graphs, and if values of x or the weights cannot be read (vmap, meta); else "grouped"
     if dtype and widths allow it, and "loop" otherwise. ValueError for an unknown name.
@@ -166,7 +168,43 @@ def dense_experts(
     return (_batched(experts, inner, "down") * share).sum(0).to(x.dtype)
 
 
-_PATHS: dict[str, Experts] = {"loop": loop_experts, "grouped": grouped_experts, "dense": dense_experts}
+def invariant_experts(
+    experts: Mapping[str, Tensor],
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    valid: Tensor,
+    *,
+    act: Act,
+    input_weighted: bool = False,
+) -> Tensor:
+    """Experts one after another; a token's bits do not depend on how many tokens its experts have."""
+    if torch.compiler.is_compiling() or not readable(x) or not readable(indices):
+        raise NotImplementedError(
+            'experts="invariant" reads on the host how many tokens each expert has, which vmap and compiled graphs do '
+            'not allow: experts="dense" has static shapes.'
+        )
+    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
+    # unbind: the gradient of each expert's part alone would be a tensor of all experts' size.
+    each = {name: leaf.unbind() for name, leaf in experts.items()}
+    out = [
+        _mlp({name: leaves[expert] for name, leaves in each.items()}, part, act)
+        for expert, part in enumerate(rows.split(dispatched.counts.tolist()))
+    ]
+    return combine_cpu(torch.cat(out), dispatched, weights)
+
+
+def _mlp(expert: Mapping[str, Tensor], x: Tensor, act: Act) -> Tensor:
+    gate, up = (invariant_linear(x, expert[f"{name}_proj"], expert.get(f"{name}_bias")) for name in ("gate", "up"))
+    return invariant_linear(act(gate, up), expert["down_proj"], expert.get("down_bias"))
+
+
+_PATHS: dict[str, Experts] = {
+    "loop": loop_experts,
+    "grouped": grouped_experts,
+    "dense": dense_experts,
+    "invariant": invariant_experts,
+}
 
 
 def sorted_rows(

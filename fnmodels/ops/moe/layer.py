@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.values import readable
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
@@ -116,4 +117,4 @@ def _shared(layer: Tree, x: Tensor, act: Act) -> Tensor:
         return y
     # Written out: in a matrix product with one row, the last bits would depend on the memory alignment of that row.
     score = (upcast(x) * upcast(gate)).sum(-1, keepdim=True)
-    return score.to(x.dtype).sigmoid() * y
+    return elementwise(torch.sigmoid, score.to(x.dtype)) * y

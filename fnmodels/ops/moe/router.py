@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.norm import upcast
 
 Width = Literal["model", "wide"]
@@ -87,7 +88,7 @@ def sigmoid_top_k(
     groups (n, m): only experts of the m out of n groups with the largest sum of their two best scores can be chosen.
     renormalize: weights are divided by their sum + 1e-20, then multiplied by `scale`.
     """
-    scores = upcast(logits).sigmoid()
+    scores = elementwise(torch.sigmoid, upcast(logits))
     if indices is None:
         indices = choose(scores if bias is None else scores + bias, k, groups=groups, best=2)
     weights = scores.gather(-1, indices)
@@ -104,7 +105,7 @@ def top_k_softmax(logits: Tensor, indices: Tensor | None = None, *, k: int) -> t
 def top_k_sigmoid(logits: Tensor, indices: Tensor | None = None, *, k: int) -> tuple[Tensor, Tensor]:
     """The k experts with the largest logits, each weighted by the sigmoid of its logit."""
     indices = choose(logits, k) if indices is None else indices
-    return upcast(logits).gather(-1, indices).sigmoid(), indices
+    return elementwise(torch.sigmoid, upcast(logits).gather(-1, indices)), indices
 
 
 def choose(scores: Tensor, k: int, *, groups: tuple[int, int] = (1, 1), best: int = 1) -> Tensor:

@@ -1,0 +1,115 @@
+"""Linear layers and activations of kernel="invariant": the bits of a row of the result depend on that row alone.
+
+A matrix product's kernel is chosen by the number of rows, and kernels add in different orders. Measured on CPUs with
+and without AVX-512: oneDNN's fp32 kernels give a row the same bits in products of two rows or more, and so do torch's
+bf16 products; MKL needs four rows, or twelve. So these layers take one library for products of every size, and compute
+a single row twice. `fnmodels.explain_invariance` measures what holds on the machine at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.inputs.values import readable
+
+from .torch_internals import onednn_linear
+
+_INVARIANT: ContextVar[bool] = ContextVar("fnmodels_invariant_rows", default=False)
+BLOCK = 64  # elements
+LEAST_ROWS = {torch.float64: 12}  # of a product; 2 for the other dtypes
+
+
+def invariant_rows(wanted: bool) -> AbstractContextManager[None]:
+    """If `wanted`, `ops.linear` and the norms in this context give a row its bits whatever the other rows are.
+
+    The scope is one call of a block or a head, which enters it itself, so that it holds in recomputation too.
+    """
+    return _entered() if wanted else nullcontext()
+
+
+@contextmanager
+def _entered() -> Iterator[None]:
+    if torch.compiler.is_compiling():
+        _refuse()
+    before = _INVARIANT.set(True)
+    try:
+        yield
+    finally:
+        _INVARIANT.reset(before)
+
+
+def rows_are_invariant() -> bool:
+    """Whether the code runs within `invariant_rows(True)`."""
+    return not torch.compiler.is_compiling() and _INVARIANT.get()
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), element by element. Within `invariant_rows`, equal elements have equal bits wherever they are.
+
+    Torch computes blocks of a thread's elements by vector instructions and the rest one by one, with another exp. So
+    the elements are filled up to whole blocks.
+    """
+    if not rows_are_invariant():
+        return function(x)
+    flat = x.reshape(-1)
+    missing = -len(flat) % (BLOCK * torch.get_num_threads())
+    return function(F.pad(flat, (0, missing)) if missing else flat)[: len(flat)].view(x.shape)
+
+
+def _refuse() -> NoReturn:
+    raise NotImplementedError(
+        'kernel="invariant" runs in eager mode on plain tensors, without vmap, jvp and torch.compile: kernel="math" '
+        "supports every transform, and the other kernels are compiled."
+    )
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear; x [..., in], weight [out, in], bias [out]. First derivatives only.
+
+    The gradient of x has invariant rows too; those of weight and bias are sums over rows. A weight that is no tensor
+    (an adapter) is called as F.linear calls it. NotImplementedError under transforms and in compiled graphs.
+    """
+    if not (readable(x) and (readable(weight) or not isinstance(weight, Tensor))):
+        _refuse()
+    if not isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    product: Tensor = _InvariantLinear.apply(x, weight, bias)
+    return product
+
+
+class _InvariantLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        count, least = len(rows), LEAST_ROWS.get(x.dtype, 2)
+        if 0 < count < least:
+            rows = rows[torch.arange(least, device=x.device).clamp(max=count - 1)]
+        onednn = x.dtype is weight.dtype is torch.float32 and x.is_cpu and torch.backends.mkldnn.is_available()
+        out = onednn_linear(rows, weight, bias) if onednn and count else F.linear(rows, weight, bias)
+        return out[:count].reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        _refuse()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        return (
+            invariant_linear(grad_output, weight.t(), None) if needs_x else None,
+            invariant_linear(rows.t(), x.reshape(-1, x.shape[-1]).t(), None) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )

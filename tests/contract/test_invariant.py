@@ -1,0 +1,211 @@
+"""kernel="invariant": the bits of a token are a function of the weights and of its document's tokens alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnmodels
+import train
+from fnmodels import tree
+from fnmodels.ops import invariant, linear, mlp
+from fnmodels.ops.attention import invariant as tiles
+from tests.support.cases import Case, causal, generic_params, is_ordered, richest, structures, tokens_of
+
+LENGTHS = (139, 5, 31, 1)  # of the documents; the first has more tokens than a tile
+ROOM = 160
+ROWS = {  # of (document or None for padding, length)
+    "packed": (((0, 139), (1, 5), (2, 31), (3, 1)),),
+    "other order": (((3, 1), (2, 31), (None, 3), (0, 139), (1, 5), (None, 6)),),
+    "padded": (((0, 139),), ((None, 4), (1, 5), (None, 130)), ((2, 31), (None, 108)), ((3, 1), (None, 138))),
+}
+EACH = tuple((((document, length),),) for document, length in enumerate(LENGTHS))
+
+
+def able(case: Case) -> bool:
+    return causal(case) and not is_ordered(case)
+
+
+def long_config(case: Case) -> Any:
+    """The case's config; with room for the documents, where positions are parameters."""
+    learned = any("position" in path for path in tree.flatten(fnmodels.family_of(case.config).spec(case.config)))
+    return replace(case.config, max_position_embeddings=ROOM) if learned else case.config
+
+
+every_case = pytest.mark.parametrize("case", [case for case in structures() if able(case)], ids=str)
+every_family = pytest.mark.parametrize("case", [case for case in richest() if able(case)], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
+LLAMA = next(case for case in richest() if case.family == "llama")
+
+
+def documents(config: Any) -> tuple[Tensor, ...]:
+    return tokens_of(config, 1, sum(LENGTHS))[0].split(LENGTHS)
+
+
+def batch_in(config: Any, rows: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """(the batch, where each document is in it: bool [B, S])."""
+    given = documents(config)
+    found: list[list[tuple[Tensor, ...]]] = []
+    for row in rows:
+        parts = []
+        for segment, (document, length) in enumerate(row, 1):
+            known = document is not None
+            tokens = given[document] if known else torch.zeros(length, dtype=torch.long)
+            labels = F.pad(tokens[1:], (0, 1), value=-100) if known else torch.full_like(tokens, -100)
+            ids = (torch.full_like(tokens, n) for n in (segment * known, document if known else -1))
+            parts.append((tokens, labels, torch.arange(length), *ids))
+        found.append([torch.cat(column) for column in zip(*parts, strict=True)])
+    tokens, labels, positions, segments, owner = (torch.stack(column) for column in zip(*found, strict=True))
+    batch = {"tokens": tokens, "labels": labels, "positions": positions, "segment_ids": segments}
+    return batch, [owner == document for document in range(len(LENGTHS))]
+
+
+def logprobs(config: Any, params: Any, rows: Any, **options: Any) -> dict[int, Tensor]:
+    """{document: its log-probabilities}."""
+    batch, places = batch_in(config, rows)
+    how = {"kernel": "invariant", "length": ROOM, "chunk": 64} | options
+    logp, _, _ = train.token_logprobs(params, batch, config=config, **how)
+    return {document: logp[place] for document, place in enumerate(places) if place.any()}
+
+
+def alone(config: Any, params: Any) -> dict[int, Tensor]:
+    """Each document in a row of its own, without padding."""
+    return {n: logp for rows in EACH for n, logp in logprobs(config, params, rows).items()}
+
+
+def assert_bits(got: dict[int, Tensor], wanted: dict[int, Tensor], where: str) -> None:
+    for document, logp in got.items():
+        want = wanted[document]
+        assert torch.equal(logp, want), f"{where}, document {document}: off by {(logp - want).abs().max()}"
+
+
+@every_dtype
+@every_case
+def test_a_document_has_its_bits_in_any_batch(case: Case, dtype: torch.dtype) -> None:
+    config = long_config(case)
+    params = generic_params(config, dtype)
+    wanted = alone(config, params)
+    for name, rows in ROWS.items():
+        assert_bits(logprobs(config, params, rows), wanted, name)
+
+
+def sampled(config: Any, params: Any, chunks: tuple[int, ...], *, rings: bool, rows: int = 4) -> dict[int, Tensor]:
+    """Log-probabilities by decoding the first documents side by side, in chunks of so many tokens."""
+    lengths, longest, dtype = torch.tensor(LENGTHS[:rows])[:, None], max(LENGTHS), params["embed_tokens"].dtype
+    tokens = torch.stack([F.pad(d, (0, longest - len(d))) for d in documents(config)[:rows]])
+    segment_ids = (torch.arange(longest) < lengths).long()
+    cache = fnmodels.init_cache(config, rows, ROOM, dtype=dtype, rings=rings, length=ROOM)
+    logits = []
+    for part, ids in zip(tokens.split(chunks, 1), segment_ids.split(chunks, 1), strict=True):
+        step = fnmodels.prepare_step(config, part, cache, segment_ids=ids)
+        found, cache = fnmodels.decode_(params, *step, cache, config=config, kernel="invariant")
+        logits.append(found)
+    labels = F.pad(tokens[:, 1:], (0, 1)).masked_fill(torch.arange(longest) >= lengths - 1, -100)
+    got, _ = train.logprobs(torch.cat(logits, 1), labels)
+    return {row: got[row, :length] for row, length in enumerate(LENGTHS[:rows])}
+
+
+@every_dtype
+@every_case
+def test_the_sampler_has_the_bits_of_the_trainer(case: Case, dtype: torch.dtype) -> None:
+    """Prompts in chunks, then token by token; in rings, and in slots that no token leaves."""
+    config = long_config(case)
+    params = generic_params(config, dtype)
+    wanted = alone(config, params)
+    assert_bits(sampled(config, params, (100, 30, *[1] * 9), rings=True), wanted, "rings")
+    assert_bits(sampled(config, params, (3, 126, *[1] * 10), rings=False), wanted, "all slots")
+
+
+@every_family
+def test_gradients_of_a_document_have_their_bits(case: Case) -> None:
+    """The gradient of the embedded tokens, before any sum over tokens."""
+    config = long_config(case)
+    params = generic_params(config)
+
+    def gradients(rows: Any) -> dict[int, Tensor]:
+        batch, places = batch_in(config, rows)
+        inputs, masks, freqs = fnmodels.prepare(
+            config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=ROOM
+        )
+        x = F.embedding(batch["tokens"], params["embed_tokens"]).requires_grad_()
+        logits = fnmodels.forward(params, {**inputs, "tokens": x}, masks, freqs, config=config, kernel="invariant")
+        logp, _ = train.logprobs(logits, batch["labels"])
+        (found,) = torch.autograd.grad(logp.sum(), x)
+        return {document: found[place] for document, place in enumerate(places) if place.any()}
+
+    wanted = {n: grad for rows in EACH for n, grad in gradients(rows).items()}
+    for name in ("packed", "padded"):
+        assert_bits(gradients(ROWS[name]), wanted, name)
+
+
+@every_family
+def test_it_is_the_model(case: Case) -> None:
+    """The same loss and gradients as kernel="math", up to rounding, on packed rows."""
+    config = long_config(case)
+    params = tree.map(lambda t: t.requires_grad_(), generic_params(config))
+    batch, _ = batch_in(config, ROWS["other order"])
+    found = []
+    for kernel in ("invariant", "math"):
+        total, count = train.next_token_loss(params, batch, config=config, kernel=kernel, length=ROOM, chunk=50)
+        leaves = [leaf for leaf in tree.leaves(params) if leaf.is_floating_point()]
+        grads = torch.autograd.grad(total / count, leaves, allow_unused=True)
+        found.append([total / count, *(g for g in grads if g is not None)])
+    for got, want in zip(*found, strict=True):
+        assert (got - want).abs().max() < 2e-5 * max(1.0, float(want.detach().abs().max()))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_change_nothing(threads: int) -> None:
+    config = LLAMA.config
+    params, before = generic_params(config), torch.get_num_threads()
+    wanted = alone(config, params)
+    try:
+        torch.set_num_threads(threads)
+        assert_bits(logprobs(config, params, ROWS["packed"]), wanted, f"{threads} threads")
+        assert_bits(sampled(config, params, (100, *[1] * 39), rings=True), wanted, f"{threads} threads, sampled")
+    finally:
+        torch.set_num_threads(before)
+
+
+BUGS = {
+    "a single row is not computed twice": (invariant, "LEAST_ROWS", {torch.float32: 1}),
+    "activations are not filled up to blocks": (mlp, "elementwise", lambda function, x: function(x)),
+    "products of one row by another kernel": (linear, "rows_are_invariant", lambda: False),
+    "attention of one query has one row": (tiles, "ROWS", 1),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LLAMA.config
+    params = generic_params(config)
+    module, name, wrong = BUGS[bug]
+    monkeypatch.setattr(module, name, wrong)
+    wanted = alone(config, params)
+    one_row = sampled(config, params, (100, 30, *[1] * 9), rings=True, rows=1)
+    got = one_row, logprobs(config, params, ROWS["packed"])
+    assert any(not torch.equal(found[n], wanted[n]) for found in got for n in found)
+
+
+def test_other_forms_are_refused() -> None:
+    config, params = LLAMA.config, generic_params(LLAMA.config)
+    batch, _ = batch_in(config, EACH[1])
+    ready = fnmodels.prepare(config, batch["tokens"])
+
+    def run(tokens: Tensor, masks: Any = ready[1]) -> Any:
+        return fnmodels.forward(params, tokens, masks, ready[2], config=config, kernel="invariant")
+
+    with pytest.raises(ValueError, match=r'kernel="invariant" reads positions: give it a fnmodels.Mask'):
+        run(batch["tokens"], {kind: mask.dense() for kind, mask in ready[1].items()})
+    with pytest.raises(NotImplementedError, match='kernel="math" supports every transform'):
+        torch.func.vmap(lambda t: run(t[None]))(batch["tokens"])
+    with pytest.raises(NotImplementedError, match='kernel="math"'):
+        torch.func.jvp(
+            lambda x: run(x), (params["embed_tokens"][batch["tokens"]],), (torch.ones(1, 5, config.hidden_size),)
+        )
+    same = fnmodels.prepare(config, batch["tokens"], positions=torch.zeros(1, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match="positions that differ within a document"):
+        fnmodels.forward(params, *same, config=config, kernel="invariant")
