@@ -75,8 +75,8 @@ def base_policy(folder: Path) -> Path:
 class Sampler:
     """Stands in for an inference engine: weights under their checkpoint names, no gradients."""
 
-    def __init__(self, config: Any) -> None:
-        self.config, self.names = config, fnmodels.family_of(config).hf_names(config)
+    def __init__(self, config: Any, kernel: str) -> None:
+        self.config, self.kernel, self.names = config, kernel, fnmodels.family_of(config).hf_names(config)
         self.weights: dict[str, Tensor] = {}
 
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -87,7 +87,7 @@ class Sampler:
         """The first lines that continue the prompts, NEW tokens at most, drawn at temperature 1."""
         params = P.unflatten({path: self.weights[name] for path, name in self.names.items()})
         options = {"max_new": NEW, "stop_texts": ["\n"], "tokenizer": tokenizer, "seeds": seed, "slots": len(prompts)}
-        return train.generate(params, self.config, prompts, **options)
+        return train.generate(params, self.config, prompts, kernel=self.kernel, **options)
 
 
 @dataclass(frozen=True)
@@ -145,19 +145,19 @@ def loss(
     )
 
 
-def learn(base: Path, seed: int, updates: int) -> list[float]:
-    """The mean reward before each update."""
+def learn(base: Path, seed: int, updates: int, kernel: str = "auto") -> list[float]:
+    """The mean reward before each update. kernel: of attention, in the sampler and in training."""
     config, params = P.load_pretrained(base, copy=True)
     tokenizer = load_tokenizer(base)
     draw = random.Random(seed)
-    sampler = Sampler(config)
+    sampler = Sampler(config, kernel)
 
     def rate(step: Tensor) -> Any:
         return 5e-4 * train.warmup_stable_decay(step, total=2 * updates, warmup=20, decay_ratio=0.5)
 
     engine = Engine(config, params, train.adamw(rate, betas=(0.9, 0.95), weight_decay=0.0), clip=1.0)
-    logprobs = functools.partial(train.token_logprobs, config=config)
-    loss_fn = functools.partial(loss, config=config)
+    logprobs = functools.partial(train.token_logprobs, config=config, kernel=kernel)
+    loss_fn = functools.partial(loss, config=config, kernel=kernel)
     curve = []
     for update in range(updates):
         sampler.update(engine.export())
@@ -199,9 +199,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/grpo"), help="of the base policy and the picture")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a curve of each (default 0 1 2)")
     parser.add_argument("--updates", type=int, default=80, help="of the policy, for each seed (default 80)")
+    parser.add_argument(
+        "--kernel", default="auto", help='"invariant": the sampler\'s log-probabilities have the bits of the trainer\'s'
+    )
     arguments = parser.parse_args()
     base = base_policy(arguments.folder)
-    curves = {seed: learn(base, seed, arguments.updates) for seed in arguments.seeds}
+    curves = {seed: learn(base, seed, arguments.updates, arguments.kernel) for seed in arguments.seeds}
     for seed, curve in curves.items():
         tenth = max(len(curve) // 10, 1)
         print(f"seed {seed}: reward {sum(curve[:tenth]) / tenth:.2f} -> {sum(curve[-tenth:]) / tenth:.2f}")

@@ -61,6 +61,7 @@ from fnmodels.inputs.segments import (
     text_order,
 )
 from fnmodels.inputs.transforms import permute, rows, split
+from fnmodels.invariance import explain_invariance
 from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.presets import preset, presets
@@ -78,6 +79,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel"]
+__all__ += ["explain_invariance"]
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
 __all__ += ["insert", "insert_", "resize", "take", "truncate"]
 __all__ += ["pack", "unpack", "permute", "rows", "split"]

@@ -345,6 +345,11 @@ def _ready_masks(
     form = functools.partial(materialize, device=x.device, dtype=x.dtype, softcap=softcap, sinks=sinks)
     ready: dict[str, MaskLike] = {}
     for kind, mask in masks.items():
+        if options.invariant and (isinstance(mask, Segments) or attention_part(mask) is not mask):
+            raise NotImplementedError(
+                f'kernel="invariant" has no form of {kind!r} layers, which read tokens in their order: sums over '
+                "chunks of tokens and over single tokens differ in their last bits. Take another kernel."
+            )
         twin = next((other for other in ready if masks[other] is mask), None)
         if twin is not None:
             ready[kind] = ready[twin]

@@ -31,6 +31,7 @@ from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
 from fnmodels.models.common.registry import DecoderConfig, family_of, hf_names
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.common.storage import Stored
+from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree, pytree, static
 from params.checkpoint.shard_index import as_lines
 from params.io.files import plain_file, read_json, sync
@@ -62,8 +63,8 @@ class Lora:
         return args[1].linear(args[0], *args[2:], **(kwargs or {}))
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        low = F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
-        return F.linear(x, self.weight, bias) + self.scale * low
+        low = linear(linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
+        return linear(x, self.weight, bias) + self.scale * low
 
     def merged(self) -> Tensor:
         """The weight with the adapter added, in the weight's dtype; the sum is taken in fp32 or wider."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fnmodels
+import params as P
 import train
 from fnmodels import tree
 from fnmodels.ops import invariant, linear, mlp
@@ -35,10 +36,19 @@ def long_config(case: Case) -> Any:
     return replace(case.config, max_position_embeddings=ROOM) if learned else case.config
 
 
-every_case = pytest.mark.parametrize("case", [case for case in structures() if able(case)], ids=str)
-every_family = pytest.mark.parametrize("case", [case for case in richest() if able(case)], ids=str)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("fp32", "bf16"))
-LLAMA = next(case for case in richest() if case.family == "llama")
+STRUCTURES = tuple(case for case in structures() if able(case))
+FAMILIES = tuple(case for case in richest() if able(case))
+LLAMA = next(case for case in FAMILIES if case.family == "llama")
+RECURRENT = next(case for case in richest() if is_ordered(case) and not able(case))
+
+every_family = pytest.mark.parametrize("case", FAMILIES, ids=str)
+every_structure = pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *(pytest.param(case, torch.float32, id=f"{case}-fp32") for case in STRUCTURES),
+        *(pytest.param(case, torch.bfloat16, id=f"{case}-bf16") for case in FAMILIES),
+    ],
+)
 
 
 def documents(config: Any) -> tuple[Tensor, ...]:
@@ -82,8 +92,7 @@ def assert_bits(got: dict[int, Tensor], wanted: dict[int, Tensor], where: str) -
         assert torch.equal(logp, want), f"{where}, document {document}: off by {(logp - want).abs().max()}"
 
 
-@every_dtype
-@every_case
+@every_structure
 def test_a_document_has_its_bits_in_any_batch(case: Case, dtype: torch.dtype) -> None:
     config = long_config(case)
     params = generic_params(config, dtype)
@@ -108,8 +117,7 @@ def sampled(config: Any, params: Any, chunks: tuple[int, ...], *, rings: bool, r
     return {row: got[row, :length] for row, length in enumerate(LENGTHS[:rows])}
 
 
-@every_dtype
-@every_case
+@every_structure
 def test_the_sampler_has_the_bits_of_the_trainer(case: Case, dtype: torch.dtype) -> None:
     """Prompts in chunks, then token by token; in rings, and in slots that no token leaves."""
     config = long_config(case)
@@ -188,6 +196,24 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     one_row = sampled(config, params, (100, 30, *[1] * 9), rings=True, rows=1)
     got = one_row, logprobs(config, params, ROWS["packed"])
     assert any(not torch.equal(found[n], wanted[n]) for found in got for n in found)
+
+
+def test_adapters_have_their_bits() -> None:
+    config = LLAMA.config
+    params = tree.map(lambda leaf: leaf + 0.01, P.lora.add(config, generic_params(config), rank=2, seed=0))
+    assert_bits(sampled(config, params, (100, *[1] * 39), rings=True, rows=1), alone(config, params), "sampled")
+
+
+def test_explain_invariance() -> None:
+    found = fnmodels.explain_invariance()
+    assert len(found) == 7
+    assert all(found.values()), found
+
+
+def test_recurrent_layers_are_refused() -> None:
+    config = RECURRENT.config
+    with pytest.raises(NotImplementedError, match="which read tokens in their order"):
+        logprobs(config, generic_params(config), EACH[1])
 
 
 def test_other_forms_are_refused() -> None:

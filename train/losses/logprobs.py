@@ -85,16 +85,11 @@ def head_logprobs(
     chunk: int | None = CHUNK,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-<<<<<<< HEAD
-    """`token_logprobs` from hidden states x [B, S, D] (before the final norm) and labels [B, S]."""
-    check_temperature(temperature)
-=======
     """`token_logprobs` from hidden states x [B, S, D] (before the final norm) and labels [B, S].
 
     invariant: the head of kernel="invariant", with which `token_logprobs` calls it.
     """
-    _check(temperature)
->>>>>>> 185ece9 (kernel="invariant": a token's bits depend on the tokens of its document alone, in training, packed, cached and chunked)
+    check_temperature(temperature)
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
     plain = chunk is None or torch.compiler.is_compiling()

@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.inputs.mask import Mask
+from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.values import readable
 from fnmodels.ops.norm import upcast
 
@@ -54,7 +54,7 @@ class Tiles:
         return [(keys, self.masks[index]) for keys, index in self.hidden[tile]]
 
 
-def plan_tiles(mask: Mask) -> Tiles:
+def plan_tiles(mask: MaskLike) -> Tiles:
     """The tiles of a batch, from values. ValueError for a mask without rules, and for positions that repeat."""
     if not isinstance(mask, Mask):
         raise ValueError(
@@ -68,13 +68,8 @@ def plan_tiles(mask: Mask) -> Tiles:
         )
     batch = max(t.shape[0] for t in tree.leaves(mask))
     whole = mask.q_positions is mask.kv_positions and mask.q_segments is mask.kv_segments
-    q, k = (
-        _Side(*(None if t is None else t.expand(batch, -1) for t in side))
-        for side in (
-            (mask.q_positions, mask.q_segments, mask.q_spans),
-            (mask.kv_positions, mask.kv_segments, mask.kv_spans),
-        )
-    )
+    q = _side(batch, mask.q_positions, mask.q_segments, mask.q_spans)
+    k = _side(batch, mask.kv_positions, mask.kv_segments, mask.kv_spans)
     highest = max(int(t.amax()) if t.numel() else 0 for t in (q.segments, k.segments)) + 1
     documents = torch.unique(q.documents(highest)[q.segments > 0])
     keys = _places(k, documents, highest, None)
@@ -107,6 +102,11 @@ class _Side:
             return F.pad(t.flatten(), (0, 1))[places]
 
         return placed(self.positions), placed(self.segments), None if self.spans is None else placed(self.spans)
+
+
+def _side(rows: int, positions: Tensor, segments: Tensor, spans: Tensor | None) -> _Side:
+    wide = None if spans is None else spans.expand(rows, -1)
+    return _Side(positions.expand(rows, -1), segments.expand(rows, -1), wide)
 
 
 def _places(side: _Side, documents: Tensor, highest: int, keys: _Side | None) -> Tensor:

@@ -1,0 +1,86 @@
+"""`explain_invariance`: measures on this machine what kernel="invariant" relies on."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.inputs.mask import Mask
+from fnmodels.inputs.rules import Causal
+from fnmodels.ops.attention.select import attention
+from fnmodels.ops.invariant import elementwise, invariant_linear, invariant_rows
+from fnmodels.ops.norm import rms_norm
+
+_WIDTHS = ((24, 40), (64, 200), (256, 768), (1536, 512))  # of products: in, out
+_COUNTS = (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 16, 17, 31, 64, 129)  # of rows
+_TOKENS = 200
+
+
+def explain_invariance() -> dict[str, bool]:
+    """{what a token's bits must not depend on: whether that held in all cases tried}; some seconds.
+
+    The number of rows of a product (fp32 and bf16), an element's place under an activation, the number of rows of a
+    norm and of log-softmax, the form in which attention gets its keys, and the number of threads. Where one is False,
+    kernel="invariant" does not hold what it promises on this machine, and its results are right up to rounding.
+    """
+    draw = torch.Generator().manual_seed(0)
+    found: dict[str, bool] = {}
+    with torch.no_grad(), invariant_rows(True):
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            pairs = [(_drawn(draw, 300, n, dtype), _drawn(draw, m, n, dtype)) for n, m in _WIDTHS]
+            found[f"rows of {name} products"] = all(
+                _by_row(partial(invariant_linear, weight=w, bias=None), x) for x, w in pairs
+            )
+            found[f"form of the keys of {name} attention"] = _attention_alike(draw, dtype)
+        x = _drawn(draw, 300, 72, torch.float32)
+        functions = (F.silu, F.gelu, torch.sigmoid, F.softplus, torch.tanh, torch.exp)
+        found["place of an element"] = all(_by_row(partial(elementwise, function), x) for function in functions)
+        norms = (partial(rms_norm, weight=None, eps=1e-6), partial(F.log_softmax, dim=-1))
+        found["rows of norms and log-softmax"] = all(_by_row(function, x) for function in norms)
+        found["number of threads"] = _threads_alike(draw)
+    return found
+
+
+def _drawn(draw: torch.Generator, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, width, generator=draw).to(dtype)
+
+
+def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Whether every run of rows of x has the bits that it has among all."""
+    whole = function(x)
+    spans = [(lo, lo + count) for count in _COUNTS for lo in (0, 3, len(x) - count)]
+    return all(torch.equal(function(x[lo:hi].clone()), whole[lo:hi]) for lo, hi in spans)
+
+
+def _attention_alike(draw: torch.Generator, dtype: torch.dtype) -> bool:
+    """A document in a row of its own, behind another one, and its last tokens alone on the keys of all."""
+    q, k, v = (_drawn(draw, _TOKENS, heads * 24, dtype).view(1, _TOKENS, heads, 24) for heads in (6, 2, 2))
+    other = [_drawn(draw, 37, t.shape[2] * 24, dtype).view(1, 37, -1, 24) for t in (q, k, v)]
+    positions, ids = torch.arange(_TOKENS)[None], torch.ones(1, _TOKENS, dtype=torch.long)
+    run = partial(attention, kernel="invariant", scale=0.2)
+    mask = Mask(positions, ids, positions, ids, None, None, Causal())
+    whole = run(q, k, v, mask)
+    places, documents = _joined(positions[:, :37], positions), _joined(ids[:, :37], ids + 1)
+    packed = Mask(places, documents, places, documents, None, None, Causal())
+    both_q, both_k, both_v = map(_joined, other, (q, k, v))
+    behind = run(both_q, both_k, both_v, packed)[:, 37:]
+    last = [run(q[:, lo:], k, v, mask.select(slice(lo, None), slice(None))) for lo in (_TOKENS - 1, _TOKENS - 6)]
+    return torch.equal(whole, behind) and all(torch.equal(whole[:, -t.shape[1] :], t) for t in last)
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat((first, second), 1)
+
+
+def _threads_alike(draw: torch.Generator) -> bool:
+    x, weight = _drawn(draw, 513, 512, torch.float32), _drawn(draw, 1536, 512, torch.float32)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in {1, before, 2}:
+            torch.set_num_threads(threads)
+            found.append(elementwise(F.silu, invariant_linear(x, weight, None)))
+    finally:
+        torch.set_num_threads(before)
+    return all(torch.equal(found[0], other) for other in found)
