@@ -168,5 +168,6 @@ def block(
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and output head: logits [B, S, V]."""
-    weight = decoder.head(params, config)
-    return linear(rms_norm_fp32_weight(x, params["norm"], eps=config.layer_norm_epsilon).to(weight.dtype), weight)
+    norm = params["norm"]
+    normed = rms_norm_fp32_weight(x, norm, eps=config.layer_norm_epsilon).to(norm.dtype)
+    return linear(normed, decoder.head(params, config))
