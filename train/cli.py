@@ -120,15 +120,16 @@ def run(arguments: argparse.Namespace, defaults: Settings, argv: Sequence[str]) 
         from train.job.processes import spawn
 
         return spawn.start(partial(main, defaults=defaults), argv, needed)
+    rank, processes = rank_and_world_size()
+    if rank:  # without imports for what rank 0 alone does, such as pictures
+        with launch.process_group(limit) as timeout:
+            return controller.follow(timeout)
     from train.job.run import Options, train_run
 
     options = Options(flags=flags, mesh_flags=mesh_flags, **job_flags)
-    rank, processes = rank_and_world_size()
     if processes == 1:
         return train_run(options, defaults)
     with launch.process_group(limit) as timeout:
-        if rank:
-            return controller.follow(timeout)
         return controller.lead(partial(train_run, replace(options, limit=timeout), defaults))
 
 
