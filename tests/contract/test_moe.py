@@ -119,7 +119,7 @@ def test_products_are_of_real_tokens_only(case: Case, monkeypatch: pytest.Monkey
 
     def counted(experts: Any, *given: Any, act: Any, **how: Any) -> Tensor:
         before = len(rows)
-        y = loop_experts(experts, *given, act=lambda gate, up: rows.append(len(gate)) or act(gate, up), **how)
+        y = loop_experts(experts, *given, act=lambda *given: rows.append(len(given[0])) or act(*given), **how)
         assert sum(rows[before:]) == want
         return y
 
@@ -148,13 +148,14 @@ def naive_experts(
 ) -> Tensor:
     """The reference: a loop over experts and the tokens routed to each, without sorting."""
     y = torch.zeros_like(x)
-    for e in range(len(experts["gate_proj"])):
+    for e in range(len(experts["down_proj"])):
         part = {name: leaf[e] for name, leaf in experts.items()}
         tokens, slots = ((indices == e) & valid[:, None]).nonzero(as_tuple=True)
         share = weights[tokens, slots, None]
         given = x[tokens] * share if input_weighted else x[tokens]
-        gate, up = (F.linear(given, part[f"{n}_proj"], part.get(f"{n}_bias")) for n in ("gate", "up"))
-        out = F.linear(act(gate, up), part["down_proj"], part.get("down_bias"))
+        names = [name for name in ("gate", "up") if f"{name}_proj" in part]
+        inner = act(*(F.linear(given, part[f"{name}_proj"], part.get(f"{name}_bias")) for name in names))
+        out = F.linear(inner, part["down_proj"], part.get("down_bias"))
         y = y.index_add(0, tokens, (out if input_weighted else out * share).to(x.dtype))
     return y
 
@@ -179,7 +180,7 @@ def test_dispatch_in_ranks_that_do_not_divide_the_tokens(case: Case, ranks: int)
     seen = []
 
     def parallel(experts: Any, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any) -> Tensor:
-        rows, sent = dispatch(x, indices, valid, len(experts["gate_proj"]))
+        rows, sent = dispatch(x, indices, valid, len(experts["down_proj"]))
         back = combine(rows, sent, torch.full_like(weights, 1 / indices.shape[1]))
         seen.append(off(back[valid], x[valid]) < 1e-6 and not back[~valid].any())
         pad, ranges = virtual_padding(len(x), ranks)

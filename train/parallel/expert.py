@@ -41,7 +41,7 @@ def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Ex
         act: Any,
         input_weighted: bool = False,
     ) -> Tensor:
-        here = experts["gate_proj"].shape[0]
+        here = experts["down_proj"].shape[0]
         rows, dispatched, weights = sorted_rows(x, weights, indices, valid, ranks * here, input_weighted)
         counts = dispatched.counts.view(ranks, here)
         coming = collectives.all_to_all(counts, group, split=0, join=0)  # [ranks, experts here]

@@ -15,9 +15,9 @@ from train.parallel.mesh import Mesh
 
 def check_grouped(leaves: Mapping[str, Tensor], mesh: Mesh) -> None:
     """ValueError for experts that a step would not compute as a grouped product."""
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        width, item = leaves[name].shape[-1], leaves[name].element_size()
-        if width * item % 16:
+    for name, leaf in leaves.items():
+        width, item = leaf.shape[-1], leaf.element_size()
+        if leaf.ndim == 3 and width * item % 16:
             raise ValueError(
                 f"Rows of the experts' {name} are {width} elements wide (tp = {mesh.tp}), {width * item} bytes, and "
                 "grouped products, which are simulated, take multiples of 16 bytes: choose another tp."
@@ -70,7 +70,7 @@ def exchanged(
     input_weighted: bool = False,
 ) -> Tensor:
     """`train.parallel.expert.expert_parallel`; an exchange of equally many rows per expert is a copy."""
-    here = leaves["gate_proj"].shape[0]
+    here = leaves["down_proj"].shape[0]
     rows, dispatched, weights = sorted_rows(x, weights, indices, valid, ranks * here, input_weighted)
     got = rows.clone()
     expert = indices.new_empty(len(got), 1)

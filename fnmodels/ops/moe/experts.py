@@ -1,10 +1,11 @@
-"""MoE experts: E stacked gated MLPs, each applied to its tokens, by one of three implementations.
+"""MoE experts: E stacked MLPs, each applied to its tokens, by one of three implementations.
 
     experts(weights tree, x [T, D], weights [T, k], indices [T, k], valid [T], *, act, input_weighted) -> [T, D]
 
 The tree holds gate_proj and up_proj [E, F, D], down_proj [E, D, F] and optionally gate_bias, up_bias [E, F] and
-down_bias [E, D]. `act` (gate, up) -> inner. input_weighted: the weight multiplies the expert's input instead of its
-output (Llama 4). Padding reaches no expert, and its output is 0.
+down_bias [E, D]. `act` (gate, up) -> inner; experts without a gate have no gate_proj, and `act` up -> inner.
+input_weighted: the weight multiplies the expert's input instead of its output (Llama 4). Padding reaches no expert, and
+its output is 0.
 
     path       implementation                            supports
     grouped    sorted tokens, F.grouped_mm               rows of 16 n bytes, not fp64; first derivatives only
@@ -28,7 +29,7 @@ from fnmodels.options import Experts
 
 from .dispatch import Dispatched, combine, dispatch
 from .dispatch_cpu import DispatchedCpu, combine_cpu, dispatch_cpu
-from .experts_loop import Act, loop_mlps
+from .experts_loop import Act, inputs_of, loop_mlps
 
 _ROWS = 16
 
@@ -70,7 +71,7 @@ def loop_experts(
     names = list(experts)
     x, weights, *leaves = first_order("loop", x, weights, *experts.values(), vmap=False)
     experts = dict(zip(names, leaves, strict=True))
-    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
+    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["down_proj"]), input_weighted)
     out = loop_mlps(experts, rows, dispatched.counts.tolist(), act)
     return combine_cpu(out, dispatched, weights)
 
@@ -93,8 +94,8 @@ def grouped_experts(
             'experts="grouped" is compiled in bf16 only: torch traces F.grouped_mm in no other dtype, and these tokens '
             f'are {x.dtype}. experts="dense" compiles in all, at E / k times the work.'
         )
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        if _misaligned(leaf := experts[name]):
+    for name, leaf in experts.items():
+        if _misaligned(leaf):
             raise ValueError(
                 'experts="grouped" needs rows that are a multiple of 16 bytes long and apart, but those of '
                 f"{name} hold {leaf.shape[-1]} elements of {leaf.element_size()} bytes, with strides "
@@ -103,7 +104,7 @@ def grouped_experts(
     names = list(experts)
     x, weights, *leaves = first_order("grouped", x, weights, *experts.values(), vmap=False)
     experts = dict(zip(names, leaves, strict=True))
-    count = len(experts["gate_proj"])
+    count = len(experts["down_proj"])
     if not (x.is_cuda or torch.compiler.is_compiling()) and readable(indices) and readable(valid):
         rows, origin, weights = sorted_rows_cpu(x, weights, indices, valid, count, input_weighted)
         return combine_cpu(_grouped_mlps(experts, rows, origin.counts, act), origin, weights)
@@ -139,7 +140,7 @@ def _grouped_mlps(
             return out
         return cleared(out) + bias.index_select(0, expert)
 
-    return linear(cleared(act(linear(rows, "gate"), linear(rows, "up"))), "down")
+    return linear(cleared(act(*(linear(rows, name) for name in inputs_of(experts)))), "down")
 
 
 def dense_experts(
@@ -157,14 +158,14 @@ def dense_experts(
     An expert that a token did not choose gets zeros, not the token: its output might not be finite, and 0 times that
     would be NaN.
     """
-    ids = torch.arange(experts["gate_proj"].shape[0], device=x.device)
+    ids = torch.arange(experts["down_proj"].shape[0], device=x.device)
     picked = (indices[..., None] == ids) & valid[:, None, None]
     share = torch.where(picked, weights[..., None], 0).sum(1).T[..., None]  # [E, T, 1]
     chosen = picked.any(1).T[..., None]
     rows = torch.where(chosen, x, 0)
     if input_weighted:
         rows, share = rows * share.to(x.dtype), chosen
-    inner = act(_batched(experts, rows, "gate"), _batched(experts, rows, "up"))
+    inner = act(*(_batched(experts, rows, name) for name in inputs_of(experts)))
     return (_batched(experts, inner, "down") * share).sum(0).to(x.dtype)
 
 

@@ -1,11 +1,11 @@
-"""Gated MLPs of sorted rows, one expert after another, with gradients written straight into the stacked tensors.
+"""MLPs of sorted rows, one expert after another, with gradients written straight into the stacked tensors.
 
 Autograd would make a gradient per expert's slice and then stack them: a copy of every weight, a tenth of the time on a
 CPU. Here products write into their slice of one tensor, forward and backward, and the cheap activation is recomputed in
 the backward instead of being saved.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,13 @@ from torch import Tensor
 
 from fnmodels.ops.autograd_guard import FirstOrder, refuse
 
-Act = Callable[[Tensor, Tensor], Tensor]
+Act = Callable[..., Tensor]  # (gate, up) -> inner; (up) -> inner for experts without a gate
+
+
+def inputs_of(experts: Iterable[str]) -> tuple[str, ...]:
+    """The projections that read an expert's input, by the names of its leaves: gate and up, or up alone."""
+    names = set(experts)
+    return tuple(name for name in ("gate", "up") if f"{name}_proj" in names)
 
 
 def loop_mlps(experts: dict[str, Tensor], rows: Tensor, sizes: list[int], act: Act) -> Tensor:
@@ -21,8 +27,8 @@ def loop_mlps(experts: dict[str, Tensor], rows: Tensor, sizes: list[int], act: A
 
     ValueError if `act` depends on other tensors that require gradients, which this backward would not reach.
     """
-    empty = rows.new_empty(0, experts["gate_proj"].shape[1])
-    if act(empty, empty).requires_grad:
+    empty = rows.new_empty(0, experts["up_proj"].shape[1])
+    if act(*[empty] * len(inputs_of(experts))).requires_grad:
         raise ValueError(
             'experts="loop" gives no gradient to tensors that `act` takes from around it, and this one\'s result needs '
             'one without its arguments: detach them, or take experts="grouped" or "dense".'
@@ -47,7 +53,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 class _Loop(FirstOrder):
-    """Outputs (result, gate, up); the last two are saved for the backward only."""
+    """Outputs (result, inputs of the activation); all but the first are saved for the backward only."""
 
     @staticmethod
     def forward(
@@ -56,14 +62,16 @@ class _Loop(FirstOrder):
         per_expert = [
             dict(zip(names, slices, strict=True)) for slices in zip(*(t.unbind(0) for t in leaves), strict=True)
         ]
-        width = leaves[names.index("gate_proj")].shape[1]
-        gate, up = (rows.new_empty(len(rows), width) for _ in range(2))
+        width = leaves[names.index("up_proj")].shape[1]
+        inputs = {name: rows.new_empty(len(rows), width) for name in inputs_of(names)}
         out = torch.empty_like(rows)
         for e, span in _spans(sizes):
-            _linear(rows[span], per_expert[e]["gate_proj"], per_expert[e].get("gate_bias"), gate[span])
-            _linear(rows[span], per_expert[e]["up_proj"], per_expert[e].get("up_bias"), up[span])
-            _linear(act(gate[span], up[span]), per_expert[e]["down_proj"], per_expert[e].get("down_bias"), out[span])
-        return out, gate, up
+            weights = per_expert[e]
+            for name, value in inputs.items():
+                _linear(rows[span], weights[f"{name}_proj"], weights.get(f"{name}_bias"), value[span])
+            inner = act(*(value[span] for value in inputs.values()))
+            _linear(inner, weights["down_proj"], weights.get("down_bias"), out[span])
+        return out, *inputs.values()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -92,11 +100,11 @@ class _Backward(FirstOrder):
         names: tuple[str, ...],
         needs: tuple[bool, ...],
         grad_output: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        rows: Tensor,
-        *leaves: Tensor,
+        *saved: Tensor,
     ) -> tuple[Tensor, ...]:
+        """saved: the inputs of the activation, the rows, and the leaves."""
+        kinds = inputs_of(names)
+        inputs, rows, leaves = saved[: len(kinds)], saved[len(kinds)], saved[len(kinds) + 1 :]
         per_expert = [
             dict(zip(names, slices, strict=True)) for slices in zip(*(t.unbind(0) for t in leaves), strict=True)
         ]
@@ -111,17 +119,19 @@ class _Backward(FirstOrder):
         for e, span in _spans(sizes):
             weights, x, d_out = per_expert[e], rows[span], grad_output[span]
             with torch.enable_grad():
-                gate_up = [t[span].detach().requires_grad_() for t in (gate, up)]
-                inner = act(*gate_up)
-            d_gate, d_up = torch.autograd.grad(inner, gate_up, d_out @ weights["down_proj"])
-            for kind, d, inputs in (("gate", d_gate, x), ("up", d_up, x), ("down", d_out, inner.detach())):
+                given = [t[span].detach().requires_grad_() for t in inputs]
+                inner = act(*given)
+            d_given = torch.autograd.grad(inner, given, d_out @ weights["down_proj"])
+            products = [(kind, d, x) for kind, d in zip(kinds, d_given, strict=True)]
+            for kind, d, value in (*products, ("down", d_out, inner.detach())):
                 if f"{kind}_proj" in wanted:
-                    torch.mm(d.t(), inputs, out=grads[f"{kind}_proj"][e])
+                    torch.mm(d.t(), value, out=grads[f"{kind}_proj"][e])
                 if f"{kind}_bias" in wanted:
                     torch.sum(d, 0, out=grads[f"{kind}_bias"][e])
             if needs[0]:
-                torch.mm(d_gate, weights["gate_proj"], out=d_rows[span])
-                d_rows[span].addmm_(d_up, weights["up_proj"])
+                torch.mm(d_given[0], weights[f"{kinds[0]}_proj"], out=d_rows[span])
+                for kind, d, _ in products[1:]:
+                    d_rows[span].addmm_(d, weights[f"{kind}_proj"])
         return d_rows, *(grads[name] for name in names)
 
     @staticmethod

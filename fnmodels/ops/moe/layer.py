@@ -18,7 +18,7 @@ from fnmodels.options import Experts
 from fnmodels.tree import Tree
 
 from .experts import choose_experts
-from .experts_loop import Act
+from .experts_loop import Act, inputs_of
 from .router import RouterDtypes
 
 # What a sparse block always returns, and its further taps.
@@ -43,10 +43,11 @@ def moe(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 
-    layer: the leaves of `fnmodels.models.common.spec.moe_leaves`. x [B, S, D]. route: a function of `ops.moe.router`
-    with its keywords bound. valid: [B, S] bool, False at padding. routing: [B, S, k] int64, a replay of experts chosen
-    earlier, distinct per token; their weights come from the live logits. On the CPU, ValueError for an expert that does
-    not exist or is named twice (`forward` checks k, since it knows the config). experts: see
+    layer: the leaves of `fnmodels.models.common.spec.moe_leaves`; with latent_in_proj and latent_out_proj the experts,
+    and neither the router nor the shared expert, work between these projections. x [B, S, D]. route: a function of
+    `ops.moe.router` with its keywords bound. valid: [B, S] bool, False at padding. routing: [B, S, k] int64, a replay
+    of experts chosen earlier, distinct per token; their weights come from the live logits. On the CPU, ValueError for
+    an expert that does not exist or is named twice (`forward` checks k, since it knows the config). experts: see
     `ops.moe.experts.choose_experts`. dtypes: those of the logits and of the weights of the chosen experts. counts:
     number of tokens routed to each expert.
     """
@@ -71,8 +72,11 @@ def moe(
     logits = linear(*(map(upcast, projection) if dtypes.projection == "wide" else projection))
     weights, indices = route(logits, None if routing is None else routing.where(valid[..., None], 0))
     weights = weights.to(dtypes.output_dtype(x.dtype))
-    flat = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1), valid.flatten())
-    y = choose_experts(experts, x, *layer["experts"].values())(layer["experts"], *flat, act=act).reshape(x.shape)
+    inner = linear(x, layer["latent_in_proj"]) if "latent_in_proj" in layer else x
+    flat = (inner.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1), valid.flatten())
+    y = choose_experts(experts, x, *layer["experts"].values())(layer["experts"], *flat, act=act).reshape(inner.shape)
+    if "latent_out_proj" in layer:
+        y = linear(y, layer["latent_out_proj"])
     if "shared_expert" in layer:
         y = y + _shared(layer, x, act)
     aux = {"counts": count_tokens(indices, valid, logits.shape[-1]), "router_logits": logits}
@@ -110,7 +114,7 @@ def count_tokens(indices: Tensor, valid: Tensor, experts: int) -> Tensor:
 def _shared(layer: Tree, x: Tensor, act: Act) -> Tensor:
     """The output of the shared expert, which every token passes through; in Qwen 2 it is scaled by a sigmoid gate."""
     shared = layer["shared_expert"]
-    inner = act(linear(x, shared["gate_proj"]), linear(x, shared["up_proj"]))
+    inner = act(*(linear(x, shared[f"{name}_proj"]) for name in inputs_of(shared)))
     y = linear(inner, shared["down_proj"])
     gate = layer.get("shared_expert_gate")
     if gate is None:

@@ -19,7 +19,7 @@ _ATTENTION = ("heads", "kv_heads", "latent", "head_dim")
 _MLP = ("mlp", "activation")
 # All known axes of layers. A parameter with another one would be treated as acting on the residual stream, and its
 # gradient might be partial.
-_KNOWN = {*SHARDED, *_ATTENTION, *_MLP, "embed", "expert", "router", "one"}
+_KNOWN = {*SHARDED, *_ATTENTION, *_MLP, "embed", "expert", "router", "moe_latent", "one"}
 
 
 @dataclass(frozen=True)
