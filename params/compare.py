@@ -58,10 +58,11 @@ example:
   python -m params.compare ~/models/gemma-2-2b --against transformers --length 4200
 """
 
-# The reference's module whose output equals our tap: where a norm follows a sublayer, that norm. The first entry whose
-# modules a layer has all of is used: post_attention_layernorm alone is a norm before the MLP.
 # Taps of what is added to the residual stream: {tap: the reference's field that multiplies what its module returns}.
 _ADDED = {"mamba": "ssm_out_multiplier", "attention": "attention_out_multiplier", "mlp": ""}
+# The reference's module whose output equals our tap: where a norm follows a sublayer, that norm. The first entry whose
+# modules a layer has all of is used: post_attention_layernorm alone is a norm before the MLP. Where several modules are
+# named, their sum, without those that are None in a layer.
 _SUBLAYERS = (
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
@@ -74,7 +75,8 @@ _SUBLAYERS = (
     {"attention": "self_attention", "mlp": "mlp"},  # Falcon
     {"attention": "linear_attn", "mlp": "mlp"},  # Gated DeltaNet
     {"attention": "conv", "mlp": "feed_forward"},  # LFM2
-    {"attention": "mixer"},  # Mamba 2
+    {"attention": "mixer", "mlp": "mixer"},  # one sublayer, of which ours has the tap
+    {"attention": "mamba self_attn", "mlp": "shared_mlp block_sparse_moe"},  # Granite 4
 )
 
 
@@ -328,13 +330,14 @@ def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
         own = _ADDED.get(tap.rpartition(".")[2])
         value = value if own is None else value * multiplier * getattr(model.config, own, 1.0)
         value = value.clone()  # Falcon adds the attention's output to the MLP's in place
-        tapped[tap] = value if value.ndim == 3 else value.view(*tokens.shape, -1)  # experts may see rows of tokens
+        value = value if value.ndim == 3 else value.view(*tokens.shape, -1)  # experts may see rows of tokens
+        tapped[tap] = tapped[tap] + value if tap in tapped else value
 
     layers = _layers(model)
     handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
     for i, layer in enumerate(layers):
-        modules = {"output": layer} | _sublayers(layer)
-        handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules.items()]
+        modules = [("output", layer), *_sublayers(layer)]
+        handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules]
     try:
         mask = batch.segment_ids if batch.form == "padded" else None  # else documents begin where positions restart
         logits = model(input_ids=tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False).logits
@@ -344,12 +347,13 @@ def _theirs(model: Any, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     return {**tapped, "logits": logits}
 
 
-def _sublayers(layer: Any) -> dict[str, Any]:
-    """{tap: module whose output it is} of one layer of the reference; {} if its modules have unknown names."""
+def _sublayers(layer: Any) -> list[tuple[str, Any]]:
+    """(tap, module whose output it is, or a summand of it) of one layer; [] if its modules have unknown names."""
     for names in _SUBLAYERS:
-        if all(hasattr(layer, name) for name in names.values()):
-            return {tap: getattr(layer, name) for tap, name in names.items()}
-    return {}
+        modules = [(tap, name) for tap, several in names.items() for name in several.split()]
+        if all(hasattr(layer, name) for _, name in modules):
+            return [(tap, getattr(layer, name)) for tap, name in modules if getattr(layer, name) is not None]
+    return []
 
 
 def _order(layers: int) -> Iterator[str]:

@@ -21,6 +21,7 @@ from tests.support.cases import (
     off,
     richest,
     segments,
+    sublayers,
     trainable,
 )
 
@@ -53,8 +54,10 @@ def names_of(case: Case) -> tuple[str, ...]:
 def test_an_edit_of_every_tap_without_a_line_in_a_family(case: Case) -> None:
     """An edit changes the logits and the recorded tap; a factor of 1 changes no bit."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
+    first = {name: i for i, parts in reversed(list(enumerate(sublayers(case.config)))) for name in parts}
+    first |= dict.fromkeys(ATTENTION_TAPS, (attending_layers(case.config) or [0])[0])
     for name in names_of(case):
-        tap = f"layers.{attending_layers(case.config)[0] if name in ATTENTION_TAPS else 0}.{name}"
+        tap = f"layers.{first.get(name, 0)}.{name}"
         run = functools.partial(batch.forward, params, taps=(tap,), context=Edited)
         plain, tapped = batch.forward(params, taps=(tap,))
         still, _ = run(layer_fn=with_edits({name: torch.ones(())}))
@@ -122,14 +125,18 @@ def test_edits_compile_once_for_all_layers_and_strengths() -> None:
 
 @every_case
 def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
-    """input + attention + mlp == output, after every norm and multiplier; middle stands between them."""
+    """input + attention + mlp == output, after every norm and multiplier; middle stands between them.
+
+    A layer has the taps of the sublayers that its parameters are of, both or one.
+    """
     batch, names = batch_of(case.config, ROWS), names_of(case)
     taps = ("input", "output", *(name for name in ("mamba", "attention", "middle", "mlp") if name in names))
     _, found = batch.forward(generic_params(case.config), taps=tuple(f"layers.*.{name}" for name in taps))
-    for index in range(len(fnmodels.family_of(case.config).kinds(case.config))):
-        tap = {name: found[f"layers.{index}.{name}"][batch.valid] for name in taps}
-        added = [tap[name] for name in ("mamba", "attention", "mlp") if name in tap]
-        assert off(sum(added, tap["input"]), tap["output"]) < 1e-6
+    for index, added in enumerate(sublayers(case.config)):
+        tap = {name: found[f"layers.{index}.{name}"] for name in taps if f"layers.{index}.{name}" in found}
+        assert added and tap.keys() == {"input", "output", *added, *({"middle"} & set(names))}
+        tap = {name: value[batch.valid] for name, value in tap.items()}
+        assert off(tap["input"] + sum(tap[name] for name in added), tap["output"]) < 1e-6
         if "middle" in tap:
             assert off(tap["output"] - tap["mlp"], tap["middle"]) < 1e-6
 

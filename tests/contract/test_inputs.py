@@ -21,6 +21,7 @@ from tests.support.cases import (
     generic_params,
     is_ordered,
     is_routed,
+    logits_dtype,
     off,
     positions_of,
     reach_of,
@@ -62,7 +63,7 @@ def test_low_precision_parameters_leave_the_tables_alone(case: Case) -> None:
         inputs = {**inputs, "routing": routing}
     low = tree.map(lambda p: p.to(torch.bfloat16), weights)
     logits = fnmodels.forward(low, inputs, masks, freqs_cis, config=case.config, kernel="math")
-    assert logits.dtype == torch.bfloat16
+    assert logits.dtype == logits_dtype(case.config, torch.bfloat16)
     wanted = mixed.forward(weights)[mixed.valid]
     assert float((logits[mixed.valid].float() - wanted).std()) < 0.2 * float(wanted.std())
 

@@ -24,6 +24,7 @@ import train
 from fnmodels import testing, tree
 from fnmodels.ops.moe.layer import MOE_TAPS
 from tests.support.cases import (
+    SUBLAYERS,
     Batch,
     Case,
     attending_layers,
@@ -39,6 +40,7 @@ from tests.support.cases import (
     sparse_layers,
     structures,
     subject_of,
+    sublayers,
     summed_loss,
     supports,
     trainable,
@@ -333,7 +335,9 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
     logits, tapped = batch.forward(weights, kernel=kernel, taps=wanted)
     assert torch.equal(logits, batch.forward(weights, kernel=kernel))
     sparse = sparse_layers(case.config)
-    there = {f"layers.{i}.{name}" for i in range(layers) for name in names if i in sparse or name not in MOE_TAPS}
+    parts = sublayers(case.config)
+    lacking = [set(SUBLAYERS) - set(own) | (set() if i in sparse else set(MOE_TAPS)) for i, own in enumerate(parts)]
+    there = {f"layers.{i}.{name}" for i in range(layers) for name in names if name not in lacking[i]}
     assert tapped.keys() == {"embed", "hidden"} | there
     if dense := sorted(set(range(layers)) - set(sparse)) if sparse else []:
         with pytest.raises(ValueError, match=f"layer {dense[0]} is none"):
@@ -342,7 +346,7 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
     assert torch.equal(tapped["hidden"], tapped[f"layers.{layers - 1}.output"])
     for i in range(1, layers):
         assert torch.equal(tapped[f"layers.{i}.input"], tapped[f"layers.{i - 1}.output"])
-    _, only = batch.forward(weights, kernel=kernel, taps=(f"layers.1.{family.TAPS[0]}",) if layers > 1 else ("embed",))
+    _, only = batch.forward(weights, kernel=kernel, taps=(f"layers.1.{parts[1][0]}",) if layers > 1 else ("embed",))
     assert len(only) == 1 and all(torch.equal(value, tapped[name]) for name, value in only.items())
     leaves = trainable(weights)
     _, last = batch.forward(leaves, taps=("layers.0.output",))

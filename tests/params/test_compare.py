@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import params as P
-from fnmodels import family_of, llama, tree
-from fnmodels.models.common.registry import may_have
+from fnmodels import llama, tree
 from params import compare
-from tests.support.cases import Case, cases, generic_params, structures
+from tests.support.cases import Case, cases, generic_params, structures, sublayers
 from tests.support.oracle import model_of
 from tests.variants import gpt2
 from tests.variants.llama import variants
@@ -35,9 +34,7 @@ def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFix
     model_of(case.values).save_pretrained(tmp_path)
     assert compare.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    layers = case.config.num_hidden_layers
-    own = [name for name in ("mamba", "attention", "mlp") if name in may_have(family_of(case.config), "TAPS")]
-    taps = [f"layers.{i}.{name}" for i in range(layers) for name in (*own, "output")]
+    taps = [f"layers.{i}.{name}" for i, parts in enumerate(sublayers(case.config)) for name in (*parts, "output")]
     # all activations of the plain batch, then the logits of those on which transformers is right
     forms = ["padded", "packed", "shifted"]
     forms = [form for form in forms if form not in compare.their_mistakes(case.config)]

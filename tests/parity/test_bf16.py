@@ -16,7 +16,7 @@ from fnmodels.models.common import decoder
 from fnmodels.ops import mla, norm
 from params.compare import _batches, _ours, _theirs
 from tests.support.cases import Case, cases, is_routed, richest, seed_of, tokens_of
-from tests.support.oracle import model_of, params_of
+from tests.support.oracle import model_of, on_disk, params_of
 
 BY_TYPE = [case for case in richest(lambda case: case.config.model_type) if case.values is not None]
 every_type = pytest.mark.parametrize("case", BY_TYPE, ids=str)
@@ -38,12 +38,14 @@ def norms_of_reference(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
     """{name of a norm's weight on disk: (input, output)} of one forward in bf16."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     model, handles = reference(case), []
-    for name, module in model.named_modules():
+    on_file = {tensor.data_ptr(): name for name, tensor in on_disk(model).items()}
+    for module in model.modules():
         weight = getattr(module, "weight", None)
         if "norm" in type(module).__name__.lower() and isinstance(weight, Tensor) and weight.ndim == 1:
+            name = on_file[weight.data_ptr()]
 
             def note(_: Any, given: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
-                found[f"{name}.weight"] = (given[0], output)
+                found[name] = (given[0], output)
 
             handles.append(module.register_forward_hook(note))
     try:

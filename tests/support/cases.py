@@ -20,6 +20,7 @@ Where they are needed:
     STANDS_FOR          {model type: another} where transformers knows a model under the other name only
     OLDER_NAMES         {field: its name in older files}; OLDER_ROPES where there is a table for each layer type
     TRAINING_TOLERANCE  {variant: tolerance of 20 steps} where fp32 itself gives no 1e-5
+    WIDE_LOGITS         {model types} whose logits are fp32 in a model of lower precision too
 """
 
 import dataclasses
@@ -118,8 +119,15 @@ def is_ordered(case: Case) -> bool:
 def attending_layers(config: Any) -> list[int]:
     """The layers that have attention, some of which may have a recurrent mixer too."""
     family, none = fnmodels.family_of(config), torch.zeros(1, 0, dtype=torch.int64)
-    masks = family.attention_masks(config, none, none)
-    return [i for i, kind in enumerate(family.kinds(config)) if not isinstance(masks[kind], Segments)]
+    masks, parts = family.attention_masks(config, none, none), sublayers(config)
+    kinds = enumerate(family.kinds(config))
+    return [i for i, kind in kinds if "attention" in parts[i] and not isinstance(masks[kind], Segments)]
+
+
+def sublayers(config: Any) -> list[tuple[str, ...]]:
+    """Per layer, which of the sublayers "mamba", "attention" (or what replaces it) and "mlp" its parameters are of."""
+    layers = fnmodels.family_of(config).spec(config)["layers"]
+    return [tuple(name for name in SUBLAYERS if name in layer) for layer in layers]
 
 
 def attending(group: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -260,7 +268,14 @@ def check_shapes(config: Any) -> None:
     segment_ids = torch.ones_like(tokens)
     prepared = fnmodels.prepare(config, tokens, positions=segment_ids, segment_ids=segment_ids, length=16)
     logits = fnmodels.forward(weights, *prepared, config=config, layer_fn=_once_per_shape)
-    assert logits.shape == (2, 16, config.vocab_size) and logits.dtype == torch.bfloat16
+    assert logits.shape == (2, 16, config.vocab_size) and logits.dtype == logits_dtype(config, torch.bfloat16)
+
+
+def logits_dtype(config: Any, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the logits of a model with parameters of this one."""
+    family = fnmodels.family_of(config).__name__.rpartition(".")[2]
+    wide = config.model_type in getattr(variants_of(family), "WIDE_LOGITS", ())
+    return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
 def _once_per_shape(block: Any) -> Any:
@@ -278,6 +293,7 @@ def _once_per_shape(block: Any) -> Any:
 
 
 KERNELS = ("math", "sdpa", "auto")
+SUBLAYERS = ("mamba", "attention", "mlp")
 
 
 @functools.cache

@@ -384,6 +384,24 @@ def patterned_layers(fields: Fields, pattern: int, layers: int) -> list[bool]:
     return slides
 
 
+def listed_kinds(fields: Fields, names: Sequence[str], known: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The kind of each layer from the list under any of `names`, whose entries are keys of `known`; None without one.
+
+    ConfigError for other entries and for two lists that disagree.
+    """
+    found: list[tuple[str, ...]] = []
+    for name in names:
+        types = fields.take(name, None)
+        if types is None:
+            continue
+        if not isinstance(types, list) or not types or any(t not in list(known) for t in types):
+            raise ConfigError(f"{fields.where}: {name!r} must name the layers, each one of {', '.join(known)}.")
+        found.append(tuple(known[t] for t in types))
+    if len(set(found)) > 1:
+        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree.")
+    return found[0] if found else None
+
+
 def layer_types(slides: Sequence[bool], near: str = "sliding_attention") -> list[str]:
     """The `layer_types` list for config.json, which `sliding_layers` reads back."""
     return [near if s else "full_attention" for s in slides]
