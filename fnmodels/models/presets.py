@@ -374,34 +374,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-4-scout-text": _SCOUT,
     "llama-4-maverick": {"model_type": "llama4", "text_config": _MAVERICK},
     "llama-4-maverick-text": _MAVERICK,
-    "deepseek-v2-lite": _sized(
-        _DEEPSEEK2 | {"q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.0},
-        *(2048, 10944, 27, 16, 16),
-        moe_intermediate_size=1408,
-        n_routed_experts=64,
-    ),
-    "deepseek-v2": _sized(
-        _DEEPSEEK2 | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
-        *(5120, 12288, 60, 128, 128),
-        moe_intermediate_size=1536,
-        n_routed_experts=160,
-        n_group=8,
-        topk_group=3,
-    ),
+    "deepseek-v2-lite": _sized(_DEEPSEEK2, 2048, 10944, 27, 16, 16, q_lora_rank=None, topk_method="greedy")
+    | {"routed_scaling_factor": 1.0, "moe_intermediate_size": 1408, "n_routed_experts": 64},
+    "deepseek-v2": _sized(_DEEPSEEK2, 5120, 12288, 60, 128, 128, topk_method="group_limited_greedy")
+    | {"routed_scaling_factor": 16.0, "moe_intermediate_size": 1536, "n_routed_experts": 160}
+    | {"n_group": 8, "topk_group": 3},
     "deepseek-v3": _sized(_DEEPSEEK3, 7168, 18432, 61, 128, 128),
     "deepseek-r1": _sized(_DEEPSEEK3, 7168, 18432, 61, 128, 128),
     "kimi-k2": _sized(_MOONSHOT | _KIMI, 7168, 18432, 61, 64, 64),
     "moonlight-16b-a3b": _sized(_MOONSHOT | _MOONLIGHT, 2048, 11264, 27, 16, 16),
-    "glm-4.5": _sized(
-        _GLM45 | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "use_qk_norm": True},
-        *(5120, 12288, 92, 96, 8),
-        moe_intermediate_size=1536,
-        n_routed_experts=160,
-    ),
-    "glm-4.5-air": _sized(
-        _GLM45 | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False},
-        *(4096, 10944, 46, 96, 8),
-        moe_intermediate_size=1408,
-        n_routed_experts=128,
-    ),
+    "glm-4.5": _sized(_GLM45, 5120, 12288, 92, 96, 8, moe_intermediate_size=1536, n_routed_experts=160)
+    | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "use_qk_norm": True},
+    "glm-4.5-air": _sized(_GLM45, 4096, 10944, 46, 96, 8, moe_intermediate_size=1408, n_routed_experts=128)
+    | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False},
 }

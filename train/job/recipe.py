@@ -27,7 +27,6 @@ from .settings import Settings
 MATRICES = "layers.*_proj"
 LR_FROM_SCRATCH, LR_FROM_CHECKPOINT, LR_OF_ADAPTERS = 3e-3, 3e-4, 1e-3  # peak learning rates of AdamW
 
-
 # Default hyperparameters of each optimizer. rate: a factor on AdamW's peak.
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"rate": 1.0, "weight_decay": 0.1, "betas": (0.9, 0.95)},

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.dist.dtensor import is_dtensor
@@ -31,7 +32,7 @@ def distill(
     params: Tree,
     batch: Mapping[str, Tensor],
     *,
-    config: Any,
+    config: DecoderConfig,
     teacher: Tree,
     teacher_config: Any = None,
     direction: str = "forward",
@@ -82,7 +83,7 @@ def distill(
     return total, count, {"agree": (agree & valid).sum()} | (sums[0] if sums else {})
 
 
-def check_teacher(config: Any, theirs: Any, teacher: Tree, direction: str, temperature: float) -> None:
+def check_teacher(config: DecoderConfig, theirs: Any, teacher: Tree, direction: str, temperature: float) -> None:
     """ValueError for another vocabulary size, a teacher with DTensors, or an invalid direction or temperature."""
     if theirs.vocab_size != config.vocab_size:
         raise ValueError(

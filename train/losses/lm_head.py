@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.ops.torch_internals import alone
 from fnmodels.tree import Tree
 
@@ -29,12 +30,12 @@ CHUNK = 512  # tokens; on a CPU, buffers that stay under malloc's 32 MiB mmap th
 Head = Callable[[list[Tensor], Tensor], Tensor]
 
 
-def head_name(config: Any) -> str:
+def head_name(config: DecoderConfig) -> str:
     """The entry of params that holds the head's weight."""
     return "embed_tokens" if getattr(config, "tie_word_embeddings", False) else "lm_head"
 
 
-def head_logits(params: Tree, x: Tensor, config: Any) -> Tensor:
+def head_logits(params: Tree, x: Tensor, config: DecoderConfig) -> Tensor:
     """Logits [..., V] of hidden states x [B, S, D], or of a chunk of tokens [T, D], which the head takes as one row."""
     rows = x if x.ndim == 3 else x[None]
     return fnmodels.family_of(config).unembed(params, rows, config=config).reshape(*x.shape[:-1], -1)
@@ -45,7 +46,7 @@ def head_loss(
     x: Tensor,
     labels: Tensor,
     *,
-    config: Any,
+    config: DecoderConfig,
     chunk: int | None = CHUNK,
     weights: Tensor | None = None,
     label_smoothing: float = 0.0,

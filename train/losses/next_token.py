@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.registry import may_have
+from fnmodels.models.common.registry import DecoderConfig, may_have
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
@@ -27,7 +27,7 @@ def next_token_loss(
     params: Tree,
     batch: Mapping[str, Tensor],
     *,
-    config: Any,
+    config: DecoderConfig,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
     label_smoothing: float = 0.0,
@@ -89,7 +89,7 @@ def model_states(
     params: Tree,
     batch: Mapping[str, Tensor],
     *,
-    config: Any,
+    config: DecoderConfig,
     length: int | Tensor | None,
     options: ForwardOptions,
     balance: Balance | None = None,
@@ -99,7 +99,8 @@ def model_states(
 
     balance, aux: as there. ValueError for an invalid batch, and for balance or aux with a model without experts.
     """
-    check_batch(batch)
+    check_entries(batch, "tokens", "positions", "segment_ids", "labels")
+    check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")
     given = params if isinstance(params, RunParams) else RunParams(params, RunOptions())
     run: Any = given.run
     length = length if run.length is None else run.length(config, batch["positions"], length)
@@ -119,9 +120,3 @@ def model_states(
     local = terms.balance if run.balance is None else run.balance(terms.balance)
     added, sums = balance_terms(tapped, inputs["valid"], terms.labelled, local)
     return ModelStates(x, masks, freqs_cis, given, added if balance is not None else None, sums if aux else None)
-
-
-def check_batch(batch: Mapping[str, Tensor]) -> None:
-    """ValueError for a batch without an entry that losses read, or with labels not shaped like its tokens."""
-    check_entries(batch, "tokens", "positions", "segment_ids", "labels")
-    check_labels(batch["labels"], batch["tokens"].shape[:2], "tokens")

@@ -1,17 +1,15 @@
 """Padding of a batch's sequence dimension to a length that every rank can shard, and its removal from outputs."""
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.models.common.registry import DecoderConfig
 from train.loss_call import Batch
 
 PLACES = "places"  # batch key: each token's position in the unpermuted row, [B, S]
-
 
 # The padding value of each entry of a batch; 0 for all others. Padding sorts last by PLACES.
 _PADDING = {"labels": IGNORE, "next_labels": IGNORE, "next_tokens": -1, PLACES: 1 << 31}
@@ -35,7 +33,7 @@ def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
     return {name: larger(name, tensor) for name, tensor in batch.items()}
 
 
-def clear_length(length: int, multiple: int, config: Any) -> int:
+def clear_length(length: int, multiple: int, config: DecoderConfig) -> int:
     """The smallest multiple of `multiple`, at least `length`, that differs from every dimension of the model.
 
     An output with this size in dimension 1 then has the batch's positions there, and not, say, the vocabulary.

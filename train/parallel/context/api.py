@@ -35,7 +35,7 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
 from fnmodels.inputs.mask import Mask
-from fnmodels.models.common.registry import ordered_kinds
+from fnmodels.models.common.registry import DecoderConfig, ordered_kinds
 from fnmodels.ops.attention.select import attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
@@ -90,7 +90,7 @@ def shard_batch(
     return {name: tensor[:, rank * share : (rank + 1) * share] for name, tensor in whole.items()}
 
 
-def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: Any) -> Tensor:
+def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: DecoderConfig) -> Tensor:
     if order != "mask":
         raise ValueError(f'order is {order!r}: it is "mask", "head_tail", a tensor or None.')
     if config is None:
@@ -108,7 +108,7 @@ def global_length(devices: DeviceMesh) -> Callable[[Any, Tensor, Any], Any]:
     """(config, positions of a shard, length) -> `length`; where it is None and a rope needs it, the global batch's."""
     groups = _groups(devices, DATA)
 
-    def length_of(config: Any, positions: Tensor, length: Any) -> Any:
+    def length_of(config: DecoderConfig, positions: Tensor, length: Any) -> Any:
         ropes = [] if config is None else [value for value in vars(config).values() if isinstance(value, Rope)]
         if length is not None or all(rope.kind not in ("dynamic", "longrope") for rope in ropes):
             return length

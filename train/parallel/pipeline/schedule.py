@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import fnmodels
+from fnmodels.models.common.registry import DecoderConfig
 
 # Stages per rank: one, any number (`virtual`, 2 by default), or two, at mirrored positions of a V.
 SINGLE = ("GPipe", "1F1B")
@@ -22,7 +22,7 @@ class Pipeline:
     schedule: one of SCHEDULES. layers: per stage, [lo, hi). ranks: per stage, its rank in the pipeline's group.
     """
 
-    config: Any
+    config: DecoderConfig
     schedule: str
     layers: tuple[tuple[int, int], ...]
     ranks: tuple[int, ...]
@@ -38,7 +38,12 @@ class Pipeline:
 
 
 def pipeline(
-    config: Any, size: int, schedule: str = "1F1B", *, virtual: int | None = None, split: Sequence[int] | None = None
+    config: DecoderConfig,
+    size: int,
+    schedule: str = "1F1B",
+    *,
+    virtual: int | None = None,
+    split: Sequence[int] | None = None,
 ) -> Pipeline:
     """The `Pipeline` of a model's layers over `size` ranks.
 

@@ -8,13 +8,12 @@ Parameters lie on the full mesh; those of a layer exist on the ranks of its stag
 `pp`.
 """
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import family_of, tree
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 from params.initialize import draw
 from params.sharding import Sharding
@@ -28,17 +27,17 @@ from .staged_loss import StageHooks
 from .tree_split import copies, share
 
 
-def pipeline_of(config: Any, mesh: Mesh, strategy: Strategy) -> Pipeline:
+def pipeline_of(config: DecoderConfig, mesh: Mesh, strategy: Strategy) -> Pipeline:
     """The `Pipeline` of a mesh and strategy."""
     return pipeline(config, mesh.pp, strategy.schedule, virtual=strategy.virtual, split=strategy.split)
 
 
-def stage_plan(plan: Tree, config: Any, devices: DeviceMesh, strategy: Strategy) -> Tree:
+def stage_plan(plan: Tree, config: DecoderConfig, devices: DeviceMesh, strategy: Strategy) -> Tree:
     """This rank's share of a plan of the full model on `devices`."""
     return share(plan, config, pipeline_of(config, mesh_of(devices), strategy), devices.get_local_rank("pp"))
 
 
-def init_stage(config: Any, seed: int, placements: Tree) -> Tree:
+def init_stage(config: DecoderConfig, seed: int, placements: Tree) -> Tree:
     """`params.init` of the parameters in a `stage_plan`: each rank draws its shards of its own layers."""
     leaves = tree.flatten(family_of(config).spec(config))
 

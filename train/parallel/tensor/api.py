@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fnmodels import Cache, family_of, tree
 from fnmodels.models.common.context import ATTENTION_TAPS
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
@@ -40,7 +41,7 @@ from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
 from .leaf_wrappers import NODES, Entry, width_sharded_experts
 
 
-def tensor_axes(config: Any, dim: str = "tp") -> dict[str, str]:
+def tensor_axes(config: DecoderConfig, dim: str = "tp") -> dict[str, str]:
     """The axes for `params.Rules`: those of a family's parameters that tensor parallelism shards."""
     axes = {axis for leaf in tree.leaves(family_of(config).spec(config)) for axis in leaf.axes}
     return {axis: dim for axis in SHARDED if axis in axes}
@@ -169,7 +170,7 @@ class TensorParallel:
         return collectives.summed(value, self.region.group)
 
 
-def tensor_parallel(config: Any, placements: Tree, *, sequence: bool = False) -> TensorParallel:
+def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool = False) -> TensorParallel:
     """The `TensorParallel` of a config and its placements; made once, on all ranks alike.
 
     placements: `params.plan` with `tensor_axes` on a DeviceMesh. sequence: shards the sequence dimension of the
