@@ -99,10 +99,8 @@ def _files(folder: Path) -> Lines:
                 counts[key] += 1
                 sizes[key] += entry.stop - entry.start
         files = sorted({file.path.name for file, _ in found.values()})
-        yield (
-            "tensors",
-            f"{len(found):,} in {_counted(len(files), 'file')}, {_size(sum(sizes[name] for name in files))}",
-        )
+        size = _size(sum(sizes[name] for name in files))
+        yield "tensors", f"{len(found):,} in {_counted(len(files), 'file')}, {size}"
         for key in files + sorted(counts.keys() - set(files)):
             kind = "file" if key in files else "dtype"
             yield kind, f"{key}: {_counted(counts[key], 'tensor')}, {_size(sizes[key])}"

@@ -93,9 +93,8 @@ def recover(path: str | os.PathLike[str]) -> bool:
 
 def _finish(folder: Path) -> bool:
     """Move the newest complete leftover into place; False if there is none. FormatError: all leftovers are damaged."""
-    complete = [
-        path for path in leftovers(folder) if (path / MANIFEST).exists()
-    ]  # the manifest is written and moved last
+    # the manifest is written and moved last
+    complete = [path for path in leftovers(folder) if (path / MANIFEST).exists()]
     faults = []
     for temporary in sorted(complete, key=lambda path: (path / MANIFEST).stat().st_mtime_ns, reverse=True):
         if fault := _fault(folder, temporary):

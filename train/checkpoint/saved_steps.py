@@ -22,7 +22,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -124,20 +124,15 @@ def _prune(folder: Path, newest: int, keep: int, keep_every: int | None) -> None
     older = [step for step in steps(folder) if step < newest]
     good = 1  # the newest, whose files were read back when they were recorded
     while older and good < keep:
-        good += _is_good(folder, older.pop())
+        step = older.pop()
+        with suppress(CheckpointError, OSError):
+            _opened(_path(folder, step), step)
+            good += 1
     for step in older:
         if not (keep_every and step % keep_every == 0):
             gone = folder / f"{STAGING}gone-{step}"  # a kill during the removal must not leave half a step
             os.rename(_path(folder, step), gone)
             shutil.rmtree(gone)
-
-
-def _is_good(folder: Path, step: int) -> bool:
-    try:
-        _opened(_path(folder, step), step)
-    except (CheckpointError, OSError):
-        return False
-    return True
 
 
 def latest(folder: Folder) -> Checkpoint | None:

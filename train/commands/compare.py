@@ -85,9 +85,8 @@ def run_at(revision: str, like: Path, into: Path) -> Path:
     git("worktree", "add", "--detach", str(tree), revision)
     try:
         command = [sys.executable, "-m", "train", "--run", str(run), *(text for flag in flags for text in flag)]
-        paths = os.pathsep.join(
-            [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )  # also with PYTHONSAFEPATH, which leaves out the working folder
+        # also with PYTHONSAFEPATH, which leaves out the working folder
+        paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
         if subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": paths}).returncode:
             raise UserError(f"the run at {revision} failed; see its output above")
     finally:
@@ -160,10 +159,8 @@ def compare(arguments: argparse.Namespace) -> int:
         one, two = all_losses(arguments.first), all_losses(second)
         if not (both := sorted(one.keys() & two.keys())):
             raise UserError(f"the runs {arguments.first} and {second} have no step in common")
-        found, alone = (
-            [Difference(n, one[n], two[n]) for n in both],
-            unshared_steps(one, two, str(arguments.first), name),
-        )
+        found = [Difference(n, one[n], two[n]) for n in both]
+        alone = unshared_steps(one, two, str(arguments.first), name)
         print(table(found))
         print("".join(f"{line}\n" for line in alone), end="")
         for line in setting_differences(arguments.first, second):

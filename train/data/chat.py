@@ -113,12 +113,8 @@ def render(template: Template, messages: Sequence[Message], *, prompt: bool = Fa
 
 def _rendered(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
     try:
-        variables: dict[str, Any] = {
-            "tools": None,
-            "documents": None,
-            **template.special,
-            **extra,
-        }  # as in transformers
+        # as in transformers
+        variables: dict[str, Any] = {"tools": None, "documents": None, **template.special, **extra}
         variables["strftime_now"] = (datetime.fromisoformat(template.day) if template.day else datetime.now()).strftime
         return _compiled(template.source).render(messages=list(messages), add_generation_prompt=prompt, **variables)
     except Exception as error:  # a template is a foreign program, which can fail in any way

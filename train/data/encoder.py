@@ -34,10 +34,8 @@ def encode_chats(tokenizer: Tokenizer, chats: Sequence[RenderedChat]) -> tuple[n
     """
     disable_truncation(tokenizer)
     tokenizer.encode_special_tokens = False  # the template writes special tokens as text
-    after, tokenizer.post_processor = (
-        tokenizer.post_processor,
-        None,
-    )  # GPT-NeoX's post-processor moves offsets past a token's leading spaces
+    # GPT-NeoX's post-processor moves offsets past a token's leading spaces
+    after, tokenizer.post_processor = tokenizer.post_processor, None
     try:
         found = tokenizer.encode_batch([text for text, _ in chats], add_special_tokens=False)
     finally:

@@ -200,12 +200,16 @@ class _EnterAll(_EnterAllTraced):
 
 
 @dataclass(frozen=True)
-class _AllGather:
+class _Converted:
+    """The fields of maps between shards and full tensors whose dtypes may differ."""
+
     dim: int
     group: ProcessGroup
     source: torch.dtype
     target: torch.dtype
 
+
+class _AllGather(_Converted):
     def run(self, x: Tensor) -> Tensor:
         size = dist.get_world_size(self.group)
         x = x.to(self.target).contiguous()
@@ -217,13 +221,7 @@ class _AllGather:
         return _ReduceScatter(self.dim, self.group, self.target, self.source)
 
 
-@dataclass(frozen=True)
-class _ReduceScatter:
-    dim: int
-    group: ProcessGroup
-    source: torch.dtype
-    target: torch.dtype
-
+class _ReduceScatter(_Converted):
     def run(self, x: Tensor) -> Tensor:
         size = dist.get_world_size(self.group)
         x = x.to(torch.promote_types(self.source, self.target))
