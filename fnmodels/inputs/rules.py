@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -96,8 +96,15 @@ class Or(Rule):
         return math.lcm(self.left.period(), self.right.period())
 
 
+class _ShiftInvariant(Rule):
+    """A rule that no shift of all positions changes."""
+
+    def period(self) -> int:
+        return 1
+
+
 @dataclass(frozen=True)
-class Everything(Rule):
+class Everything(_ShiftInvariant):
     """Every key of the same segment: an encoder's attention."""
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
@@ -106,12 +113,9 @@ class Everything(Rule):
     def covers(self, q: Range, kv: Range) -> bool:
         return True
 
-    def period(self) -> int:
-        return 1
-
 
 @dataclass(frozen=True)
-class Causal(Rule):
+class Causal(_ShiftInvariant):
     """No key later than the query."""
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
@@ -123,23 +127,22 @@ class Causal(Rule):
     def covers(self, q: Range, kv: Range) -> bool:
         return kv[1] <= q[0]
 
-    def period(self) -> int:
-        return 1
-
-
-def _positive(rule: Rule, size: int) -> None:
-    if size < 1:
-        raise ValueError(f"{rule!r}: the size must be at least 1.")
-
 
 @dataclass(frozen=True)
-class Window(Rule):
-    """No key `size` or more positions before the query: with `Causal`, `size` keys including the query's own."""
+class _Sized(Rule):
+    """A rule with a number of positions; ValueError below LEAST."""
 
+    LEAST: ClassVar[int] = 1
     size: int
 
     def __post_init__(self) -> None:
-        _positive(self, self.size)
+        if self.size < self.LEAST:
+            raise ValueError(f"{self!r}: the size must be at least {self.LEAST}.")
+
+
+@dataclass(frozen=True)
+class Window(_Sized, _ShiftInvariant):
+    """No key `size` or more positions before the query: with `Causal`, `size` keys including the query's own."""
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
         return q.positions - kv.positions < self.size
@@ -150,19 +153,12 @@ class Window(Rule):
     def covers(self, q: Range, kv: Range) -> bool:
         return q[1] - kv[0] < self.size
 
-    def period(self) -> int:
-        return 1
-
 
 @dataclass(frozen=True)
-class BidirectionalWindow(Rule):
+class BidirectionalWindow(_Sized, _ShiftInvariant):
     """Keys at most `size` positions away on either side: 2 size + 1 keys."""
 
-    size: int
-
-    def __post_init__(self) -> None:
-        if self.size < 0:
-            raise ValueError(f"{self!r}: the size must be at least 0.")
+    LEAST = 0
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
         return (q.positions - kv.positions).abs() <= self.size
@@ -173,18 +169,10 @@ class BidirectionalWindow(Rule):
     def covers(self, q: Range, kv: Range) -> bool:
         return max(q[1] - kv[0], kv[1] - q[0]) <= self.size
 
-    def period(self) -> int:
-        return 1
-
 
 @dataclass(frozen=True)
-class Chunk(Rule):
+class Chunk(_Sized):
     """Only keys of the same fixed block of `size` positions, counted within the document (Llama 4)."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        _positive(self, self.size)
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
         return q.positions // self.size == kv.positions // self.size
