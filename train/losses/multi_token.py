@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fnmodels import mtp
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
@@ -39,7 +38,7 @@ def mtp_loss(
     params: Tree,
     batch: Mapping[str, Tensor],
     *,
-    config: DecoderConfig,
+    config: Any,
     weight: float = 0.3,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
@@ -88,7 +87,7 @@ def mtp_loss(
     return found.added_to(total, count)
 
 
-def check_ahead(batch: Mapping[str, Tensor], config: DecoderConfig) -> None:
+def check_ahead(batch: Mapping[str, Tensor], config: Any) -> None:
     """ValueError for a model without MTP heads, or a batch without the entries that `look_ahead` adds for them."""
     if not getattr(config, "num_nextn_predict_layers", 0):
         raise ValueError(

@@ -1,13 +1,13 @@
 """Parameters of multi-token prediction (MTP) heads (arXiv 2412.19437, section 2.2) and their names on disk."""
 
 import re
+from typing import Any
 
-from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.models.common.spec import norm, weight
 from fnmodels.tree import Tree
 
 
-def heads(config: DecoderConfig, block: Tree) -> Tree:
+def heads(config: Any, block: Tree) -> Tree:
     """{"mtp": [the parameters of each MTP head]} around those of a `block`; {} for a config without MTP heads."""
     D, std = config.hidden_size, config.initializer_range
     head = {
@@ -29,7 +29,7 @@ def layer_path(path: str, layers: int) -> str:
     return f"layers.{layers + int(found[1])}.{rest}"
 
 
-def copies(config: DecoderConfig) -> dict[str, str]:
+def copies(config: Any) -> dict[str, str]:
     """{name on disk: path} of the copies of the model's embedding and output head that the files hold per MTP head."""
     head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
     layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)

@@ -8,13 +8,12 @@ import torch
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 
 from .schedule import Pipeline
 
 
-def ends(config: DecoderConfig) -> tuple[frozenset[str], frozenset[str]]:
+def ends(config: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The entries of params outside of the layers that the first stage holds, and those of the last.
 
     Found by recording which entries `embed` and `unembed` read. Entries that neither reads (MTP heads) are on the last
@@ -23,13 +22,13 @@ def ends(config: DecoderConfig) -> tuple[frozenset[str], frozenset[str]]:
     return _watched(config)[:2]
 
 
-def width_of(config: DecoderConfig) -> int:
+def width_of(config: Any) -> int:
     """The width of hidden states."""
     return _watched(config)[2]
 
 
 @functools.lru_cache(maxsize=16)
-def _watched(config: DecoderConfig) -> tuple[frozenset[str], frozenset[str], int]:
+def _watched(config: Any) -> tuple[frozenset[str], frozenset[str], int]:
     """`ends`, and the width of hidden states."""
     family = fnmodels.family_of(config)
     spec = {name: leaf for name, leaf in family.spec(config).items() if name != "layers"}
@@ -55,7 +54,7 @@ class _Reads(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def share(whole: Tree, config: DecoderConfig, pipe: Pipeline, rank: int) -> Tree:
+def share(whole: Tree, config: Any, pipe: Pipeline, rank: int) -> Tree:
     """A rank's share of `whole`, a tree like the params: the params, a spec, a plan.
 
     Layers become a dict keyed by their number as a string, so that every leaf keeps its path. A tied embedding is in
@@ -64,7 +63,7 @@ def share(whole: Tree, config: DecoderConfig, pipe: Pipeline, rank: int) -> Tree
     return cut(whole, config, pipe, pipe.stages(rank))
 
 
-def cut(whole: Tree, config: DecoderConfig, pipe: Pipeline, stages: Sequence[int]) -> Tree:
+def cut(whole: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> Tree:
     first, last = ends(config)
     names = (first if 0 in stages else frozenset()) | (last if len(pipe.layers) - 1 in stages else frozenset())
     layers = numbered(whole["layers"])
@@ -78,7 +77,7 @@ def cut(whole: Tree, config: DecoderConfig, pipe: Pipeline, stages: Sequence[int
     return {n: cut.get(n, part) for n, part in whole.items() if n in names or n == "layers"}
 
 
-def check_share(params: Tree, config: DecoderConfig, pipe: Pipeline, stages: Sequence[int]) -> None:
+def check_share(params: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> None:
     """ValueError for params that hold more than these stages, since the rest would get no gradients here."""
     own = cut(params, config, pipe, stages)
     extra = sorted(params.keys() - own.keys())
@@ -97,7 +96,7 @@ def numbered(layers: Tree) -> dict[int, Tree]:
     return {int(index): layer for index, layer in pairs}
 
 
-def copies(config: DecoderConfig, pipe: Pipeline, rank: int) -> frozenset[str]:
+def copies(config: Any, pipe: Pipeline, rank: int) -> frozenset[str]:
     """The entries of this rank's share that another rank also has and counts: left out of norms and checkpoints."""
     if rank != pipe.ranks[-1] or rank == pipe.ranks[0]:
         return frozenset()
