@@ -13,10 +13,10 @@ from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, hf_names, kinds  # noqa: F401
+from fnmodels.models.common.post_norm import post_norm_layer, post_norm_leaves
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
-from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, norm, usual_attention, usual_mlp
-from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, project_out, rms_norm_fp32_weight, split_heads
-from fnmodels.ops.linear import linear
+from fnmodels.models.common.spec import decoder_leaves
+from fnmodels.ops import ACTIVATIONS, Rope
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("olmo2", "olmo3")
@@ -77,14 +77,7 @@ class Config(decoder.BaseConfig):
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    D, biased = config.hidden_size, config.attention_bias
-    layer = {
-        "attention": usual_attention(config, qkv_bias=biased, o_bias=biased) | joint_head_norms(config),
-        "post_attention_layernorm": norm(D, "embed"),
-        "mlp": usual_mlp(config),
-        "post_feedforward_layernorm": norm(D, "embed"),
-    }
-    return decoder_leaves(config, [layer for _ in config.layer_kinds])
+    return decoder_leaves(config, [post_norm_leaves(config) for _ in config.layer_kinds])
 
 
 freqs_cis = decoder.freqs_cis_by_window
@@ -94,14 +87,4 @@ unembed = decoder.unembed_fp32_weight
 @with_context
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
-    weights, eps = layer["attention"], config.rms_norm_eps
-    q, k, v = (linear(x, weights[f"{name}_proj"], weights.get(f"{name}_bias")) for name in "qkv")
-    q = rms_norm_fp32_weight(q, weights["q_norm"], eps=eps)  # over all heads together
-    k = rms_norm_fp32_weight(k, weights["k_norm"], eps=eps)
-    q, k, v = (split_heads(t, config.head_dim) for t in (q, k, v))
-    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
-    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
-    attended = rms_norm_fp32_weight(project_out(weights, mixed), layer["post_attention_layernorm"], eps=eps)
-    x = ctx.tap("middle", x + ctx.tap("attention", attended))
-    fed = gated_mlp(layer["mlp"], x, activation=config.hidden_act)
-    return x + ctx.tap("mlp", rms_norm_fp32_weight(fed, layer["post_feedforward_layernorm"], eps=eps))
+    return post_norm_layer(layer, x, mask, freqs, config, ctx)

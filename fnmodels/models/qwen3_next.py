@@ -5,27 +5,23 @@ per-head query and key norms, and rotates a quarter of each head. Qwen3-Next and
 with a gated shared expert.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.order import Segments, last_segment
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, delta
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import Fields, shown
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import (
     Leaf,
-    LogUniform,
     bias,
     decoder_leaves,
     head_norms,
@@ -37,14 +33,11 @@ from fnmodels.models.common.spec import (
 )
 from fnmodels.models.common.storage import Stack, Stored, TensorSlice, disk_name, fuse
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp
+from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
-from fnmodels.ops.norm import rms_norm_zero_centered, upcast
+from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.ops.qkv import project_out, project_qkv, split_heads
-from fnmodels.ops.recurrent.conv import short_conv
-from fnmodels.ops.recurrent.delta_rule import delta_rule
-from fnmodels.ops.recurrent.gated_norm import norm_then_silu
 from fnmodels.ops.rotary import apply_rotary
 from fnmodels.tree import Tree, flatten
 
@@ -64,13 +57,6 @@ KINDS = ("linear_moe", "full_moe", "linear", "full")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
-_LINEAR_SIZES = {  # of linear layers, with the defaults of absent fields
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
 # The block that predicts further tokens, which transformers does not read either, and the vision tower.
 LEFTOVERS = (r"mtp\..*", r"model\.visual\..*")
 
@@ -113,14 +99,10 @@ class Config(decoder.BaseConfig):
         super().__post_init__()
         if any(kind.endswith("_moe") for kind in self.layer_kinds):
             mixture.check_experts(self.num_experts, self.num_experts_per_tok)
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ConfigError(
-                f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of linear_num_key_heads "
-                f"{self.linear_num_key_heads}."
-            )
+        delta.check_heads(self)
 
     @staticmethod
-    def from_hf(values: dict[str, Any]) -> Config:
+    def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
@@ -142,9 +124,7 @@ class Config(decoder.BaseConfig):
         fields.expect("use_sliding_window", False)
         fields.expect("attn_output_gate", True)
         fields.expect("mamba_ssm_dtype", "float32")
-        sizes: dict[str, Any] = {
-            name: fields.integer(name, default, high=1 << 16) for name, default in _LINEAR_SIZES.items()
-        }
+        sizes = delta.sizes_from_hf(fields, 16, 32, 128, 128, 4)
         sizes |= {name: fields.integer(name, 512) for name in wide}
         config = Config(
             **usual | {"model_type": model_type},
@@ -173,7 +153,7 @@ class Config(decoder.BaseConfig):
             object.__setattr__(text, "extra", self.extra)
             outer = {"architectures": [_ARCHITECTURES[self.model_type]], "model_type": self.model_type}
             return outer | {"tie_word_embeddings": self.tie_word_embeddings, "text_config": text.to_hf()}
-        names = ["rms_norm_eps", "hidden_act", "attention_bias", *_LINEAR_SIZES]
+        names = ["rms_norm_eps", "hidden_act", "attention_bias", *delta.SIZES]
         if self.model_type != "qwen3_5_text":
             names += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"]
         linear_ones = [kind.startswith("linear") for kind in self.layer_kinds]
@@ -222,7 +202,8 @@ def spec(config: Config) -> Tree:
 
     def layer(kind: str) -> Tree:
         norms = {name: norm(D, "embed", 0.0) for name in ("input_layernorm", "post_attention_layernorm")}
-        return {**norms, "attention": (_linear_leaves if _is_linear(kind) else _full_leaves)(config), "mlp": mlp(kind)}
+        attention = delta.gated_delta_leaves(config) if _is_linear(kind) else _full_leaves(config)
+        return {**norms, "attention": attention, "mlp": mlp(kind)}
 
     return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds]) | {"norm": norm(D, "embed", 0.0)}
 
@@ -237,24 +218,6 @@ def _full_leaves(config: Config) -> dict[str, Leaf]:
     rows = config.num_attention_heads * H
     leaves["gate_proj"] = weight((rows, D), ("heads", "embed"), config.initializer_range, unit=H)
     return leaves | ({"gate_bias": bias(rows, "heads", unit=H)} if biased else {})
-
-
-def _linear_leaves(config: Config) -> dict[str, Leaf]:
-    """Projections to queries and keys (key heads), values, output gate z, decay a and strength b (value heads)."""
-    D, K, std = config.hidden_size, config.linear_conv_kernel_dim, config.initializer_range
-    dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
-    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
-    sizes = {"q": (keys, dk), "k": (keys, dk), "v": (heads, dv), "z": (heads, dv), "b": (heads, 1), "a": (heads, 1)}
-    leaves: dict[str, Leaf] = {}
-    for name, (count, unit) in sizes.items():
-        axis = "linear_kv_heads" if name in "qk" else "linear_heads"
-        leaves[f"{name}_proj"] = weight((count * unit, D), (axis, "embed"), std, unit=unit)
-        if name in "qkv":
-            leaves[f"{name}_conv"] = weight((count * unit, 1, K), (axis, "one", "kernel"), std, unit=unit)
-    leaves["A_log"] = Leaf((heads,), torch.float32, ("linear_heads",), LogUniform(0.01, 16.0), decay=False)
-    leaves["dt_bias"] = norm(heads, "linear_heads")
-    leaves["norm"] = norm(dv, "linear_head_dim")
-    return leaves | {"o_proj": weight((D, heads * dv), ("embed", "linear_heads"), std, unit=dv)}
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -306,12 +269,6 @@ def _linear_names(config: Config, there: str, own: Mapping[str, str], flat: Mapp
     return names
 
 
-kinds = decoder.kinds
-attention_masks = decoder.attention_masks
-freqs_cis = decoder.freqs_cis
-embed = decoder.embed
-
-
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     """Final norm and output head: logits [B, S, V]."""
     normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
@@ -324,7 +281,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     eps = config.rms_norm_eps
     normed = rms_norm_zero_centered(x, layer["input_layernorm"], eps=eps)
     if _is_linear(kind):
-        mixed = _gated_delta_net(layer["attention"], normed, mask, config, ctx)
+        mixed = delta.gated_delta_net(layer["attention"], normed, mask, config, ctx, eps=eps)
     else:
         mixed = _gated_attention(layer["attention"], normed, mask, freqs, config, ctx)
     x = ctx.tap("middle", x + ctx.tap("attention", mixed))
@@ -344,28 +301,3 @@ def _gated_attention(weights: Tree, x: Tensor, mask: Any, freqs: Tensor, config:
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     return project_out(weights, mixed * torch.sigmoid(gate))
-
-
-def _gated_delta_net(weights: Tree, x: Tensor, mask: Segments, config: Config, ctx: Context) -> Tensor:
-    """Short convolutions, the delta rule and a gated norm on x [B, S, D]."""
-    state, ids, kernel = ctx.state() or {}, mask.segment_ids, ctx.options.kernel
-    last = state.get("segment")
-    projected = [linear(x, weights[f"{name}_proj"]) for name in "qkv"]
-    widths = [part.shape[-1] for part in projected]
-    tails = state["conv"].split(widths, -1) if state else [None] * 3
-    mixed, kept = [], []
-    for name, part, tail in zip("qkv", projected, tails, strict=True):
-        taps = weights[f"{name}_conv"][:, 0]
-        y, after = short_conv(part, taps, None, ids, tail, last, silu=config.hidden_act == "silu", kernel=kernel)
-        mixed.append(y if config.hidden_act == "silu" else ACTIVATIONS[config.hidden_act](y))
-        kept.append(after)
-    dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
-    q, k, v = (split_heads(t, size) for t, size in zip(mixed, (dk, dk, dv), strict=True))
-    beta = torch.sigmoid(linear(x, weights["b_proj"]))
-    a, bias_ = upcast(linear(x, weights["a_proj"])), weights["dt_bias"]
-    g = -upcast(weights["A_log"]).exp() * F.softplus(a + bias_)
-    before = state.get("state")
-    o, S = delta_rule(q, k, v, g, beta, ids, before, last, scale=dk**-0.5, normalize=True, kernel=kernel)
-    ctx.keep(conv=torch.cat(kept, -1), state=S, segment=last_segment(ids, last).expand(x.shape[0]))
-    z = split_heads(linear(x, weights["z_proj"]), dv)
-    return project_out(weights, norm_then_silu(o, z, weights["norm"], eps=config.rms_norm_eps))

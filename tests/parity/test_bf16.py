@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, post_norm
 from fnmodels.ops import mla, norm
 from params.compare import _batches, _ours, _theirs
 from tests.support.cases import Case, cases, is_routed, richest, seed_of, tokens_of
@@ -62,7 +62,7 @@ def our_norms(case: Case, params: Any) -> dict[str, Norm]:
     paths = {id(leaf): path for path, leaf in tree.flatten(params).items()}
     found: dict[str, Norm] = {}
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fnmodels.family_of(case.config), decoder, mla):
+        for module in (fnmodels.family_of(case.config), decoder, mla, post_norm):
             for name, function in inspect.getmembers(module, inspect.isfunction):
                 if function.__module__ == norm.__name__ and "norm" in name:
 
@@ -121,6 +121,7 @@ def test_a_norm_swapped_with_its_twin_is_found(
     name: str, ours: str, twin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = next(case for case in cases() if case.name == name)
-    monkeypatch.setattr(fnmodels.family_of(case.config), ours, twin)
+    owner = post_norm if name == "olmo2" else fnmodels.family_of(case.config)
+    monkeypatch.setattr(owner, ours, twin)
     with pytest.raises(AssertionError, match="are rounded otherwise than in transformers"):
         test_norms_round_as_in_transformers(case)

@@ -1,0 +1,125 @@
+"""Default parts of layers with the gated delta rule (`fnmodels.ops.recurrent.delta_rule`): leaves, mixers, names.
+
+Queries, keys and values are projected, and each goes through a short convolution before the delta rule. Gated DeltaNet
+has one decay per head, from a projection `a_proj`; its output is normalized and gated by `z_proj`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.inputs.order import Segments, last_segment
+from fnmodels.ops import ACTIVATIONS, project_out, split_heads, upcast
+from fnmodels.ops.linear import linear
+from fnmodels.ops.recurrent.conv import short_conv
+from fnmodels.ops.recurrent.delta_rule import delta_rule
+from fnmodels.ops.recurrent.gated_norm import norm_then_silu
+from fnmodels.tree import Tree
+
+from .config_json import Fields
+from .context import Context
+from .spec import Leaf, LogUniform, norm, weight
+
+# Config fields of Gated DeltaNet, under the names that config.json has too.
+SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
+STEPS = LogUniform(math.expm1(1e-3), math.expm1(1e-1))  # of dt_bias, whose softplus is then from 0.001 to 0.1
+
+
+def sizes_from_hf(fields: Fields, *defaults: int) -> dict[str, Any]:
+    """The Config fields SIZES; defaults: those of absent fields, in their order."""
+    return {n: fields.integer(n, default, high=1 << 16) for n, default in zip(SIZES, defaults, strict=True)}
+
+
+def check_heads(config: Any) -> None:
+    """For `Config.__post_init__`: ConfigError unless each key head serves a whole number of value heads."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}.")
+
+
+def conv_leaves(width: int, kernel: int, sizes: Mapping[str, tuple[int, int]], std: float) -> dict[str, Leaf]:
+    """Projections of the residual stream under `name`_proj, and for q, k and v the short convolutions that follow.
+
+    sizes: {name: (heads, rows of each)}. The axis of q and k is that of key heads.
+    """
+    leaves: dict[str, Leaf] = {}
+    for name, (count, unit) in sizes.items():
+        axis = "linear_kv_heads" if name in "qk" else "linear_heads"
+        leaves[f"{name}_proj"] = weight((count * unit, width), (axis, "embed"), std, unit=unit)
+        if name in "qkv":
+            leaves[f"{name}_conv"] = weight((count * unit, 1, kernel), (axis, "one", "kernel"), std, unit=unit)
+    return leaves
+
+
+def gated_delta_leaves(config: Any) -> dict[str, Leaf]:
+    """Projections to queries and keys (key heads), values, output gate z, decay a and strength b (value heads)."""
+    D, K, std = config.hidden_size, config.linear_conv_kernel_dim, config.initializer_range
+    dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
+    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    sizes = {"q": (keys, dk), "k": (keys, dk), "v": (heads, dv), "z": (heads, dv), "b": (heads, 1), "a": (heads, 1)}
+    leaves = conv_leaves(D, K, sizes, std)
+    leaves["A_log"] = Leaf((heads,), torch.float32, ("linear_heads",), LogUniform(0.01, 16.0), decay=False)
+    leaves["dt_bias"] = norm(heads, "linear_heads")
+    leaves["norm"] = norm(dv, "linear_head_dim")
+    return leaves | {"o_proj": weight((D, heads * dv), ("embed", "linear_heads"), std, unit=dv)}
+
+
+def separate_names(ours: str, theirs: str, leaves: Iterable[str]) -> dict[str, str]:
+    """{path: name on disk} of such leaves at `ours`, in families whose files fuse none of the projections."""
+    own = {"z_proj": "g_proj.weight", "norm": "o_norm.weight", "A_log": "A_log", "dt_bias": "dt_bias"}
+    return {
+        f"{ours}.{leaf}": f"{theirs}.{own.get(leaf) or leaf.replace('_conv', '_conv1d') + '.weight'}" for leaf in leaves
+    }
+
+
+def delta_mixer(
+    weights: Tree,
+    x: Tensor,
+    mask: Segments,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    widths: tuple[int, int],
+    activation: str,
+    ctx: Context,
+) -> Tensor:
+    """Short convolutions of the projections of x [B, S, D], then the delta rule: [B, S, Hv, dv].
+
+    g, beta: as for `delta_rule`. widths: dk and dv of a head.
+    """
+    state, ids, kernel, silu = ctx.state() or {}, mask.segment_ids, ctx.options.kernel, activation == "silu"
+    last = state.get("segment")
+    projected = [linear(x, weights[f"{name}_proj"]) for name in "qkv"]
+    tails = state["conv"].split([part.shape[-1] for part in projected], -1) if state else [None] * 3
+    mixed, kept = [], []
+    for name, part, tail in zip("qkv", projected, tails, strict=True):
+        y, after = short_conv(part, weights[f"{name}_conv"][:, 0], None, ids, tail, last, silu=silu, kernel=kernel)
+        mixed.append(y if silu else ACTIVATIONS[activation](y))
+        kept.append(after)
+    dk, dv = widths
+    q, k, v = (split_heads(t, size) for t, size in zip(mixed, (dk, dk, dv), strict=True))
+    before = state.get("state")
+    o, S = delta_rule(q, k, v, g, beta, ids, before, last, scale=dk**-0.5, normalize=True, kernel=kernel)
+    ctx.keep(conv=torch.cat(kept, -1), state=S, segment=last_segment(ids, last).expand(x.shape[0]))
+    return o
+
+
+def gated_delta_net(
+    weights: Tree, x: Tensor, mask: Segments, config: Any, ctx: Context, *, eps: float, strength: float = 1.0
+) -> Tensor:
+    """A Gated DeltaNet layer on x [B, S, D]: the delta rule and a gated norm. strength: the largest beta, at most 2."""
+    beta = torch.sigmoid(linear(x, weights["b_proj"]))
+    beta = beta if strength == 1.0 else strength * beta
+    g = -upcast(weights["A_log"]).exp() * F.softplus(upcast(linear(x, weights["a_proj"])) + weights["dt_bias"])
+    widths = config.linear_key_head_dim, config.linear_value_head_dim
+    o = delta_mixer(weights, x, mask, g, beta, widths=widths, activation=config.hidden_act, ctx=ctx)
+    z = split_heads(linear(x, weights["z_proj"]), widths[1])
+    return project_out(weights, norm_then_silu(o, z, weights["norm"], eps=eps))
