@@ -34,27 +34,13 @@ LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(mixture.GroupedConfig):
+class Config(mla.LatentMixtureConfig):
     """Sizes and switches."""
 
-    num_key_value_heads: int = field(init=False)  # as many as query heads: MLA expands the latent per head
-    head_dim: int = field(init=False)  # the rotary dimensions of a head, which Hugging Face's files call head_dim
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None = None  # None: queries without a latent
     softmax_scores: bool = False  # V2; False: sigmoid scores and a selection bias
     rope_interleave: bool = True
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False  # of the projections that read x, and of o
     max_position_embeddings: int = 4096
     model_type: str = field(default="deepseek_v3", compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
-        super().__post_init__()
 
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":

@@ -119,7 +119,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
     for path in names:
         if path.endswith(".selection_bias"):
             name = f"model.{path.removesuffix('selection_bias')}moe_statics.e_score_correction_bias"
-            names[path] = TensorSlice(name, 0, count, count, row_vector=True)
+            names[path] = TensorSlice(name, 0, count, count, ones=(1, 0))
     return names
 
 

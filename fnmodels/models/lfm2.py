@@ -14,7 +14,7 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments, last_segment
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.config_json import Fields, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.spec import (
     Leaf,
@@ -69,7 +69,7 @@ class Config(decoder.BaseConfig):
     @staticmethod
     def from_hf(values: dict[str, Any]) -> Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = _renamed(Fields(values))
+        fields = renamed(Fields(values), {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"})
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e6, max_positions=128000, tied=True, kv_heads=8)
         layers = usual["num_hidden_layers"]
         attends = fields.take("full_attn_idxs", list(range(layers)))
@@ -98,16 +98,6 @@ _UNUSED = (
     *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu"),
     *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc"),
 )
-
-
-def _renamed(fields: Fields) -> Fields:
-    """The fields under their current names; ConfigError where a published file has both, and they disagree."""
-    values = dict(fields.values)
-    for old, new in (("tie_embedding", "tie_word_embeddings"), ("block_ff_dim", "intermediate_size")):
-        given = values.pop(old, None)
-        if given is not None and values.setdefault(new, given) != given:
-            raise ConfigError(f"{fields.where}: {old!r} and {new!r} disagree.")
-    return Fields(values, fields.where)
 
 
 def _inner(fields: Fields, size: int) -> int:

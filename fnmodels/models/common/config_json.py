@@ -7,7 +7,7 @@ harmless, so that no field that could change the maths is ignored silently.
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,25 @@ class Fields:
                 "Remove them if they do not, or set them to null."
             )
         return tuple((n, json.dumps(self.values[n], sort_keys=True)) for n in KEPT if self.values.get(n) is not None)
+
+
+def renamed(fields: Fields, names: Mapping[str, str]) -> Fields:
+    """The fields under other names: {name in the file: name}. ConfigError where it has both, and they differ."""
+    kept = {name: value for name, value in fields.values.items() if name not in names}
+    return merged(Fields(kept, fields.where), [(old, new, fields.values.get(old)) for old, new in names.items()])
+
+
+def merged(fields: Fields, given: Iterable[tuple[str, str, Any]]) -> Fields:
+    """The fields and those given, (name in the file, name, value or None). ConfigError where values differ."""
+    values = dict(fields.values)
+    for old, new, value in given:
+        if value is not None:
+            if values.get(new) not in (None, value):
+                raise ConfigError(
+                    f"{fields.where}: {old!r} and {new!r} disagree: {shown(value)}, {shown(values[new])}."
+                )
+            values[new] = value
+    return Fields(values, fields.where)
 
 
 @dataclass(frozen=True)

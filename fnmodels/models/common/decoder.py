@@ -343,18 +343,26 @@ def expressible(config: Any, out: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def sliding_layers(fields: Fields, default: Sequence[bool], near: str = "sliding_attention") -> list[bool]:
+def sliding_layers(
+    fields: Fields,
+    default: Sequence[bool],
+    near: str = "sliding_attention",
+    far: str = "full_attention",
+    *,
+    name: str = "layer_types",
+) -> list[bool]:
     """Which layers are local (sliding window): from `layer_types` if given, else `default`, the family's rule.
 
-    near: the name of local layers in `layer_types`; in Llama 4 they are "chunked_attention".
+    near, far: the names of local and other layers in the list; in Llama 4 the first are "chunked_attention".
+    name: that of the list.
     """
-    types = fields.take("layer_types", None)
+    types = fields.take(name, None)
     if types is None:
         return list(default)
-    known = {"full_attention": False, near: True}
+    known = {far: False, near: True}
     if not isinstance(types, list) or len(types) != len(default) or any(t not in list(known) for t in types):
         raise ConfigError(
-            f"{fields.where}: 'layer_types' must name {len(default)} layers, each {' or '.join(map(repr, known))}."
+            f"{fields.where}: {name!r} must name {len(default)} layers, each {' or '.join(map(repr, known))}."
         )
     return [known[t] for t in types]
 

@@ -1,6 +1,7 @@
 """Default parts of a family with multi-head latent attention (`fnmodels.ops.mla`): Config fields and names on disk."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fnmodels.errors import UnsupportedError
@@ -9,6 +10,7 @@ from fnmodels.ops.mlp import ACTIVATIONS
 
 from .config_json import Fields
 from .decoder import decoder_sizes
+from .moe import GroupedConfig
 from .registry import LatentConfig
 from .storage import Stored
 
@@ -17,6 +19,26 @@ NAMES = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("rms_norm_eps", "attention_bias", "hidden_act"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentMixtureConfig(GroupedConfig):
+    """The Config fields of latent attention and a mixture with a shared expert, as in DeepSeek V3."""
+
+    num_key_value_heads: int = field(init=False)  # as many as query heads: MLA expands the latent per head
+    head_dim: int = field(init=False)  # the rotary dimensions of a head, which Hugging Face's files call head_dim
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None  # None: queries without a latent
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False  # of the projections that read x, and of o
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
+        super().__post_init__()
 
 
 def latent_from_hf(

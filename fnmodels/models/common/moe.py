@@ -146,7 +146,7 @@ class GroupedConfig(BaseConfig):
 
 
 _SHARED = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
-_GROUPED = (*_SHARED, "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+GROUPED = (*_SHARED, "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
 
 
 def shared_from_hf(fields: Fields, layers: int, *, dense: int, scale: float, heads: int = 0) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def grouped_from_hf(
 def grouped_to_hf(config: Any) -> dict[str, Any]:
     """The fields that `grouped_from_hf` reads back, except the number of MTP heads."""
     dense = config.layer_kinds.count("full")
-    return {name: getattr(config, name) for name in _GROUPED} | {"first_k_dense_replace": dense}
+    return {name: getattr(config, name) for name in GROUPED} | {"first_k_dense_replace": dense}
 
 
 def check_groups(config: Any) -> None:

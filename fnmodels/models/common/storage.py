@@ -20,8 +20,8 @@ class TensorSlice:
 
     rows: number of rows of the full tensor. transposed: on disk it is [in, out] (no effect on a bias).
     batched: the tensor is [E, out, in] or [E, out], and the slice is taken from every expert. Interleaved rows of two
-    projections are groups: the even ones of 2 F rows are rows 0 <= i < 1 of F groups. row_vector: on disk it is
-    [1, rows], and the parameter is a vector [rows].
+    projections are groups: the even ones of 2 F rows are rows 0 <= i < 1 of F groups. ones (a, b): the
+    parameter is a vector [rows], and on disk it has a dimensions of size 1 before and b after.
     """
 
     name: str
@@ -31,7 +31,7 @@ class TensorSlice:
     groups: int = 1
     transposed: bool = False
     batched: bool = False
-    row_vector: bool = False
+    ones: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.rows % self.groups or not 0 <= self.start < self.stop <= self.rows // self.groups:
@@ -69,8 +69,8 @@ def disk_shape(stored: Single, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tensor in the file, given that of the parameter."""
     if isinstance(stored, str):
         return shape
-    if stored.row_vector:
-        return (1, stored.rows)
+    if stored.ones:
+        return (*(1,) * stored.ones[0], stored.rows, *(1,) * stored.ones[1])
     experts, inner = (shape[:1], shape[2:]) if stored.batched else ((), shape[1:])
     return (*experts, *inner, stored.rows) if stored.transposed else (*experts, stored.rows, *inner)
 
@@ -127,8 +127,9 @@ def disk_region(stored: Single, shard: tuple[slice, ...]) -> DiskRegion:
         first, last = rows.start // size, -(-rows.stop // size)
         there, skip = slice(first * group, last * group), rows.start - first * size
         within = replace(stored, rows=(last - first) * group, groups=last - first)
-    if stored.row_vector:
-        return DiskRegion((slice(0, 1), there), within, skip)
+    if stored.ones:
+        before, after = ((slice(0, 1),) * count for count in stored.ones)
+        return DiskRegion((*before, there, *after), within, skip)
     if stored.transposed and inner:
         return DiskRegion((*lead, *inner, there), within, skip)
     return DiskRegion((*lead, there, *inner), stored.name if stored.groups == 1 else within, skip)
@@ -183,7 +184,7 @@ def covers(slices: Iterable[Single]) -> bool:
 def _rows(stored: TensorSlice, tensor: Tensor) -> tuple[int, Tensor]:
     """(axis of the groups, a view [(E,) groups, rows of the slice per group, (in)] of the file's tensor)."""
     axis = 1 if stored.batched else 0
-    tensor = tensor[0] if stored.row_vector else tensor
+    tensor = tensor.view(-1) if stored.ones else tensor
     rows = tensor.mT if stored.transposed and tensor.ndim > axis + 1 else tensor
     blocks = rows.unflatten(axis, (stored.groups, -1))
     return axis, blocks.narrow(axis + 1, stored.start, stored.stop - stored.start)
