@@ -30,7 +30,7 @@ from fnmodels.tree import Tree
 from params.checkpoint.config import load_config
 from params.checkpoint.load import load_pretrained
 from params.checkpoint.shard_index import as_lines
-from params.checkpoint.tensor_map import by_name, stored_leaves
+from params.checkpoint.tensor_map import by_name, published_names, stored_leaves
 
 from .command_line import Parser, run_command
 
@@ -159,7 +159,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
         )
         return finite
     reference = _reference(transformers, folder, config.model_type)
-    theirs = _on_disk(reference)
+    theirs = _published(config, _on_disk(reference))
     faults = _leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
     if faults:
         print(f"The first difference is in the leaves, ours against transformers' ({len(faults)}):{as_lines(faults)}")
@@ -281,6 +281,19 @@ def _on_disk(model: Any) -> dict[str, Tensor]:
     named, all_named = (dict(model.named_parameters(remove_duplicate=once)) for once in (True, False))
     saved = {name: tensor for name, tensor in model.state_dict().items() if name not in all_named}  # buffers
     return dict(loading.revert_weight_conversion(model, named | saved))
+
+
+def _published(config: DecoderConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The reference's tensors under the published names and in their shapes: see a family's RESAVED, EQUAL_PARTS."""
+    ours = by_name(stored_leaves(config))
+    found = dict(zip(published_names(config, ours, theirs), theirs.values(), strict=True))
+    for parts in may_have(family_of(config), "EQUAL_PARTS"):
+        for first in (name for name in ours if name.endswith(f".{parts[0]}")):
+            names = [first.removesuffix(parts[0]) + part for part in parts]
+            rows, sizes = [found[name] for name in names if name in found], [ours[n][0].disk_shape[0] for n in names]
+            if sum(map(len, rows)) == sum(sizes):
+                found |= dict(zip(names, torch.cat(rows).split(sizes), strict=True))
+    return found
 
 
 def _leaf_faults(config: DecoderConfig, theirs: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -7,7 +7,7 @@ error lists all differences.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,14 +178,25 @@ def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = (), fam
     found = {name: value for name, value in found.items() if name not in dropped}
     tied = tensor_map.tied_names(config, prefix)
     expected = tensor_map.by_name(parameters)
+    published = tensor_map.published_names(config, expected, found, prefix)
+    found = dict(zip(published, found.values(), strict=True))
     leftovers = tuple(name for name in found if name not in expected and tensor_map.is_leftover(config, prefix + name))
     known = {name: value for name, value in found.items() if name not in leftovers}
-    _compare(folder, expected, tied, known)
+    _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names))
     return CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)
 
 
-def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str], found: Found) -> None:
-    """MismatchError with every difference between the expected tensors and those in the headers."""
+def _compare(
+    folder: Path,
+    expected: dict[str, list[Piece]],
+    tied: dict[str, str],
+    found: Found,
+    why: Callable[[Iterable[str]], str],
+) -> None:
+    """MismatchError with every difference between the expected tensors and those in the headers.
+
+    why: what else to say, given the names of tensors with another shape.
+    """
     faults, unexpected = [], []
     dtypes: dict[str, tuple[str, torch.dtype]] = {}  # by path, for leaves stacked from several tensors
     for name, (piece, *_) in expected.items():
@@ -204,9 +215,10 @@ def _compare(folder: Path, expected: dict[str, list[Piece]], tied: dict[str, str
         elif name not in expected:
             unexpected.append(f"{name!r} in {file.path.name}: unexpected, {list(entry.shape)} of {_name(entry.dtype)}")
     if faults or unexpected:
+        reshaped = (n for n, (piece, *_) in expected.items() if n in found and found[n][1].shape != piece.disk_shape)
         raise MismatchError(
             f"{folder}: the tensors are not those that config.json calls for "
-            f"({len(faults) + len(unexpected)} differences):{as_lines(faults)}{as_lines(unexpected)}"
+            f"({len(faults) + len(unexpected)} differences):{as_lines(faults)}{as_lines(unexpected)}{why(reshaped)}"
         )
 
 

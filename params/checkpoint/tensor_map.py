@@ -86,6 +86,37 @@ def is_leftover(config: DecoderConfig, name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in may_have(family_of(config), "LEFTOVERS"))
 
 
+def published_names(
+    config: DecoderConfig, expected: Container[str], found: Collection[str], prefix: str = ""
+) -> list[str]:
+    """The names `found` in files, with the published one for a name of the family's RESAVED.
+
+    Only where the published one is expected and not there too, so that no two tensors get one name.
+    """
+    patterns = may_have(family_of(config), "RESAVED")
+
+    def published(name: str) -> str:
+        for pattern, replacement in patterns.items() if name not in expected else ():
+            if match := re.fullmatch(pattern, prefix + name):
+                other = match.expand(replacement).removeprefix(prefix)
+                return other if other in expected and other not in found else name
+        return name
+
+    return [published(name) for name in found]
+
+
+def why_wrong(config: DecoderConfig, names: Iterable[str]) -> str:
+    """What the family's EQUAL_PARTS say of tensors of other shapes, for the end of an error; "" if nothing."""
+    wrong = tuple(names)
+    for parts in may_have(family_of(config), "EQUAL_PARTS"):
+        if any(name.endswith(tuple(f".{part}" for part in parts)) for name in wrong):
+            return (
+                f"\ntransformers 5.23 saves {', '.join(parts)} as equal parts of what they are together, whatever "
+                "their shapes: use the file that the model was loaded from."
+            )
+    return ""
+
+
 def tied_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:
     """{name of a redundant tensor, which files may hold or not: name of the tensor it must equal}.
 

@@ -14,7 +14,7 @@ import params as P
 from fnmodels import llama, tree
 from params import compare
 from tests.support.cases import Case, cases, generic_params, structures, sublayers
-from tests.support.oracle import model_of
+from tests.support.oracle import model_of, save
 from tests.variants import gpt2
 from tests.variants.llama import variants
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 @with_reference
 def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For every naming of layers in the reference, down to attention and MLP."""
-    model_of(case.values).save_pretrained(tmp_path)
+    save(model_of(case.values), tmp_path)
     assert compare.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     taps = [f"layers.{i}.{name}" for i, parts in enumerate(sublayers(case.config)) for name in (*parts, "output")]

@@ -26,7 +26,7 @@ from tests.support.cases import (
     tokens_of,
     variants_of,
 )
-from tests.support.oracle import assert_close, logits_of, model_of, params_of
+from tests.support.oracle import assert_close, logits_of, model_of, params_of, save
 
 LENGTH = 24
 MARGIN = 1e-3  # of router logits; a thousand times the fp32 difference of two implementations
@@ -105,7 +105,7 @@ def test_logits(case: Case, kernel: str, form: str) -> None:
 def first_difference(case: Case) -> str:
     """The output of `python -m params.compare`: the first leaf, or first part of a layer, that differs."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
-        model_of(case.values).save_pretrained(folder)
+        save(model_of(case.values), Path(folder))
         try:
             equal = compare(Path(folder))
         except (UserError, fnmodels.CheckpointError, ValueError) as error:

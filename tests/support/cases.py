@@ -18,6 +18,7 @@ Where they are needed:
     SEPARATE            {form of batch: why} for batches that transformers itself reads wrongly: parity compares their
                         documents one by one
     STANDS_FOR          {model type: another} where transformers knows a model under the other name only
+    as_published        (tensors by their names as transformers saves them, its config) -> as published; where it errs
     OLDER_NAMES         {field: its name in older files}; OLDER_ROPES where there is a table for each layer type
     TRAINING_TOLERANCE  {variant: tolerance of 20 steps} where fp32 itself gives no 1e-5
     WIDE_LOGITS         {model types} whose logits are fp32 in a model of lower precision too

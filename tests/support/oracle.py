@@ -1,5 +1,6 @@
 """transformers as the reference: tiny fp32 models with generic parameters, eager attention and experts, no cache."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,8 +47,22 @@ def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def on_disk(model: torch.nn.Module) -> dict[str, Any]:
-    """The tensors of the model's checkpoint by their names in it. A tied head is listed once."""
-    return dict(revert_weight_conversion(model, _of_checkpoint(model)))
+    """The tensors of the model's checkpoint by their published names. A tied head is listed once."""
+    state = dict(revert_weight_conversion(model, _of_checkpoint(model)))
+    mend = _mend(model)
+    return mend(state, model.config) if mend else state
+
+
+def save(model: torch.nn.Module, folder: Path, **options: Any) -> None:
+    """The model's checkpoint folder with the published names; options: of transformers' `save_pretrained`."""
+    state = {"state_dict": on_disk(model), "save_original_format": False} if _mend(model) else {}
+    model.save_pretrained(folder, **state, **options)
+
+
+def _mend(model: torch.nn.Module) -> Any:
+    """`as_published` of the family's variants."""
+    family = fnmodels.families().get(model.config.model_type, "").rpartition(".")[2]
+    return getattr(variants_of(family), "as_published", None) if family else None
 
 
 def params_of(model: torch.nn.Module, config: Any) -> Any:

@@ -147,6 +147,8 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     "SINKS": False,  # whether its attention has sink logits
     "OPTIONAL": {},  # {key of params that files may lack: the Config field with its length}
     "LEFTOVERS": (),  # patterns of tensor names in files that are not read, such as buffers
+    "RESAVED": {},  # {pattern of a name that transformers writes: the published name, with the pattern's groups}
+    "EQUAL_PARTS": (),  # names in a module, together, of tensors that transformers saves in equal parts of their sum
     "hf_copies": lambda config: {},  # -> {name on disk: path of the parameter that it duplicates}
 }
 

@@ -22,6 +22,7 @@ from params.checkpoint.manifest import MANIFEST
 from params.checkpoint.tensor_map import by_name, stored_leaves
 from tests.support.cases import Case, cases, generic_params, structures, tokens_of
 from tests.support.oracle import EAGER, model_of, on_disk
+from tests.support.oracle import save as save_theirs
 
 SMALL = llama.Config(
     vocab_size=40,
@@ -58,7 +59,7 @@ def test_there_and_back(case: Case, limit: str, dtype: torch.dtype, tmp_path: Pa
     But for what keeps its dtype (a bias of the choice) in bf16 files, which comes back in fp32, as from transformers'
     own loading.
     """
-    model_of(case.values).to(dtype).save_pretrained(tmp_path / "theirs", max_shard_size=limit)
+    save_theirs(model_of(case.values).to(dtype), tmp_path / "theirs", max_shard_size=limit)
     config, loaded = P.load_pretrained(tmp_path / "theirs")
     assert config == case.config
     P.save_pretrained(tmp_path / "ours", config, loaded, max_shard_size=limit)
