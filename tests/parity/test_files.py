@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import fnmodels
 import params as P
-from tests.support.cases import Case, forward, structures, tokens_of
-from tests.support.oracle import EAGER, assert_close, logits_of, model_of, params_of
+from tests.support.cases import Case, cases, forward, structures, tokens_of
+from tests.support.oracle import EAGER, assert_close, logits_of, model_of, params_of, save
 
 every_case = pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
 
@@ -20,7 +20,7 @@ every_case = pytest.mark.parametrize("case", [case for case in structures() if c
 def test_there_and_back(case: Case, shard: str, tmp_path: Path) -> None:
     """L5: a checkpoint from transformers is loaded and saved with the same names, dtypes and bits."""
     model = model_of(case.values)
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="5GB" if shard == "one" else "20KB")
+    save(model, tmp_path / "theirs", max_shard_size="5GB" if shard == "one" else "20KB")
     config, weights = P.load_pretrained(tmp_path / "theirs")
     assert config == case.config
     wanted = P.flatten(params_of(model, case.config))
@@ -40,3 +40,27 @@ def test_there_and_back(case: Case, shard: str, tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **EAGER).eval()
     with torch.no_grad():
         assert torch.equal(again(tokens, use_cache=False).logits, logits_of(case.values, tokens))
+
+
+# Variants that transformers saves under other names than the published ones: {variant: fields with which shapes agree}.
+RESAVED = {"olmo_hybrid": {"linear_num_value_heads": 2, "linear_value_head_dim": 6}, "kimi_linear": {}}
+
+
+@pytest.mark.parametrize("name", RESAVED)
+def test_other_names_of_what_transformers_saves_are_read(name: str, tmp_path: Path) -> None:
+    values = next(case.values for case in cases() if case.name == name) | RESAVED[name]
+    model = model_of(values)
+    model.save_pretrained(tmp_path)
+    config, weights = P.load_pretrained(tmp_path)
+    wanted, flat = P.flatten(params_of(model, config)), P.flatten(weights)
+    assert flat.keys() == wanted.keys() and all(torch.equal(flat[path], wanted[path]) for path in flat)
+
+
+def test_convolutions_in_three_equal_parts_are_refused(tmp_path: Path) -> None:
+    """transformers 5.23 splits those of 12, 12 and 40 channels into 22, 22 and 20, and no file says which is which."""
+    case = next(case for case in cases() if case.name == "olmo_hybrid")
+    model_of(case.values).save_pretrained(tmp_path)
+    with pytest.raises(
+        P.MismatchError, match=r"q_conv1d.*found \[22, 1, 4\](?s:.*)equal parts of what they are together"
+    ):
+        P.load_pretrained(tmp_path)

@@ -74,6 +74,16 @@ def test_nothing_else_is_ignored(name: str, stranger: str, tmp_path: Path) -> No
         P.load_pretrained(tmp_path)
 
 
+def test_a_tensor_under_two_names_is_unexpected(tmp_path: Path) -> None:
+    """The name that transformers writes for a dense layer of Kimi Linear, beside the published one."""
+    gate = generic_params(case_of("kimi_linear").config)["layers"][0]["mlp"]["gate_proj"]
+    folder_of(case_of("kimi_linear"), tmp_path, {"model.layers.0.block_sparse_moe.gate_proj.weight": gate})
+    with pytest.raises(
+        P.MismatchError, match=r"block_sparse_moe\.gate_proj\.weight' in model\.safetensors: unexpected"
+    ):
+        P.load_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("qwen3", "model."), ("gpt_neox", "gpt_neox.")])
 def test_names_without_their_first_part(name: str, prefix: str, tmp_path: Path) -> None:
     """Names as in OpenAI's GPT-2 and in models saved without a head. We save the full names."""

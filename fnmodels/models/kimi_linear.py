@@ -1,0 +1,244 @@
+"""Kimi Linear (Moonshot, arXiv 2510.26692): three layers of Kimi Delta Attention to one of latent attention.
+
+Kimi Delta Attention is Gated DeltaNet with a decay for each key channel, from a narrow projection, and a sigmoid gate
+after its norm. Latent attention is DeepSeek V3's without rotary embedding. All layers but the first have experts.
+"""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.inputs.order import Segments
+from fnmodels.models.common import decoder, delta, mla
+from fnmodels.models.common import moe as mixture
+from fnmodels.models.common.config_json import Fields, merged, renamed
+from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembed  # noqa: F401
+from fnmodels.models.common.spec import (
+    Leaf,
+    LogUniform,
+    decoder_leaves,
+    latent_attention_leaves,
+    layer_leaves,
+    norm,
+    weight,
+)
+from fnmodels.models.common.storage import Stored, TensorSlice
+from fnmodels.ops import Rope, gated_mlp, no_rotation, project_out, rms_norm, split_heads, upcast
+from fnmodels.ops.linear import linear
+from fnmodels.ops.moe.layer import MOE_TAPS
+from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
+from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid
+from fnmodels.tree import Tree, flatten
+
+MODEL_TYPES = ("kimi_linear",)
+KINDS = ("linear_moe", "full_moe", "linear", "full")
+ROUTED = True
+ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
+TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
+_ALIASES = {  # {published name: that of families alike}
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+_LINEAR = {  # {name in the published linear_attn_config: that of transformers}
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+# transformers 5.23 saves dense layers under the name of mixtures.
+RESAVED = {r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|up|down)_proj\.weight": r"\1.mlp.\2_proj.weight"}
+
+_DELTA = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4, "full_attn_layers": [*range(4, 27, 4), 27]}
+PRESETS = {
+    "kimi-linear-48b-a3b": {"model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304}
+    | {"num_hidden_layers": 27, "num_attention_heads": 32, "kv_lora_rank": 512, "v_head_dim": 128}
+    | {"intermediate_size": 9216, "moe_intermediate_size": 1024}
+    | {"num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1}
+    | {"linear_attn_config": _DELTA | {"kda_layers": [i for i in range(1, 27) if i % 4]}}
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(mla.LatentMixtureConfig):
+    """Sizes and switches. attention_bias is that of latent attention; no layer rotates, and there are no MTP heads."""
+
+    linear_num_heads: int
+    linear_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    rms_norm_eps: float = 1e-5
+    rope: Rope = field(default=Rope(), init=False, compare=False)
+    num_nextn_predict_layers: int = field(default=0, init=False, compare=False)
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = _flat(renamed(Fields(values), _ALIASES | {"num_local_experts": "n_routed_experts"}))
+        fields.choice("model_type", MODEL_TYPES)
+        sizes = mla.latent_from_hf(fields, max_positions=1048576, kv_heads=32, q_rank=0, nope_dim=128, rope_head=True)
+        del sizes["rope_interleave"]
+        layers = sizes["num_hidden_layers"]
+        experts = mixture.shared_from_hf(fields, layers, dense=1, scale=2.446)
+        fields.expect("tie_word_embeddings", False)  # transformers has a head of its own in any case
+        fields.expect("mla_use_nope", True)
+        fields.expect("moe_router_activation_func", "sigmoid")
+        fields.expect("use_grouped_topk", True)
+        fields.expect("moe_layer_freq", 1)
+        fields.expect("num_nextn_predict_layers", 0)
+        by_default = [i % 4 != 0 or i == 0 for i in range(layers)]
+        linear = decoder.sliding_layers(fields, by_default, "linear_attention")
+        experts["layer_kinds"] = tuple(
+            ("linear" if near else "full") + ("" if dense else "_moe")
+            for near, dense in zip(linear, _dense_layers(fields, experts["layer_kinds"]), strict=True)
+        )
+        config = Config(
+            **sizes | experts | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)},
+            linear_num_heads=fields.integer("linear_num_heads", 32, high=1 << 16),
+            linear_head_dim=fields.integer("linear_head_dim", 128, high=1 << 16),
+            linear_conv_kernel_dim=fields.integer("linear_conv_kernel_dim", 4, high=1 << 16),
+            n_group=fields.integer("n_group", 1),
+            topk_group=fields.integer("topk_group", 1),
+            norm_topk_prob=fields.boolean("norm_topk_prob", True),
+        )
+        return decoder.finished(config, fields, ignored=("rope_theta", "rope_scaling", "rope_parameters"))
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json under the published names."""
+        linear = [kind.startswith("linear") for kind in self.layer_kinds]
+        dense = [not kind.endswith("_moe") for kind in self.layer_kinds]
+        own: dict[str, Any] = {name: getattr(self, name) for name in mixture.GROUPED}
+        if dense == sorted(dense, reverse=True):
+            own["first_k_dense_replace"] = sum(dense)
+        else:
+            own["mlp_layer_types"] = ["dense" if plain else "sparse" for plain in dense]
+        own["linear_attn_config"] = {
+            **{published: getattr(self, name) for published, name in _LINEAR.items()},
+            "kda_layers": [i for i, near in enumerate(linear, 1) if near],
+            "full_attn_layers": [i for i, near in enumerate(linear, 1) if not near],
+        }
+        out = decoder.decoder_to_hf(self, "KimiLinearForCausalLM", *mla.NAMES, **own)
+        published = {name: alias for alias, name in _ALIASES.items()}
+        return {published.get(name, name): value for name, value in out.items() if name != "rope_parameters"}
+
+
+def _flat(fields: Fields) -> Fields:
+    """The fields with those of the published `linear_attn_config` under the names of transformers."""
+    # no code reads head_dim, which is another number in published files than in those of transformers
+    values = {name: value for name, value in fields.values.items() if name not in ("linear_attn_config", "head_dim")}
+    own = fields.values.get("linear_attn_config")
+    inner = Fields({} if own is None else own, f"{fields.where}, linear_attn_config")
+    given = [(published, name, inner.take(published, None)) for published, name in _LINEAR.items()]
+    numbers = [inner.take(name, None) for name in ("full_attn_layers", "kda_layers")]
+    inner.finish()
+    types = None if numbers == [None, None] else _types(inner, *numbers)
+    return merged(Fields(values, fields.where), [*given, ("linear_attn_config", "layer_types", types)])
+
+
+def _types(inner: Fields, full: Any, linear: Any) -> list[str]:
+    """`layer_types` from the numbers of layers, which count from 1; ConfigError unless each layer is in one list."""
+    if all(isinstance(one, list) and all(type(i) is int for i in one) for one in (full, linear)):
+        kinds = dict.fromkeys(full, "full_attention") | dict.fromkeys(linear, "linear_attention")
+        if sorted(full + linear) == list(range(1, len(kinds) + 1)):
+            return [kinds[i] for i in sorted(kinds)]
+    raise ConfigError(
+        f"{inner.where}: 'full_attn_layers' and 'kda_layers' must be lists that have each layer's number, from 1, once."
+    )
+
+
+def _dense_layers(fields: Fields, first: tuple[str, ...]) -> list[bool]:
+    """Which layers have no experts: from `mlp_layer_types`, or `first`, the kinds by `first_k_dense_replace`."""
+    rule = [kind == "full" for kind in first]
+    dense = decoder.sliding_layers(fields, rule, "dense", "sparse", name="mlp_layer_types")
+    if dense != rule and fields.values.get("first_k_dense_replace") is not None:
+        raise ConfigError(f"{fields.where}: 'mlp_layer_types' is not what 'first_k_dense_replace' makes.")
+    return dense
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in]."""
+
+    def layer(kind: str) -> Tree:
+        attention = _delta_leaves(config) if kind.startswith("linear") else latent_attention_leaves(config)
+        mlp = mixture.grouped_leaves(config, "full_moe" if kind.endswith("_moe") else "full", selection_bias=True)
+        return layer_leaves(config.hidden_size, attention, mlp)
+
+    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
+
+
+def _delta_leaves(config: Config) -> dict[str, Leaf]:
+    """Projections to q, k, v and strength b; through a narrow width those of the decay f and the output gate g."""
+    D, std, heads, d = config.hidden_size, config.initializer_range, config.linear_num_heads, config.linear_head_dim
+    sizes = {"q": (heads, d), "k": (heads, d), "v": (heads, d), "b": (heads, 1)}
+    leaves = delta.conv_leaves(D, config.linear_conv_kernel_dim, sizes, std)
+    for name in "fg":
+        leaves[f"{name}_a_proj"] = weight((d, D), ("linear_latent", "embed"), std)
+        leaves[f"{name}_b_proj"] = weight((heads * d, d), ("linear_heads", "linear_latent"), std, unit=d)
+    leaves["A_log"] = Leaf((heads,), torch.float32, ("linear_heads",), LogUniform(1.0, 16.0), decay=False)
+    leaves["dt_bias"] = Leaf((heads * d,), torch.float32, ("linear_heads",), delta.STEPS, decay=False, unit=d)
+    leaves["norm"] = norm(d, "linear_head_dim")
+    return leaves | {"o_proj": weight((D, heads * d), ("embed", "linear_heads"), std, unit=d)}
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}, with one tensor per expert."""
+    flat, heads = flatten(spec(config)), config.linear_num_heads
+    names = mla.latent_names(mixture.block_sparse_names(flat, config.n_routed_experts))
+    for index, kind in enumerate(config.layer_kinds):
+        ours, theirs = f"layers.{index}", f"model.layers.{index}"
+        if kind.startswith("linear"):
+            names |= delta.separate_names(f"{ours}.attention", f"{theirs}.self_attn", _delta_leaves(config))
+            A_log = TensorSlice(f"{theirs}.self_attn.A_log", 0, heads, heads, ones=(2, 1))
+            names[f"{ours}.attention.A_log"] = A_log
+        if kind.endswith("_moe"):
+            there = f"{theirs}.block_sparse_moe"
+            names[f"{ours}.mlp.selection_bias"] = f"{there}.gate.e_score_correction_bias"
+            for leaf in ("gate_proj", "up_proj", "down_proj"):
+                names[f"{ours}.mlp.shared_expert.{leaf}"] = f"{there}.shared_experts.{leaf}.weight"
+    return names
+
+
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """Nothing rotates."""
+    return dict.fromkeys(sorted(set(config.layer_kinds)), no_rotation(positions))
+
+
+@with_context
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
+    """One layer: x [B, S, D] -> x."""
+    eps, weights = config.rms_norm_eps, layer["attention"]
+    normed = rms_norm(x, layer["input_layernorm"], eps=eps)
+    if kind.startswith("linear"):
+        mixed = _kimi_delta_attention(weights, normed, mask, config, ctx)
+    else:
+        widths = mla.latent_widths(config)
+        scale = (widths.nope + widths.rope) ** -0.5
+        mixed = ctx.attend_latent(weights, normed, freqs, mask, widths=widths, rotate=_unrotated, scale=scale)
+    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
+    if not kind.endswith("_moe"):
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **mixture.grouped_choice(config))
+    return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
+
+
+def _unrotated(x: Tensor, freqs: Tensor) -> Tensor:
+    return x
+
+
+def _kimi_delta_attention(weights: Tree, x: Tensor, mask: Segments, config: Config, ctx: Context) -> Tensor:
+    """The heads [B, S, H, d] of x [B, S, D], each times the sigmoid of its gate."""
+    d = config.linear_head_dim
+    f = upcast(linear(linear(x, weights["f_a_proj"]), weights["f_b_proj"])) + weights["dt_bias"]
+    g = -upcast(weights["A_log"]).exp()[:, None] * split_heads(F.softplus(f), d)
+    beta = torch.sigmoid(linear(x, weights["b_proj"]))
+    o = delta.delta_mixer(weights, x, mask, g, beta, widths=(d, d), activation=config.hidden_act, ctx=ctx)
+    gate = split_heads(linear(linear(x, weights["g_a_proj"]), weights["g_b_proj"]), d)
+    return norm_then_sigmoid(o, gate, weights["norm"], eps=config.rms_norm_eps)
