@@ -15,7 +15,7 @@ TINY: dict[str, Any] = {
     "head_dim": 10,
     "mamba_num_heads": 6,
     "mamba_head_dim": 10,
-    "n_groups": 3,
+    "n_groups": 2,
     "ssm_state_size": 12,
     "max_position_embeddings": 64,
     "layer_norm_epsilon": 1e-2,
