@@ -5,6 +5,7 @@ Import it as `import params as P`, which leaves the name `params` free for a tre
 initialize    `init`, `abstract` and `count`: trees from a family's `spec`
 sharding      `Rules` and `plan`: logical axes of parameters to mesh dimensions, without torch.distributed
 lora          LoRA adapters as trees: init, merge, load and save
+weight_forms  `packed` and `quantize`: linear weights in forms for decoding, oneDNN's layout, int8 and int4
 checkpoint/   Hugging Face checkpoints: config.json, load, save, export, manifest; the tensor map and dequantization
 io/           the safetensors reader, staged saves with their lock, checks of paths and files
 inspect       `python -m params.inspect`: what a checkpoint contains, without loading its weights
@@ -37,8 +38,10 @@ from params.checkpoint.manifest import verify
 from params.checkpoint.save import recover, save_pretrained
 from params.initialize import abstract, count, init
 from params.sharding import Rules, Sharding, describe, plan
+from params.weight_forms import packed, quantize
 
 __all__ = ["abstract", "count", "init", "Rules", "Sharding", "describe", "plan", "lora", "flatten", "unflatten"]
+__all__ += ["packed", "quantize"]
 __all__ += ["Constant", "Leaf", "Normal"]
 __all__ += ["LoadReport", "load_config", "load_pretrained", "save_pretrained", "recover", "verify", "export"]
 __all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]

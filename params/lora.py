@@ -230,7 +230,7 @@ def load_adapters(path: str | os.PathLike[str], config: DecoderConfig, params: T
         file = open_tensors(plain_file(folder, WEIGHTS), stack)
         mapping = map_file(file)
         found = {name: mapped_tensor(mapping, entry).clone() for name, entry in file.entries.items()}
-    leaves = {p: leaf for p, leaf in tree.flatten(family_of(config).spec(config)).items() if _is_linear(p, leaf)}
+    leaves = {p: leaf for p, leaf in tree.flatten(family_of(config).spec(config)).items() if is_linear(p, leaf)}
     # Not strict: PEFT has no adapters for slices of fused tensors, so one in a file is reported as unexpected below.
     paths = {module: where for where, module in _modules(config, leaves, strict=False).items()}
     faults: list[str] = []
@@ -285,19 +285,19 @@ def _targets(config: DecoderConfig, params: Tree, targets: tuple[str, ...]) -> d
     chosen: set[str] = set()
     for target in targets:
         ends = {p for p in leaves if p.rpartition(".")[2] == target}
-        named = {p for p in ends if _is_linear(p, leaves[p])} or ends
+        named = {p for p in ends if is_linear(p, leaves[p])} or ends
         named |= {p for p in leaves if fnmatch.fnmatchcase(p, target)}
         if not named:
-            last = sorted({p.rpartition(".")[2] for p, leaf in leaves.items() if _is_linear(p, leaf)})
+            last = sorted({p.rpartition(".")[2] for p, leaf in leaves.items() if is_linear(p, leaf)})
             raise ValueError(f"The target {target!r} names no parameter; linear weights end in {', '.join(last)}.")
         chosen |= named
-    wrong = sorted(path for path in chosen if not _is_linear(path, leaves[path]))
+    wrong = sorted(path for path in chosen if not is_linear(path, leaves[path]))
     if wrong:
         raise ValueError(f"{wrong[0]} {list(leaves[wrong[0]].shape)} is no weight of a linear map; adapters need one.")
     return {path: leaves[path] for path in chosen}
 
 
-def _is_linear(path: str, leaf: Leaf) -> bool:
+def is_linear(path: str, leaf: Leaf | Tensor) -> bool:
     """Whether F.linear applies a leaf, by the families' naming; embeddings, routers and gates have other names."""
     return len(leaf.shape) == 2 and path.endswith(("_proj", "lm_head"))
 

@@ -80,6 +80,8 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _refuse()
     if not isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():  # a Function's call takes longer than a small product
+        return _InvariantLinear.forward(x, weight, bias)
     product: Tensor = _InvariantLinear.apply(x, weight, bias)
     return product
 

@@ -44,7 +44,11 @@ PRIVATE: dict[str, Any] = {
         "_grouped_mm",
         "_softmax_backward_data",
         "Tensor._version",
+        "_convert_weight_to_int4pack_for_cpu",
+        "_weight_int4pack_mm_for_cpu",
+        "_weight_int8pack_mm",
         "ops.mkldnn._linear_pointwise",
+        "ops.mkldnn._reorder_linear_weight",
     )
 }
 # aten operators whose results selective rematerialization saves: matrix products and attention.
@@ -121,6 +125,38 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product = PRIVATE["ops.mkldnn._linear_pointwise"]
     found: Tensor = F.linear(x, weight, bias) if product is None else product(x, weight, bias, "none", [], "")
     return found
+
+
+def onednn_layout(weight: Tensor) -> Tensor:
+    """weight [out, in] in the layout that suits oneDNN, for `onednn_linear` alone; unchanged if this torch has none."""
+    reorder, product = PRIVATE["ops.mkldnn._reorder_linear_weight"], PRIVATE["ops.mkldnn._linear_pointwise"]
+    found: Tensor = weight if reorder is None or product is None else reorder(weight)
+    return found
+
+
+def int8_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """x bf16 [n, in] times codes int8 [out, in], scaled by scales bf16 [out]: bf16 [n, out]."""
+    product = PRIVATE["_weight_int8pack_mm"]
+    found: Tensor = F.linear(x, codes.to(x.dtype)) * scales if product is None else product(x, codes, scales)
+    return found
+
+
+def int4_layout(codes: Tensor) -> Tensor:
+    """codes int32 [out, in] of 0 to 15 as `int4_linear` reads them; unchanged if this torch has no such product."""
+    pack = PRIVATE["_convert_weight_to_int4pack_for_cpu"]
+    found: Tensor = codes if pack is None or PRIVATE["_weight_int4pack_mm_for_cpu"] is None else pack(codes, 2)
+    return found
+
+
+def int4_linear(x: Tensor, codes: Tensor, group: int, scales: Tensor) -> Tensor:
+    """x bf16 [n, in] times (codes - 8) * scale + middle; scales bf16 [in / group, out, 2] holds both: bf16 [n, out]."""
+    product = PRIVATE["_weight_int4pack_mm_for_cpu"]
+    if product is not None and codes.dtype is not torch.int32:
+        found: Tensor = product(x, codes, group, scales)
+        return found
+    scale, middle = (t.T[..., None] for t in scales.float().unbind(-1))
+    weight = (codes.unflatten(1, (-1, group)) - 8) * scale + middle
+    return F.linear(x, weight.flatten(1).to(x.dtype))
 
 
 def softmax_backward(grad: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:

@@ -47,7 +47,7 @@ def test_fresh_adapters_change_no_bit_and_copy_no_weight() -> None:
 def test_merged_weights_are_the_adapted_model_in_every_family() -> None:
     for name, config in {case.family: case.config for case in cases()}.items():
         leaves = tree.flatten(fnmodels.family_of(config).spec(config)).items()
-        linear = {path.rpartition(".")[2] for path, leaf in leaves if lora._is_linear(path, leaf)}
+        linear = {path.rpartition(".")[2] for path, leaf in leaves if lora.is_linear(path, leaf)}
         adapted = _adapted(config, tuple(sorted(linear)), dtype=torch.float64)
         plain = _logits(generic_params(config, torch.float64), config, "math")
         ours, merged = _logits(adapted, config, "math"), _logits(lora.merge(adapted), config, "math")

@@ -44,7 +44,11 @@ NAMES = {
     "_grouped_mm",
     "_softmax_backward_data",
     "Tensor._version",
+    "_convert_weight_to_int4pack_for_cpu",
+    "_weight_int4pack_mm_for_cpu",
+    "_weight_int8pack_mm",
     "ops.mkldnn._linear_pointwise",
+    "ops.mkldnn._reorder_linear_weight",
 }
 torch.manual_seed(0)
 X, W = torch.randn(2, 256, 256), torch.randn(256, 256)  # large enough for oneDNN

@@ -1,0 +1,156 @@
+"""Forms of linear weights for decoding: oneDNN's own layout with the same numbers, and int8 and int4 with scales.
+
+Decoding one token reads every weight once, so that it takes the time of reading them. Each form is a node of the tree
+in a weight's place, which F.linear alone accepts; norms, routers, experts and embeddings stay tensors. The forms are
+derived from params and neither trained nor saved: `params.save_pretrained` refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.ops.invariant import rows_are_invariant
+from fnmodels.ops.torch_internals import int4_layout, int4_linear, int8_linear, onednn_layout, onednn_linear
+from fnmodels.tree import Tree, static
+
+from .lora import is_linear, map_leaves
+
+GROUP = 32  # inputs that share a scale in int4
+
+
+class LinearOnly:
+    """A weight [out, in] that F.linear applies; torch raises for every other function of it, naming its class."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not F.linear or isinstance(args[0], LinearOnly):
+            return NotImplemented
+        return args[1].linear(args[0], *args[2:], **(kwargs or {}))
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = self.product(rows)
+        return (out if bias is None else out + bias).unflatten(0, x.shape[:-1])
+
+    def product(self, rows: Tensor) -> Tensor:
+        """rows [n, in] -> [n, out]."""
+        raise NotImplementedError
+
+
+@tree.pytree
+@dataclass(frozen=True, eq=False)
+class Packed(LinearOnly):
+    """A weight in oneDNN's layout, which torch shows as an opaque tensor [out, in]."""
+
+    layout: Tensor
+
+    def product(self, rows: Tensor) -> Tensor:
+        if not rows_are_invariant() or len(rows) != 1:
+            return onednn_linear(rows, self.layout, None)
+        return onednn_linear(rows.expand(2, -1), self.layout, None)[:1]  # see fnmodels.ops.invariant
+
+
+@tree.pytree
+@dataclass(frozen=True, eq=False)
+class Int8(LinearOnly):
+    """codes int8 [out, in] times scales bf16 [out]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def product(self, rows: Tensor) -> Tensor:
+        return int8_linear(_bf16(rows), self.codes, self.scales)
+
+
+@tree.pytree
+@dataclass(frozen=True, eq=False)
+class Int4(LinearOnly):
+    """codes of 4 bits in torch's layout, and bf16 [in / GROUP, out, 2]: the scale of each group, and its middle."""
+
+    codes: Tensor
+    scales: Tensor
+    group: int = static(default=GROUP)
+
+    def product(self, rows: Tensor) -> Tensor:
+        return int4_linear(_bf16(rows), self.codes, self.group, self.scales)
+
+
+def _bf16(rows: Tensor) -> Tensor:
+    if rows.dtype is not torch.bfloat16 or rows_are_invariant():
+        raise ValueError(
+            f'Quantized weights take bf16 activations and no kernel="invariant"; these are {rows.dtype}: '
+            "params.quantize makes all other leaves bf16, and caches need dtype=torch.bfloat16."
+        )
+    return rows
+
+
+def packed(params: Tree, *, skip: tuple[str, ...] = ()) -> Tree:
+    """`params` with linear weights in oneDNN's layout, where that is a form of decoding; nothing else changes.
+
+    fp32 on a CPU; other weights stay as they are, as do those whose path matches a shell pattern in `skip`, and what
+    latent attention reads apart (kv_b_proj). Results are those of oneDNN's products: equal to unpacked ones with
+    kernel="invariant", and up to rounding otherwise.
+    """
+
+    def form(path: str, leaf: Any) -> Any:
+        fits = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.dtype is torch.float32
+        return Packed(onednn_layout(leaf.detach())) if fits and _chosen(path, leaf, skip) else leaf
+
+    return map_leaves(form, params)
+
+
+def quantize(params: Tree, config: DecoderConfig, *, kind: str, skip: tuple[str, ...] = ("lm_head",)) -> Tree:
+    """`params` with linear weights of 8 or 4 bits (kind "int8" or "int4") and all other leaves in bf16.
+
+    int8: a scale per output, symmetric. int4: a scale and an offset per output and group of 32 inputs. skip: shell
+    patterns of paths that stay bf16. Leaves whose dtype the family fixes keep it. ValueError for another kind, params
+    that are not on a CPU, and widths that a form does not have.
+    """
+    forms: dict[str, Callable[[str, Tensor], LinearOnly]] = {"int8": _int8, "int4": _int4}
+    if kind not in forms:
+        raise ValueError(f"kind is {kind!r}; it is one of {', '.join(forms)}.")
+    fixed = {path for path, leaf in tree.flatten(family_of(config).spec(config)).items() if leaf.keep_dtype}
+
+    def form(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_cpu:
+            raise ValueError(f"{path} is no tensor on a CPU: merge adapters, and quantize before other forms.")
+        if _chosen(path, leaf, skip):
+            return forms[kind](path, leaf.detach().float())
+        return leaf if path in fixed or not leaf.is_floating_point() else leaf.detach().bfloat16()
+
+    return map_leaves(form, params)
+
+
+def _chosen(path: str, leaf: Tensor, skip: tuple[str, ...]) -> bool:
+    named = is_linear(path, leaf) and not path.endswith("kv_b_proj")
+    return named and not any(fnmatchcase(path, pattern) for pattern in skip)
+
+
+def _int8(path: str, weight: Tensor) -> Int8:
+    scales = (weight.abs().amax(1) / 127).clamp(min=1e-12).bfloat16()
+    codes = (weight / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+    return Int8(codes, scales)
+
+
+def _int4(path: str, weight: Tensor) -> Int4:
+    rows, width = weight.shape
+    if width % GROUP or rows % 16:
+        raise ValueError(
+            f"{path} is {[rows, width]}, but int4 takes multiples of 16 outputs and {GROUP} inputs: leave it out by "
+            "skip=, or take int8."
+        )
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scale = ((high - low) / 15).clamp(min=1e-8).bfloat16()
+    middle = (low + 8 * scale.float()).bfloat16()
+    codes = ((groups - middle.float()[..., None]) / scale.float()[..., None] + 8).round().clamp(0, 15)
+    return Int4(int4_layout(codes.flatten(1).int()), torch.stack((scale, middle), -1).transpose(0, 1).contiguous())
