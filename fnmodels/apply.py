@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,16 @@ from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
 from fnmodels.inputs.segments import integers
 from fnmodels.models.common.context import ATTENTION_TAPS
-from fnmodels.models.common.registry import DecoderConfig, Family, check_fields, family_of, field_of, may_have
+from fnmodels.models.common.registry import (
+    DecoderConfig,
+    Family,
+    check_fields,
+    family_of,
+    field_of,
+    is_indexed,
+    may_have,
+    own_choices,
+)
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.moe.layer import MOE_TAPS
@@ -112,13 +122,14 @@ def forward(
     params: the tree of `family.spec(config)`.
     inputs: those of `prepare`, or token ids [B, S], or embeddings [B, S, D]. A mixture-of-experts model needs those of
         `prepare`: it reads the padding mask "valid" and, where present, "routing", int64 [B, S, number of MoE layers,
-        k], the expert indices that replace the router's choice.
+        k], the expert indices that replace the router's choice. In models whose attention chooses its keys, "choices",
+        int64 [B, S, number of layers with an indexer, k], replaces that choice; see `fnmodels.ops.indexer`.
     masks, freqs_cis: {kind: ...} for each kind of layer.
     taps: activations to return: "embed", "hidden", and per layer "layers.3.input", "layers.3.output", q, k, v and z
         (the inputs and the output of attention) and the family's TAPS, such as "layers.3.attention";
         "layers.*.attention" returns it for all layers that have it.
     options: kernel, layout, layer_fn, experts and context, see `fnmodels.options.ForwardOptions`. MoE blocks also get
-        the keywords `valid` and `routing`, which a layer_fn must pass on.
+        the keywords `valid` and `routing`, and those that choose keys `choices`, which a layer_fn must pass on.
 
     Raises ValueError for arguments that do not fit each other and for an unknown tap.
     """
@@ -189,7 +200,8 @@ def _hidden(
             return (*params.run.hidden(params, inputs, masks, freqs_cis, config, taps, options), {})
         options = params.run.adapted(options, masks)
     family = family_of(config)
-    valid, routing = (inputs.get(n) if isinstance(inputs, Mapping) else None for n in ("valid", "routing"))
+    given = inputs if isinstance(inputs, Mapping) else {}
+    valid, routing, choices = (given.get(name) for name in ("valid", "routing", "choices"))
     kinds = family.kinds(config)
     if valid is None and any(_sparse(family, kind) for kind in kinds):
         raise ValueError(
@@ -206,7 +218,7 @@ def _hidden(
     _check_tuple(taps)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
-    batch = _Batch(masks, freqs_cis, valid, routing, cache)
+    batch = _Batch(masks, freqs_cis, valid, routing, choices, cache)
     x, tapped, entries = _run(params, x, batch, range(len(kinds)), config, in_layers, options)
     ends["hidden"] = x
     for tap in taps:
@@ -229,6 +241,7 @@ def run_layers(
     config: DecoderConfig,
     valid: Tensor | None = None,
     routing: Tensor | None = None,
+    choices: Tensor | None = None,
     taps: tuple[str, ...] = (),
     cache: Mapping[int, Entry] | CacheStep | None = None,
     **options: Unpack[ForwardKwargs],
@@ -240,12 +253,12 @@ def run_layers(
     params: needs only "layers": the list of all layers, or a stage's {layer index: layer}.
     valid: [B, S] bool, False at padding; by default taken from `masks` where these are `Mask`s. Padding of x is set to
         zero before layer 0, as in `forward`, and MoE layers do not route it.
-    routing: that of the full model. taps, options: as in `forward`.
+    routing, choices: those of the full model. taps, options: as in `forward`.
     """
     if lo == 0:  # not in later stages: their input is finite already, and they match the full model bit for bit
         x = _cleared(x, _said_by(masks, x) if valid is None else valid)
     step = CacheStep(cache) if isinstance(cache, Mapping) else cache
-    batch = _Batch(masks, freqs_cis, valid, routing, step)
+    batch = _Batch(masks, freqs_cis, valid, routing, choices, step)
     how = ForwardOptions(**options)
     if isinstance(params, RunParams):
         how = params.run.adapted(how, masks)
@@ -279,12 +292,16 @@ class CacheStep:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Batch tensors that layers read: masks and tables by kind, valid [B, S], routing [B, S, MoE layers, k], cache."""
+    """Batch tensors that layers read: masks and tables by kind, valid [B, S], cache; of all layers routing and choices.
+
+    routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k].
+    """
 
     masks: Mapping[str, MaskLike]
     freqs_cis: Mapping[str, Tensor]
     valid: Tensor | None
     routing: Tensor | None
+    choices: Tensor | None
     cache: CacheStep | None = None
 
 
@@ -313,15 +330,21 @@ def _run(
         valid = _valid(valid, {kind: masks[kind] for kind in used}, x)
     if routing is not None:
         _check_routing(routing, x, len(sparse), config)
+    indexed = own_choices(kinds)
+    if batch.choices is not None:
+        _check_choices(batch.choices, x, len(indexed))
     blocks = _bound_blocks(family, config, used, tuple(sorted({name for _, name in wanted})), options, cache)
     tapped: dict[str, Tensor] = {}
     entries: dict[int, Entry] = {}
+    chosen: Tensor | None = None
     for index in range(lo, hi):
         kind, before = kinds[index], x
         # Batch tensors are call arguments: bound to the block, they would cause a recompile for each batch.
         tensors: dict[str, Any] = {} if cache is None else cache.tensors(index, kind)
         if index in sparse:
             tensors |= {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
+        if is_indexed(kind):
+            tensors["choices"] = _choice(index, indexed, batch.choices, chosen)
         result = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors)
         if not isinstance(result, tuple):
             raise TypeError(
@@ -331,10 +354,18 @@ def _run(
         x, aux = result
         if cache is not None:
             entries[index] = aux.get("cache", {})
+        chosen = aux.get("chosen", chosen)
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
     return x, tapped, entries
+
+
+def _choice(index: int, indexed: list[int], replay: Tensor | None, chosen: Tensor | None) -> Tensor | None:
+    """The keys that a layer is told: of a replay, or for a layer without an indexer those that the last one chose."""
+    if replay is not None:
+        return replay[:, :, bisect.bisect(indexed, index) - 1]
+    return None if index in indexed else chosen
 
 
 def _ready_masks(
@@ -350,11 +381,16 @@ def _ready_masks(
                 f'kernel="invariant" has no form of {kind!r} layers, which read tokens in their order: sums over '
                 "chunks of tokens and over single tokens differ in their last bits. Take another kernel."
             )
-        twin = next((other for other in ready if masks[other] is mask), None)
+        if options.invariant and is_indexed(kind):
+            raise NotImplementedError(
+                f'kernel="invariant" has no form of {kind!r} layers: the scores by which they choose keys have other '
+                "last bits in other batches. Take another kernel."
+            )
+        twin = next((o for o in ready if masks[o] is mask and is_indexed(o) == is_indexed(kind)), None)
         if twin is not None:
             ready[kind] = ready[twin]
-        elif isinstance(mask, Segments):  # no kernel reads those of a layer that depends on order
-            ready[kind] = mask
+        elif isinstance(mask, Segments) or is_indexed(kind):
+            ready[kind] = mask  # no kernel reads what depends on order, and a choice of keys needs positions
         else:
             ready[kind] = with_attention(mask, form(attention_part(mask), options.kernel, options.layout))
     return ready
@@ -423,6 +459,14 @@ def _check_routing(routing: Tensor, x: Tensor, sparse: int, config: DecoderConfi
         raise ValueError(
             f"routing must be int64 [B, S, layers with experts, experts of a token] = "
             f"{[*x.shape[:2], sparse, chosen]}, not {str(routing.dtype).removeprefix('torch.')} {list(routing.shape)}."
+        )
+
+
+def _check_choices(choices: Tensor, x: Tensor, layers: int) -> None:
+    if choices.ndim != 4 or choices.shape[:3] != (*x.shape[:2], layers) or choices.dtype != torch.int64:
+        raise ValueError(
+            f"choices must be int64 [B, S, layers with an indexer, keys of a query] = {[*x.shape[:2], layers]} and the "
+            f"keys, not {str(choices.dtype).removeprefix('torch.')} {list(choices.shape)}."
         )
 
 
@@ -497,8 +541,10 @@ def _wanted_taps(
         if not known or not (number == "*" or (number.isdigit() and int(number) < layers)):
             raise ValueError(f"The tap {tap!r} is unknown; there are {_layer_taps(family)} and {layers} layers.")
         having = {i for i, kind in enumerate(kinds) if name not in MOE_TAPS or _sparse(family, kind)}
+        having &= set(own_choices(kinds)) if name == "choices" else having
         if number != "*" and int(number) not in having:
-            raise ValueError(f"The tap {tap!r} is of layers with experts, and layer {number} is none.")
+            what = "an indexer" if name == "choices" else "experts"
+            raise ValueError(f"The tap {tap!r} is of layers with {what}, and layer {number} is none.")
         if number != "*" and int(number) not in run:
             raise ValueError(f"The tap {tap!r} is outside of layers {run.start} to {run.stop - 1}, which are run here.")
         wanted |= {(i, name) for i in (having if number == "*" else [int(number)])}

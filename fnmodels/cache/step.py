@@ -12,7 +12,7 @@ from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, simplify
 from fnmodels.inputs.values import has_values
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed
 from fnmodels.ops.attention.select import ByIndex
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.slots import SlotUse, write
@@ -106,8 +106,8 @@ def _step(
         mask = _mask_of_step(kind, masks, slots)
         key = id(mask), slots.ring
         if key not in plans:
-            no_softcap = field_of(config, "attention_softcap") is None
-            plans[key] = _plan(mask, slots, free, maskless=no_softcap and options.kernel in ("auto", "sdpa"))
+            needs_mask = field_of(config, "attention_softcap") is not None or any(map(is_indexed, cache.slots))
+            plans[key] = _plan(mask, slots, free, maskless=not needs_mask and options.kernel in ("auto", "sdpa"))
         of_kind[kind] = plans[key]
     if free and options.kernel == "auto" and options.layout is None:
         options = replace(options, layout=_new_layout(list(plans.values())))

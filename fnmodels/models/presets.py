@@ -196,6 +196,12 @@ _GLM45: dict[str, Any] = {
 _GLM45 |= {"partial_rotary_factor": 0.5, "attention_bias": True, "norm_topk_prob": True, "num_experts_per_tok": 8}
 _GLM45 |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1}
 _GLM45 |= {"max_position_embeddings": 131072}
+# config.json of deepseek-ai/DeepSeek-V3.2-Exp, and of zai-org/GLM-5 and GLM-5.2
+_DEEPSEEK32 = _DEEPSEEK3 | {"model_type": "deepseek_v32", "index_topk": 2048, "index_head_dim": 128}
+_GLM5: dict[str, Any] = _DEEPSEEK32 | {"model_type": "glm_moe_dsa", "vocab_size": 154880, "index_n_heads": 32}
+_GLM5 |= {"rope_scaling": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752}
+_GLM5 |= {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1}
+_GLM52 = {"rope_theta": 8e6, "max_position_embeddings": 1048576, "index_topk_freq": 4, "index_skip_topk_offset": 3}
 _MISTRAL4_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "llama_4_scaling_beta": 0.1}
 _MISTRAL4_ROPE |= {"original_max_position_embeddings": 8192, "mscale": 1.0, "mscale_all_dim": 1.0}
 _MINISTRAL3_ROPE = {
@@ -380,6 +386,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"routed_scaling_factor": 16.0, "moe_intermediate_size": 1536, "n_routed_experts": 160}
     | {"n_group": 8, "topk_group": 3},
     "deepseek-v3": _sized(_DEEPSEEK3, 7168, 18432, 61, 128, 128),
+    "deepseek-v3.2": _sized(_DEEPSEEK32, 7168, 18432, 61, 128, 128, index_n_heads=64),
     "deepseek-r1": _sized(_DEEPSEEK3, 7168, 18432, 61, 128, 128),
     "kimi-k2": _sized(_MOONSHOT | _KIMI, 7168, 18432, 61, 64, 64),
     "moonlight-16b-a3b": _sized(_MOONSHOT | _MOONLIGHT, 2048, 11264, 27, 16, 16),
@@ -387,4 +394,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "use_qk_norm": True},
     "glm-4.5-air": _sized(_GLM45, 4096, 10944, 46, 96, 8, moe_intermediate_size=1408, n_routed_experts=128)
     | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False},
+    "glm-5": _sized(_GLM5, 6144, 12288, 78, 64, 64),
+    "glm-5.2": _sized(_GLM5 | _GLM52, 6144, 12288, 78, 64, 64),
 }

@@ -1,10 +1,10 @@
 """Pure tensor functions, one idea per file. They know nothing of families, configurations or meshes.
 
 `attention/` holds the attention kernels, `moe/` routers, dispatch and experts. `linear` (with `linear_op`, the same in
-compiled graphs), `norm`, `rotary`, `mlp`, `embedding`, `qkv` (between residual stream and heads) and `mla` (multi-head
-latent attention) are what blocks compute with. `autograd_guard` turns the errors of kernels without second derivatives
-into sentences; `torch_internals` is the only file that may use private names of torch. What most blocks use can be
-imported from here.
+compiled graphs), `norm`, `rotary`, `mlp`, `embedding`, `qkv` (between residual stream and heads), `mla` (multi-head
+latent attention) and `indexer` (a choice of the keys to attend to) are what blocks compute with. `autograd_guard` turns
+the errors of kernels without second derivatives into sentences; `torch_internals` is the only file that may use private
+names of torch. What most blocks use can be imported from here.
 """
 
 from fnmodels.ops.embedding import embed_tokens, look_up

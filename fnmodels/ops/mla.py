@@ -31,6 +31,14 @@ class Widths(NamedTuple):
     value: int
 
 
+def query_latent(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The normalized latent [B, S, rank] that queries of x [B, S, D] are projected from; x where they have none."""
+    if "q_a_proj" not in weights:
+        return x
+    latent = linear(x, weights["q_a_proj"], weights.get("q_a_bias"))
+    return rms_norm(latent, weights["q_a_layernorm"], eps=LATENT_EPS)
+
+
 def latent_queries(
     weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, *, widths: Widths, rotate: Rotate
 ) -> Tensor:
@@ -39,11 +47,7 @@ def latent_queries(
     freqs: table [B, S, R/2, 2]. rotate: `apply_rotary` or `apply_rotary_interleaved`. Biases q_a_bias and kv_a_bias of
     `weights` are optional.
     """
-    if "q_a_proj" in weights:
-        latent = linear(x, weights["q_a_proj"], weights.get("q_a_bias"))
-        q = linear(rms_norm(latent, weights["q_a_layernorm"], eps=LATENT_EPS), weights["q_b_proj"])
-    else:
-        q = linear(x, weights["q_proj"])
+    q = linear(query_latent(weights, x), weights["q_b_proj" if "q_a_proj" in weights else "q_proj"])
     q_nope, q_rope = split_heads(q, widths.nope + widths.rope).split([widths.nope, widths.rope], dim=-1)
     return torch.cat((q_nope, rotate(q_rope, freqs)), dim=-1)
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 Entry = dict[str, Tensor]
-SLOTTED = frozenset({"k", "v", "latent", "rope"})  # the tensors of an entry that are [B, C, ...]; others are [B, ...]
+# The tensors of an entry that are [B, C, ...]; others are [B, ...].
+SLOTTED = frozenset({"k", "v", "latent", "rope", "index"})
 
 
 @dataclass(frozen=True)

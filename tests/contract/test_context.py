@@ -45,9 +45,12 @@ def with_edits(edits: dict[str, Tensor]) -> Any:
 
 
 def names_of(case: Case) -> tuple[str, ...]:
-    """The taps that a block passes to its context: the family's and those of attention, if it has any."""
+    """The taps of numbers that a block passes to its context: the family's and those of attention, if it has any."""
     own = may_have(fnmodels.family_of(case.config), "TAPS")
-    return (*(name for name in own if name not in MOE_TAPS), *(ATTENTION_TAPS if attending((case,)) else ()))
+    return (
+        *(name for name in own if name not in (*MOE_TAPS, "choices")),
+        *(ATTENTION_TAPS if attending((case,)) else ()),
+    )
 
 
 @every_family

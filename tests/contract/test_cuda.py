@@ -16,12 +16,11 @@ from tests.support.cases import (
     Case,
     batch_of,
     cases,
+    decisions_of,
     generic_params,
     gradients,
-    is_routed,
     off,
     richest,
-    routing_of,
     segments,
     structures,
     summed_loss,
@@ -35,7 +34,13 @@ ROWS = ((-3, 17, 12), (32,), (7, 1, -24))
 
 
 def results(
-    case: Case, batch: Batch, device: str, kernel: str, *, dtype: torch.dtype = torch.float32, routing: Tensor | None
+    case: Case,
+    batch: Batch,
+    device: str,
+    kernel: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    decided: dict[str, Tensor],
 ) -> Any:
     """Logits, 0 on padding, and the gradients of all leaves, all rounded to fp32 and on the CPU."""
     parts = {name: getattr(batch, name).to(device) for name in ("tokens", "positions", "segment_ids")}
@@ -43,8 +48,7 @@ def results(
     weights = trainable(tree.map(lambda p: p.to(device, dtype), generic_params(case.config)))
     inputs, masks, freqs_cis = moved.prepared()
     assert {t.device.type for t in tree.leaves((inputs, freqs_cis)) if t.ndim} == {torch.device(device).type}
-    if routing is not None:
-        inputs = {**inputs, "routing": routing.to(device)}
+    inputs = {**inputs, **{name: choice.to(device) for name, choice in decided.items()}}
     layout = fnmodels.layout(masks) if kernel == "auto" else None
     logits = fnmodels.forward(weights, inputs, masks, freqs_cis, config=case.config, kernel=kernel, layout=layout)
     grads = gradients(summed_loss(logits.to(torch.promote_types(dtype, torch.float32)), moved.labels), weights)
@@ -52,29 +56,29 @@ def results(
     return tree.map(lambda t: t.detach().float().cpu(), {"logits": logits, "grads": grads})
 
 
-def routing_on_the_cpu(case: Case, batch: Batch) -> Tensor | None:
-    """The experts chosen in fp32 on the CPU: another device may choose differently between close scores."""
-    return routing_of(generic_params(case.config), batch.prepared(), case.config) if is_routed(case.config) else None
+def decided_on_the_cpu(case: Case, batch: Batch) -> dict[str, Tensor]:
+    """The experts and keys chosen in fp32 on the CPU: another device may choose differently between close scores."""
+    return decisions_of(generic_params(case.config), batch.prepared(), case.config)
 
 
 @every_case
 def test_logits_and_gradients_are_as_near_to_fp64_as_those_of_the_cpu(case: Case) -> None:
     """The devices round differently, so each is compared with fp64 on the CPU."""
     batch = batch_of(case.config, segments(*ROWS))
-    routing = routing_on_the_cpu(case, batch)
-    exact = results(case, batch, "cpu", "math", dtype=torch.float64, routing=routing)
-    noise = off(results(case, batch, "cpu", "math", routing=routing), exact)
+    decided = decided_on_the_cpu(case, batch)
+    exact = results(case, batch, "cpu", "math", dtype=torch.float64, decided=decided)
+    noise = off(results(case, batch, "cpu", "math", decided=decided), exact)
     for kernel in ("math", "auto"):
-        assert off(results(case, batch, "cuda", kernel, routing=routing), exact) < max(2e-5, 4 * noise), kernel
+        assert off(results(case, batch, "cuda", kernel, decided=decided), exact) < max(2e-5, 4 * noise), kernel
 
 
 @every_structure
 def test_bf16_is_as_near_to_fp32_as_the_written_out_kernel_is(case: Case) -> None:
     batch = batch_of(case.config, segments(*ROWS))
-    routing = routing_on_the_cpu(case, batch)
-    exact = tree.flatten(results(case, batch, "cuda", "math", routing=routing))
+    decided = decided_on_the_cpu(case, batch)
+    exact = tree.flatten(results(case, batch, "cuda", "math", decided=decided))
     got, plain = (
-        tree.flatten(results(case, batch, "cuda", kernel, dtype=torch.bfloat16, routing=routing))
+        tree.flatten(results(case, batch, "cuda", kernel, dtype=torch.bfloat16, decided=decided))
         for kernel in ("auto", "math")
     )
     # A key bias hardly changes a softmax: its gradient is the rounding left by cancelled larger terms.
@@ -100,9 +104,7 @@ def test_a_step_is_that_of_the_cpu(case: Case, compile: str) -> None:
     torch.compiler.reset()
     batch = batch_of(case.config, segments(*ROWS))
     parts = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", "labels")}
-    routing = routing_on_the_cpu(case, batch)
-    if routing is not None:
-        parts["routing"] = routing
+    parts |= decided_on_the_cpu(case, batch)
     spec = fnmodels.family_of(case.config).spec(case.config)
     loss_fn = functools.partial(train.next_token_loss, config=case.config, length=batch.length)
     found = []

@@ -17,15 +17,14 @@ from tests.support.cases import (
     batch_of,
     cases,
     causal,
+    decisions_of,
     forward,
     generic_params,
     is_ordered,
-    is_routed,
     logits_dtype,
     off,
     positions_of,
     reach_of,
-    routing_of,
     segments,
     structures,
     tokens_of,
@@ -58,9 +57,8 @@ def test_low_precision_parameters_leave_the_tables_alone(case: Case) -> None:
     """B2: a bf16 forward reads the same fp32 tables; its bf16 logits are close to the fp32 ones."""
     mixed, weights = batch_of(case.config, MIXED), generic_params(case.config)
     inputs, masks, freqs_cis = mixed.prepared()
-    if is_routed(case.config):  # bf16 may choose other experts between close scores: use those of fp32
-        routing = routing_of(weights, mixed.prepared(), case.config, kernel="math")
-        inputs = {**inputs, "routing": routing}
+    # bf16 may choose other experts, or keys, between close scores: use those of fp32
+    inputs = {**inputs, **decisions_of(weights, mixed.prepared(), case.config, kernel="math")}
     low = tree.map(lambda p: p.to(torch.bfloat16), weights)
     logits = fnmodels.forward(low, inputs, masks, freqs_cis, config=case.config, kernel="math")
     assert logits.dtype == logits_dtype(case.config, torch.bfloat16)

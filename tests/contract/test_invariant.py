@@ -12,6 +12,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import tree
+from fnmodels.models.common.registry import own_choices
 from fnmodels.ops import invariant, linear, mlp
 from fnmodels.ops.attention import invariant as tiles
 from tests.support.cases import Case, causal, generic_params, is_ordered, richest, structures, tokens_of
@@ -27,7 +28,8 @@ EACH = tuple((((document, length),),) for document, length in enumerate(LENGTHS)
 
 
 def able(case: Case) -> bool:
-    return causal(case) and not is_ordered(case)
+    chooses = own_choices(fnmodels.family_of(case.config).kinds(case.config))
+    return causal(case) and not is_ordered(case) and not chooses
 
 
 def long_config(case: Case) -> Any:

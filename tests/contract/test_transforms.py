@@ -22,6 +22,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import testing, tree
+from fnmodels.models.common.registry import own_choices
 from fnmodels.ops.moe.layer import MOE_TAPS
 from tests.support.cases import (
     SUBLAYERS,
@@ -31,6 +32,7 @@ from tests.support.cases import (
     batch_of,
     cases,
     causal,
+    decisions_of,
     generic,
     generic_params,
     gradients,
@@ -310,9 +312,11 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
     hidden = fnmodels.hidden(weights, inputs, masks, freqs_cis, **options)
     layers = len(family.kinds(case.config))
     x = family.embed(weights, inputs, config=case.config)
+    decided = decisions_of(weights, (inputs, masks, freqs_cis), case.config, kernel=kernel)  # which flow over layers
     for cut in range(layers + 1):
         middle = fnmodels.run_layers(weights, x, masks, freqs_cis, 0, cut, **options)
-        assert torch.equal(fnmodels.run_layers(weights, middle, masks, freqs_cis, cut, layers, **options), hidden)
+        rest = fnmodels.run_layers(weights, middle, masks, freqs_cis, cut, layers, **decided, **options)
+        assert torch.equal(rest, hidden)
     assert torch.equal(family.unembed(weights, hidden, config=case.config), whole)
     chunks = [family.unembed(weights, part, config=case.config) for part in hidden.split(3, dim=1)]
     assert off(torch.cat(chunks, dim=1), whole) < 1e-6
@@ -338,6 +342,7 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
     parts = sublayers(case.config)
     lacking = [set(SUBLAYERS) - set(own) | (set() if i in sparse else set(MOE_TAPS)) for i, own in enumerate(parts)]
     there = {f"layers.{i}.{name}" for i in range(layers) for name in names if name not in lacking[i]}
+    there -= {f"layers.{i}.choices" for i in set(range(layers)) - set(own_choices(family.kinds(case.config)))}
     assert tapped.keys() == {"embed", "hidden"} | there
     if dense := sorted(set(range(layers)) - set(sparse)) if sparse else []:
         with pytest.raises(ValueError, match=f"layer {dense[0]} is none"):

@@ -45,7 +45,7 @@ import params as P
 from fnmodels import testing, tree
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common import context
-from fnmodels.models.common.registry import may_have, ordered_kinds
+from fnmodels.models.common.registry import may_have, ordered_kinds, own_choices
 from fnmodels.ops.rotary import frequencies
 
 
@@ -302,6 +302,8 @@ def supports(case: Case, kernel: str) -> bool:
     """Whether a kernel can express the model; if not, it must say so and name one that can. "math" and "auto" can."""
     if kernel in ("math", "auto"):
         return True
+    if kernel == "blocks":  # a choice of keys is no rule; tests/contract/test_choices.py has what it says
+        return not own_choices(fnmodels.family_of(case.config).kinds(case.config))
     try:
         batch_of(case.config, segments((2, 1))).forward(generic_params(case.config), kernel=kernel)
     except ValueError as error:
@@ -370,11 +372,10 @@ def subject_of(
         return [(t, _frequencies(config, kind, t.shape[2], length)) for kind, t in tables.items() if t.numel()]
 
     def run(params: Any, batch: Any) -> Tensor:
-        inputs, masks, freqs_cis = batch
+        inputs, masks, freqs_cis = {**batch[0]}, *batch[1:]
         low = next(iter(tree.leaves(params))).dtype == torch.bfloat16
-        if low and is_routed(config):  # bf16 makes other choices where they are close: take those of fp32
-            routing = routing_of(tree.map(Tensor.float, params), batch, config, kernel=kernel)
-            inputs = {**inputs, "routing": routing}
+        if low:  # bf16 makes other choices where they are close: take those of fp32
+            inputs |= decisions_of(tree.map(Tensor.float, params), batch, config, kernel=kernel)
         return forward(params, (inputs, masks, freqs_cis), config=config, kernel=kernel)
 
     reach = _reach_of_ten(config)
@@ -445,6 +446,21 @@ def routing_of(case_params: Any, prepared: Any, config: Any, **options: Any) -> 
     taps = ("layers.*.expert_indices",)
     _, tapped = fnmodels.forward(case_params, *prepared, config=config, taps=taps, **options)
     return torch.stack([tapped[f"layers.{i}.expert_indices"] for i in sparse_layers(config)], dim=2)
+
+
+def choices_of(case_params: Any, prepared: Any, config: Any, **options: Any) -> Tensor:
+    """The keys that a forward chooses, as its `inputs["choices"]` takes them: [B, S, layers with an indexer, k]."""
+    taps = ("layers.*.choices",)
+    _, tapped = fnmodels.forward(case_params, *prepared, config=config, taps=taps, **options)
+    return torch.stack(list(tapped.values()), dim=2)
+
+
+def decisions_of(case_params: Any, prepared: Any, config: Any, **options: Any) -> dict[str, Tensor]:
+    """What a forward decides by comparison, as its inputs take it: of experts and of keys, where the model has them."""
+    kinds = fnmodels.family_of(config).kinds(config)
+    found = {"routing": routing_of} if is_routed(config) else {}
+    found |= {"choices": choices_of} if own_choices(kinds) else {}
+    return {name: of(case_params, prepared, config, **options) for name, of in found.items()}
 
 
 def seed_of(case: Case) -> int:

@@ -51,11 +51,11 @@ def mtp_loss(
     """(sum, count[, aux]) as in `next_token_loss`, plus `weight` times the mean over the MTP heads of their sums.
 
     The count is that of the next-token labels, for every head (arXiv 2412.19437, equations 24 and 25, with weight 0.3,
-    and 0.1 for the last part of training). batch: the result of `look_ahead`; its `routing`, if any, applies to the
-    model's own layers only. options: as in `fnmodels.forward`. label_smoothing, z_loss: for the next-token head and all
-    MTP heads, see `cross_entropy`. balance: for the routers of the model's own layers. aux: counts include those of the
-    MTP heads after the layers', so that `make_step(balance_rate=...)` updates their biases too. ValueError as in
-    `check_ahead`.
+    and 0.1 for the last part of training). batch: the result of `look_ahead`; its `routing` and `choices`, if any, are
+    of the model's own layers only. options: as in `fnmodels.forward`. label_smoothing, z_loss: for the next-token head
+    and all MTP heads, see `cross_entropy`. balance: for the routers of the model's own layers. aux: counts include
+    those of the MTP heads after the layers', so that `make_step(balance_rate=...)` updates their biases too. ValueError
+    as in `check_ahead`.
     """
     check_ahead(batch, config)
     given = ForwardOptions(**options)

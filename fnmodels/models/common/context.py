@@ -17,12 +17,24 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fnmodels.inputs.convert import shape_of, to_dense
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.select import attention
+from fnmodels.ops.indexer import Indexer, all_visible, choose, chosen, index_keys, keys_of
 from fnmodels.ops.invariant import invariant_rows
-from fnmodels.ops.mla import Rotate, Widths, absorbed, expanded, latent_keys, latent_queries, pays_to_absorb
+from fnmodels.ops.mla import (
+    Rotate,
+    Widths,
+    absorbed,
+    expanded,
+    latent_keys,
+    latent_queries,
+    pays_to_absorb,
+    query_latent,
+)
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.experts import choose_experts
 from fnmodels.ops.moe.experts_loop import Act
@@ -108,6 +120,45 @@ class Context:
         k, v = expanded(weights, latent, rope, widths=widths)
         q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
         return self.tap("z", self._attention(q, k, v, mask, scale=scale))
+
+    @torch.no_grad()
+    def choose(
+        self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer
+    ) -> MaskLike:
+        """The mask of the few keys that each query of x [B, S, D] attends to; see `fnmodels.ops.indexer`.
+
+        weights: those of latent attention, with an "indexer", whose keys a cache holds. Without one the layer takes the
+        choice of the last layer that made one. The choice is in aux as "chosen", for later layers, and as the tap
+        "choices", int64 [B, S, k]; the keyword `choices` of the block's call, a choice made before, replaces it.
+        Where no query has more than `indexer.count` keys nothing is chosen: the mask is returned as it is.
+        """
+        own, given, kernel = weights.get("indexer"), self.tensors.get("choices"), self.options.kernel
+        everything, cached = given is None and shape_of(mask)[-1] <= indexer.count, "cache" in self.tensors
+        k, x = None, x.detach()  # another tensor: what a wrapper of weights keeps of x here has no gradient
+        if own is not None and (cached or (given is None and not everything)):
+            k = index_keys(own, x, freqs, indexer)
+            k = self._extend({"index": k})["index"] if cached else k
+        if everything:
+            if own is not None and "choices" in self.taps:
+                self.aux["choices"] = all_visible(keys_of(mask)).expand(x.shape[0], -1, -1)
+            # A kernel of context parallelism, whose ranks would each choose among their own keys, refuses dense masks.
+            return to_dense(mask) if callable(kernel) else mask
+        if kernel in ("blocks", "varlen"):
+            raise ValueError(
+                f'kernel="{kernel}" reads rules, and here each query sees {indexer.count} keys that the layer chose: '
+                '"auto", "sdpa" and kernel="math" take any mask.'
+            )
+        keys = keys_of(mask)
+        if given is None:
+            if own is None or k is None:
+                raise ValueError(
+                    "This layer takes the choice of keys of an earlier one, which is not run here: begin at a layer "
+                    "that has an indexer, or pass `choices`."
+                )
+            given = choose(own, x, query_latent(weights, x), k, freqs, keys, indexer)
+        if own is not None:
+            given = self.aux["chosen"] = self.tap("choices", given)
+        return chosen(keys, given)
 
     def _attention(
         self,

@@ -8,6 +8,7 @@ import functools
 import importlib
 import pkgutil
 import sys
+from collections.abc import Sequence
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol, cast
 
@@ -194,6 +195,16 @@ def ordered_kinds(config: Any) -> tuple[str, ...]:
     none = torch.zeros(1, 0, dtype=torch.int64)
     masks = family_of(config).attention_masks(config, none, none)
     return tuple(kind for kind, mask in masks.items() if contains(mask, Segments))
+
+
+def is_indexed(kind: str) -> bool:
+    """Whether layers of this kind attend to a few keys that an indexer chooses (`Context.choose`)."""
+    return kind.startswith("indexed")
+
+
+def own_choices(kinds: Sequence[str]) -> list[int]:
+    """The layers with an indexer; those of kinds "indexed_shared*" take the choice of the last one before them."""
+    return [i for i, kind in enumerate(kinds) if is_indexed(kind) and not kind.startswith("indexed_shared")]
 
 
 def hf_names(config: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.load_balance import balanced_order, head_tail_order, visible_keys
 from fnmodels.inputs.mask import Mask
-from fnmodels.models.common.registry import DecoderConfig, ordered_kinds
+from fnmodels.models.common.registry import DecoderConfig, is_indexed, ordered_kinds
 from fnmodels.ops.attention.select import attention, materialize
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.rotary import Rope
@@ -82,6 +82,11 @@ def shard_batch(
         raise ValueError(
             f"The layers {', '.join(ordered)} of {type(config).__module__} read tokens in their order, and a rank "
             "would need the state that another one ends with: cp must be 1 for this model."
+        )
+    if ranks > 1 and config is not None and any(map(is_indexed, fnmodels.family_of(config).kinds(config))):
+        raise ValueError(
+            f"The queries of {type(config).__module__} choose among the keys of their whole row, of which a rank would "
+            "have a part: cp must be 1 for this model."
         )
     if isinstance(order, str):
         order = head_tail_order(length, ranks) if order == "head_tail" else _mask_order(batch, ranks, order, config)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import fnmodels
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, is_indexed, own_choices
 
 # Stages per rank: one, any number (`virtual`, 2 by default), or two, at mirrored positions of a V.
 SINGLE = ("GPipe", "1F1B")
@@ -71,11 +71,24 @@ def pipeline(
             f"at least 1, which add up to the model's {layers} layers."
         )
     bounds = [sum(split[:stage]) for stage in range(stages + 1)]
+    _check_choices(config, bounds[:-1], split)
     if schedule in VEE:
         ranks = (*range(size), *reversed(range(size)))
     else:
         ranks = tuple(stage % size for stage in range(stages))
     return Pipeline(config, schedule, tuple(itertools.pairwise(bounds)), ranks)
+
+
+def _check_choices(config: DecoderConfig, firsts: Sequence[int], split: Sequence[int]) -> None:
+    """ValueError for a stage that begins with a layer which takes the choice of keys of a layer of another stage."""
+    kinds = fnmodels.family_of(config).kinds(config)
+    own = own_choices(kinds)
+    wrong = [first for first in firsts if is_indexed(kinds[first]) and first not in own]
+    if wrong:
+        raise ValueError(
+            f"By the split {list(split)} a stage begins at layer {wrong[0]}, which takes its choice of keys from an "
+            f"earlier layer, and stages send none: pass a split whose stages begin at layers with an indexer, of {own}."
+        )
 
 
 def check_microbatches(pipe: Pipeline, count: int) -> None:

@@ -108,6 +108,7 @@ class StagedLoss:
                 config=config,
                 valid=inputs.get("valid"),
                 routing=inputs.get("routing"),
+                choices=inputs.get("choices"),
                 taps=tuple(tap for tap in part.taps if tap != "hidden"),
                 **keywords(options),
             )

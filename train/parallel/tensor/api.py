@@ -40,6 +40,9 @@ from train.losses.vocab_parallel import Vocab
 from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
 from .leaf_wrappers import NODES, Entry, width_sharded_experts
 
+# The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
+_WHOLE = ("cache", "choices", "chosen")
+
 
 def tensor_axes(config: DecoderConfig, dim: str = "tp") -> dict[str, str]:
     """The axes for `params.Rules`: those of a family's parameters that tensor parallelism shards."""
@@ -98,7 +101,7 @@ class TensorParallel:
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
             how["options"] = dataclasses.replace(options, experts=inner)
         x, aux = block(here, x, mask, freqs, **how, **more)
-        return x, {name: value if name == "cache" else self._tap(value) for name, value in aux.items()}
+        return x, {name: value if name in _WHOLE else self._tap(value) for name, value in aux.items()}
 
     def cache(self, cache: Cache) -> Cache:
         """This rank's heads of a cache of `fnmodels.init_cache`; latents, which all heads share, are replicated."""
@@ -161,7 +164,7 @@ class TensorParallel:
         if x.shape[1] == length:
             x = self.region.cut(x)
         own = slice(self.region.rank * x.shape[1], (self.region.rank + 1) * x.shape[1])
-        return x, {name: value if value is None else value[:, own] for name, value in more.items()}
+        return x, {n: value if value is None or n in _WHOLE else value[:, own] for n, value in more.items()}
 
     def _tap(self, value: Tensor) -> Tensor:
         """An entry of a block's aux for all positions; counts, which have no sequence dimension, are summed."""

@@ -4,7 +4,7 @@ All checks run before the first step: a plan that cannot run raises ValueError h
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -113,9 +113,12 @@ def path_in_layer(path: str) -> str | None:
 
 
 def _use(path: str, leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
+    use = _use_trained(path, leaf, is_part, sharded, region)
+    return use if leaf.trainable else replace(use, shared=False)
+
+
+def _use_trained(path: str, leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
     axes, sequence = leaf.axes, region.sequence
-    if not leaf.trainable:
-        return Use("plain", False)
     if "expert" in axes:
         return Use("plain", not is_part and "expert_mlp" in sharded)
     if not _is_inside(leaf, sharded):

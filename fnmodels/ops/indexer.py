@@ -1,0 +1,128 @@
+"""The lightning indexer (DeepSeek-V3.2, arXiv 2512.02556): cheap scores of all keys, by which attention chooses a few.
+
+score = sum over the indexer's heads h of w_h relu(q_h . k), with one key for all heads. A query attends to the `count`
+visible keys with the largest scores, or to all where fewer are visible.
+
+A choice is a tensor [B, Q, k] that names each key by its position in the query's own document, -1 for none. Names
+therefore survive packing, padding, permutations and caches, in which the index of a key in its row changes. Where a
+mask has no positions (a bool tensor, a BlockMask) keys are named by their index. The choice has no gradient.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.convert import to_dense
+from fnmodels.inputs.mask import Mask, MaskLike
+
+from .linear import linear
+from .mla import Rotate
+from .norm import layer_norm, upcast
+
+_NORM_EPS = 1e-6  # of the keys' LayerNorm, whatever eps the config sets for the others
+_MOST = 1 << 26  # scores of all heads that are in memory at once
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """What the weights do not say. count: keys of a query. rotate: the rotary layout of the first dimensions."""
+
+    count: int
+    rotate: Rotate
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which keys queries may choose, and how they are named.
+
+    mask: bool [B or 1, N or 1, Q, K]; heads with masks of their own choose together. q_segments: [B or 1, Q].
+    segments, positions: [B or 1, K]; positions count from 0 and differ within a document.
+    """
+
+    mask: Tensor
+    q_segments: Tensor
+    segments: Tensor
+    positions: Tensor
+
+    @property
+    def allowed(self) -> Tensor:
+        """bool [B or 1, Q, K]."""
+        return self.mask.any(dim=1)
+
+
+def keys_of(mask: MaskLike) -> Keys:
+    """The keys of a mask in any form."""
+    dense = to_dense(mask)
+    if isinstance(mask, Mask):
+        return Keys(dense, mask.q_segments, mask.kv_segments, mask.kv_positions)
+    queries, index = dense.shape[-2], torch.arange(dense.shape[-1], device=dense.device)[None]
+    return Keys(dense, index.new_zeros(1, queries), torch.zeros_like(index), index)
+
+
+def index_keys(weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, how: Indexer) -> Tensor:
+    """The indexer's keys [B, S, d] of x [B, S, D], which a cache holds. freqs: table [B, S, R/2, 2] with R <= d."""
+    k = linear(x, weights["k_proj"])
+    k = layer_norm(k, weights["k_norm"], weights["k_norm_bias"], eps=_NORM_EPS)
+    return how.rotate(k.unsqueeze(-2), freqs).squeeze(-2)
+
+
+def choose(
+    weights: Mapping[str, Tensor], x: Tensor, latent: Tensor, k: Tensor, freqs: Tensor, keys: Keys, how: Indexer
+) -> Tensor:
+    """The choice [B, Q, min(count, K)] of the queries of x [B, Q, D], best first.
+
+    latent: what queries are projected from, [B, Q, rank]. k: `index_keys` of all keys, [B, K, d]. Equal scores, as
+    where no head's product is positive, are ranked by position, the latest first.
+    """
+    width = k.shape[-1]
+    q = how.rotate(linear(latent, weights["q_b_proj"]).unflatten(-1, (-1, width)), freqs)  # [B, Q, heads, d]
+    heads = q.shape[2]
+    share = upcast(linear(x, weights["weights_proj"])) * (heads * width) ** -0.5
+    order = keys.positions.argsort(dim=-1, descending=True, stable=True)
+    names = keys.positions.gather(-1, order).unsqueeze(-2)
+    allowed, parts = keys.allowed, []
+    for rows in _pieces(q.shape[1], q.shape[0] * heads * k.shape[1]):
+        scores = _scores(q[:, rows], share[:, rows], k)
+        scores = scores.masked_fill(~allowed[:, rows], -torch.inf)
+        ranked = scores.gather(-1, order.unsqueeze(-2).expand(scores.shape))
+        best, at = ranked.sort(dim=-1, descending=True, stable=True)
+        best, at = best[..., : how.count], at[..., : how.count]
+        chosen = names.expand(ranked.shape).gather(-1, at)
+        parts.append(chosen.where(best != -torch.inf, -1))  # NaN is chosen, so that it shows in the result
+    return torch.cat(parts, dim=1)
+
+
+def _scores(q: Tensor, share: Tensor, k: Tensor) -> Tensor:
+    """Scores [B, Q, K] of q [B, Q, heads, d] and k [B, K, d], weighted by share [B, Q, heads]."""
+    products = upcast(q).flatten(1, 2) @ upcast(k).transpose(-1, -2)
+    return (share.unsqueeze(-2) @ products.unflatten(1, q.shape[1:3]).relu()).squeeze(-2)
+
+
+def _pieces(queries: int, scores: int) -> Iterator[slice]:
+    """Slices of the queries, each of which has `scores`."""
+    step = max(1, _MOST // max(1, scores))
+    return (slice(start, start + step) for start in range(0, max(queries, 1), step))
+
+
+def all_visible(keys: Keys) -> Tensor:
+    """The choice [B or 1, Q, K] of all keys that queries may choose."""
+    return keys.positions.unsqueeze(-2).where(keys.allowed, -1)
+
+
+def chosen(keys: Keys, choices: Tensor) -> Tensor:
+    """bool [B, N or 1, Q, K]: the mask of the keys that choices [B, Q, k] names, of those that queries may choose."""
+    length, many = keys.positions.shape[1], choices.shape[0]
+    span = keys.positions.amax(dim=1, keepdim=True) + 1
+    code = (keys.segments.clamp(min=0) * span + keys.positions).expand(many, length)
+    ordered, order = code.sort(dim=-1)
+    known = (choices >= 0) & (choices < span.unsqueeze(-1))
+    wanted = (keys.q_segments.clamp(min=0) * span).unsqueeze(-1) + choices
+    wanted = wanted.where(known, -1).flatten(1)
+    at = torch.searchsorted(ordered, wanted).clamp(max=length - 1)
+    index = order.gather(1, at).where(ordered.gather(1, at) == wanted, length)
+    index = index.unflatten(1, choices.shape[1:])
+    none = torch.zeros((*choices.shape[:2], length + 1), dtype=torch.bool, device=choices.device)
+    named = none.scatter(-1, index, torch.ones_like(index, dtype=torch.bool))[..., :length]
+    return named.unsqueeze(1) & keys.mask
