@@ -16,7 +16,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, MaskLike
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import Fields, shown
+from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed, kinds  # noqa: F401
 from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
@@ -44,10 +44,9 @@ ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wi
 TAPS = ("attention", "mlp", *MOE_TAPS)
 LEFTOVERS = (r"mtp\..*",)  # the layers that predict further tokens, which transformers does not read either
 
-_LETTERS = {"M": "linear", "*": "full", "-": "mlp", "E": "mlp_moe"}
-_TYPES = {"linear_attention": "linear", "full_attention": "full", "mlp": "mlp", "moe": "mlp_moe"}
-_OLDER_TYPES = {"mamba": "linear", "attention": "full"}
-_LISTS = ("layers_block_type", "layer_types")
+_LISTS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+_KINDS = {"M": "linear", "*": "full", "-": "mlp", "E": "mlp_moe", "mamba": "linear", "attention": "full"}
+_KINDS |= {"linear_attention": "linear", "full_attention": "full", "mlp": "mlp", "moe": "mlp_moe"}  # the current names
 _MIXER: dict[str, tuple[str, Any]] = {
     "heads": ("mamba_num_heads", 128),
     "head_dim": ("mamba_head_dim", 64),
@@ -64,7 +63,7 @@ _EXPECTED = {"attention_bias": False, "mlp_bias": False, "sliding_window": None,
 _EXPECTED |= {"tie_word_embeddings": False}
 # Read first (the lists of layers), repeated, of the initialization, of kernels and caches, and of positions.
 _UNUSED = (
-    *("hybrid_override_pattern", *_LISTS, "time_step_limit", "time_step_max", "time_step_floor", "time_step_rank"),
+    *(*_LISTS, "time_step_limit", "time_step_max", "time_step_floor", "time_step_rank"),
     *("expand", "rescale_prenorm_residual", "residual_in_fp32", "num_logits_to_keep", "mamba_proj_bias"),
     *("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_nextn_predict_layers"),
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern", "rope_theta", "partial_rotary_factor"),
@@ -100,7 +99,7 @@ class Config(decoder.BaseConfig):
     @staticmethod
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        listed = _layer_kinds(Fields(values))
+        listed = decoder.listed_kinds(Fields(values), _LISTS, _KINDS) or ("linear", "mlp_moe", "full", "mlp")
         fields = Fields({**values, "num_hidden_layers": values.get("num_hidden_layers") or len(listed)})
         for name, value in _EXPECTED.items():
             fields.expect(name, value)
@@ -136,30 +135,13 @@ class Config(decoder.BaseConfig):
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
         names = (*_EXPERTS, "n_routed_experts", "norm_topk_prob", "routed_scaling_factor", "layer_norm_epsilon")
-        types = {kind: name for name, kind in _TYPES.items()}
+        types = {kind: name for name, kind in _KINDS.items()}
         own: dict[str, Any] = mamba_to_hf(self.mixer, _MIXER) | {"time_step_min": self.mixer.limits[0]}
         own |= {"mlp_hidden_act": self.hidden_act, "mamba_hidden_act": self.mamba_hidden_act, "rope_parameters": None}
         own |= {"layers_block_type": [types[kind] for kind in self.layer_kinds], "time_step_limit": None}
         own |= {"moe_latent_size": self.moe_latent_size or None}
         found = decoder.decoder_to_hf(self, "NemotronHForCausalLM", *names, **own)
         return {name: value for name, value in found.items() if value is not None}
-
-
-def _layer_kinds(fields: Fields) -> tuple[str, ...]:
-    """The kind of each layer, from the pattern of letters or the list of names; ConfigError where both disagree."""
-    listed = decoder.listed_kinds(fields, _LISTS, _TYPES | _OLDER_TYPES)
-    pattern = fields.take("hybrid_override_pattern", None)
-    if pattern is None:
-        return listed or tuple(_TYPES[name] for name in ("linear_attention", "moe", "full_attention", "mlp"))
-    if not isinstance(pattern, str) or not pattern or not set(pattern) <= set(_LETTERS):
-        raise ConfigError(
-            f"{fields.where}: 'hybrid_override_pattern' is {shown(pattern)}, but must have a letter for each layer: "
-            f"{', '.join(f'{letter} ({kind})' for letter, kind in _LETTERS.items())}."
-        )
-    spelled = tuple(_LETTERS[letter] for letter in pattern)
-    if listed not in (None, spelled):
-        raise ConfigError(f"{fields.where}: 'hybrid_override_pattern' and the list of layers disagree.")
-    return spelled
 
 
 def spec(config: Config) -> Tree:

@@ -395,18 +395,19 @@ def patterned_layers(fields: Fields, pattern: int, layers: int) -> list[bool]:
 def listed_kinds(fields: Fields, names: Sequence[str], known: Mapping[str, str]) -> tuple[str, ...] | None:
     """The kind of each layer from the list under any of `names`, whose entries are keys of `known`; None without one.
 
-    ConfigError for other entries and for two lists that disagree.
+    A string is a list of letters. ConfigError for other entries and for two lists that disagree.
     """
     found: list[tuple[str, ...]] = []
-    for name in names:
-        types = fields.take(name, None)
-        if types is None:
-            continue
-        if not isinstance(types, list) or not types or any(t not in list(known) for t in types):
-            raise ConfigError(f"{fields.where}: {name!r} must name the layers, each one of {', '.join(known)}.")
+    given = [name for name in names if fields.take(name, None) is not None]
+    for name in given:
+        types = fields.values[name]
+        if not isinstance(types, list | str) or not types or any(t not in list(known) for t in types):
+            raise ConfigError(
+                f"{fields.where}: {name!r} is {shown(types)}, but must name the layers, each one of {', '.join(known)}."
+            )
         found.append(tuple(known[t] for t in types))
     if len(set(found)) > 1:
-        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, names))} disagree.")
+        raise ConfigError(f"{fields.where}: {' and '.join(map(repr, given))} disagree.")
     return found[0] if found else None
 
 
