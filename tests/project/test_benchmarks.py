@@ -136,3 +136,10 @@ def test_recurrent(forks: Forks) -> None:
     out = _said(forks.run(_command("recurrent.py", "--quick", "--dtypes", "float32"), ENVIRONMENT | thresholds))
     for layer in ("gdn", "ssd"):
         assert len([line for line in out.splitlines() if line.startswith(f"| {layer} |")]) == 6, out
+
+
+@pytest.mark.slow
+def test_generate(output: Output) -> None:
+    out = output("generate.py", "--quick")
+    for who in ("fnmodels packed, invariant", "fnmodels int8", "fnmodels int4", "transformers static"):
+        assert out.count(f"| {who} |") == 2 + 2 * who.startswith("transformers"), out
