@@ -56,7 +56,7 @@ MULTIPLIERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches. mlp_multipliers: of the gate and of the output; those of the mixer stand in it."""
+    """Sizes, switches and multipliers; those of the mixer stand in it."""
 
     mixer: Mamba
     rms_norm_eps: float = 1e-5
@@ -69,7 +69,8 @@ class Config(decoder.BaseConfig):
     attention_out_multiplier: float = 1.0
     ssm_in_multiplier: float = 1.0
     ssm_out_multiplier: float = 1.0
-    mlp_multipliers: tuple[float, ...] = (1.0, 1.0)
+    mlp_gate_multiplier: float = 1.0
+    mlp_down_multiplier: float = 1.0
     model_type: str = field(default="falcon_h1", compare=False)
 
     @staticmethod
@@ -87,6 +88,7 @@ class Config(decoder.BaseConfig):
             multipliers=_multipliers(fields, "ssm_multipliers", 5),
         )
         fields.expect("mamba_use_mlp", True)
+        of_gate, of_output = _multipliers(fields, "mlp_multipliers", 2)
         multipliers: dict[str, Any] = {name: fields.number(name, 1.0) for name in MULTIPLIERS}
         config = Config(
             **usual,
@@ -94,7 +96,8 @@ class Config(decoder.BaseConfig):
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
             attention_bias=fields.boolean("attention_bias", False),
             mlp_bias=fields.boolean("mlp_bias", False),
-            mlp_multipliers=_multipliers(fields, "mlp_multipliers", 2),
+            mlp_gate_multiplier=of_gate,
+            mlp_down_multiplier=of_output,
             **multipliers,
         )
         return decoder.finished(config, fields, ignored=("num_logits_to_keep", "mlp_expansion_factor"))
@@ -104,7 +107,8 @@ class Config(decoder.BaseConfig):
         names = ("rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", *MULTIPLIERS)
         own = mamba_to_hf(self.mixer) | {"mamba_d_ssm": self.mixer.rows["x"], "projectors_bias": self.mixer.out_bias}
         own |= {"mamba_rms_norm": self.mixer.norm != "none", "mamba_norm_before_gate": self.mixer.norm == "norm_first"}
-        own |= {"ssm_multipliers": list(self.mixer.multipliers), "mlp_multipliers": list(self.mlp_multipliers)}
+        own |= {"ssm_multipliers": list(self.mixer.multipliers)}
+        own |= {"mlp_multipliers": [self.mlp_gate_multiplier, self.mlp_down_multiplier]}
         return decoder.decoder_to_hf(self, "FalconH1ForCausalLM", *names, **own)
 
 
@@ -173,7 +177,6 @@ def _attention(
 
 
 def _mlp(weights: Tree, x: Tensor, config: Config) -> Tensor:
-    of_gate, of_output = config.mlp_multipliers
-    gate = linear(x, weights["gate_proj"], weights.get("gate_bias")) * of_gate
+    gate = linear(x, weights["gate_proj"], weights.get("gate_bias")) * config.mlp_gate_multiplier
     inner = glu(gate, linear(x, weights["up_proj"], weights.get("up_bias")), activation=config.hidden_act)
-    return linear(inner, weights["down_proj"], weights.get("down_bias")) * of_output
+    return linear(inner, weights["down_proj"], weights.get("down_bias")) * config.mlp_down_multiplier
