@@ -56,7 +56,8 @@ def prepare(
     tokens: [B, S] ids, or embeddings [B, S, D].
     segment_ids: [B, S], documents from 1, padding 0 or less; by default each row is one document without padding.
     positions: [B, S]; by default each row's document is numbered from 0, and a row with several documents raises
-        ValueError. [B, S, 3] only for a family whose rotary tables have several axes. Any integer dtype; made int64.
+        ValueError. [B, S, 3], or [B, S, 4] with the order in the document first, only for a model whose rotary tables
+        have several axes. Any integer dtype; made int64.
     length: the sequence length that length-dependent rotary scalings read, see `fnmodels.ops.rotary`.
     """
     if isinstance(config, Tensor) or not isinstance(tokens, Tensor):

@@ -34,8 +34,9 @@ def per_sample_gradients(
     sees the full batch, so every kernel works and a `layout` is that of the batch. batch: a tree of tensors [B, ...].
     out: an earlier result to overwrite; without it new memory of B elements per parameter is allocated and cleared.
 
-    Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products and sums with activations;
-    any other operation raises NotImplementedError (use `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`).
+    Parameters may be read by F.linear, F.embedding, F.rms_norm, F.layer_norm, and products and sums with activations,
+    and so may exp, negatives, slices and concatenations of parameters; any other operation raises NotImplementedError
+    (use `torch.func.vmap(torch.func.grad(...))` over `fnmodels.rows`).
     Activations there must have the rows in dimension 0. Only its size can be checked: a size other than B raises too,
     but another dimension that happens to be B (time-major activations of B tokens, a table of B entries that belongs to
     no row) is taken for the rows and silently gives wrong gradients. The result is detached.
@@ -61,6 +62,7 @@ def per_sample_gradients(
     edges = recorder.deepest_edges(loss)
     if edges and rows:
         torch.autograd.grad(loss, edges)  # runs the hooks
+        recorder.write_forms()
     for path, buffer in recorder.buffers.items():
         if path not in recorder.written:
             buffer.zero_()
@@ -82,6 +84,8 @@ class _Recorder(TorchFunctionMode):
         self.known: set[Node] = set()  # nodes of intercepted operations, which may lead there
         self.derived: list[Tensor] = []  # parameters after a cast or `1 + weight`; kept alive so that ids stay unique
         self.buffers, self.rows = buffers, rows
+        self.leaves = flat
+        self.forms: dict[str, tuple[Tensor, set[str]]] = {}  # {own name: (a function of parameters alone, their paths)}
         self.hooked: dict[Node, GradientEdge] = {}
         self.written: set[str] = set()
 
@@ -93,6 +97,8 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (Tensor.to, Tensor.float) or (func is Tensor.add and not isinstance(args[-1], Tensor)):
             return self._derived(func(*args, **kwargs), *params.values())
+        if func in FORMS and all(id(x) in params for x in inputs if isinstance(x, Tensor)):
+            return self._form(func(*args, **kwargs), set(params.values()))
         rule = RULES[func](*args, **kwargs) if func in RULES else []
         if {id(param) for param, _ in rule} != params.keys():
             result = func(*args, **kwargs)
@@ -121,6 +127,23 @@ class _Recorder(TorchFunctionMode):
             self.derived.append(result)
             self.known.add(result.grad_fn)
         return result
+
+    def _form(self, result: Tensor, of: set[str]) -> Tensor:
+        """Registers `result`, a function of the parameters and forms `of` alone, as a parameter of its own."""
+        paths = {path for name in of for path in (self.forms[name][1] if name in self.forms else (name,))}
+        name = f"{' and '.join(sorted(paths))} ({len(self.forms)})"
+        self.forms[name] = result, paths
+        return self._derived(result, name)
+
+    def write_forms(self) -> None:
+        """Adds the gradients of forms to those of their parameters, by a backward pass through each form."""
+        for name in self.forms.keys() & self.written:
+            form, paths = self.forms[name]
+            how: dict[str, Any] = {"retain_graph": True, "is_grads_batched": True}
+            grads = torch.autograd.grad(form, [self.leaves[path] for path in paths], self.buffers.pop(name), **how)
+            for path, grad in zip(paths, grads, strict=True):
+                _store(self.buffers[path], grad, int(path in self.written))
+                self.written.add(path)
 
     def _mark(self, value: Any) -> Any:
         """A view of a parameter, whose node marks the read as intercepted; other values unchanged."""
@@ -163,6 +186,9 @@ class _Recorder(TorchFunctionMode):
 
     def _add_hook(self, result: Tensor, path: str, write: Write) -> None:
         def hook(grad_output: Tensor) -> None:
+            if path not in self.buffers:  # of a form
+                form = self.forms[path][0]
+                self.buffers[path] = form.new_empty(self.rows, *form.shape)
             write(self.buffers[path], grad_output, int(path in self.written))
             self.written.add(path)
 
@@ -215,22 +241,25 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
 
 
 def _scaled(make: Callable[[], Tensor], weight: Tensor) -> Rule:
-    """The rule of make() * weight, where weight has the last dimensions of the product."""
+    """The rule of make() * weight, where weight has the last dimensions of the product, or 1 in their place."""
 
     def write(rows: Tensor, grad_output: Tensor, accumulate: int) -> None:
         product = grad_output * make()
         between = range(1, product.ndim - weight.ndim)
-        _store(rows, product.flatten(1, between[-1]).sum(1) if between else product, accumulate)
+        product = product.flatten(1, between[-1]).sum(1) if between else product
+        ones = [dim for dim in range(1, product.ndim) if product.shape[dim] != rows.shape[dim]]
+        _store(rows, product.sum(ones, keepdim=True) if ones else product, accumulate)
 
     return [(weight, write)]
 
 
 def _operands(x: Any, y: Any) -> tuple[Tensor, Tensor] | None:
-    """(activation, parameter) if the parameter has the shape of the activation's last dimensions; else None."""
+    """(activation, parameter) if the parameter has the activation's last dimensions, or 1 for some; else None."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return None
     x, y = (x, y) if x.ndim >= y.ndim else (y, x)
-    return (x, y) if y.ndim < x.ndim and y.shape == x.shape[x.ndim - y.ndim :] else None
+    fits = all(n in (1, full) for n, full in zip(y.shape, x.shape[x.ndim - y.ndim :], strict=True))
+    return (x, y) if y.ndim < x.ndim and fits else None
 
 
 def _product(input: Any, other: Any) -> Rule:
@@ -241,6 +270,10 @@ def _product(input: Any, other: Any) -> Rule:
 def _sum(input: Any, other: Any, *, alpha: float = 1) -> Rule:
     pair = _operands(input, other)
     return [] if pair is None or alpha != 1 else _scaled(functools.partial(torch.ones_like, pair[0]), pair[1])
+
+
+def _product_added(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Rule:
+    return _product(tensor1, tensor2) if value == 1 else []
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Rule:
@@ -264,4 +297,7 @@ RULES: dict[Any, Callable[..., Rule]] = {
     torch.mul: _product,
     Tensor.mul: _product,
     Tensor.add: _sum,
+    torch.addcmul: _product_added,
 }
+# Functions whose result, if it is of parameters alone, counts as a parameter.
+FORMS = (Tensor.exp, Tensor.neg, Tensor.__getitem__, torch.cat)

@@ -21,7 +21,8 @@ from fnmodels.models.common.spec import Leaf
 from fnmodels.tree import Tree
 
 Sizes = Mapping[str, int]
-HEADS = ("heads", "kv_heads")  # axes that are sharded at head boundaries only; a head has `Leaf.unit` elements
+KEY_HEADS = ("kv_heads", "linear_kv_heads")  # which may be fewer than the shards of the heads that read them
+HEADS = ("heads", "linear_heads", *KEY_HEADS)  # axes sharded at head boundaries only; a head has `Leaf.unit` elements
 
 
 @dataclass(frozen=True, init=False)
@@ -166,7 +167,7 @@ def _place(path: str, leaf: Leaf, rules: Rules, sizes: Sizes) -> tuple[int | Non
         names = table.get(axis, ())
         shards, size = math.prod(sizes[name] for name in names), leaf.shape[dim]
         units = size // leaf.unit if axis in HEADS else size
-        if axis == "kv_heads" and shards > units and shards % units == 0:
+        if axis in KEY_HEADS and shards > units and shards % units == 0:
             continue
         if units % shards:
             kind = "" if units == size else f" heads of {leaf.unit}"

@@ -91,8 +91,7 @@ class Config(decoder.BaseConfig):
     norm_topk_prob: bool = True
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
-    # kept for saving only: the rotary frequencies of time, height and width, which are one for text
-    mrope_section: tuple[int, ...] = field(default=(), compare=False)
+    mrope_section: tuple[int, ...] = ()  # rotary frequencies of time, height and width, which are one for text
     model_type: str = field(default="qwen3_next", compare=False)
 
     def __post_init__(self) -> None:
@@ -169,7 +168,7 @@ class Config(decoder.BaseConfig):
 
 
 def _without_sections(fields: Fields) -> tuple[Fields, tuple[int, ...]]:
-    """The fields with a rope of one axis, and its `mrope_section`: for text all axes have the same positions."""
+    """The fields with a rope of one axis, and its `mrope_section`, interleaved: transformers ignores the switch."""
     rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return fields, ()

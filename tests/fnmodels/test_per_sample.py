@@ -18,19 +18,14 @@ from tests.support.cases import (
     cases,
     forward,
     generic_params,
-    is_ordered,
     is_routed,
     segments,
     structures,
     summed_loss,
 )
 
-
-def refused(case: Case) -> bool:
-    return is_routed(case.config) or is_ordered(case)
-
-
-every_dense_structure = pytest.mark.parametrize("case", [case for case in structures() if not refused(case)], ids=str)
+DENSE = [case for case in cases() if not is_routed(case.config)]
+every_dense_structure = pytest.mark.parametrize("case", [case for case in structures() if case in DENSE], ids=str)
 ROWS = segments((7,), (3, 4), (-2, 5))
 
 
@@ -51,15 +46,15 @@ def assert_same(got: Any, want: Any, tolerance: float) -> None:
         assert float((a.double() - b.double()).detach().abs().max()) <= tolerance * max(1.0, float(b.abs().max())), path
 
 
-@pytest.mark.parametrize("case", [case for case in structures() if refused(case)], ids=str)
-def test_experts_and_recurrent_layers_are_refused(case: Case) -> None:
-    """Tokens of different samples meet in an expert's product; recurrent layers read parameters in other operations."""
+@pytest.mark.parametrize("case", [case for case in structures() if is_routed(case.config)], ids=str)
+def test_experts_are_refused(case: Case) -> None:
+    """Tokens of different samples meet in an expert's product."""
     params, batch, loss = problem(case)
     with pytest.raises(NotImplementedError, match=r"torch\.func\.vmap\(torch\.func\.grad"):
         fnmodels.per_sample_gradients(loss, params, batch)
 
 
-@pytest.mark.parametrize("case", [case for case in cases() if not refused(case)], ids=str)
+@pytest.mark.parametrize("case", DENSE, ids=str)
 def test_equals_vmap_grad(case: Case) -> None:
     params, batch, loss = problem(case)
     want = vmap(grad(loss), in_dims=(None, 0))(params, fnmodels.rows(batch))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.models.common.registry import ordered_kinds
 from params import Rules, plan
 from tests.support.cases import batch_of, cases, generic_params, segments
 from tests.support.ranks_pool import devices
@@ -50,6 +51,8 @@ from train.update import update
 # A tied embedding, biases, normed heads and a window; latents, a dense first layer, a shared expert and a bias of the
 # experts' choice, which no gradient moves; sinks, experts with biases and two kinds of layers.
 MODELS = {"llama": "qwen3_bias_sliding", "deepseek": "deepseek_v3", "gpt_oss": "gpt_oss"}
+# Recurrent layers, experts and attention with a gate; convolutions with biases.
+HYBRIDS = {"qwen3_next": "qwen3_next", "lfm2": "lfm2_bias_untied"}
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
 WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
 WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
@@ -60,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {name: {"balance_rate": 0.01} for name in (
 TERMS: dict[str, dict[str, Any]] = {
     "llama": {"label_smoothing": 0.1, "z_loss": 1e-2},
     "deepseek": {"balance": Balance(sequence=0.3, z=0.1, scores="sigmoid")},
+    "qwen3_next": {"balance": Balance(sequence=0.3, z=0.1)},
     "batch": {"balance": Balance(sequence=0.1, batch=0.5, z=0.1)},
     "length": {"length": None},
     "policy": {"balance": Balance(sequence=0.3, z=0.1)},
@@ -72,6 +76,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "deepseek": {"attention_bias": True, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     "gpt_oss": {"num_local_experts": 8},
+    "qwen3_next": {"num_experts": 8},
+    "lfm2": {},
     "batch": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     "length": {},
     "mtp": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 2},
@@ -85,7 +91,7 @@ Errors = dict[str, float]
 @functools.cache
 def config_of(name: str, layers: int | None = None) -> Any:
     """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
-    config = dataclasses.replace(even((MODELS | WHOLE | TAUGHT)[name]), **CHANGES[name])
+    config = dataclasses.replace(even((MODELS | HYBRIDS | WHOLE | TAUGHT)[name]), **CHANGES[name])
     if name == "length":
         config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, original_max_position_embeddings=4))
     if layers is None:
@@ -99,10 +105,12 @@ def even(name: str) -> Any:
     """The tiny config of that name, with a vocabulary and heads that 4 divides."""
     config = next(case.config for case in cases() if case.name == name)
     changes: dict[str, Any] = {"vocab_size": 64}
+    names = {field.name for field in dataclasses.fields(config) if field.init}
     if config.num_attention_heads % 4:
-        names = {field.name for field in dataclasses.fields(config) if field.init}
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": config.hidden_size // 4}
         changes |= {key: value for key, value in sizes.items() if key in names}
+    if "linear_num_value_heads" in names:
+        changes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     return dataclasses.replace(config, **changes)
 
 
@@ -159,6 +167,14 @@ def policy(
     return total + added, count, metrics | sums
 
 
+def weights_of(config: Any) -> Any:
+    """Generic parameters: in fp32, or fp64 for models with recurrent layers.
+
+    Their fp32 gradients in one process are up to 1.2e-5 from those in fp64, those of attention 4e-6.
+    """
+    return generic_params(config, torch.float64 if ordered_kinds(config) else torch.float32)
+
+
 def spec_of(name: str, layers: int | None = None) -> Any:
     config = config_of(name, layers)
     return fnmodels.family_of(config).spec(config)
@@ -180,7 +196,7 @@ class One:
 
 @functools.cache
 def one_process(name: str, layers: int | None = None) -> One:
-    params, optimizer = generic_params(config_of(name, layers)), optimizer_of(name, layers)
+    params, optimizer = weights_of(config_of(name, layers)), optimizer_of(name, layers)
     options = OPTIONS.get(name, {})
     sums = gradient_sums(loss_of(name, layers), optimizer, counts=bool(options))(
         params, [batch_for(name)], divide=False
@@ -200,7 +216,7 @@ def placed(
     placements = plan(spec_of(name, layers), rules or rules_of(mesh, config), devices(mesh))
     if mesh.pp > 1:
         placements = stage_plan(placements, config, devices(mesh), strategy or Strategy())
-    whole = tree.flatten(generic_params(config))
+    whole = tree.flatten(weights_of(config))
     made = iter(
         [how.distribute(whole[path][how.local_box()].clone()) for path, how in tree.flatten(placements).items()]
     )

@@ -10,6 +10,7 @@ from fnmodels.models.common.registry import DecoderConfig
 from train.dist.torchrun import rank_and_world_size
 from train.optim.base import supports_shards
 from train.parallel import Mesh, Strategy
+from train.parallel.context.api import resolved_order
 from train.parallel.mesh import Parallelism
 from train.parallel.pipeline.schedule import SCHEDULES, check_microbatches
 from train.parallel.pipeline.stages import pipeline_of
@@ -132,7 +133,7 @@ def check_model_fits(mesh_setup: MeshSetup, settings: Settings, config: DecoderC
             check_whole(plan)
         if mesh.pp > 1:
             check_microbatches(pipeline_of(config, mesh, strategy), mesh_setup.microbatches)
-        if mesh.cp > 1 and strategy.order == "head_tail":
+        if mesh.cp > 1 and resolved_order(strategy.order, config) == "head_tail":
             padded = length + -length % (mesh.cp * mesh.tp if strategy.sequence else 1)
             head_tail_order(padded, mesh.cp)
     except ValueError as error:

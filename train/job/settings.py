@@ -196,7 +196,8 @@ MESH_FLAGS: dict[str, tuple[str, SettingType | None, str]] = {
     "order": (
         "cp",
         choice("mask", "head_tail"),
-        "how positions are distributed over ranks (default mask, balanced by the masks; ulysses: contiguous)",
+        "how positions are distributed over ranks (default mask, balanced by the masks; with ulysses, and for models "
+        "with recurrent layers: contiguous)",
     ),
     "schedule": (
         "pp",

@@ -109,7 +109,7 @@ def own_positions(rows: Batch, devices: DeviceMesh, strategy: Strategy, config: 
     if mesh.cp == 1:
         return rows
     # A rank could not derive positions and segments from its shard of the sequence.
-    check_entries(rows, "tokens", "positions", *(("segment_ids",) if strategy.order == "mask" else ()))
+    check_entries(rows, "tokens", "positions", *(("segment_ids",) if strategy.order in ("auto", "mask") else ()))
     return shard_batch(rows, devices.get_local_rank("cp"), mesh.cp, order=strategy.order, config=config)
 
 

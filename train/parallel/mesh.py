@@ -128,7 +128,7 @@ class Strategy:
     rows: Literal["whole", "own"] = "whole"
     sequence: bool = False
     context: Literal["gather", "ulysses", "ring"] = "gather"
-    order: Literal["mask", "head_tail"] | None = "mask"
+    order: Literal["auto", "mask", "head_tail"] | None = "auto"
     schedule: str = "1F1B"
     virtual: int | None = None
     split: tuple[int, ...] | None = None

@@ -36,6 +36,7 @@ class Layer:
     keys: int  # keys and values
     chosen: int  # rows that go to experts; 0 in a dense layer
     scores: int  # their weights
+    states: tuple[int, ...]  # what each recurrent op or convolution says of its piece to the other ranks of cp
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,10 @@ def layer_kept(
         out: Tensor = Flash.apply(q, k, v)[0]
         return out
 
+    states: list[int] = []
+    if mesh.cp > 1:
+        kernel.before = _Pieces(states)  # type: ignore[attr-defined]
+
     def experts(leaves: Tree, x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, **how: Any) -> Tensor:
         check_grouped(leaves, mesh)
         chosen[:] = indices.numel() * x.shape[-1] * x.element_size(), weights.numel() * weights.element_size()
@@ -132,7 +137,22 @@ def layer_kept(
     )
     saved, kept = _kept(run, given)
     leaves = frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
-    return Layer(saved, kept[-1], leaves, sum(keys), *chosen)
+    return Layer(saved, kept[-1], leaves, sum(keys), *chosen, tuple(states))
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """`fnmodels.ops.recurrent.before.Before` that notes the bytes of each message of one rank."""
+
+    sent: list[int]
+    kernel: str = "auto"
+
+    def segment(self, segment_ids: Tensor) -> Tensor:
+        return torch.zeros_like(segment_ids[:, 0])
+
+    def state(self, transition: Tensor, own: Tensor) -> Tensor:
+        self.sent.append((transition.numel() + own.numel()) * own.element_size())
+        return torch.zeros_like(own)
 
 
 def ends_kept(config: DecoderConfig, spec: Tree, plan: Tree, shape: tuple[int, int], mesh: Mesh, work: Work) -> Ends:

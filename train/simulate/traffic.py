@@ -45,13 +45,16 @@ def _of_weights(rank: PipelineRank) -> Iterable[Message]:
 
 
 def _of_layers(rank: PipelineRank) -> Iterable[Message]:
-    """Keys and values over cp, and tokens sent to experts."""
+    """Keys, values and states over cp, and tokens sent to experts."""
     model = rank.model
     mesh, parts = model.mesh, model.work.microbatches
     for i, again in rank.recomputations.items():
         # The weight half of a split backward pass repeats one message of the input half.
         layer, twice = model.layers[i], rank.split_backwards[i]
-        if mesh.cp > 1:
+        for size in layer.states:
+            yield _times("all_gather", "cp", "states", size * mesh.cp, parts + again)
+            yield _times("reduce_scatter", "cp", "their gradients", size * mesh.cp, parts + twice)
+        if mesh.cp > 1 and layer.keys:
             yield _times("all_gather", "cp", "keys and values", layer.keys * mesh.cp, parts + again)
             wide = layer.keys * mesh.cp * WIDE // model.work.dtype.itemsize
             yield _times("reduce_scatter", "cp", "their gradients", wide, parts + twice)

@@ -15,11 +15,12 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, MaskLike, causal_masks, check_one_axis
 from fnmodels.inputs.order import build_segments
+from fnmodels.inputs.segments import text_order
 from fnmodels.ops.embedding import embed_tokens
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight
-from fnmodels.ops.rotary import Rope, no_rotation, query_temperature, rotary_table
+from fnmodels.ops.rotary import Rope, mrope_table, no_rotation, query_temperature, rotary_table
 from fnmodels.tree import Tree, flatten
 
 from .config_json import LAYERS_LIMIT, Fields, quantization, shown
@@ -136,10 +137,13 @@ def attention_masks(
 ) -> dict[str, MaskLike]:
     """{kind: mask}: causal, and limited to `sliding_window` for kinds that begin with "sliding".
 
-    Kinds of ORDERED layers have `fnmodels.Segments`. positions and segment_ids [B, S]. create: see
-    `fnmodels.inputs.mask.build_mask`.
+    Kinds of ORDERED layers have `fnmodels.Segments`. positions and segment_ids [B, S]; positions [B, S, 3 or 4] if the
+    config has an `mrope_section`, see `freqs_cis`. create: see `fnmodels.inputs.mask.build_mask`.
     """
     window, ordered = field_of(config, "sliding_window"), sorted(filter(is_ordered, set(config.layer_kinds)))
+    if field_of(config, "mrope_section") and positions.ndim == 3:
+        counted = positions.shape[-1] == 4
+        positions = positions[..., 0] if counted else text_order(positions, segment_ids)
     masks = causal_masks(set(config.layer_kinds) - set(ordered), window, positions, segment_ids, create=create)
     if ordered:
         check_one_axis(positions)
@@ -150,9 +154,16 @@ def attention_masks(
 def freqs_cis(config: UsualConfig, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
     """{kind: fp32 table [B, S, R/2, 2]} of `config.rope`; R is 0 for ORDERED kinds and those that end in "_nope".
 
-    length: an int or [B], the sequence length that length-dependent scalings read; see `fnmodels.ops.rotary`.
+    positions: [B, S]; with an `mrope_section` also [B, S, 3], time, height and width, or [B, S, 4], `text_order` before
+    them, for a piece of a row, which does not know it. length: an int or [B], the sequence length that length-dependent
+    scalings read; see `fnmodels.ops.rotary`.
     """
-    table, none = rotary_table(config.rope, config.head_dim, positions, length), no_rotation(positions)
+    sections, none = field_of(config, "mrope_section"), no_rotation(positions)
+    if sections and positions.ndim == 3:
+        axes = positions[..., positions.shape[-1] == 4 :]
+        table = mrope_table(config.rope, config.head_dim, axes, sections, interleaved=True, length=length)
+    else:
+        table = rotary_table(config.rope, config.head_dim, positions, length)
     still = {kind for kind in config.layer_kinds if kind.endswith("_nope") or is_ordered(kind)}
     return {kind: none if kind in still else table for kind in sorted(set(config.layer_kinds))}
 

@@ -108,6 +108,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "attention_softcap": None,
     "num_experts_per_tok": 0,
     "num_nextn_predict_layers": 0,
+    "mrope_section": (),  # how many rotary frequencies read time, height and width, interleaved
 }
 
 

@@ -14,6 +14,8 @@ from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
 
+from .before import before_of
+
 _ELEMENTS = 1 << 17  # of a block of tokens, whose values stay in the cache of a core
 
 
@@ -33,17 +35,25 @@ def short_conv(
     x: [B, S, C]. weight: [C, K], for the current token last. bias: [C]. segment_ids: [B or 1, S] int64; padding has no
     effect wherever it stands, and means nothing in y. tail: the last K - 1 inputs of the document that goes on from
     before, zeros where it had fewer; its segment id is `last` [B]. silu: apply it to y, not to the tail.
-    kernel: "math" for all transforms.
+    kernel: "math" for all transforms; one with an attribute `before` takes the tail from other processes.
     """
     B, S, _ = x.shape
     K = weight.shape[1]
+    before = before_of(kernel, tail)
+    if before is not None:
+        last, kernel = before.segment(segment_ids), before.kernel
     segment_ids = segment_ids.expand(B, S)
+    if last is not None and (tail is not None or before is not None):
+        segment_ids = torch.cat((last[:, None].expand(B, K - 1), segment_ids), dim=1)
+    sources, run = _sources(segment_ids, K)
+    ends = _tail_index(segment_ids, sources, run, K)
+    if before is not None:
+        own, slots = _taken(x, ends - (K - 1)), torch.arange(K - 1, device=x.device)
+        tail = before.state(upcast((ends[..., None] == slots).to(x.dtype)), upcast(own))
     if tail is not None and last is not None:
         x = torch.cat((tail.to(x.dtype), x), dim=1)
-        segment_ids = torch.cat((last[:, None].expand(B, K - 1), segment_ids), dim=1)
-    sources, runs_of = _sources(segment_ids, K)
     y = _convolved(x, weight, bias, segment_ids, sources, silu, kernel)[:, x.shape[1] - S :]
-    return y, _tail(x, segment_ids, sources, runs_of, K)
+    return y, _taken(x, ends)
 
 
 def _sources(segment_ids: Tensor, K: int) -> tuple[list[Tensor], Tensor]:
@@ -59,15 +69,22 @@ def _sources(segment_ids: Tensor, K: int) -> tuple[list[Tensor], Tensor]:
     return sources[: K - 1], run
 
 
-def _tail(x: Tensor, segment_ids: Tensor, sources: list[Tensor], run: Tensor, K: int) -> Tensor:
-    """The last K - 1 inputs of the last document, [B, K-1, C]."""
-    if not x.shape[1] or K == 1:
-        return x.new_zeros(x.shape[0], K - 1, x.shape[2])
+def _tail_index(segment_ids: Tensor, sources: list[Tensor], run: Tensor, K: int) -> Tensor:
+    """The indices of the last K - 1 tokens of the last document, -1 where it has fewer, int64 [B, K-1]."""
+    if not segment_ids.shape[1] or K == 1:
+        return segment_ids.new_full((segment_ids.shape[0], K - 1), -1)
     valid = segment_ids > 0
     last = (valid.long().cumsum(1) * valid).argmax(1, keepdim=True)
     last = last.where(valid.any(1, keepdim=True), -1)
     places = [last, *(s.gather(1, last.clamp(min=0)).where(last >= 0, -1) for s in sources[: K - 2])]
-    index = torch.cat(places[::-1], dim=1)[..., None]
+    return torch.cat(places[::-1], dim=1)
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, S, C] at `index` [B, N], zeros where that is negative: [B, N, C]."""
+    index = index[..., None]
+    if not x.shape[1]:
+        return x.new_zeros(x.shape[0], index.shape[1], x.shape[2])
     return x.gather(1, index.clamp(min=0).expand(-1, -1, x.shape[2])).where(index >= 0, 0)
 
 

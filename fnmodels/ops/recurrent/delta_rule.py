@@ -23,6 +23,7 @@ from torch import Tensor
 from fnmodels.inputs.order import runs
 from fnmodels.ops.norm import upcast
 
+from .before import Before, before_of
 from .scan import decay_in_document, earlier_of_document, scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
@@ -49,11 +50,15 @@ def delta_rule(
     g: log decay, at most 0, [B, S, Hv] or, per key channel, [B, S, Hv, dk]. beta: [B, S, Hv], from 0 to 2.
     segment_ids: [B or 1, S] int64. state, last: those of the tokens before these, and their last segment id [B].
     normalize: divide q and k by sqrt(sum of squares + 1e-6) first. scale: of q.
-    chunk: tokens per step of the loop; it does not change the function. kernel: "math" for all transforms.
+    chunk: tokens per step of the loop; it does not change the function. kernel: "math" for all transforms;
+        one with an attribute `before` takes the state from other processes.
     """
     B, S, heads, width = v.shape
     if heads % k.shape[2]:
         raise ValueError(f"{heads} value heads are not a multiple of {k.shape[2]} key heads.")
+    if (before_here := before_of(kernel, state)) is not None:
+        how = {"scale": scale, "normalize": normalize, "chunk": chunk}
+        return _continued(q, k, v, g, beta, segment_ids, before_here, how)
     dtype = torch.promote_types(v.dtype, torch.float32)
     if state is None:
         state, last = torch.zeros(B, heads, k.shape[3], width, dtype=dtype, device=v.device), None
@@ -67,6 +72,26 @@ def delta_rule(
     step = functools.partial(_token if S == 1 else _chunk, normalize=normalize, scale=scale)
     gradient = functools.partial(_chunk_gradient, normalize=normalize, scale=scale) if g.ndim == 3 else None
     return scan(step, state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel, gradient=gradient)
+
+
+def _continued(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segment_ids: Tensor, before: Before, how: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule` after the pieces of other processes.
+
+    From the state [0 | 1], and values [v | 0], the rule makes what the piece writes itself and its linear map of states
+    in one pass, and the same of each token's output.
+    """
+    heads, (width, keys) = v.shape[2], (v.shape[3], k.shape[3])
+    last, wide = before.segment(segment_ids), upcast(v)
+    identity = torch.eye(keys, dtype=wide.dtype, device=v.device)
+    start = F.pad(identity, (width, 0)).expand(v.shape[0], heads, -1, -1)
+    values = F.pad(wide, (0, keys))
+    o, end = delta_rule(q, k, values, g, beta, segment_ids, start, last, kernel=before.kernel, **how)
+    (o, read), (own, transition) = o.split((width, keys), -1), end.split((width, keys), -1)
+    state = before.state(transition, own)
+    o = o + (read.transpose(1, 2) @ state).transpose(1, 2)
+    return o.to(v.dtype), transition @ state + own
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:

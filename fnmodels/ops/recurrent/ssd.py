@@ -18,6 +18,7 @@ from torch import Tensor
 from fnmodels.inputs.order import runs
 from fnmodels.ops.norm import upcast
 
+from .before import Before, before_of
 from .scan import decay_in_document, earlier_of_document, scan
 
 
@@ -39,11 +40,14 @@ def ssd(
 
     x: [B, S, H, P]. dt: [B, S, H], after softplus and clamp. A, D: [H], A negative. B, C: [B, S, G, N], each group for
     H / G heads. segment_ids: [B or 1, S] int64. state, last: those of the tokens before these, and their last segment
-    id [B]. chunk: tokens per step of the loop; it does not change the function. kernel: "math" for all transforms.
+    id [B]. chunk: tokens per step of the loop; it does not change the function. kernel: "math" for all transforms;
+        one with an attribute `before` takes the state from other processes.
     """
     rows, S, heads, width = x.shape
     if heads % B.shape[2]:
         raise ValueError(f"{heads} heads are not a multiple of {B.shape[2]} groups.")
+    if (before_here := before_of(kernel, state)) is not None:
+        return _continued(x, dt, A, B, C, D, segment_ids, before_here, chunk)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if state is None:
         state, last = torch.zeros(rows, heads, width, B.shape[3], dtype=dtype, device=x.device), None
@@ -55,6 +59,29 @@ def ssd(
     step = _token if S == 1 else _chunk
     along = (x, dt, B, C, run, before)
     return scan(step, state, along, (upcast(A), upcast(D)), chunk=chunk, kernel=kernel, gradient=_chunk_gradient)
+
+
+def _continued(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    segment_ids: Tensor,
+    before: Before,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """`ssd` after the pieces of other processes: what the piece makes of zeros, and of the state before it."""
+    y, own = ssd(x, dt, A, B, C, D, segment_ids, chunk=chunk, kernel=before.kernel)
+    segments = segment_ids.expand(x.shape[:2])
+    goes_on = (runs(segments, before.segment(segment_ids))[0] == 0)[..., None]  # the first tokens of a row
+    decay = (upcast(dt) * upcast(A)).where(goes_on & (segments > 0)[..., None], 0)
+    since = decay.double().cumsum(1).to(y.dtype).exp().where(goes_on, 0)  # [R, S, H]
+    transition = since[:, -1, :, None, None]
+    state = before.state(transition, own.flatten(2)[:, :, None]).view(own.shape)
+    read = upcast(C).transpose(1, 2) @ _of_groups(state, B.shape[2]).transpose(-1, -2)
+    return y + _of_heads(read, x.shape[3]) * since[..., None], transition * state + own
 
 
 class _Parts(NamedTuple):

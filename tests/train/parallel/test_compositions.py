@@ -22,6 +22,7 @@ from fnmodels import llama, tree
 from fnmodels.ops.attention import flex
 from tests.support import one_process as reference
 from tests.support.one_process import (
+    HYBRIDS,
     MODELS,
     batch,
     errors_of,
@@ -55,7 +56,7 @@ LIMIT = 1e-5
 class Way:
     """mesh: the ranks. strategy: how they share, where there is a choice. options: of the step; they change nothing.
 
-    layers: None: 2 or 3. models: of `MODELS`.
+    layers: None: 2 or 3. models: of `MODELS` or `HYBRIDS`.
     """
 
     mesh: str
@@ -68,6 +69,9 @@ class Way:
 ROUTED = ("deepseek", "gpt_oss")
 FOUR, TWO = {"accumulate": 4}, {"accumulate": 2}  # microbatches
 SP = {"sequence": True}
+
+
+RECURRENT = tuple(HYBRIDS)
 
 
 def staged(schedule: str, mesh: str = "pp=2", **strategy: Any) -> Way:
@@ -112,6 +116,13 @@ WAYS: dict[str, Way] = {
     "fsdp x tp x pp": Way("pp=2,fsdp=2,tp=2", {"schedule": "1F1B", **SP}, {"lengths": [17, 16], "remat": "full"}, 3),
     "fsdp x cp x tp": Way("fsdp=2,cp=2,tp=2", SP),
     "fsdp x ep x pp": Way("pp=2,fsdp=2,ep=2", {}, TWO, 3, ROUTED),
+    # of layers whose state goes along the sequence
+    "recurrent, tp": Way("tp=2", {}, {"remat": "selective"}, models=RECURRENT),
+    "recurrent, tp over 4, key heads less, sp": Way("tp=4", SP, {"lengths": [18]}, models=RECURRENT),
+    "recurrent, cp": Way("cp=2", {"context": "ulysses"}, {"remat": "full"}, models=RECURRENT),
+    "recurrent, fsdp x ep": Way("fsdp=2,ep=2", {}, TWO, models=("qwen3_next",)),
+    "recurrent, cp x pp": Way("pp=2,cp=2", {"schedule": "1F1B"}, FOUR, 3, RECURRENT),
+    "recurrent, fsdp x cp x tp": Way("fsdp=2,cp=2,tp=2", SP, {"remat": "full"}, models=RECURRENT),
 }
 
 # Leaves whose gradient is easily wrong: of which all ranks have copies, or each something else, or two a part.
@@ -123,10 +134,16 @@ SPECIAL = {
         layers.1.attention.q_b_proj layers.0.mlp.gate_proj""",
     "gpt_oss": """embed_tokens lm_head layers.0.attention.sinks layers.1.attention.sinks layers.0.attention.o_bias
         layers.1.mlp.router layers.1.mlp.router_bias layers.1.mlp.experts.down_bias layers.0.mlp.experts.gate_proj""",
+    "qwen3_next": """embed_tokens layers.0.attention.A_log layers.0.attention.dt_bias layers.0.attention.norm
+        layers.0.attention.k_proj layers.0.attention.k_conv layers.0.attention.v_conv layers.0.attention.b_proj
+        layers.0.attention.o_proj layers.1.attention.gate_proj layers.1.attention.q_norm layers.0.mlp.router
+        layers.0.mlp.shared_expert_gate""",
+    "lfm2": """embed_tokens lm_head layers.1.attention.b_proj layers.1.attention.c_bias layers.1.attention.conv
+        layers.2.attention.conv_bias layers.2.attention.o_bias layers.0.attention.k_norm""",
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
 def test_the_leaves_that_are_easily_wrong_are_there_and_learn(name: str) -> None:
     one = one_process(name)
     for path in SPECIAL[name].split():

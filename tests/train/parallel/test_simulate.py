@@ -168,18 +168,28 @@ def test_messages_and_bytes_of_a_step(
         compare(real[place * same : (place + 1) * same], facts)
 
 
+def test_messages_of_states(ranks: Ranks) -> None:
+    real = ranks(2)(over_mesh, "lfm2", "cp=2", "full", "fp32", 1, "fused", "1F1B", LENGTH)
+    compare_messages(real, simulate(even("lfm2"), Mesh(cp=2), Work(ROWS, LENGTH, remat="full", dtype=torch.float32))[0])
+
+
 def compare(real: list[dict[str, Any]], facts: RankFacts) -> None:
     """The ranks of one place in the pipeline: what they sent, and held as far as it was measured."""
+    compare_messages(real, facts)
+    for rank in real:
+        measured = {name: rank[name] for name in facts.held if name in rank}
+        assert measured.keys() >= {"parameters", "optimizer"}
+        assert measured == {name: facts.held[name] for name in measured}
+
+
+def compare_messages(real: list[dict[str, Any]], facts: RankFacts) -> None:
+    """The number and bytes of what ranks sent, by kind."""
     kinds = {message.kind for message in facts.messages}
     assert all(rank["count"].keys() == kinds for rank in real)
     for kind in sorted(kinds):
         told = [message for message in facts.messages if message.kind == kind]
         assert {rank["count"][kind] for rank in real} == {sum(message.count for message in told)}, (kind, told)
         assert {rank["bytes"][kind] for rank in real} == {sum(message.bytes for message in told)}, (kind, told)
-    for rank in real:
-        measured = {name: rank[name] for name in facts.held if name in rank}
-        assert measured.keys() >= {"parameters", "optimizer"}
-        assert measured == {name: facts.held[name] for name in measured}
 
 
 def over_stages(name: str, layers: int, schedule: str, parts: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fnmodels.ops.attention.select import attention
 from fnmodels.run_params import RunParams
 from params import Rules, plan
 from tests.support.cases import Case, cases, generic_params, is_ordered, positions_of, richest, segments, tokens_of
-from tests.support.one_process import even
+from tests.support.one_process import even, weights_of
 from tests.support.ranks_pool import Ranks, devices
 from train import look_ahead, mtp_loss, next_token_loss
 from train.dist import collectives
@@ -27,6 +27,7 @@ from train.losses.model_loss import RunOptions
 from train.losses.moe_balance import Balance
 from train.parallel import Mesh
 from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel
+from train.parallel.tensor.leaf_roles import sharded_dims
 from train.remat import layer_fn
 
 # Tied embedding, biases and normed heads; latents, a shared expert, a selection bias; sinks and biases everywhere.
@@ -60,7 +61,7 @@ def distributed(config: Any, *, sequence: bool, axes: dict[str, str] | None = No
         made: Tensor = sharding.distribute(leaf[sharding.local_box()].clone()).requires_grad_()
         return made
 
-    params = tree.map(shared, generic_params(config), placements)
+    params = tree.map(shared, weights_of(config), placements)
     return tensor_parallel(config, placements, sequence=sequence), placements, params
 
 
@@ -92,7 +93,7 @@ def gradients(loss: Tensor, params: Any) -> dict[str, Any]:
 
 @functools.cache
 def expected(config: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    params = tree.map(lambda p: p.clone().requires_grad_(), generic_params(config))
+    params = tree.map(lambda p: p.clone().requires_grad_(), weights_of(config))
     loss = loss_of(config, params, chunk=None)
     return loss.detach(), gradients(loss, params)
 
@@ -154,22 +155,29 @@ def test_what_the_rules_leave_out_is_computed_by_all(ranks: Ranks, name: str, ax
 TYPES = richest(lambda case: case.config.model_type)
 
 
-@MODES
-@pytest.mark.parametrize("case", [case for case in TYPES if not is_ordered(case)], ids=str)
-def test_every_model_type_runs_so(ranks: Ranks, case: Case, sequence: bool) -> None:
-    assert_equal(ranks(2)(compare, case.name, sequence))
-
-
-def refused(name: str) -> bool:
-    """Whether the model is refused: its recurrent layers have axes of which tensor parallelism does not know."""
-    with pytest.raises(ValueError, match="does not know where such a leaf is used"):
-        compare(name, False)
+def shareable(case: Case) -> bool:
+    """Whether two ranks can share the heads of its recurrent layers; of other layers they must."""
+    if not is_ordered(case):
+        return True
+    config = variant(case.name)
+    spec = fnmodels.family_of(config).spec(config)
+    try:
+        sharded_dims(tree.flatten(spec), tree.flatten(plan(spec, Rules(tensor_axes(config)), {"tp": 2})))
+    except ValueError:
+        return False
     return True
 
 
-@pytest.mark.parametrize("name", [case.name for case in TYPES if is_ordered(case)])
-def test_recurrent_layers_are_refused(ranks: Ranks, name: str) -> None:
-    assert all(ranks(2)(refused, name))
+def test_recurrent_layers_are_shared() -> None:
+    assert {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2"} <= {
+        case.config.model_type for case in TYPES if is_ordered(case) and shareable(case)
+    }
+
+
+@MODES
+@pytest.mark.parametrize("case", [case for case in TYPES if shareable(case)], ids=str)
+def test_every_model_type_runs_so(ranks: Ranks, case: Case, sequence: bool) -> None:
+    assert_equal(ranks(2)(compare, case.name, sequence))
 
 
 def logits_and_taps(name: str, sequence: bool) -> list[float]:

@@ -11,6 +11,9 @@ rotary tables are those of its tokens, in any order. Attention is a `kernel=` of
     ulysses   two all-to-alls, between which a rank has all tokens of some heads (arXiv 2309.14509)
     ring      keys and values pass from rank to rank, and partial results are merged (arXiv 2310.01889)
 
+Recurrent layers and convolutions of a hybrid get the state of the positions before theirs (`state`), so ranks hold
+contiguous positions of such a model: order "auto". A function around the kernel must keep its attribute `before`.
+
 Losses are sums: totals, counts and gradients are to be summed over the ranks and divided once. Quantities of full rows
 need more: for balance losses, which are means over rows, `whole_balance` computes each rank's summand; for rope
 scalings that depend on the sequence length (dynamic, longrope), pass `length=int(batch["positions"].max()) + 1` of the
@@ -21,7 +24,6 @@ and can be compiled; that of "ring" runs in eager mode.
 import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -45,9 +47,12 @@ from train.losses.moe_balance import Balance
 from train.parallel.mesh import DATA, mesh_of
 
 from . import ring
+from .once import remembered
 from .ring import Call
+from .state import RanksBefore
 
 T = TypeVar("T")
+Order = Literal["auto", "mask", "head_tail"] | None
 Method = Literal["gather", "ulysses", "ring"]
 BLOCK = 128  # positions that stay together in the order "mask", if a shard is many of these
 
@@ -57,16 +62,18 @@ def shard_batch(
     rank: int,
     ranks: int,
     *,
-    order: Literal["mask", "head_tail"] | Tensor | None = None,
+    order: Order | Tensor = None,
     config: Any = None,
 ) -> dict[str, Tensor]:
     """The positions of the global batch that `rank` of `ranks` computes, after one permutation of all positions.
 
-    batch: tokens, positions, segment_ids and labels [B, S], and any other entries [B, S, ...]. order: "mask"
+    batch: tokens, positions, segment_ids and labels [B, S], and any other entries [B, S, ...]; positions [B, S, 3]
+    become [B, S, 4], because a rank cannot count the tokens before its own. order: "mask"
     distributes blocks of positions by their number of visible keys, under the densest mask of `config`'s layers;
     "head_tail" gives each rank one chunk from the head and one from the tail of each row; a tensor [S] or [B, S] is a
-    permutation; None keeps the order (best for "ulysses", where every rank has all tokens of some heads). ValueError
-    unless `ranks` divides S.
+    permutation; None keeps the order (best for "ulysses", where every rank has all tokens of some heads); "auto" is
+    "mask", or None for a model whose layers read tokens in their order. ValueError unless `ranks` divides S, and for
+    another order of such a model.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank} of {ranks}: ranks count from 0.")
@@ -78,28 +85,42 @@ def shard_batch(
         raise ValueError(
             f"Rows of {length} tokens do not divide by cp = {ranks}: pad them to a multiple (segment 0, labels -100)."
         )
-    if ranks > 1 and config is not None and (ordered := ordered_kinds(config)):
-        raise ValueError(
-            f"The layers {', '.join(ordered)} of {type(config).__module__} read tokens in their order, and a rank "
-            "would need the state that another one ends with: cp must be 1 for this model."
-        )
     if ranks > 1 and config is not None and any(map(is_indexed, fnmodels.family_of(config).kinds(config))):
         raise ValueError(
             f"The queries of {type(config).__module__} choose among the keys of their whole row, of which a rank would "
             "have a part: cp must be 1 for this model."
         )
+    order = resolved_order(order, config)
     if isinstance(order, str):
-        order = head_tail_order(length, ranks) if order == "head_tail" else _mask_order(batch, ranks, order, config)
+        order = head_tail_order(length, ranks) if order == "head_tail" else _mask_order(batch, ranks, config)
+    if batch["positions"].ndim == 3 and batch["positions"].shape[2] == 3:
+        counted = fnmodels.text_order(batch["positions"], batch["segment_ids"])
+        batch = {**batch, "positions": torch.cat((counted[..., None], batch["positions"]), -1)}
     whole = dict(batch) if order is None else fnmodels.permute(dict(batch), order)
     share = length // ranks
     return {name: tensor[:, rank * share : (rank + 1) * share] for name, tensor in whole.items()}
 
 
-def _mask_order(batch: Mapping[str, Tensor], ranks: int, order: str, config: DecoderConfig) -> Tensor:
-    if order != "mask":
-        raise ValueError(f'order is {order!r}: it is "mask", "head_tail", a tensor or None.')
+def resolved_order(order: Order | Tensor, config: DecoderConfig | None) -> Order | Tensor:
+    """The order without "auto"; ValueError for one that the model or the call does not allow."""
+    if isinstance(order, str) and order not in ("auto", "mask", "head_tail"):
+        raise ValueError(f'order is {order!r}: it is "auto", "mask", "head_tail", a tensor or None.')
     if config is None:
-        raise ValueError('order="mask" asks what layers let tokens see: pass config= too.')
+        if isinstance(order, str) and order != "head_tail":
+            raise ValueError(f'order="{order}" asks what layers let tokens see: pass config= too.')
+        return order
+    ordered = ordered_kinds(config)
+    if isinstance(order, str) and order == "auto":
+        return None if ordered else "mask"
+    if ordered and order is not None:
+        raise ValueError(
+            f"The layers {', '.join(ordered)} of {type(config).__module__} read tokens in their order, so each rank "
+            'must have contiguous positions: leave order at "auto", or None.'
+        )
+    return order
+
+
+def _mask_order(batch: Mapping[str, Tensor], ranks: int, config: DecoderConfig) -> Tensor:
     masks = fnmodels.family_of(config).attention_masks(config, batch["positions"], batch["segment_ids"])
     fullest = max({id(m): m for m in masks.values()}.values(), key=lambda mask: int(visible_keys(mask).sum()))
     share = batch["tokens"].shape[1] // ranks
@@ -155,7 +176,7 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
     if method == "ring" and inner not in ("auto", "math"):
         raise ValueError(f'inner is "{inner}", but method="ring" merges partial sums, which only its own maths gives.')
     look, run = _METHODS[method]
-    known = _remembered(look)
+    known = remembered(look)
 
     def kernel(
         q: Tensor,
@@ -172,6 +193,7 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
         call = Call(group, inner, scale, softcap, sinks)
         return run(q, k, v, known(mask, q, call), call)
 
+    kernel.before = RanksBefore(group, "math" if inner == "math" else "auto")  # type: ignore[attr-defined]
     return kernel
 
 
@@ -192,25 +214,6 @@ def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
             f'method="ulysses" deals out heads, and {heads} of queries and {groups} of keys do not divide by '
             f'cp = {ranks}: method="gather" and method="ring" take any number.'
         )
-
-
-def _remembered(make: Callable[..., T]) -> Callable[..., T]:
-    """Caches `make(key, ...)` by the identity of `key`, until `key` is freed.
-
-    A mask is one object in all layers of a kind, and again in rematerialisation, on every rank alike, so its collective
-    runs once per batch. Under compilation, which sees one layer, it runs each time.
-    """
-    known: dict[int, T] = {}
-
-    def find(key: Any, *more: Any) -> T:
-        if torch.compiler.is_compiling():
-            return make(key, *more)
-        if id(key) not in known:
-            known[id(key)] = make(key, *more)
-            weakref.finalize(key, known.pop, id(key), None)
-        return known[id(key)]
-
-    return find
 
 
 def _whole(mask: Mask, group: ProcessGroup) -> Mask:

@@ -55,7 +55,7 @@ class TensorParallel:
     """The `layer_fn` of a loss over `tp`, and its params outside of layers. Made by `tensor_parallel`."""
 
     region: Region
-    uses: Mapping[str, Use]  # by path within a layer
+    uses: Mapping[str, Mapping[str, Use]]  # by kind of layer and path within it
     sharded: frozenset[str]  # logical axes
 
     def layer_fn(self, block: Block, around: LayerFn | None = None) -> Block:
@@ -95,7 +95,8 @@ class TensorParallel:
         freqs: Any,
         **more: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        here, how = self._layer(layer), dict(bound)
+        how = dict(bound)
+        here = self._layer(layer, self.uses[how["kind"]])
         if "valid" in more and "expert_mlp" in self.sharded:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
@@ -104,7 +105,15 @@ class TensorParallel:
         return x, {name: value if name in _WHOLE else self._tap(value) for name, value in aux.items()}
 
     def cache(self, cache: Cache) -> Cache:
-        """This rank's heads of a cache of `fnmodels.init_cache`; latents, which all heads share, are replicated."""
+        """This rank's heads of a cache of `fnmodels.init_cache`; latents, which all heads share, are replicated.
+
+        NotImplementedError for recurrent layers and convolutions that are sharded.
+        """
+        if {"linear_heads", "conv"} & self.sharded:
+            raise NotImplementedError(
+                "The states and tails of sharded recurrent layers are not divided into those of each process; leave "
+                "linear_heads and conv out of the rules to generate with a cache."
+            )
         if "kv_heads" not in self.sharded:
             return cache
 
@@ -134,22 +143,22 @@ class TensorParallel:
             made[name] = leaf
         return made
 
-    def _layer(self, layer: Tree) -> Tree:
+    def _layer(self, layer: Tree, uses: Mapping[str, Use]) -> Tree:
         """The layer's local tensors, wrapped according to their roles."""
         flat = tree.flatten(layer)
-        unknown = [path for path in flat if path not in self.uses]
+        unknown = [path for path in flat if path not in uses]
         if unknown:
             raise ValueError(f"A layer has the leaf {unknown[0]!r}, which is not in the plan.")
         flat = {path: local(leaf) for path, leaf in flat.items()}
-        shared = {path: leaf for path, leaf in flat.items() if self.uses[path].shared}
+        shared = {path: leaf for path, leaf in flat.items() if uses[path].shared}
         for dtype in {leaf.dtype: None for leaf in shared.values()}:
             alike = {path: leaf for path, leaf in shared.items() if leaf.dtype == dtype}
             flat |= zip(alike, self.region.all_shared(list(alike.values())), strict=True)
         entry = Entry(self.region)
-        used = iter([self.uses[path].own(leaf) for path, leaf in flat.items()])
+        used = iter([uses[path].own(leaf) for path, leaf in flat.items()])
 
         def standing(path: str, leaf: Any) -> Any:  # a tensor, or a weight with its adapter
-            kind = self.uses[path].kind
+            kind = uses[path].kind
             return leaf if kind == "plain" else NODES[kind](leaf, entry)
 
         return lora.map_leaves(standing, tree.map(lambda _: next(used), layer))
@@ -190,7 +199,7 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
         raise ValueError("The plan was made from sizes alone; make it with the DeviceMesh.")
     group = mesh.get_group("tp")
     region = Region(group, dist.get_rank(group), dist.get_world_size(group), sequence)
-    return TensorParallel(region, uses_of(spec, dims, sharded, region), sharded)
+    return TensorParallel(region, uses_of(spec, dims, sharded, region, family.kinds(config)), sharded)
 
 
 def local(leaf: Any) -> Tensor:

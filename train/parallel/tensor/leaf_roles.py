@@ -3,7 +3,7 @@
 All checks run before the first step: a plan that cannot run raises ValueError here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -12,14 +12,20 @@ from fnmodels.models.common.spec import Leaf
 from params.sharding import Sharding
 from train.dist.region import Region
 
-SHARDED = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
-# Axes of attention parameters that act between its projections, or produce what does.
-_ATTENTION = ("heads", "kv_heads", "latent", "head_dim")
-# Axes of MLP parameters: its width, and the parameters of its activation.
-_MLP = ("mlp", "activation")
+# {axis that makes a sharded region where it is sharded: further axes of parameters that act inside of it}
+_REGIONS = {
+    "heads": ("kv_heads", "latent", "head_dim"),
+    "mlp": ("activation",),
+    "linear_heads": ("linear_kv_heads", "linear_head_dim", "linear_latent"),
+    "conv": (),
+}
+# {axis of key heads, which may be fewer than the ranks: the axis of the heads that read them}
+_KEYS = {"kv_heads": "heads", "linear_kv_heads": "linear_heads"}
+SHARDED = (*_REGIONS, *_KEYS, "expert_mlp", "vocab")
 # All known axes of layers. A parameter with another one would be treated as acting on the residual stream, and its
 # gradient might be partial.
-_KNOWN = {*SHARDED, *_ATTENTION, *_MLP, "embed", "expert", "router", "moe_latent", "one"}
+_KNOWN = {*SHARDED, *(axis for inside in _REGIONS.values() for axis in inside), "embed", "expert", "router"}
+_KNOWN |= {"moe_latent", "one", "kernel"}
 
 
 @dataclass(frozen=True)
@@ -41,16 +47,24 @@ class Use:
 
 
 def uses_of(
-    spec: Mapping[str, Leaf], dims: Mapping[str, int | None], sharded: frozenset[str], region: Region
-) -> dict[str, Use]:
-    """The `Use` of each parameter, and of parts of adapters, by path within a layer. dims, sharded: `sharded_dims`."""
-    uses: dict[str, Use] = {}
+    spec: Mapping[str, Leaf],
+    dims: Mapping[str, int | None],
+    sharded: frozenset[str],
+    region: Region,
+    kinds: Sequence[str],
+) -> dict[str, dict[str, Use]]:
+    """{kind of layer: the `Use` of each parameter, and of parts of adapters, by path within a layer}.
+
+    dims, sharded: from `sharded_dims`. kinds: of each layer; an MTP head's block has that of the last.
+    """
+    found: dict[str, dict[str, Use]] = {kind: {} for kind in kinds}
     for path, leaf in spec.items():
         inner = path_in_layer(path)
         if inner is not None:
+            uses = found[kinds[int(path.split(".")[1])] if path.startswith("layers.") else kinds[-1]]
             use = uses[inner] = _use(inner, leaf, dims[path] is not None, sharded, region)
             uses |= {f"{inner}.{part}": one for part, one in _adapted(use, _is_inside(leaf, sharded)).items()}
-    return uses
+    return found
 
 
 def sharded_dims(
@@ -77,22 +91,27 @@ def sharded_dims(
                 f"{path} has the axis {strange[0]!r}, and tensor parallelism does not know where such a leaf is used; "
                 f"it knows {', '.join(sorted(_KNOWN))}."
             )
-        if "heads" in sharded:
-            _check_heads(path, leaf, n is not None, sizes["tp"])
-    if "kv_heads" in sharded and "heads" not in sharded:
-        raise ValueError("The rules divide kv_heads over 'tp' and not heads: name both.")
-    axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(SHARDED) - {"kv_heads"}
+        for keys, heads in _KEYS.items():
+            if heads in sharded:
+                _check_heads(path, leaf, keys, n is not None, sizes["tp"])
+    for keys, heads in _KEYS.items():
+        if keys in sharded and heads not in sharded:
+            raise ValueError(f"The rules divide {keys} over 'tp' and not {heads}: name both.")
+    axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(SHARDED) - set(_KEYS)
     if sequence and axes - sharded:
         raise ValueError(f"sequence=True needs {min(axes - sharded)!r} divided over 'tp' too: name it in the rules.")
     return dims, sharded
 
 
-def _check_heads(path: str, leaf: Leaf, is_part: bool, size: int) -> None:
-    """ValueError for a parameter that cannot follow heads that `size` ranks share. is_part: it is sharded."""
+def _check_heads(path: str, leaf: Leaf, keys: str, is_part: bool, size: int) -> None:
+    """ValueError for a parameter that cannot follow heads that `size` ranks share. is_part: it is sharded.
+
+    keys: the axis of their key heads.
+    """
     parts = path.split(".")
     if any(part.isdigit() for part in parts[2:]) and leaf.axes == ("head_dim",):
         raise ValueError(f"{path}: lists with a leaf for each head are not divided; leave heads out of the rules.")
-    if "kv_heads" not in leaf.axes or is_part:
+    if keys not in leaf.axes or is_part:
         return
     heads = leaf.shape[0] // leaf.unit
     if heads % size and size % heads:
@@ -100,7 +119,7 @@ def _check_heads(path: str, leaf: Leaf, is_part: bool, size: int) -> None:
             f"{path}: of {heads} KV heads each of {size} processes would need some and a part of another; leave heads "
             "out of the rules."
         )
-    if leaf.axes == ("kv_heads",) and "norm" in parts[-1]:
+    if leaf.axes == (keys,) and "norm" in parts[-1]:
         raise ValueError(f"{path} normalizes all KV heads together: there must be one at least for each process.")
 
 
@@ -126,7 +145,7 @@ def _use_trained(path: str, leaf: Leaf, is_part: bool, sharded: frozenset[str], 
     if axes[0] == "embed":
         return Use("write", False)
     rows = None
-    if "kv_heads" in axes and not is_part:
+    if not is_part and not _KEYS.keys().isdisjoint(axes):
         heads = leaf.shape[0] // leaf.unit
         first = region.rank * heads // region.size
         count = max(1, heads // region.size)
@@ -138,9 +157,7 @@ def _use_trained(path: str, leaf: Leaf, is_part: bool, sharded: frozenset[str], 
 
 
 def _is_inside(leaf: Leaf, sharded: frozenset[str]) -> bool:
-    axes = leaf.axes
-    attention, mlp = (any(axis in known for axis in axes) for known in (_ATTENTION, _MLP))
-    return ("heads" in sharded and attention) or ("mlp" in sharded and mlp)
+    return any(axis in sharded and not {axis, *inside}.isdisjoint(leaf.axes) for axis, inside in _REGIONS.items())
 
 
 def _adapted(use: Use, inside: bool) -> dict[str, Use]:

@@ -1,6 +1,7 @@
 """Recurrent ops against their definitions token by token, in fp64: chunks, pieces, documents, gradients, transforms."""
 
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -141,20 +142,48 @@ def test_gradients(op: Op, kernel: str) -> None:
             close(ours, theirs, 1e-10)
 
 
+class Earlier:
+    """`before.Before` in one process: the pieces before this one left `state`, after a token of segment `last`."""
+
+    kernel = "auto"
+
+    def __init__(self, state: Tensor, last: Tensor) -> None:
+        self.given, self.last = state, last
+
+    def segment(self, segment_ids: Tensor) -> Tensor:
+        return self.last
+
+    def state(self, transition: Tensor, own: Tensor) -> Tensor:
+        given = self.given.view(own.shape)
+        self.after = (transition @ given + own).view(self.given.shape)
+        return given
+
+
 @every_op
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["given", "elsewhere"])
 @pytest.mark.parametrize("cuts", [[5, 22], [1, 1, 25], [15, 2, 10], [1] * 27], ids=str)
-def test_pieces_with_the_state_handed_over(op: Op, cuts: list[int]) -> None:
-    """A row in pieces is the full row, in values and gradients; in pieces of one token too."""
-    along, constants, _ = op.arguments(*ROWS.shape)
+def test_pieces_with_the_state_handed_over(op: Op, cuts: list[int], elsewhere: bool) -> None:
+    """A row in pieces is the full row, in values and gradients; in pieces of one token too.
+
+    elsewhere: an op is not given the state before the piece, but says how the piece maps it.
+    """
+    along, constants, state = op.arguments(*ROWS.shape)
     leaves = [t.requires_grad_() for t in along]
+    start = (torch.zeros_like(state), torch.zeros(len(ROWS), dtype=torch.int64))
 
     def pieces() -> tuple[Tensor, Tensor]:
-        ys, state = [], ()
+        ys, (state, last) = [], start
         for part in zip(ROWS.split(cuts, 1), *(t.split(cuts, 1) for t in along), strict=True):
-            y, after = call(op, part[1:], constants, part[0], *state, kernel="auto")
-            state = (after, order.last_segment(part[0], state[1] if state else None))
+            if elsewhere:
+                kernel = types.SimpleNamespace(before=Earlier(state, last))
+                y, after = call(op, part[1:], constants, part[0], kernel=kernel)
+                close(after, kernel.before.after)
+                after = kernel.before.after
+            else:
+                y, after = call(op, part[1:], constants, part[0], state, last, kernel="auto")
+            state, last = after, order.last_segment(part[0], last)
             ys.append(y)
-        return torch.cat(ys, 1), state[0]
+        return torch.cat(ys, 1), state
 
     full = call(op, along, constants, ROWS, kernel="auto")
     got = pieces()
@@ -284,7 +313,7 @@ BUGS = {
     "ssd: the state is not reset": (OPS["ssd"], ssd, "runs", no_reset),
     "ssd: the state of another document goes on": (OPS["ssd"], ssd, "runs", wrong_handover),
     "conv: taps across documents": (OPS["conv"], conv, "_sources", taps_across),
-    "conv: no tail": (OPS["conv"], conv, "_tail", zero_tail),
+    "conv: no tail": (OPS["conv"], conv, "_taken", zero_tail),
     "delta: decays of pairs ignored": (
         OPS["delta_channels"],
         delta_rule,
@@ -304,8 +333,8 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_tail_taken_after_the_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = conv._tail
-    monkeypatch.setattr(conv, "_tail", lambda x, *rest: torch.nn.functional.silu(right(x, *rest)))
+    right = conv._taken
+    monkeypatch.setattr(conv, "_taken", lambda x, *rest: torch.nn.functional.silu(right(x, *rest)))
     with pytest.raises(AssertionError):
         check_definition(OPS["conv_bias_silu"], "auto")
 
