@@ -137,7 +137,7 @@ def layer_kept(
     )
     saved, kept = _kept(run, given)
     leaves = frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
-    return Layer(saved, kept[-1], leaves, sum(keys), *chosen, tuple(states))
+    return Layer(saved, kept[-1], leaves, sum(keys), *chosen, states=tuple(states))
 
 
 @dataclass(frozen=True)
