@@ -34,9 +34,9 @@ class Layer:
     keeps_input: bool
     leaves: frozenset[str]  # paths of the parameters that it saves too
     keys: int  # keys and values
+    states: tuple[int, ...]  # what each recurrent op or convolution says of its piece to the other ranks of cp
     chosen: int  # rows that go to experts; 0 in a dense layer
     scores: int  # their weights
-    states: tuple[int, ...]  # what each recurrent op or convolution says of its piece to the other ranks of cp
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def layer_kept(
     )
     saved, kept = _kept(run, given)
     leaves = frozenset(path for path, is_kept in zip(flat, kept[: len(flat)], strict=True) if is_kept)
-    return Layer(saved, kept[-1], leaves, sum(keys), *chosen, states=tuple(states))
+    return Layer(saved, kept[-1], leaves, sum(keys), tuple(states), *chosen)
 
 
 @dataclass(frozen=True)
