@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_dynamic": ("llama_dynamic", HEADS),
     "qwen3_next": ("qwen3_next", HEADS),
     "lfm2": ("lfm2_bias_untied", HEADS),
+    "mamba2": ("mamba2", {}),
 }
 LENGTH = 32  # two pieces for each of four ranks
 
@@ -135,7 +136,7 @@ def every_method_in_order(name: str) -> list[float]:
     return [compared(name, method, order, inner)["worst"] for method, order, inner in IN_ORDER]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2"])
 def test_layers_that_read_tokens_in_order_go_on_from_the_rank_before(ranks: Ranks, name: str) -> None:
     """Documents straddle every border, end on one, and leave ranks without a token."""
     for found in ranks(4)(every_method_in_order, name):
@@ -164,7 +165,12 @@ def with_a_mistake(name: str, what: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [*(("qwen3_next", what) for what in HANDED), *(("lfm2", what) for what in [*HANDED][:3])]
+    ("name", "what"),
+    [
+        *(("qwen3_next", what) for what in HANDED),
+        *(("lfm2", what) for what in [*HANDED][:3]),
+        ("mamba2", "no gradient"),
+    ],
 )
 def test_mistakes_in_what_is_handed_on_are_seen(ranks: Ranks, name: str, what: str) -> None:
     assert min(ranks(4)(with_a_mistake, name, what)) > 1e-2

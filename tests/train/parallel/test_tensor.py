@@ -180,6 +180,12 @@ def test_every_model_type_runs_so(ranks: Ranks, case: Case, sequence: bool) -> N
     assert_equal(ranks(2)(compare, case.name, sequence))
 
 
+@MODES
+def test_a_norm_of_heads_that_all_ranks_share(ranks: Ranks, sequence: bool) -> None:
+    """One group of Mamba's heads: its keys are replicated, and its norm is over the heads of both ranks."""
+    assert_equal(ranks(2)(compare, "mamba2_bias_untied", sequence))
+
+
 def logits_and_taps(name: str, sequence: bool) -> list[float]:
     config = variant(name)
     tensor, _, params = distributed(config, sequence=sequence)
@@ -383,6 +389,19 @@ def test_taps_of_single_heads_are_refused() -> None:
     wrapper = TensorParallel(Region(None, 0, 2, False), {}, frozenset({"heads"}))
     with pytest.raises(ValueError, match="The taps q, z are of single heads"):
         wrapper.layer_fn(functools.partial(fnmodels.llama.block, taps=("mlp", "q", "z")))
+
+
+def test_a_cache_of_sharded_states_is_refused() -> None:
+    wrapper = TensorParallel(Region(None, 0, 2, False), {}, frozenset({"conv"}))
+    with pytest.raises(NotImplementedError, match="leave linear_heads and conv out of the rules to generate"):
+        wrapper.cache(fnmodels.init_cache(variant("lfm2"), 1, 4))
+
+
+def test_groups_of_heads_that_would_be_split_raise() -> None:
+    config = next(case.config for case in cases() if case.name == "mamba2")
+    placements = plan(fnmodels.family_of(config).spec(config), Rules({"linear_heads": "tp"}), {"tp": 4})
+    with pytest.raises(ValueError, match=r"attention\.norm normalizes groups of heads, .* 1 or a multiple of 4"):
+        tensor_parallel(config, placements)
 
 
 def test_kv_heads_that_would_be_split_raise() -> None:

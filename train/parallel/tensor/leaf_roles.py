@@ -58,11 +58,14 @@ def uses_of(
     dims, sharded: from `sharded_dims`. kinds: of each layer; an MTP head's block has that of the last.
     """
     found: dict[str, dict[str, Use]] = {kind: {} for kind in kinds}
+    normed = {"heads", "kv_heads"} | ({"linear_heads"} if _replicated_groups(spec, dims) else set())
     for path, leaf in spec.items():
         inner = path_in_layer(path)
         if inner is not None:
             uses = found[kinds[int(path.split(".")[1])] if path.startswith("layers.") else kinds[-1]]
-            use = uses[inner] = _use(inner, leaf, dims[path] is not None, sharded, region)
+            is_norm = dims[path] is not None and leaf.axes[0] in normed and leaf.axes[1:] == () and "norm" in inner
+            use = Use("norm", False) if is_norm else _use(leaf, dims[path] is not None, sharded, region)
+            uses[inner] = use
             uses |= {f"{inner}.{part}": one for part, one in _adapted(use, _is_inside(leaf, sharded)).items()}
     return found
 
@@ -97,10 +100,22 @@ def sharded_dims(
     for keys, heads in _KEYS.items():
         if keys in sharded and heads not in sharded:
             raise ValueError(f"The rules divide {keys} over 'tp' and not {heads}: name both.")
+    norms = [path for path, leaf in spec.items() if leaf.axes == ("linear_heads",) and path.endswith("norm")]
+    if "linear_heads" in sharded and norms and _replicated_groups(spec, dims) - {1}:
+        raise ValueError(
+            f"{norms[0]} normalizes groups of heads, each of which would lie on some of the processes: their number "
+            f"must be 1 or a multiple of {sizes['tp']}; leave linear_heads out of the rules."
+        )
     axes = {axis for leaf in spec.values() for axis in leaf.axes} & set(SHARDED) - set(_KEYS)
     if sequence and axes - sharded:
         raise ValueError(f"sequence=True needs {min(axes - sharded)!r} divided over 'tp' too: name it in the rules.")
     return dims, sharded
+
+
+def _replicated_groups(spec: Mapping[str, Leaf], dims: Mapping[str, int | None]) -> set[int]:
+    """The numbers of key heads, or groups of heads, of recurrent layers whose key heads every rank holds."""
+    leaves = [leaf for path, leaf in spec.items() if "linear_kv_heads" in leaf.axes and dims[path] is None]
+    return {leaf.shape[0] // leaf.unit for leaf in leaves}
 
 
 def _check_heads(path: str, leaf: Leaf, keys: str, is_part: bool, size: int) -> None:
@@ -131,12 +146,12 @@ def path_in_layer(path: str) -> str | None:
     return ".".join(parts[3:]) if parts[0] == "mtp" and parts[2] == "block" else None
 
 
-def _use(path: str, leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
-    use = _use_trained(path, leaf, is_part, sharded, region)
+def _use(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
+    use = _use_trained(leaf, is_part, sharded, region)
     return use if leaf.trainable else replace(use, shared=False)
 
 
-def _use_trained(path: str, leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
+def _use_trained(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
     axes, sequence = leaf.axes, region.sequence
     if "expert" in axes:
         return Use("plain", not is_part and "expert_mlp" in sharded)
@@ -152,8 +167,7 @@ def _use_trained(path: str, leaf: Leaf, is_part: bool, sharded: frozenset[str], 
         rows = slice(first * leaf.unit, (first + count) * leaf.unit)
     if axes[-1] == "embed":
         return Use("read", not is_part, rows)
-    kind = "norm" if is_part and axes in (("heads",), ("kv_heads",)) and "norm" in path else "plain"
-    return Use(kind, not is_part, rows)
+    return Use("plain", not is_part, rows)
 
 
 def _is_inside(leaf: Leaf, sharded: frozenset[str]) -> bool:
