@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", HEADS),
     "lfm2": ("lfm2_bias_untied", HEADS),
     "mamba2": ("mamba2", {}),
+    "qwen3_5": ("qwen3_5", HEADS),  # with positions of time, height and width
 }
 LENGTH = 32  # two pieces for each of four ranks
 
@@ -64,6 +65,8 @@ def batch_of(name: str) -> dict[str, Tensor]:
     positions[2] += 5
     labels[:, 17:21] = -100
     labels[2, ::3] = -100
+    if name == "qwen3_5":
+        positions = torch.stack((positions, positions + positions % 3, positions + positions % 2), -1)
     made = {"tokens": batch.tokens, "positions": positions, "segment_ids": segments, "labels": labels}
     return train.look_ahead(made, 2) if name == "mtp" else made
 
@@ -136,7 +139,7 @@ def every_method_in_order(name: str) -> list[float]:
     return [compared(name, method, order, inner)["worst"] for method, order, inner in IN_ORDER]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2", "qwen3_5"])
 def test_layers_that_read_tokens_in_order_go_on_from_the_rank_before(ranks: Ranks, name: str) -> None:
     """Documents straddle every border, end on one, and leave ranks without a token."""
     for found in ranks(4)(every_method_in_order, name):
