@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.mask import attention_part
+from fnmodels.models.common.registry import field_of
 from fnmodels.options import ForwardOptions
 from tests.support.cases import (
     Batch,
@@ -88,12 +89,20 @@ def test_tables_depend_on_their_positions_only(case: Case) -> None:
 
 
 @every_structure
-def test_positions_of_several_axes_are_refused(case: Case) -> None:
-    """By each family without such tables, currently all of them; never read as a single axis."""
+def test_positions_of_several_axes(case: Case) -> None:
+    """Refused by each model without such tables, never read as a single axis; equal axes are one."""
     mixed = batch_of(case.config, MIXED)
-    positions = mixed.positions[..., None].expand(*MIXED.shape, 3)
+    given: dict[str, Any] = {
+        "positions": mixed.positions[..., None].expand(*MIXED.shape, 3),
+        "segment_ids": MIXED,
+        "length": 24,
+    }
+    if field_of(case.config, "mrope_section"):
+        tables = fnmodels.prepare(case.config, mixed.tokens, **given)[2]
+        assert tree.leaves(tables) and all(map(torch.equal, tree.leaves(tables), tree.leaves(mixed.prepared()[2])))
+        return
     with pytest.raises(ValueError, match=r"positions must be \[B, S\], not \[4, 12, 3\]"):
-        fnmodels.prepare(case.config, mixed.tokens, positions=positions, segment_ids=MIXED, length=24)
+        fnmodels.prepare(case.config, mixed.tokens, **given)
 
 
 def orders(length: int, batch: int) -> list[Tensor]:
