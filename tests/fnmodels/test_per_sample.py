@@ -75,13 +75,16 @@ def test_any_kernel_with_the_layout_of_the_whole_batch(case: Case) -> None:
 
 @every_dense_structure
 def test_low_precision(case: Case) -> None:
-    """As far from vmap(grad) as sums in another order are: bf16 has 8 bits."""
+    """As far from vmap(grad) as sums in another order are, or about as near to the gradients in fp64: bf16 has 8 bits."""
     params, batch, loss = problem(case, dtype=torch.bfloat16)
     want = vmap(grad(loss), in_dims=(None, 0))(params, fnmodels.rows(batch))
     got = fnmodels.per_sample_gradients(loss, params, batch)[0]
+    exact = tree.flatten(fnmodels.per_sample_gradients(loss, tree.map(Tensor.double, params), batch)[0])
     for (path, a), b in zip(tree.flatten(got).items(), tree.leaves(want), strict=True):
         assert a.dtype is torch.bfloat16
-        assert float((a.double() - b.double()).norm()) <= 0.1 * float(b.double().norm()) + 0.05, path
+        pairs = (a, b), (a, exact[path]), (b, exact[path])
+        off, ours, theirs = (float((x.double() - y.double()).norm()) for x, y in pairs)
+        assert off <= 0.1 * float(b.double().norm()) + 0.05 or ours <= 3 * theirs, path
 
 
 def _ordered(problem: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
