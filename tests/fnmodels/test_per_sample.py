@@ -75,7 +75,7 @@ def test_any_kernel_with_the_layout_of_the_whole_batch(case: Case) -> None:
 
 @every_dense_structure
 def test_low_precision(case: Case) -> None:
-    """As far from vmap(grad) as sums in another order are, or about as near to the gradients in fp64: bf16 has 8 bits."""
+    """As near to vmap(grad) as sums in another order, or to the gradients in fp64 as that: bf16 has 8 bits."""
     params, batch, loss = problem(case, dtype=torch.bfloat16)
     want = vmap(grad(loss), in_dims=(None, 0))(params, fnmodels.rows(batch))
     got = fnmodels.per_sample_gradients(loss, params, batch)[0]
