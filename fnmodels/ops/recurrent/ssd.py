@@ -47,7 +47,7 @@ def ssd(
     if heads % B.shape[2]:
         raise ValueError(f"{heads} heads are not a multiple of {B.shape[2]} groups.")
     if (before_here := before_of(kernel, state)) is not None:
-        return _continued(x, dt, A, B, C, D, segment_ids, before_here, chunk)
+        return _continued((x, dt, B, C), (A, D), segment_ids, before_here, chunk)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if state is None:
         state, last = torch.zeros(rows, heads, width, B.shape[3], dtype=dtype, device=x.device), None
@@ -62,17 +62,10 @@ def ssd(
 
 
 def _continued(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    segment_ids: Tensor,
-    before: Before,
-    chunk: int,
+    along: tuple[Tensor, ...], constants: tuple[Tensor, Tensor], segment_ids: Tensor, before: Before, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """`ssd` after the pieces of other processes: what the piece makes of zeros, and of the state before it."""
+    (x, dt, B, C), (A, D) = along, constants
     y, own = ssd(x, dt, A, B, C, D, segment_ids, chunk=chunk, kernel=before.kernel)
     segments = segment_ids.expand(x.shape[:2])
     goes_on = (runs(segments, before.segment(segment_ids))[0] == 0)[..., None]  # the first tokens of a row
