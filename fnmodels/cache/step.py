@@ -13,6 +13,7 @@ from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, simplify
 from fnmodels.inputs.values import has_values
 from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed
+from fnmodels.ops.attention.invariant import TILE
 from fnmodels.ops.attention.select import ByIndex
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.slots import SlotUse, write
@@ -107,7 +108,8 @@ def _step(
         key = id(mask), slots.ring
         if key not in plans:
             needs_mask = field_of(config, "attention_softcap") is not None or any(map(is_indexed, cache.slots))
-            plans[key] = _plan(mask, slots, free, maskless=not needs_mask and options.kernel in ("auto", "sdpa"))
+            maskless = not needs_mask and options.kernel in ("auto", "sdpa")
+            plans[key] = _plan(mask, slots, free, maskless=maskless, multiple=TILE if options.invariant else 1)
         of_kind[kind] = plans[key]
     if free and options.kernel == "auto" and options.layout is None:
         options = replace(options, layout=_new_layout(list(plans.values())))
@@ -148,8 +150,10 @@ class _Plan:
     use: SlotUse
 
 
-def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool) -> _Plan:
-    """free: shapes may depend on values. maskless: attention without any mask may replace a mask that is all True."""
+def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int) -> _Plan:
+    """free: shapes may depend on values. maskless: attention without any mask may replace a mask that is
+    all True. multiple: so many slots are read at a time.
+    """
     batch, tokens = slots.segments.shape[0], mask.q_segments.shape[1]
     positions, segments = (t.expand(batch, tokens) for t in (mask.q_positions, mask.q_segments))
     index = slots.index_of(positions, segments)
@@ -165,7 +169,7 @@ def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool) -> _Plan:
     if not (free and readable and segments.is_cpu):
         return _Plan(index, after, seen, SlotUse("slots"))
     last = torch.arange(1, after.segments.shape[1] + 1).where(after.occupied, 1).amax()
-    length = int(last)
+    length = min(-(-int(last) // multiple) * multiple, after.segments.shape[1])
     seen = seen.select(slice(None), slice(length))
     use = SlotUse("slots", length, full=bool((index < slots.segments.shape[1]).all()))
     return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)

@@ -27,6 +27,8 @@ TILE = 128  # positions
 ROWS = 4  # a product has a multiple of so many rows,
 WIDTH = 16  # and of so many columns
 
+_COPIED = 1 << 19  # numbers of keys: fewer are copied, which takes less time than a call per group
+
 Pair = tuple[int, int]
 
 
@@ -184,17 +186,23 @@ def invariant_attention(
             f"{list(k.shape)}."
         )
     groups, width, dtype = k.shape[2], v.shape[3], v.dtype
-    q, k, v = (F.pad(upcast(t), (0, -t.shape[3] % WIDTH)) if t.shape[3] % WIDTH else upcast(t) for t in (q, k, v))
-    k, v = (rearrange(_rows(t, plan.keys, TILE), "r k g h -> (r g) k h").contiguous() for t in (k, v))
     repeats = q.shape[2] // groups
-    queries = _rows(q, plan.queries, TILE if plan.aligned else ROWS // math.gcd(ROWS, repeats))
-    queries = rearrange(queries, "r q (g n) h -> (r g) n q h", g=groups).contiguous()
-    if sinks is not None:
-        sinks = upcast(sinks).view(groups, repeats).repeat(len(queries) // groups, 1)
-    out = _Tiled.apply(queries, k, v, sinks, plan, scale, softcap)[0][..., :width]
-    out = rearrange(out.to(dtype), "(r g) n q h -> r q (g n) h", g=groups)
+    q, k, v = (F.pad(upcast(t), (0, -t.shape[3] % WIDTH)) if t.shape[3] % WIDTH else upcast(t) for t in (q, k, v))
+    k, v = (_rows(t, plan.keys, TILE) for t in (k, v))
+    q = _rows(q, plan.queries, TILE if plan.aligned else ROWS // math.gcd(ROWS, repeats))
+    q = rearrange(q, "r q (g n) h -> g r n q h", g=groups)
+    logits = None if sinks is None else upcast(sinks).view(groups, 1, repeats)
+    if torch.is_grad_enabled() or k.numel() < _COPIED:
+        k, v = (rearrange(t, "r k g h -> (g r) k h").contiguous() for t in (k, v))
+        every = None if logits is None else logits.expand(-1, q.shape[1], -1).flatten(0, 1)
+        run = _Tiled.apply if torch.is_grad_enabled() else _Tiled.forward  # a Function's call takes longer than a step
+        out = run(q.flatten(0, 1).contiguous(), k, v, every, plan, scale, softcap)[0].unflatten(0, (groups, -1))
+    else:  # without copies of keys and values, which a step of decoding reads once
+        parts = zip(q, k.unbind(2), v.unbind(2), [None] * groups if logits is None else logits, strict=True)
+        out = torch.stack([_Tiled.forward(*part, plan, scale, softcap)[0] for part in parts])
+    out = rearrange(out[..., :width].to(dtype), "g r n q h -> r q (g n) h")
     if plan.queries is None or plan.places is None:
-        return out[:, : q.shape[1]]
+        return out[:, : plan.shape[1]]
     return F.pad(out[:, : plan.queries.shape[1]].flatten(0, 1), (0, 0, 0, 0, 0, 1))[plan.places]
 
 
@@ -282,8 +290,7 @@ def _scores(
     for keys, mask in plan.masks_of(tile):
         mask = F.pad(mask, (0, 0, 0, q.shape[2] - mask.shape[1])) if mask.shape[1] < q.shape[2] else mask
         at = (keys - first) * TILE
-        part = scores.unflatten(0, (-1, len(scores) // len(mask)))[..., at : at + TILE]
-        part.masked_fill_(~mask[:, None, None], -torch.inf)
+        scores.unflatten(0, (-1, len(mask)))[..., at : at + TILE].masked_fill_(~mask[:, None], -torch.inf)
     return scores, slope
 
 

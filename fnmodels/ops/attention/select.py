@@ -80,7 +80,7 @@ def attention(
         return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
     if kernel == "varlen":
         return _varlen(q, k, v, mask, layout, scale, softcap, sinks)
-    q, k, v = first_order(kernel, q, k, v, vmap=kernel not in ("flex", "invariant"))
+    q, k, v = first_order(kernel, q, k, v, vmap=kernel != "flex")
     if kernel == "sdpa":
         if softcap is not None:
             raise ValueError(
