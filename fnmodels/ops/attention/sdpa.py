@@ -21,7 +21,9 @@ def sdpa_attention(
     """Shapes as in `ops.attention.select`. allowed: bool [B or 1, N or 1, Q, K] or None; causal: mask by index."""
     if sinks is not None:
         q, k, v, allowed = _with_sink(q, k, v, allowed, causal, scale, sinks)
-    width = v.shape[-1]
+    width, grouped = v.shape[-1], False
+    if q.shape[-2] != k.shape[-2]:  # not bool(...): where heads are symbols, dynamo makes that a symbol too
+        grouped = True
     q, k, v = _pad_to_equal_width(q, k, v)
     try:
         out = F.scaled_dot_product_attention(
@@ -31,7 +33,7 @@ def sdpa_attention(
             attn_mask=allowed,
             is_causal=causal,
             scale=scale,
-            enable_gqa=bool(q.shape[-2] != k.shape[-2]),
+            enable_gqa=grouped,
         ).transpose(1, 2)
     except NotImplementedError:  # forward mode under no_grad, where `first_order` adds no guard
         refuse("sdpa")

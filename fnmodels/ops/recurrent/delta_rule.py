@@ -69,7 +69,8 @@ def delta_rule(
     valid = (segment_ids > 0)[..., None]
     g = upcast(g).where(valid if g.ndim == 3 else valid[..., None], 0)
     beta = upcast(beta).where(valid, 0)
-    step = functools.partial(_token if S == 1 else _chunk, normalize=normalize, scale=scale)
+    one = _token if S == 1 else functools.partial(_chunk, longest=chunk)
+    step = functools.partial(one, normalize=normalize, scale=scale)
     gradient = functools.partial(_chunk_gradient, normalize=normalize, scale=scale) if g.ndim == 3 else None
     return scan(step, state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel, gradient=gradient)
 
@@ -122,7 +123,7 @@ class _Solved(NamedTuple):
     corrections: Tensor  # [B, H, C, dv]
 
 
-def _solved(state: Tensor, q: Tensor, k: Tensor, along: tuple[Tensor, ...]) -> _Solved:
+def _solved(state: Tensor, q: Tensor, k: Tensor, along: tuple[Tensor, ...], longest: int) -> _Solved:
     _, _, v, g, beta, run, before = along
     heads, tokens = v.shape[2], v.shape[1]
     same = earlier_of_document(run)
@@ -134,7 +135,10 @@ def _solved(state: Tensor, q: Tensor, k: Tensor, along: tuple[Tensor, ...]) -> _
     both = torch.stack((k, q), dim=2)
     decay = None
     if g.ndim == 4:
-        pairs = _decayed_products(both, k, cum).where(same, 0)
+        # compiled for any length, which the halves below need to be a number
+        more = (0, 0, 0, longest - tokens if torch.compiler.is_compiling() else 0)
+        products = _decayed_products(*(F.pad(t, more) if more[3] else t for t in (both, k, cum)))
+        pairs = products[..., :tokens, :tokens].where(same, 0)
     else:
         decay = (cum - cum.transpose(-1, -2)).to(k.dtype)[:, :, None].clamp(max=0).exp().where(same, 0)
         pairs = (both.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (2, tokens)) * decay
@@ -147,9 +151,12 @@ def _solved(state: Tensor, q: Tensor, k: Tensor, along: tuple[Tensor, ...]) -> _
     return _Solved(both, v, beta, since, until, decay, pairs, read, inverse, corrections)
 
 
-def _chunk(state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _chunk(
+    state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool, scale: float, longest: int
+) -> tuple[Tensor, Tensor]:
+    """At most `longest` tokens."""
     q, k = _prepared(along[0], along[1], normalize, scale)
-    c = _solved(state, q, k, along)
+    c = _solved(state, q, k, along, longest)
     o = c.read[:, :, 1] + c.pairs[:, :, 1] @ c.corrections
     decayed, written = c.since[:, :, -1, :, None] * state, c.both[:, :, 0] * c.until
     state = _plus_product(decayed, written.transpose(-1, -2), c.corrections)
@@ -170,7 +177,7 @@ def _chunk_gradient(
     with torch.enable_grad():
         given_q, given_k = (t.detach().requires_grad_() for t in along[:2])
         q, k = _prepared(given_q, given_k, normalize, scale)
-    c = _solved(state, q.detach(), k.detach(), along)
+    c = _solved(state, q.detach(), k.detach(), along, len(along[0][0]))
     assert c.decay is not None
     heads, key, u = given_k.shape[2], c.both[:, :, 0], c.corrections
     d_o, written = upcast(grad_o).transpose(1, 2), key * c.until
