@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", HEADS),
     "lfm2": ("lfm2_bias_untied", HEADS),
     "mamba2": ("mamba2", {}),
+    "falcon_h1": ("falcon_h1", HEADS),  # attention and a recurrence in one layer
     "qwen3_5": ("qwen3_5", HEADS),  # with positions of time, height and width
 }
 LENGTH = 32  # two pieces for each of four ranks
@@ -139,7 +140,7 @@ def every_method_in_order(name: str) -> list[float]:
     return [compared(name, method, order, inner)["worst"] for method, order, inner in IN_ORDER]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2", "falcon_h1", "qwen3_5"])
 def test_layers_that_read_tokens_in_order_go_on_from_the_rank_before(ranks: Ranks, name: str) -> None:
     """Documents straddle every border, end on one, and leave ranks without a token."""
     for found in ranks(4)(every_method_in_order, name):
