@@ -1,5 +1,6 @@
 """Programs made of the forward pass: exported for any batch and length, saved and loaded; Inductor; AOTInductor."""
 
+import dataclasses
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,6 +83,11 @@ def assert_runs(config: Any, params: Any, run: Callable[..., Tensor], tolerance:
         torch.testing.assert_close(run(*arguments), want, rtol=tolerance, atol=tolerance)
 
 
+def choosing(config: Any) -> Any:
+    """With a choice of keys in every shape: a program with one is for rows of more than index_topk tokens."""
+    return dataclasses.replace(config, index_topk=1) if hasattr(config, "index_topk") else config
+
+
 def tolerance_of(case: Case) -> float:
     """A graph computes experts as "dense" does, and eager mode as "loop" or "grouped"."""
     return 1e-5 if is_routed(case.config) else 1e-6
@@ -104,7 +110,7 @@ def test_export_with_parameters_as_input(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", richest(kinds_of), ids=str)
 def test_export_with_parameters_as_state(case: Case) -> None:
-    config = shortest(case.config)
+    config = choosing(shortest(case.config))
     params = generic_params(config)
     program = exported(config, AsState(config, params))
     assert len(program.state_dict) == len(tree.leaves(params))

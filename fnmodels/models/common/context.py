@@ -121,7 +121,6 @@ class Context:
         q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
         return self.tap("z", self._attention(q, k, v, mask, scale=scale))
 
-    @torch.no_grad()
     def choose(
         self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer
     ) -> MaskLike:
@@ -132,9 +131,16 @@ class Context:
         "choices", int64 [B, S, k]; the keyword `choices` of the block's call, a choice made before, replaces it.
         Where no query has more than `indexer.count` keys nothing is chosen: the mask is returned as it is.
         """
+        with torch.no_grad():  # no decorator, which dynamo cannot read on a method
+            # Another tensor than x: what a wrapper of weights keeps of it here has no gradient.
+            return self._chosen(weights, x.detach(), freqs, mask, indexer)
+
+    def _chosen(
+        self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, indexer: Indexer
+    ) -> MaskLike:
         own, given, kernel = weights.get("indexer"), self.tensors.get("choices"), self.options.kernel
         everything, cached = given is None and shape_of(mask)[-1] <= indexer.count, "cache" in self.tensors
-        k, x = None, x.detach()  # another tensor: what a wrapper of weights keeps of x here has no gradient
+        k: Tensor | None = None
         if own is not None and (cached or (given is None and not everything)):
             k = index_keys(own, x, freqs, indexer)
             k = self._extend({"index": k})["index"] if cached else k
