@@ -18,6 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fnmodels.errors import UserError
+from fnmodels.options import Kernel
 from params.io.files import read_json
 from train.data.chat import Template, read_template, render, special_tokens
 from train.generation.loops import serve
@@ -37,7 +38,7 @@ class Checkpoint(LM):
     """A checkpoint folder (config.json, *.safetensors and tokenizer.json, or adapters) as a model of the harness.
 
     dtype: of the weights; None: as stored. add_special_tokens: whether the tokenizer adds its special tokens in front,
-    such as <bos>, as `hf` does now (lm-eval 0.4.9: for Gemma only). batch_tokens: see `score_continuations`.
+    such as <bos>, as `hf` does now (lm-eval 0.4.9: for Gemma only). batch_tokens, kernel: see `score_continuations`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Checkpoint(LM):
         device: str | None = None,
         add_special_tokens: bool = True,
         batch_tokens: int = ROW_TOKENS,
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__()
         self.folder = Path(folder)
@@ -61,7 +63,7 @@ class Checkpoint(LM):
         other = read_json(weights_folder(self.folder) / "config.json").get("bos_token_id")
         self._first = next((token for token in (begin, end, other, *ends) if token is not None), None)
         self.ends = ends if end is None else (end, *ends)
-        self.add_special_tokens, self.batch_tokens = add_special_tokens, batch_tokens
+        self.add_special_tokens, self.batch_tokens, self.kernel = add_special_tokens, batch_tokens, kernel
 
     @property
     def first(self) -> int:
@@ -89,7 +91,10 @@ class Checkpoint(LM):
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         pairs = [self.pair(*request.args) for request in requests]
-        return score_continuations(self.params, self.config, pairs, batch_tokens=self.batch_tokens)
+        return self._score(pairs)
+
+    def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        return score_continuations(self.params, self.config, pairs, batch_tokens=self.batch_tokens, kernel=self.kernel)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probabilities of full texts, each token predicted once, in windows of the model's length."""
@@ -100,7 +105,7 @@ class Checkpoint(LM):
                 pairs.append(make_disjoint_window(window))
                 owners.append(index)
         sums = [0.0] * len(requests)
-        found = score_continuations(self.params, self.config, pairs, batch_tokens=self.batch_tokens)
+        found = self._score(pairs)
         for owner, (logp, _) in zip(owners, found, strict=True):
             sums[owner] += logp
         return sums
@@ -116,6 +121,7 @@ class Checkpoint(LM):
             slots=max(1, min(len(made), self.batch_tokens // capacity)),
             capacity=capacity,
             tokenizer=self._tokenizer,
+            kernel=self.kernel,
             skip_special_tokens=False,  # a stop text may be a special token, which the decoded answer leaves out
         )
         with tqdm(total=len(made), disable=disable_tqdm, desc="Running generate_until requests") as bar:

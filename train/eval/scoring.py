@@ -1,6 +1,7 @@
 """Log-probabilities of continuations given their contexts, in batches, for evaluation."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,7 +9,8 @@ from torch import Tensor
 import fnmodels
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import DecoderConfig
-from fnmodels.options import ForwardOptions
+from fnmodels.ops.invariant import invariant_rows
+from fnmodels.options import ForwardOptions, Kernel
 from fnmodels.tree import Tree
 from train.generation.prompts import activations, prefilled, run_all
 from train.losses.lm_head import CHUNK
@@ -25,14 +27,19 @@ SHARED_NEW = 32  # tokens of the longest continuation for which pairs share the 
 
 @torch.no_grad()
 def score_continuations(
-    params: Tree, config: DecoderConfig, pairs: Sequence[Pair], *, batch_tokens: int = ROW_TOKENS
+    params: Tree,
+    config: DecoderConfig,
+    pairs: Sequence[Pair],
+    *,
+    batch_tokens: int = ROW_TOKENS,
+    kernel: Kernel = "auto",
 ) -> list[tuple[float, bool]]:
     """(log-probability of the continuation in nats, whether greedy decoding yields it) of each (context, continuation).
 
     Computed in at least fp32. A context is truncated from the left to fit `max_position_embeddings` + 1 tokens with its
-    continuation. batch_tokens: the size of batches, of rows of similar length; results do not depend on it. A context
-    that several pairs share is computed once per batch. ValueError where a context is empty, or a continuation alone is
-    too long.
+    continuation. batch_tokens: the size of batches, of rows of similar length; results do not depend on it, with
+    kernel="invariant" to the last bit. A context that several pairs share is computed once per batch. ValueError where
+    a context is empty, or a continuation alone is too long.
     """
     longest = config.max_position_embeddings
     rows = [_row(context, continuation, longest) for context, continuation in pairs]
@@ -40,8 +47,9 @@ def score_continuations(
     alone, shared = _by_context(rows)
     batches = [(_score_batch, indices) for indices in _batches(rows, alone, batch_tokens)]
     batches += [(_score_shared, indices) for indices in _batches(rows, shared, batch_tokens)]
+    options = ForwardOptions(kernel)
     for score, indices in batches:
-        logp, likeliest = score(params, config, [rows[i] for i in indices])
+        logp, likeliest = score(params, config, [rows[i] for i in indices], options)
         for index, value, greedy in zip(indices, logp.tolist(), likeliest.tolist(), strict=True):
             found[index] = (value, greedy)
     return found
@@ -83,7 +91,9 @@ def _batches(rows: list[Row], order: list[int], batch_tokens: int) -> Iterator[l
         order = order[size:]
 
 
-def _score_batch(params: Tree, config: DecoderConfig, rows: list[Row]) -> tuple[Tensor, Tensor]:
+def _score_batch(
+    params: Tree, config: DecoderConfig, rows: list[Row], options: ForwardOptions
+) -> tuple[Tensor, Tensor]:
     width = max(len(tokens) for tokens, _ in rows) - 1
     shape = (len(rows), width)
     batch = {"tokens": torch.zeros(shape, dtype=torch.int64), "positions": torch.arange(width).expand(shape)}
@@ -98,11 +108,12 @@ def _score_batch(params: Tree, config: DecoderConfig, rows: list[Row]) -> tuple[
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     # Rope tables that depend on the length use each row's own, not that of the padded batch.
     length = batch["segment_ids"].sum(1)
-    x = model_states(params, batch, config=config, length=length, options=ForwardOptions(layout=layout)).x
+    x = model_states(params, batch, config=config, length=length, options=replace(options, layout=layout)).x
     family, valid = fnmodels.family_of(config), batch["labels"] != IGNORE
 
     def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = family.unembed(params, x[None], config=config)[0]
+        with invariant_rows(options.invariant):
+            logits = family.unembed(params, x[None], config=config)[0]
         return scores(logits, labels, 1.0)[0], logits.argmax(-1) == labels
 
     labels = batch["labels"][valid]
@@ -112,13 +123,17 @@ def _score_batch(params: Tree, config: DecoderConfig, rows: list[Row]) -> tuple[
     return torch.zeros(len(rows), dtype=torch.float64, device=device).index_add(0, row, logp.double()), wrong == 0
 
 
-def _score_shared(params: Tree, config: DecoderConfig, rows: list[Row]) -> tuple[Tensor, Tensor]:
+def _score_shared(
+    params: Tree, config: DecoderConfig, rows: list[Row], options: ForwardOptions
+) -> tuple[Tensor, Tensor]:
     """`_score_batch` with a cache: each distinct context is computed once, then all continuations in one step."""
     _, device = activations(params)
     shape = len(rows), max(new for _, new in rows)
     sizes = [len(tokens) - 1 for tokens, _ in rows]
     contexts = [tokens[: len(tokens) - new] for tokens, new in rows]
-    cache = run_all(prefilled(params, config, contexts, sizes, capacity=max(sizes), chunk=ROW_TOKENS))
+    cache = run_all(
+        prefilled(params, config, contexts, sizes, capacity=max(sizes), chunk=ROW_TOKENS, kernel=options.kernel)
+    )
     ids, segment_ids, labels = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.full(shape, IGNORE)
     for i, (tokens, new) in enumerate(rows):
         known = torch.tensor(tokens[len(tokens) - new - 1 :])
@@ -126,6 +141,6 @@ def _score_shared(params: Tree, config: DecoderConfig, rows: list[Row]) -> tuple
     ids, segment_ids, labels = (tensor.to(device) for tensor in (ids, segment_ids, labels))
     length = torch.tensor(sizes, device=device)
     step = fnmodels.prepare_step(config, ids, cache, segment_ids=segment_ids, length=length)
-    logits, _ = fnmodels.decode_(params, *step, cache, config=config)
+    logits, _ = fnmodels.decode_(params, *step, cache, config=config, kernel=options.kernel)
     likeliest = (logits.argmax(-1) == labels) | (labels == IGNORE)
     return scores(logits, labels, 1.0)[0].double().sum(1), likeliest.all(1)

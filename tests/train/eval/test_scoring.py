@@ -86,3 +86,12 @@ def test_a_context_that_is_too_long_loses_its_beginning() -> None:
 def test_nothing_to_score() -> None:
     config = CASES["llama"].config
     assert score_continuations(generic_params(config), config, []) == []
+
+
+def test_with_invariant_products_batches_change_no_bit() -> None:
+    params, config = generic_params(CASES["llama"].config), CASES["llama"].config
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (60,), generator=draw).tolist()
+    pairs = [(ids[:20], ids[20:23]), (ids[:20], ids[40:45]), (ids[5:9], ids[30:45]), (ids[:1], ids[50:52])]
+    found = [score_continuations(params, config, pairs, batch_tokens=n, kernel="invariant") for n in (1, 30, 4096)]
+    assert found[0] == found[1] == found[2]
