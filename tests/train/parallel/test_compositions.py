@@ -408,8 +408,8 @@ def another_head(patch: pytest.MonkeyPatch) -> None:
     """The KV head of another rank."""
     use = leaf_roles._use
 
-    def shifted(path: str, leaf: Any, is_part: bool, divided: Any, region: Region) -> Any:
-        return use(path, leaf, is_part, divided, dataclasses.replace(region, rank=(region.rank + 2) % region.size))
+    def shifted(leaf: Any, is_part: bool, divided: Any, region: Region) -> Any:
+        return use(leaf, is_part, divided, dataclasses.replace(region, rank=(region.rank + 2) % region.size))
 
     patch.setattr(leaf_roles, "_use", shifted)
 
