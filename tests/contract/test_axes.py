@@ -43,7 +43,6 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
             faults.append(f"{path} is a vector on the residual stream, so its axis is 'embed', not {leaf.axes[0]!r}.")
         entry = (leaf.axes[0], leaf.shape[0])
         alone = {"head_dim", "linear_head_dim", "activation"} | ({"heads"} if leaf.unit == 1 else set())
-        alone |= {"linear_kv_heads"} if inner[-1] == "norm" else set()  # of groups of heads
         if len(leaf.shape) == 1 and not on_stream and entry not in matrices[layer_of(path)] and entry[0] not in alone:
             faults.append(f"{path} has the axis {entry[0]!r} of {entry[1]}, which no matrix of its layer has.")
         if "norm" in inner[-1] and {"attention", "mamba"} & set(inner):

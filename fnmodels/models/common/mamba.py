@@ -145,9 +145,7 @@ def mamba_leaves(width: int, mixer: Mamba, *, std: float) -> dict[str, Leaf]:
     leaves["dt_bias"] = Leaf((heads,), torch.float32, ("linear_heads",), steps, decay=False)
     leaves["D"] = norm(heads, "linear_heads")
     if mixer.norm != "none":
-        inner, several = mixer.rows["x"], mixer.groups > 1  # processes share the groups of the norm, or its heads
-        size = inner // mixer.groups if several else mixer.head_dim
-        leaves["norm"] = norm(inner, "linear_kv_heads" if several else "linear_heads", unit=size)
+        leaves["norm"] = norm(mixer.rows["x"], "linear_heads", unit=mixer.head_dim)
     leaves["o_proj"] = weight((width, mixer.rows["x"]), ("embed", "linear_heads"), std, unit=mixer.head_dim)
     return leaves | ({"o_bias": bias(width, "embed")} if mixer.out_bias else {})
 
