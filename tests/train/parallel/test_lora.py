@@ -30,7 +30,7 @@ def noisy(path: str, leaf: Tensor) -> Tensor:
 def targets_of(name: str) -> tuple[str, ...]:
     """Every linear map of a layer."""
     leaves = tree.flatten(spec_of(name)).items()
-    return tuple({path.rpartition(".")[2] for path, leaf in leaves if lora._is_linear(path, leaf)} - {"lm_head"})
+    return tuple({path.rpartition(".")[2] for path, leaf in leaves if lora.is_linear(path, leaf)} - {"lm_head"})
 
 
 def errors_of(name: str, mesh_text: str, strategy: dict[str, Any], folder: str) -> dict[str, float]:
