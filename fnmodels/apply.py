@@ -32,6 +32,7 @@ from fnmodels.models.common.registry import (
     is_indexed,
     may_have,
     own_choices,
+    source_kind,
 )
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.invariant import invariant_rows
@@ -81,6 +82,8 @@ def prepare(
     family = family_of(config)
     check_fields(config)
     inputs = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
+    if field_of(config, "hidden_size_per_layer_input") and not tokens.is_floating_point():
+        inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
     masks = family.attention_masks(config, positions, segment_ids)
     return inputs, masks, family.freqs_cis(config, positions, length=length)
 
@@ -219,7 +222,10 @@ def _hidden(
     _check_tuple(taps)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
-    batch = _Batch(masks, freqs_cis, valid, routing, choices, cache)
+    extra = None
+    if field_of(config, "hidden_size_per_layer_input"):
+        extra = _cleared(may_have(family, "layer_inputs")(params, inputs, x, config=config), valid)
+    batch = _Batch(masks, freqs_cis, valid, routing, choices, cache, extra)
     x, tapped, entries = _run(params, x, batch, range(len(kinds)), config, in_layers, options)
     ends["hidden"] = x
     for tap in taps:
@@ -243,6 +249,7 @@ def run_layers(
     valid: Tensor | None = None,
     routing: Tensor | None = None,
     choices: Tensor | None = None,
+    layer_inputs: Tensor | None = None,
     taps: tuple[str, ...] = (),
     cache: Mapping[int, Entry] | CacheStep | None = None,
     **options: Unpack[ForwardKwargs],
@@ -255,11 +262,15 @@ def run_layers(
     valid: [B, S] bool, False at padding; by default taken from `masks` where these are `Mask`s. Padding of x is set to
         zero before layer 0, as in `forward`, and MoE layers do not route it.
     routing, choices: those of the full model. taps, options: as in `forward`.
+    layer_inputs: [B, S, layers of the full model, P], what the family's function of this name returns, for a config
+        with hidden_size_per_layer_input.
+
+    ValueError for a layer that reads keys and values of an earlier one which is not run here.
     """
     if lo == 0:  # not in later stages: their input is finite already, and they match the full model bit for bit
         x = _cleared(x, _said_by(masks, x) if valid is None else valid)
     step = CacheStep(cache) if isinstance(cache, Mapping) else cache
-    batch = _Batch(masks, freqs_cis, valid, routing, choices, step)
+    batch = _Batch(masks, freqs_cis, valid, routing, choices, step, layer_inputs)
     how = ForwardOptions(**options)
     if isinstance(params, RunParams):
         how = params.run.adapted(how, masks)
@@ -293,9 +304,9 @@ class CacheStep:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Batch tensors that layers read: masks and tables by kind, valid [B, S], cache; of all layers routing and choices.
+    """Batch tensors that layers read: masks and tables by kind, valid [B, S], cache; of all layers the others.
 
-    routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k].
+    routing: [B, S, MoE layers, k]. choices: [B, S, layers with an indexer, k]. layer_inputs: [B, S, layers, P].
     """
 
     masks: Mapping[str, MaskLike]
@@ -304,6 +315,7 @@ class _Batch:
     routing: Tensor | None
     choices: Tensor | None
     cache: CacheStep | None = None
+    layer_inputs: Tensor | None = None
 
 
 def _run(
@@ -335,6 +347,12 @@ def _run(
     if batch.choices is not None:
         _check_choices(batch.choices, x, len(indexed))
     blocks = _bound_blocks(family, config, used, tuple(sorted({name for _, name in wanted})), options, cache)
+    if field_of(config, "hidden_size_per_layer_input") and batch.layer_inputs is None:
+        raise ValueError(
+            "Each layer of this model reads embeddings of the token ids beside the residual stream: pass layer_inputs "
+            "[B, S, layers, P], which the family's function of this name computes."
+        )
+    lent: dict[str, Entry] = {}
     tapped: dict[str, Tensor] = {}
     entries: dict[int, Entry] = {}
     chosen: Tensor | None = None
@@ -346,6 +364,10 @@ def _run(
             tensors |= {"valid": valid, "routing": None if routing is None else routing[:, :, sparse.index(index)]}
         if is_indexed(kind):
             tensors["choices"] = _choice(index, indexed, batch.choices, chosen)
+        if batch.layer_inputs is not None:
+            tensors["layer_input"] = batch.layer_inputs[:, :, index]
+        if source := source_kind(kind):
+            tensors["kv"] = _lent(lent, source, index, lo)
         result = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors)
         if not isinstance(result, tuple):
             raise TypeError(
@@ -356,6 +378,8 @@ def _run(
         if cache is not None:
             entries[index] = aux.get("cache", {})
         chosen = aux.get("chosen", chosen)
+        if "kv" in aux:
+            lent[kind] = aux["kv"]
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
@@ -367,6 +391,16 @@ def _choice(index: int, indexed: list[int], replay: Tensor | None, chosen: Tenso
     if replay is not None:
         return replay[:, :, bisect.bisect(indexed, index) - 1]
     return None if index in indexed else chosen
+
+
+def _lent(lent: Mapping[str, Entry], source: str, index: int, lo: int) -> Entry:
+    """The keys and values of the last layer of the kind `source`; ValueError if none ran here."""
+    if source not in lent:
+        raise ValueError(
+            f"Layer {index} reads the keys and values of the last layer of kind {source!r}, which is before layer "
+            f"{lo}, the first that runs here: one call must run both."
+        )
+    return lent[source]
 
 
 def _ready_masks(
@@ -423,7 +457,7 @@ def _sparse(family: Family, kind: str) -> bool:
 
 
 def _cleared(x: Tensor, valid: Tensor | None) -> Tensor:
-    """x [B, S, D] with zeros at padding, if `valid` is given: a masked key has weight 0, but 0 times NaN is NaN."""
+    """x [B, S, ...] with zeros at padding, if `valid` is given: a masked key has weight 0, but 0 times NaN is NaN."""
     if valid is None:
         return x
     if valid.shape != x.shape[:2] or valid.dtype != torch.bool:
@@ -431,7 +465,7 @@ def _cleared(x: Tensor, valid: Tensor | None) -> Tensor:
             f"valid must be bool {list(x.shape[:2])} like the tokens, not {str(valid.dtype).removeprefix('torch.')} "
             f"{list(valid.shape)}."
         )
-    return x.where(valid[..., None], 0)
+    return x.where(valid.reshape(*valid.shape, *[1] * (x.ndim - 2)), 0)
 
 
 def _said_by(masks: Mapping[str, MaskLike], x: Tensor) -> Tensor | None:

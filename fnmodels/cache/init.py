@@ -11,7 +11,7 @@ from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, source_kind
 from fnmodels.ops.slots import SLOTTED, Entry
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
@@ -88,8 +88,8 @@ class _Recorder(Context):
         self._put(new)
         return new
 
-    def moe(self, layer: Tree, x: Tensor, route: Any, **_: Any) -> Tensor:
-        return x
+    def moe(self, layer: Tree, x: Tensor | tuple[Tensor, Tensor], route: Any, **_: Any) -> Tensor:
+        return x[1] if isinstance(x, tuple) else x
 
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # without batch and slots; dtype; whether it has slots
@@ -106,16 +106,22 @@ def _entries(config: Any, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
     masks = family.attention_masks(config, first, first + 1)
     tables = family.freqs_cis(config, first, length=1)
     options = ForwardOptions(context=_Recorder)
+    more = {}
+    if width := field_of(config, "hidden_size_per_layer_input"):
+        more["layer_input"] = torch.empty(1, 1, width, dtype=dtype, device="meta")
     found: dict[Any, dict[str, Shape]] = {}
-    entries = []
+    entries: list[dict[str, Shape]] = []
     for kind, layer in zip(family.kinds(config), family.spec(config)["layers"], strict=True):
+        if source_kind(kind):  # reads another layer's entry
+            entries.append({})
+            continue
         key = kind, tuple((path, leaf.shape) for path, leaf in tree.flatten(layer).items())
         if key not in found:
             weights = tree.map(lambda leaf: _abstract(leaf, dtype), layer)
             x = torch.empty(1, 1, config.hidden_size, dtype=dtype, device="meta")
             aux: dict[str, Any]
             statics: dict[str, Any] = {"config": config, "kind": kind, "options": options}
-            _, aux = family.block(weights, x, masks[kind], tables[kind], **statics, cache={})
+            _, aux = family.block(weights, x, masks[kind], tables[kind], **statics, **more, cache={})
             found[key] = {
                 name: (tuple(t.shape[2 if name in SLOTTED else 1 :]), t.dtype, name in SLOTTED)
                 for name, t in aux.get("cache", {}).items()

@@ -11,7 +11,7 @@ from fnmodels.apply import prepare
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.segments import positions_from_segments
 from fnmodels.inputs.values import has_values
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, source_kind
 
 from .value import Cache, Slots
 
@@ -54,9 +54,12 @@ def prepare_step(
             made[id(mask), slots.ring] = _with_slots(mask, slots)
 
     def of_step(kind: str, mask: MaskLike) -> MaskLike:
-        return with_attention(mask, made[id(attention_part(mask)), cache.slots[kind].ring])
+        source = source_kind(kind) or kind
+        if source not in cache.slots:
+            return mask
+        return with_attention(mask, made[id(attention_part(masks[source])), cache.slots[source].ring])
 
-    return inputs, {k: of_step(k, mask) if k in cache.slots else mask for k, mask in masks.items()}, freqs_cis
+    return inputs, {kind: of_step(kind, mask) for kind, mask in masks.items()}, freqs_cis
 
 
 def _with_slots(mask: Mask, slots: Slots) -> Mask:

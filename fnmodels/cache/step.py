@@ -12,7 +12,7 @@ from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, simplify
 from fnmodels.inputs.values import has_values
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed, source_kind
 from fnmodels.ops.attention.invariant import TILE
 from fnmodels.ops.attention.select import ByIndex
 from fnmodels.ops.invariant import invariant_rows
@@ -119,7 +119,8 @@ def _step(
         {kind: replace(plan.use, inplace=inplace) for kind, plan in of_kind.items()},
         {} if clean else {kind: cache.slots[kind].occupied for kind in of_kind},
     )
-    read = {**masks, **{kind: with_attention(masks[kind], plan.mask) for kind, plan in of_kind.items()}}
+    plan_of = {kind: of_kind.get(source_kind(kind) or kind) for kind in masks}
+    read = {kind: with_attention(mask, plan.mask) if (plan := plan_of[kind]) else mask for kind, mask in masks.items()}
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     x, entries = hidden(params, inputs, read, freqs_cis, config=config, cache=step, **given)
     layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))

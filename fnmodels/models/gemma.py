@@ -17,10 +17,11 @@ from fnmodels.inputs.rules import BidirectionalWindow, Everything
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.decoder import embed_by_width as embed  # noqa: F401
 from fnmodels.models.common.decoder import hf_names, kinds  # noqa: F401
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
-from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, embed_tokens, gated_mlp, project_out, project_qkv
+from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, project_out, project_qkv
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree
@@ -151,13 +152,6 @@ def attention_masks(
         return decoder.attention_masks(config, positions, segment_ids, create=create)
     rules = {"full": Everything(), "sliding": BidirectionalWindow((config.sliding_window or 0) // 2)}
     return masks_of({kind: rules[kind] for kind in config.layer_kinds}, positions, segment_ids, create=create)
-
-
-def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
-    """x [B, S, D]: token embeddings scaled by sqrt(D) rounded to their dtype; given embeddings are not scaled."""
-    tokens = inputs["tokens"] if isinstance(inputs, dict) else inputs
-    x = embed_tokens(params["embed_tokens"], tokens)
-    return x if tokens.is_floating_point() else x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
 
 
 @with_context

@@ -90,6 +90,13 @@ _GEMMA3 |= {"max_position_embeddings": 32768, "sliding_window": 512}
 # The text model of a checkpoint with a vision tower.
 _GEMMA3_TEXT = _GEMMA3 | {"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window": 1024}
 _GEMMA3_TEXT |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+# The text models of checkpoints with other towers. Every sixth layer is full if not said otherwise.
+_GEMMA4 = {"model_type": "gemma4_text", "vocab_size": 262144, "head_dim": 256, "final_logit_softcapping": 30.0}
+_GEMMA4_E = _GEMMA4 | {"hidden_size_per_layer_input": 256, "sliding_window": 512}
+_GEMMA4 |= {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262144}
+_GEMMA4 |= {"attention_k_eq_v": True, "use_bidirectional_attention": "vision"}
+_EVERY_FIFTH = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+_EXPERTS_26B = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 _OLMO2 = {"model_type": "olmo2", "vocab_size": 100352, "rms_norm_eps": 1e-6, "rope_theta": 500000}
 _OLMO2 |= {"max_position_embeddings": 4096}
 _OLMO3_YARN = {
@@ -308,6 +315,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "embeddinggemma-300m": _sized(
         _GEMMA3, 768, 1152, 24, 3, 1, max_position_embeddings=2048, use_bidirectional_attention=True
     ),
+    "gemma-4-e2b-text": _sized(
+        _GEMMA4_E, 1536, 6144, 35, 8, 1, num_kv_shared_layers=20, use_double_wide_mlp=True, layer_types=_EVERY_FIFTH
+    ),
+    "gemma-4-e4b-text": _sized(_GEMMA4_E, 2560, 10240, 42, 8, 2, num_kv_shared_layers=18),
+    "gemma-4-31b-text": _sized(_GEMMA4, 5376, 21504, 60, 32, 16, num_global_key_value_heads=4),
+    "gemma-4-26b-a4b-text": _sized(_GEMMA4 | _EXPERTS_26B, 2816, 2112, 30, 16, 8, num_global_key_value_heads=2),
     "olmo-2-1b": _sized(_OLMO2, 2048, 8192, 16, 16, 16),
     "olmo-2-7b": _sized(_OLMO2, 4096, 11008, 32, 32, 32),
     "olmo-2-13b": _sized(_OLMO2, 5120, 13824, 40, 40, 40),

@@ -31,7 +31,7 @@ from fnmodels.models.common.spec import (
     usual_mlp,
     weight,
 )
-from fnmodels.models.common.storage import Stack, Stored, TensorSlice, disk_name, fuse
+from fnmodels.models.common.storage import Stored, TensorSlice, fuse, renamed
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.layer import MOE_TAPS
@@ -225,7 +225,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
     names: dict[str, Stored] = {path: mixture.moe_name(path, config.num_experts or 1) for path in flat}
     model = "model" if config.model_type in _DEFAULTS else "model.language_model"
     if model != "model":
-        names = {path: _renamed(name, model) for path, name in names.items()}
+        names = {path: renamed(name, r"^model\.", f"{model}.") for path, name in names.items()}
     for index, kind in enumerate(config.layer_kinds):
         where = f"layers.{index}.attention"
         own = {path.rpartition(".")[2]: path for path in flat if path.startswith(f"{where}.")}
@@ -234,13 +234,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
         else:
             names |= _gated_names(config, f"{model}.layers.{index}.self_attn", own)
     return names
-
-
-def _renamed(stored: Stored, model: str) -> Stored:
-    """The name with the prefix of the text model instead of "model"."""
-    if isinstance(stored, Stack):
-        return Stack(tuple(name.replace("model.", f"{model}.", 1) for name in map(disk_name, stored.tensors)))
-    return disk_name(stored).replace("model.", f"{model}.", 1)
 
 
 def _gated_names(config: Config, there: str, own: Mapping[str, str]) -> dict[str, Stored]:

@@ -20,7 +20,7 @@ class Rope:
     """The parameters of one rotary table; field names are those of Hugging Face's `rope_parameters`."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
+    kind: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope | proportional
     partial: float = 1.0  # fraction of the head's dimensions that are rotated
     factor: float = 1.0
     original_max_position_embeddings: int = 0
@@ -36,8 +36,8 @@ class Rope:
     long_factor: tuple[float, ...] = ()
 
     def dim(self, head_dim: int) -> int:
-        """The number of dimensions of a head that are rotated."""
-        return int(head_dim * self.partial)
+        """The number of dimensions of a head that are rotated; some of them by 0 if the kind is proportional."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial)
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
@@ -78,9 +78,13 @@ def frequencies(rope: Rope, dim: int, length: Tensor | None = None) -> Tensor:
         return _yarn(rope, dim, base)
     if rope.kind == "longrope":
         return _longrope(rope, base, length)
+    if rope.kind == "proportional":  # the frequencies of the full head, of which only the greatest rotate
+        moving = torch.arange(len(base), device=base.device) < int(rope.partial * dim // 2)
+        return (base / rope.factor).where(moving, 0)
     if rope.kind != "default":
         raise ValueError(
-            f"The rope kind {rope.kind!r} is unknown; known are default, linear, dynamic, llama3, yarn, longrope."
+            f"The rope kind {rope.kind!r} is unknown; known are default, linear, dynamic, llama3, yarn, longrope, "
+            "proportional."
         )
     return base
 

@@ -83,7 +83,8 @@ def missing_prefix(parameters: Iterable[StoredLeaf], found: Container[str]) -> s
 
 def is_leftover(config: DecoderConfig, name: str) -> bool:
     """Whether `name` is a buffer in old files of the family that is not a parameter (its LEFTOVERS, if any)."""
-    return any(re.fullmatch(pattern, name) for pattern in may_have(family_of(config), "LEFTOVERS"))
+    patterns = may_have(family_of(config), "LEFTOVERS")
+    return any(re.fullmatch(pattern, name) for pattern in (patterns(config) if callable(patterns) else patterns))
 
 
 def published_names(

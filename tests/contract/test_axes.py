@@ -24,13 +24,16 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
     for path, leaf in flat.items():
         if not leaf.axes:
             continue  # a single number (Apertus) has no axis that could be wrong
+        far = hasattr(config, "global_head_dim") and not kind_of(config, path).startswith("sliding")
+        names = ("num_global_key_value_heads", "global_head_dim") if far else ("num_key_value_heads", "head_dim")
+        kv_heads, head_dim = getattr(config, names[0], config.num_attention_heads), getattr(config, names[1])
         for axis, size in zip(leaf.axes, leaf.shape, strict=True):
             wanted = {
                 "embed": config.hidden_size,
                 "vocab": config.vocab_size,
                 "heads": config.num_attention_heads * leaf.unit,
-                "kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads) * leaf.unit,
-                "head_dim": config.head_dim,
+                "kv_heads": kv_heads * leaf.unit,
+                "head_dim": head_dim,
             }.get(axis, size)
             if size != wanted:
                 faults.append(f"{path} has {size} entries along {axis!r}, where the config has {wanted}.")
@@ -39,7 +42,7 @@ def wrong_axes(config: Any, flat: dict[str, Leaf]) -> list[str]:
         if len(leaf.shape) == 1 and path == "lm_head_bias":
             if leaf.axes != ("vocab",):
                 faults.append(f"{path} is added to logits, so its axis is 'vocab', not {leaf.axes[0]!r}.")
-        elif len(leaf.shape) == 1 and on_stream and leaf.axes != ("embed",):
+        elif len(leaf.shape) == 1 and on_stream and leaf.axes[0] not in ("embed", "per_layer", "one"):
             faults.append(f"{path} is a vector on the residual stream, so its axis is 'embed', not {leaf.axes[0]!r}.")
         entry = (leaf.axes[0], leaf.shape[0])
         alone = {"head_dim", "linear_head_dim", "activation"} | ({"heads"} if leaf.unit == 1 else set())
@@ -56,6 +59,12 @@ def layer_of(path: str) -> str:
     """ "layers.3." of "layers.3.mlp.router", and "" outside of layers."""
     head, _, rest = path.partition(".")
     return f"{head}.{rest.partition('.')[0]}." if head in ("layers", "mtp") else ""
+
+
+def kind_of(config: Any, path: str) -> str:
+    """The kind of the layer that the path is of, "" outside of layers."""
+    layer = layer_of(path)
+    return fnmodels.family_of(config).kinds(config)[int(layer.split(".")[1])] if layer.startswith("layers") else ""
 
 
 @every_case

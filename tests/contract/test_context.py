@@ -16,12 +16,14 @@ from tests.support.cases import (
     attending,
     attending_layers,
     batch_of,
+    beside,
     cases,
     generic_params,
     off,
     richest,
     segments,
     sublayers,
+    taps_of,
     trainable,
 )
 
@@ -46,7 +48,7 @@ def with_edits(edits: dict[str, Tensor]) -> Any:
 
 def names_of(case: Case) -> tuple[str, ...]:
     """The taps of numbers that a block passes to its context: the family's and those of attention, if it has any."""
-    own = may_have(fnmodels.family_of(case.config), "TAPS")
+    own = taps_of(case.config)
     return (
         *(name for name in own if name not in (*MOE_TAPS, "choices")),
         *(ATTENTION_TAPS if attending((case,)) else ()),
@@ -130,18 +132,21 @@ def test_edits_compile_once_for_all_layers_and_strengths() -> None:
 def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
     """input + attention + mlp == output, after every norm and multiplier; middle stands between them.
 
-    A layer has the taps of the sublayers that its parameters are of, both or one.
+    A layer has the taps of the sublayers that its parameters are of, both or one. Gemma 4 multiplies the output.
     """
-    batch, names = batch_of(case.config, ROWS), names_of(case)
-    taps = ("input", "output", *(name for name in ("mamba", "attention", "middle", "mlp") if name in names))
-    _, found = batch.forward(generic_params(case.config), taps=tuple(f"layers.*.{name}" for name in taps))
+    batch, names, params = batch_of(case.config, ROWS), names_of(case), generic_params(case.config)
+    there = tuple(name for name in ("mamba", "attention", "middle", "mlp", "per_layer") if name in names)
+    taps = ("input", "output", *there)
+    _, found = batch.forward(params, taps=tuple(f"layers.*.{name}" for name in taps))
     for index, added in enumerate(sublayers(case.config)):
         tap = {name: found[f"layers.{index}.{name}"] for name in taps if f"layers.{index}.{name}" in found}
-        assert added and tap.keys() == {"input", "output", *added, *({"middle"} & set(names))}
+        more = {"middle", "per_layer"} & set(names)
+        assert added and tap.keys() == {"input", "output", *added, *more}
         tap = {name: value[batch.valid] for name, value in tap.items()}
-        assert off(tap["input"] + sum(tap[name] for name in added), tap["output"]) < 1e-6
+        whole = tap["input"] + sum(tap[name] for name in added) + tap.get("per_layer", 0)
+        assert off(whole * params["layers"][index].get("layer_scalar", 1), tap["output"]) < 1e-6
         if "middle" in tap:
-            assert off(tap["output"] - tap["mlp"], tap["middle"]) < 1e-6
+            assert off(whole - tap["mlp"] - tap.get("per_layer", 0), tap["middle"]) < 1e-6
 
 
 @every_case
@@ -151,10 +156,12 @@ def test_a_block_called_alone(case: Case) -> None:
     inputs, masks, freqs_cis = batch.prepared()
     kinds = family.kinds(case.config)
     _, tapped = batch.forward(params, kernel="auto", taps=("layers.*.input", "layers.*.output"))
+    lent: dict[str, Any] = {}
     for index, kind in enumerate(kinds):
         sparse = may_have(family, "ROUTED") and kind.endswith("_moe")
-        more = {"valid": inputs["valid"]} if sparse else {}
+        more = beside(case.config, params, inputs, index, lent)
         x, layer = tapped[f"layers.{index}.input"], params["layers"][index]
         got, aux = family.block(layer, x, masks[kind], freqs_cis[kind], config=case.config, kind=kind, **more)
         assert off(got[batch.valid], tapped[f"layers.{index}.output"][batch.valid]) < 1e-5
+        lent[kind] = aux.pop("kv", None)
         assert aux.keys() == ({"counts", "router_logits"} if sparse else set())

@@ -16,6 +16,7 @@ from tests.support.cases import (
     Batch,
     Case,
     batch_of,
+    beside,
     cases,
     causal,
     decisions_of,
@@ -226,9 +227,11 @@ def test_a_row_of_tables_serves_all_rows_of_a_block(case: Case, kernel: str) -> 
     _, one_mask, one_table = fnmodels.prepare(case.config, tokens[:1], length=24)
     assert all(t.shape[0] == 3 for t in tree.leaves((inputs, masks, freqs_cis)))
     x = family.embed(weights, inputs, config=case.config)
-    for layer, kind in zip(weights["layers"], family.kinds(case.config), strict=True):
+    lent: dict[str, Any] = {}
+    for index, (layer, kind) in enumerate(zip(weights["layers"], family.kinds(case.config), strict=True)):
         options: dict[str, Any] = {"config": case.config, "kind": kind, "options": ForwardOptions(kernel)}
-        options |= {"valid": inputs["valid"]} if kind.endswith("_moe") else {}
-        wanted, _ = family.block(layer, x, masks[kind], freqs_cis[kind], **options)
+        options |= beside(case.config, weights, inputs, index, lent)
+        wanted, aux = family.block(layer, x, masks[kind], freqs_cis[kind], **options)
         got, _ = family.block(layer, x, one_mask[kind], one_table[kind], **options)
         assert torch.equal(got, wanted)
+        lent[kind] = aux.get("kv")

@@ -100,8 +100,9 @@ def test_padding_reaches_no_expert(case: Case, experts: str, monkeypatch: pytest
     assert all(sum(counts) == int(batch.valid.sum()) * chosen(case) for counts in want[3])
     moe = context.moe
 
-    def poisoned(layer: Any, x: Tensor, route: Any, *, valid: Tensor, **options: Any) -> Any:
-        y, aux = moe(layer, torch.where(valid[..., None], x, torch.nan), route, valid=valid, **options)
+    def poisoned(layer: Any, x: Any, route: Any, *, valid: Tensor, **options: Any) -> Any:
+        x = tree.map(lambda t: torch.where(valid[..., None], t, torch.nan), x)
+        y, aux = moe(layer, x, route, valid=valid, **options)
         return torch.where(valid[..., None], y, 0), aux
 
     monkeypatch.setattr(context, "moe", poisoned)
@@ -230,9 +231,10 @@ def declared_routing(
     weights = scores.gather(-1, indices)
     weights = weights.softmax(-1) if name == "top_k_softmax" else weights
     if how.get("renormalize", False):
-        total = weights.sum(-1, keepdim=True) + (1e-20 if name == "sigmoid_top_k" else 0)
+        total = weights.sum(-1, keepdim=True) + (how.get("norm_eps", 1e-20) if name == "sigmoid_top_k" else 0)
         weights = weights / total.clamp(min=how.get("norm_min", 0.0))
-    weights = (weights * how.get("scale", 1.0)).to(kinds[dtypes.output])
+    scale = how.get("scale", 1.0)
+    weights = (weights * (scale[indices] if isinstance(scale, Tensor) else scale)).to(kinds[dtypes.output])
     return layer["router"].to(kinds[dtypes.param]), logits, weights
 
 
@@ -244,9 +246,10 @@ def test_routers_keep_to_the_declared_dtypes(case: Case) -> None:
     assert published == family.ROUTER, f"ROUTER in tests/variants/{case.family}.py is {published}."
     moe = context.moe
 
-    def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:
+    def watched(layer: Any, x: Any, route: Any, **options: Any) -> Any:
         y, aux = moe(layer, x, route, **options)
-        want = declared_routing(layer, x, route, aux["expert_indices"], family.ROUTER)
+        read = x[0] if isinstance(x, tuple) else x
+        want = declared_routing(layer, read, route, aux["expert_indices"], family.ROUTER)
         seen.append(((layer["router"], aux["router_logits"], aux["expert_weights"]), want))
         return y, aux
 

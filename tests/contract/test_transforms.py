@@ -3,6 +3,7 @@
 With kernel="math", and in fp64 where derivatives are compared with finite differences.
 """
 
+import functools
 import importlib
 import pkgutil
 import sys
@@ -22,7 +23,7 @@ import fnmodels
 import params as P
 import train
 from fnmodels import testing, tree
-from fnmodels.models.common.registry import own_choices
+from fnmodels.models.common.registry import own_choices, source_kind
 from fnmodels.ops.moe.layer import MOE_TAPS
 from tests.support.cases import (
     SUBLAYERS,
@@ -36,6 +37,7 @@ from tests.support.cases import (
     generic,
     generic_params,
     gradients,
+    layer_inputs_of,
     off,
     richest,
     segments,
@@ -45,6 +47,7 @@ from tests.support.cases import (
     sublayers,
     summed_loss,
     supports,
+    taps_of,
     trainable,
     with_kernels,
 )
@@ -313,16 +316,23 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
     layers = len(family.kinds(case.config))
     x = family.embed(weights, inputs, config=case.config)
     decided = decisions_of(weights, (inputs, masks, freqs_cis), case.config, kernel=kernel)  # which flow over layers
+    more = layer_inputs_of(case.config, weights, inputs)
+    kinds = family.kinds(case.config)
     for cut in range(layers + 1):
-        middle = fnmodels.run_layers(weights, x, masks, freqs_cis, 0, cut, **options)
-        rest = fnmodels.run_layers(weights, middle, masks, freqs_cis, cut, layers, **decided, **options)
-        assert torch.equal(rest, hidden)
+        middle = fnmodels.run_layers(weights, x, masks, freqs_cis, 0, cut, **options, **more)
+        last = functools.partial(fnmodels.run_layers, weights, middle, masks, freqs_cis, cut, layers)
+        if any(source_kind(kind) and source_kind(kind) not in kinds[cut:i] for i, kind in enumerate(kinds) if i >= cut):
+            with pytest.raises(ValueError, match="reads the keys and values of the last layer of kind"):
+                last(**decided, **options, **more)
+            continue
+        assert torch.equal(last(**decided, **options, **more), hidden)
     assert torch.equal(family.unembed(weights, hidden, config=case.config), whole)
     chunks = [family.unembed(weights, part, config=case.config) for part in hidden.split(3, dim=1)]
     assert off(torch.cat(chunks, dim=1), whole) < 1e-6
     soft = {**inputs, "tokens": torch.randn(x.shape, generator=torch.Generator().manual_seed(0))}  # instead of tokens
+    more = layer_inputs_of(case.config, weights, soft)
     last = fnmodels.run_layers(
-        weights, family.embed(weights, soft, config=case.config), masks, freqs_cis, 0, layers, **options
+        weights, family.embed(weights, soft, config=case.config), masks, freqs_cis, 0, layers, **options, **more
     )
     assert torch.equal(fnmodels.hidden(weights, soft, masks, freqs_cis, **options), last)
     with pytest.raises(ValueError, match=f"the model has {layers}"):
@@ -334,7 +344,7 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
     """Taps change no bit of the logits, are named in the result, and carry gradients."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
     layers = len(family.kinds(case.config))
-    names = ("input", "output", *family.TAPS)
+    names = ("input", "output", *taps_of(case.config))
     wanted = ("embed", "hidden", *(f"layers.*.{name}" for name in names))
     logits, tapped = batch.forward(weights, kernel=kernel, taps=wanted)
     assert torch.equal(logits, batch.forward(weights, kernel=kernel))

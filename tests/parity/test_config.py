@@ -28,6 +28,8 @@ def published_dialect(values: dict[str, Any]) -> dict[str, Any]:
         return old
     variants = variants_of(fnmodels.family_for(values["model_type"]).__name__.rpartition(".")[2])
     if any(isinstance(value, dict) for value in rope.values()):  # a table for each layer type
+        if not hasattr(variants, "OLDER_ROPES"):  # never published otherwise
+            return old | {"rope_parameters": rope}
         scaled, older = variants.OLDER_ROPES
         old |= {key: rope[layer_type]["rope_theta"] for layer_type, key in older.items()}
         rope = dict(rope[scaled])

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import fnmodels
-from tests.support.cases import Case, cases, richest
+from fnmodels.models.common.registry import field_of
+from tests.support.cases import Case, cases, richest, tokens_of
 from tests.support.oracle import assert_close, model_of, params_of
 
 BY_TYPE = [case for case in richest(lambda case: case.config.model_type) if case.values is not None]
@@ -14,10 +15,16 @@ BY_TYPE = [case for case in richest(lambda case: case.config.model_type) if case
 def test_vectors_are_inputs_embeds(case: Case) -> None:
     model = model_of(case.values)
     vectors = torch.randn(2, 12, case.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    inputs, masks, freqs_cis = fnmodels.prepare(case.config, vectors)
+    more = {}
+    if field_of(case.config, "hidden_size_per_layer_input"):  # embeddings of the tokens for each layer
+        inputs["token_ids"] = ids = tokens_of(case.config, 2, 12)
+        with torch.no_grad():
+            more["per_layer_inputs"] = model.model.get_per_layer_inputs(ids)
     with torch.no_grad():
-        theirs = model(inputs_embeds=vectors, use_cache=False).logits
-    prepared = fnmodels.prepare(case.config, vectors)
-    ours = fnmodels.forward(params_of(model, case.config), *prepared, config=case.config, kernel="math")
+        theirs = model(inputs_embeds=vectors, use_cache=False, **more).logits
+    params = params_of(model, case.config)
+    ours = fnmodels.forward(params, inputs, masks, freqs_cis, config=case.config, kernel="math")
     assert_close(ours, theirs)
 
 

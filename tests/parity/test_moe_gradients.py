@@ -52,5 +52,5 @@ def test_every_gradient(case: Case, kernel: str) -> None:
             assert want[path].any(), path
             size = float(want[path].norm())
             assert float((got[path] - want[path]).norm()) <= (1e-5 * size if size > rounding else rounding), path
-        else:
+        elif path.endswith("selection_bias"):
             assert not got[path].any(), path

@@ -21,7 +21,8 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     """transformers' loss, torch's optimizer and clipping; weight decay as in the spec: matrices only."""
     model = model_of(case.values).train()
     # With a padding_idx, torch gives that row no gradient, but in these batches it is an ordinary token.
-    model.get_input_embeddings().padding_idx = None
+    for table in (module for module in model.modules() if isinstance(module, torch.nn.Embedding)):
+        table.padding_idx = None
     decays = _decays(case)
     groups = [
         {

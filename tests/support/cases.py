@@ -19,7 +19,8 @@ Where they are needed:
                         documents one by one
     STANDS_FOR          {model type: another} where transformers knows a model under the other name only
     as_published        (tensors by their names as transformers saves them, its config) -> as published; where it errs
-    OLDER_NAMES         {field: its name in older files}; OLDER_ROPES where there is a table for each layer type
+    OLDER_NAMES         {field: its name in older files}; OLDER_ROPES where there is a table for each layer type, and
+                        older files say it otherwise
     TRAINING_TOLERANCE  {variant: tolerance of 20 steps} where fp32 itself gives no 1e-5
     WIDE_LOGITS         {model types} whose logits are fp32 in a model of lower precision too
 """
@@ -45,7 +46,7 @@ import params as P
 from fnmodels import testing, tree
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common import context
-from fnmodels.models.common.registry import may_have, ordered_kinds, own_choices
+from fnmodels.models.common.registry import field_of, may_have, ordered_kinds, own_choices, source_kind
 from fnmodels.ops.rotary import frequencies
 
 
@@ -110,6 +111,30 @@ def cases() -> tuple[Case, ...]:
 def causal(case: Case) -> bool:
     """Whether no token of the model sees a later one."""
     return case.name not in getattr(variants_of(case.family), "BIDIRECTIONAL", ())
+
+
+def taps_of(config: Any) -> tuple[str, ...]:
+    """The family's TAPS without one of Gemma 4 that only some of its models have."""
+    without = () if field_of(config, "hidden_size_per_layer_input") else ("per_layer",)
+    return tuple(name for name in may_have(fnmodels.family_of(config), "TAPS") if name not in without)
+
+
+def layer_inputs_of(config: Any, params: Any, inputs: Any) -> dict[str, Tensor]:
+    """What `run_layers` needs more for a model whose layers read embeddings of the token ids."""
+    if not field_of(config, "hidden_size_per_layer_input"):
+        return {}
+    family: Any = fnmodels.family_of(config)
+    x = family.embed(params, inputs, config=config)
+    return {"layer_inputs": family.layer_inputs(params, inputs, x, config=config)}
+
+
+def beside(config: Any, params: Any, inputs: Any, index: int, lent: dict[str, Any]) -> dict[str, Any]:
+    """The keyword tensors that the block of a layer needs more; lent: {kind: aux["kv"] of its last layer so far}."""
+    kind = fnmodels.family_of(config).kinds(config)[index]
+    more = {"valid": inputs["valid"]} if index in sparse_layers(config) else {}
+    for value in layer_inputs_of(config, params, inputs).values():
+        more["layer_input"] = value[:, :, index]
+    return more | ({"kv": lent[source]} if (source := source_kind(kind)) else {})
 
 
 def is_ordered(case: Case) -> bool:
@@ -189,13 +214,13 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
     # a bias of an expert's choice competes with scores between 0 and 1, and none should be out of reach
-    if name.endswith(("selection_bias", "correction_bias")):
+    if name.endswith(("selection_bias", "correction_bias", "expert_bias")):
         return 0.1 * noise
     if name.endswith("A_log"):
         return 0.3 * noise - 1.5  # a decay over several tokens: one that is over at once would hide what it carries
     if tensor.ndim >= 2:
         return noise * (1.3 / math.sqrt(tensor.shape[-1]))
-    if "norm" in name.lower() or ".ln_" in name:
+    if "norm" in name.lower() or ".ln_" in name or name.endswith(("scale", "scalar")):
         return 1 + 0.3 * noise
     return 0.3 * noise
 

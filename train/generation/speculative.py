@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Cache
-from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.models.common.registry import DecoderConfig, family_of, source_kind
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
@@ -147,7 +147,7 @@ class _Side:
         self.lengths = torch.tensor(sizes, device=self.device)
         self.held = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         slotted = set(self.cache.slots)
-        self.recurrent = any(kind not in slotted for kind in family_of(config).kinds(config))
+        self.recurrent = any((source_kind(kind) or kind) not in slotted for kind in family_of(config).kinds(config))
         self.ahead_cache = self.cache
 
     def step(self, cache: Cache, tokens: Tensor, segment_ids: Tensor) -> tuple[Tensor, Cache]:

@@ -17,7 +17,7 @@ from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig, field_of
 from fnmodels.tree import Tree
 
-TABLES = ("embed_tokens", "embed_positions")
+TABLES = ("embed_tokens", "embed_positions", "embed_tokens_per_layer")
 
 
 def flops_per_token(config: DecoderConfig, spec: Tree, length: int) -> float:

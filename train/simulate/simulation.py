@@ -3,7 +3,7 @@
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.models.common.registry import DecoderConfig, field_of, source_kind
 from fnmodels.tree import Tree
 from train.parallel.mesh import Mesh
 from train.parallel.pipeline.schedule import check_microbatches, pipeline
@@ -55,6 +55,10 @@ def _check(config: DecoderConfig, spec: Tree, mesh: Mesh, work: Work) -> None:
         )
     if work.length % mesh.cp:
         raise ValueError(f"Rows of {work.length} tokens do not divide by cp = {mesh.cp}.")
+    if any(map(source_kind, fnmodels.family_of(config).kinds(config))):
+        raise ValueError("Layers that read the keys and values of earlier ones are not simulated.")
+    if field_of(config, "hidden_size_per_layer_input"):
+        raise ValueError("Layers that read embeddings of the token ids are not simulated.")
     layer_fn(work.remat, "none")  # for its checks
     if work.remat == "selective":
         raise ValueError(

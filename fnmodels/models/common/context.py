@@ -76,16 +76,34 @@ class Context:
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        lend: bool = False,
     ) -> Tensor:
         """Attention of q [B, Q, N, H], k [B, K, G, H], v [B, K, G, Hv]: [B, Q, N, Hv]. See `ops.attention.select`.
 
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
+        lend: later layers may read these keys and values, see `attend_borrowed`.
         """
         q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
         if "cache" in self.tensors:
             read = self._extend({"k": k, "v": v})
             k, v = read["k"], read["v"]
+        if lend:
+            self.aux["kv"] = {"k": k, "v": v}
         return self.tap("z", self._attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks))
+
+    def attend_borrowed(self, q: Tensor, mask: MaskLike, *, scale: float) -> Tensor:
+        """Attention of q [B, Q, N, H] over keys and values of an earlier layer, cached ones included: [B, Q, N, Hv].
+
+        That is the last layer of the kind `registry.source_kind(kind)`, whose block calls `attend` with lend=True. The
+        layer that borrows has no entry in a cache.
+        """
+        k, v = (self.tap(name, self.tensors["kv"][name]) for name in "kv")
+        return self.tap("z", self._attention(self.tap("q", q), k, v, mask, scale=scale))
+
+    def layer_input(self) -> Tensor:
+        """This layer's part of what the family's `layer_inputs` returns: [B, S, P]."""
+        value: Tensor = self.tensors["layer_input"]
+        return value
 
     def attend_latent(
         self,
@@ -202,7 +220,7 @@ class Context:
     def moe(
         self,
         layer: Tree,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, Tensor],
         route: Route,
         *,
         act: str | Act,
@@ -211,12 +229,14 @@ class Context:
     ) -> Tensor:
         """The mixture of experts on x [B, S, D]: [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
 
+        x: may be a pair, what the router reads and what the experts do.
         act: a function (gate, up) -> inner, or the name of an activation for `glu`. input_weighted: scale the experts'
         inputs, not their outputs. Token counts and router logits are always in aux; the chosen experts and their
         weights if they are in `taps`.
         """
         act = functools.partial(glu, activation=act) if isinstance(act, str) else act
-        run = choose_experts(self.options.expert_path, x, *layer["experts"].values())
+        inner = x[1] if isinstance(x, tuple) else x
+        run = choose_experts(self.options.expert_path, inner, *layer["experts"].values())
         experts = functools.partial(run, input_weighted=input_weighted)
         tensors = {name: self.tensors.get(name) for name in ("valid", "routing")}
         y, routed = moe(layer, x, route, **tensors, experts=experts, act=act, dtypes=dtypes)

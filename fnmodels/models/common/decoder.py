@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
@@ -188,6 +189,13 @@ def freqs_cis_with_temperature(
 def embed(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Tensor:
     """Token embeddings [B, S, D]; inputs that are embeddings already are returned unchanged, as in transformers."""
     return embed_tokens(params["embed_tokens"], inputs)
+
+
+def embed_by_width(params: Tree, inputs: Tree, /, *, config: UsualConfig) -> Tensor:
+    """x [B, S, D]: token embeddings scaled by sqrt(D) rounded to their dtype; given embeddings are not scaled."""
+    tokens = inputs["tokens"] if isinstance(inputs, Mapping) else inputs
+    x = embed_tokens(params["embed_tokens"], tokens)
+    return x if tokens.is_floating_point() else x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
 
 
 def head(params: Tree, config: DecoderConfig) -> Tensor:

@@ -109,6 +109,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 0,
     "num_nextn_predict_layers": 0,
     "mrope_section": (),  # how many rotary frequencies read time, height and width, interleaved
+    "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
 }
 
 
@@ -148,9 +149,12 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     "ROUTER": None,  # the dtypes of its router
     "SINKS": False,  # whether its attention has sink logits
     "OPTIONAL": {},  # {key of params that files may lack: the Config field with its length}
-    "LEFTOVERS": (),  # patterns of tensor names in files that are not read, such as buffers
+    "LEFTOVERS": (),  # patterns of names in files that are not read, such as buffers; or a function of the config
     "RESAVED": {},  # {pattern of a name that transformers writes: the published name, with the pattern's groups}
     "EQUAL_PARTS": (),  # names in a module, together, of tensors that transformers saves in equal parts of their sum
+    # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
+    # reads beside the residual stream. x [B, S, D]: what `embed` returns.
+    "layer_inputs": None,
     "hf_copies": lambda config: {},  # -> {name on disk: path of the parameter that it duplicates}
 }
 
@@ -189,6 +193,14 @@ def may_have(family: Family, name: str) -> Any:
 def field_of(config: Any, name: str) -> Any:
     """A field of the config, or its default in CONFIG_DEFAULTS."""
     return getattr(config, name, CONFIG_DEFAULTS[name])
+
+
+_REUSE = "_reuse"
+
+
+def source_kind(kind: str) -> str | None:
+    """The kind whose keys and values layers of this kind read: "full" for "full_reuse"; None: they have their own."""
+    return kind.replace(_REUSE, "") if _REUSE in kind else None
 
 
 def ordered_kinds(config: Any) -> tuple[str, ...]:

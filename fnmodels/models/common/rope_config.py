@@ -17,6 +17,7 @@ _ROPE_KEYS = {
         *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
         *("mscale", "mscale_all_dim", "truncate"),
     ),
+    "proportional": ("factor",),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
 
@@ -81,11 +82,11 @@ def parse_rope(
         raise ConfigError(f"{fields.where}: 'rope_type' and 'type' disagree.")
     fields.take("type", None)
     kind = fields.choice("rope_type", tuple(_ROPE_KEYS), default=fields.values.get("type") or "default")
-    if partial is None:
+    if partial is None and kind != "proportional":
         fields.expect("partial_rotary_factor", 1, 1.0)
     share = fields.number("partial_rotary_factor", partial or 1.0, high=1.0)
     theta = fields.number("rope_theta", theta)
-    dim = int(head_dim * share)
+    dim = head_dim if kind == "proportional" else int(head_dim * share)
     if dim % 2 or not 2 <= dim <= head_dim:
         raise ConfigError(f"{fields.where}: {dim} of {head_dim} head dimensions would rotate; it must be even and fit.")
     known = _ROPE_KEYS[kind]
@@ -101,7 +102,9 @@ def parse_rope(
         elif name in ("mscale", "mscale_all_dim"):
             rest[name] = fields.number(name, 0.0, above=-1e-9)
     if "factor" in known:
-        default = max_positions / original if kind in ("yarn", "longrope") else _MISSING
+        default: Any = _MISSING
+        if kind in ("yarn", "longrope", "proportional"):
+            default = 1.0 if kind == "proportional" else max_positions / original
         rest["factor"] = fields.number("factor", default)
     if kind == "yarn":
         rest["truncate"] = fields.boolean("truncate", True)
@@ -113,7 +116,7 @@ def parse_rope(
         raise ConfigError(f"{fields.where}: dynamic scaling needs more than 2 rotating dimensions.")
     # transformers writes this field for every rope type of an extended model, but only three types read it
     fields.finish(ignored=("original_max_position_embeddings",))
-    needs_original = kind not in ("default", "linear")
+    needs_original = kind not in ("default", "linear", "proportional")
     return Rope(theta, kind, share, original_max_position_embeddings=original if needs_original else 0, **rest)
 
 

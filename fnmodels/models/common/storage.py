@@ -7,6 +7,7 @@ holds all of them, or a `Stack` of one tensor per expert.
 """
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -58,6 +59,18 @@ Stored = Single | Stack
 def disk_name(stored: Single) -> str:
     """The name of the tensor in the file."""
     return stored if isinstance(stored, str) else stored.name
+
+
+def renamed(stored: Stored, pattern: str, new: str) -> Stored:
+    """The same with names in which the part that matches `pattern` is `new`."""
+    if isinstance(stored, Stack):
+        return Stack(tuple(_renamed(single, pattern, new) for single in stored.tensors))
+    return _renamed(stored, pattern, new)
+
+
+def _renamed(single: Single, pattern: str, new: str) -> Single:
+    name = re.sub(pattern, new, disk_name(single), count=1)
+    return name if isinstance(single, str) else replace(single, name=name)
 
 
 def disk_names(stored: Stored) -> tuple[str, ...]:

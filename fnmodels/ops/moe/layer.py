@@ -32,7 +32,7 @@ _UNCAST = RouterDtypes(param="model", projection="model", score="wide", output="
 
 def moe(
     layer: Tree,
-    x: Tensor,
+    x: Tensor | tuple[Tensor, Tensor],
     route: Route,
     *,
     valid: Tensor | None,
@@ -44,13 +44,14 @@ def moe(
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 
     layer: the leaves of `fnmodels.models.common.spec.moe_leaves`; with latent_in_proj and latent_out_proj the experts,
-    and neither the router nor the shared expert, work between these projections. x [B, S, D]. route: a function of
-    `ops.moe.router` with its keywords bound. valid: [B, S] bool, False at padding. routing: [B, S, k] int64, a replay
-    of experts chosen earlier, distinct per token; their weights come from the live logits. On the CPU, ValueError for
-    an expert that does not exist or is named twice (`forward` checks k, since it knows the config). experts: see
-    `ops.moe.experts.choose_experts`. dtypes: those of the logits and of the weights of the chosen experts. counts:
-    number of tokens routed to each expert.
+    and neither the router nor the shared expert, work between these projections. x [B, S, D], or a pair: what the
+    router reads, and x. route: a function of `ops.moe.router` with its keywords bound. valid: [B, S] bool, False at
+    padding. routing: [B, S, k] int64, a replay of experts chosen earlier, distinct per token; their weights come from
+    the live logits. On the CPU, ValueError for an expert that does not exist or is named twice (`forward` checks k,
+    since it knows the config). experts: see `ops.moe.experts.choose_experts`. dtypes: those of the logits and of the
+    weights of the chosen experts. counts: number of tokens routed to each expert.
     """
+    read, x = x if isinstance(x, tuple) else (x, x)
     if valid is None:
         raise ValueError(
             "A layer with experts needs to know which tokens are padding: pass `valid` [B, S], which is in the inputs "
@@ -67,8 +68,9 @@ def moe(
                 f"{list(routing.shape)}."
             )
         _check_range(routing, valid, len(layer["router"]))
-    x = _zero_padding(x, valid)
-    projection = [x, layer["router"]] + ([layer["router_bias"]] if "router_bias" in layer else [])
+    cleared = _zero_padding(x, valid)
+    read, x = cleared if read is x else _zero_padding(read, valid), cleared
+    projection = [read, layer["router"]] + ([layer["router_bias"]] if "router_bias" in layer else [])
     logits = linear(*(map(upcast, projection) if dtypes.projection == "wide" else projection))
     weights, indices = route(logits, None if routing is None else routing.where(valid[..., None], 0))
     weights = weights.to(dtypes.output_dtype(x.dtype))

@@ -53,14 +53,14 @@ def softmax_top_k(
     bias: Tensor | None = None,
     renormalize: bool = False,
     norm_min: float = 0.0,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     groups: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
     """The k most probable experts (arXiv 2101.03961).
 
     bias [E] takes part in the choice only. renormalize: the k weights are divided by their sum, or by `norm_min` if
-    that is greater, before `scale`. groups (n, m): only experts of the m out of n groups with the greatest single score
-    can be chosen (arXiv 2405.04434).
+    that is greater, before `scale`, a number or one for each expert, [E]. groups (n, m): only experts of the m out of n
+    groups with the greatest single score can be chosen (arXiv 2405.04434).
     """
     scores = upcast(logits).softmax(-1)
     if indices is None:
@@ -70,7 +70,7 @@ def softmax_top_k(
     if renormalize:
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total.clamp(min=norm_min) if norm_min else total)
-    return _scaled(weights, scale), indices
+    return _scaled(weights, scale[indices] if isinstance(scale, Tensor) else scale), indices
 
 
 def sigmoid_top_k(
@@ -80,19 +80,20 @@ def sigmoid_top_k(
     k: int,
     bias: Tensor | None = None,
     renormalize: bool = False,
+    norm_eps: float = 1e-20,
     scale: float = 1.0,
     groups: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
     """The k experts with the largest sigmoid + `bias` [E]; the bias affects only the choice (arXiv 2412.19437).
 
     groups (n, m): only experts of the m out of n groups with the largest sum of their two best scores can be chosen.
-    renormalize: weights are divided by their sum + 1e-20, then multiplied by `scale`.
+    renormalize: weights are divided by their sum + `norm_eps`, then multiplied by `scale`.
     """
     scores = elementwise(torch.sigmoid, upcast(logits))
     if indices is None:
         indices = choose(scores if bias is None else scores + bias, k, groups=groups, best=2)
     weights = scores.gather(-1, indices)
-    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if renormalize else weights
+    weights = weights / (weights.sum(-1, keepdim=True) + norm_eps) if renormalize else weights
     return _scaled(weights, scale), indices
 
 
@@ -125,5 +126,5 @@ def choose(scores: Tensor, k: int, *, groups: tuple[int, int] = (1, 1), best: in
     return scores.topk(k, dim=-1).indices
 
 
-def _scaled(weights: Tensor, scale: float) -> Tensor:
-    return weights * scale if scale != 1.0 else weights
+def _scaled(weights: Tensor, scale: float | Tensor) -> Tensor:
+    return weights * scale if isinstance(scale, Tensor) or scale != 1.0 else weights

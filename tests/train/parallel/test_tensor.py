@@ -111,9 +111,12 @@ def differences(
     sizes = {path: float(grad.abs().max()) for path, grad in whole.items()}
     largest = max(sizes.values())
     off = {"loss": float((loss - whole_loss).abs() / whole_loss)}
+    spec = tree.flatten(fnmodels.family_of(config).spec(config))
     for path, grad in gradients(loss, params).items():
         sharding = tree.flatten(placements)[path]
         assert grad.placements == sharding.placements, path
+        if path in spec and not spec[path].trainable:  # over shards of the sequence each has its own part
+            continue
         difference = (grad.to_local() - whole[path][sharding.local_box()]).abs().max()
         off[path] = float(difference) / (sizes[path] if sizes[path] > 1e-5 * largest else largest)
     return off

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import fnmodels
-from fnmodels.models.common.registry import DecoderConfig, is_indexed, own_choices
+from fnmodels.models.common.registry import DecoderConfig, field_of, is_indexed, own_choices, source_kind
 
 # Stages per rank: one, any number (`virtual`, 2 by default), or two, at mirrored positions of a V.
 SINGLE = ("GPipe", "1F1B")
@@ -72,6 +72,7 @@ def pipeline(
         )
     bounds = [sum(split[:stage]) for stage in range(stages + 1)]
     _check_choices(config, bounds[:-1], split)
+    _check_between_layers(config, bounds)
     if schedule in VEE:
         ranks = (*range(size), *reversed(range(size)))
     else:
@@ -89,6 +90,23 @@ def _check_choices(config: DecoderConfig, firsts: Sequence[int], split: Sequence
             f"By the split {list(split)} a stage begins at layer {wrong[0]}, which takes its choice of keys from an "
             f"earlier layer, and stages send none: pass a split whose stages begin at layers with an indexer, of {own}."
         )
+
+
+def _check_between_layers(config: DecoderConfig, bounds: Sequence[int]) -> None:
+    """ValueError if a stage would need more of the ones before it than hidden states."""
+    if len(bounds) > 2 and field_of(config, "hidden_size_per_layer_input"):
+        raise ValueError(
+            "Each layer of this model reads embeddings of the token ids, which stages of a pipeline do not pass on: "
+            "pp must be 1."
+        )
+    kinds = fnmodels.family_of(config).kinds(config)
+    for lo, hi in itertools.pairwise(bounds):
+        for index in range(lo, hi):
+            if (source := source_kind(kinds[index])) and source not in kinds[lo:index]:
+                raise ValueError(
+                    f"Layer {index} reads the keys and values of an earlier layer, and its stage begins with layer "
+                    f"{lo}, after that one: stages do not pass keys and values on."
+                )
 
 
 def check_microbatches(pipe: Pipeline, count: int) -> None:

@@ -41,7 +41,7 @@ from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
 from .leaf_wrappers import NODES, Entry, width_sharded_experts
 
 # The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
-_WHOLE = ("cache", "choices", "chosen")
+_WHOLE = ("cache", "choices", "chosen", "kv")
 
 
 def tensor_axes(config: DecoderConfig, dim: str = "tp") -> dict[str, str]:
@@ -173,7 +173,13 @@ class TensorParallel:
         if x.shape[1] == length:
             x = self.region.cut(x)
         own = slice(self.region.rank * x.shape[1], (self.region.rank + 1) * x.shape[1])
-        return x, {n: value if value is None or n in _WHOLE else value[:, own] for n, value in more.items()}
+
+        def mine(name: str, value: Any) -> Any:
+            if value is None or name in _WHOLE:
+                return value
+            return self.region.cut(value) if value.is_floating_point() else value[:, own]
+
+        return x, {name: mine(name, value) for name, value in more.items()}
 
     def _tap(self, value: Tensor) -> Tensor:
         """An entry of a block's aux for all positions; counts, which have no sequence dimension, are summed."""
