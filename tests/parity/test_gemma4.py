@@ -9,16 +9,17 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 import fnmodels
 import params as P
-from tests.support.cases import cases as every
-from tests.support.cases import forward, generic, seed_of, tokens_of
+from tests.support.cases import Case, cases, forward, generic, seed_of, tokens_of
 from tests.support.oracle import assert_close
 
+NAMES = ("gemma4_e", "gemma4_moe", "gemma4_wrapped")
 
-@pytest.mark.parametrize("name", ["gemma4_e", "gemma4_moe"])
-def test_the_text_part(name: str, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.name in NAMES], ids=str)
+def test_the_text_part(case: Case, tmp_path: Path) -> None:
     """The text model of transformers' wrapper: equal logits; saved with the same names and bits."""
-    case = next(case for case in every() if case.name == name)
-    wrapper = Gemma4Config(text_config=dict(case.values), vision_config=None, audio_config=None)
+    text = case.config.to_hf()["text_config"] if case.values is None else dict(case.values)
+    wrapper = Gemma4Config(text_config=text, vision_config=None, audio_config=None)
     wrapper._attn_implementation, wrapper._experts_implementation = "eager", "eager"
     model = Gemma4ForConditionalGeneration(wrapper).eval()
     with torch.no_grad():
@@ -27,7 +28,7 @@ def test_the_text_part(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs" / "model.safetensors"
     theirs = load_file(file)
-    if name == "gemma4_e":  # published files may hold them
+    if case.name == "gemma4_e":  # published files may hold them
         save_file(theirs | {"model.language_model.layers.2.self_attn.k_proj.weight": torch.zeros(16, 32)}, file)
     config, weights = P.load_pretrained(tmp_path / "theirs")
     assert config == case.config and config.model_type == "gemma4"
