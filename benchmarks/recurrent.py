@@ -24,6 +24,7 @@ from turns import give_back_memory, take_turns
 
 import fnmodels
 from fnmodels.models import qwen3_next
+from fnmodels.models.common import delta
 from fnmodels.models.common.context import Context
 from fnmodels.ops.linear import linear
 from fnmodels.ops.recurrent.conv import short_conv
@@ -57,7 +58,9 @@ def gdn(dtype: torch.dtype) -> tuple[Layer, Layer]:
 
     def ours(x: Tensor, segment_ids: Tensor) -> Tensor:
         context = Context(ForwardOptions(), (), {})
-        return qwen3_next._gated_delta_net(weights, x, fnmodels.Segments(segment_ids), config, context)
+        return delta.gated_delta_net(
+            weights, x, fnmodels.Segments(segment_ids), config, context, eps=config.rms_norm_eps
+        )
 
     return ours, lambda x, _: theirs(x)
 

@@ -1,7 +1,7 @@
 """`explain_invariance`: measures on this machine what kernel="invariant" relies on."""
 
+import functools
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,15 @@ def explain_invariance() -> dict[str, bool]:
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             pairs = [(_drawn(draw, 300, n, dtype), _drawn(draw, m, n, dtype)) for n, m in _WIDTHS]
             found[f"rows of {name} products"] = all(
-                _by_row(partial(invariant_linear, weight=w, bias=None), x) for x, w in pairs
+                _by_row(functools.partial(invariant_linear, weight=w, bias=None), x) for x, w in pairs
             )
             found[f"form of the keys of {name} attention"] = _attention_alike(draw, dtype)
         x = _drawn(draw, 300, 72, torch.float32)
         functions = (F.silu, F.gelu, torch.sigmoid, F.softplus, torch.tanh, torch.exp)
-        found["place of an element"] = all(_by_row(partial(elementwise, function), x) for function in functions)
-        norms = (partial(rms_norm, weight=None, eps=1e-6), partial(F.log_softmax, dim=-1))
+        found["place of an element"] = all(
+            _by_row(functools.partial(elementwise, function), x) for function in functions
+        )
+        norms = (functools.partial(rms_norm, weight=None, eps=1e-6), functools.partial(F.log_softmax, dim=-1))
         found["rows of norms and log-softmax"] = all(_by_row(function, x) for function in norms)
         found["number of threads"] = _threads_alike(draw)
     return found
@@ -59,7 +61,7 @@ def _attention_alike(draw: torch.Generator, dtype: torch.dtype) -> bool:
     q, k, v = (_drawn(draw, _TOKENS, heads * 24, dtype).view(1, _TOKENS, heads, 24) for heads in (6, 2, 2))
     other = [_drawn(draw, 37, t.shape[2] * 24, dtype).view(1, 37, -1, 24) for t in (q, k, v)]
     positions, ids = torch.arange(_TOKENS)[None], torch.ones(1, _TOKENS, dtype=torch.long)
-    run = partial(attention, kernel="invariant", scale=0.2)
+    run = functools.partial(attention, kernel="invariant", scale=0.2)
     mask = Mask(positions, ids, positions, ids, None, None, Causal())
     whole = run(q, k, v, mask)
     places, documents = _joined(positions[:, :37], positions), _joined(ids[:, :37], ids + 1)

@@ -1,6 +1,5 @@
 """`init_cache`: an empty cache, whose shapes are those that the family's blocks keep."""
 
-import functools
 import math
 from typing import Any, cast
 
@@ -95,12 +94,8 @@ class _Recorder(Context):
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # without batch and slots; dtype; whether it has slots
 
 
-@functools.lru_cache(maxsize=64)
 def _entries(config: Any, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
-    """The tensors of each layer's entry, by running the block on the meta device, once for equal layers.
-
-    The shapes are kept, for that takes longer than many a step.
-    """
+    """The tensors of each layer's entry, by running the block on the meta device, once for equal layers."""
     family = family_of(config)
     first = torch.zeros(1, 1, dtype=torch.long, device="meta")
     masks = family.attention_masks(config, first, first + 1)

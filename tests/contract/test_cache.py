@@ -347,18 +347,18 @@ def late(held: Any, segment_ids: Tensor, by: int = 1) -> Tensor:
 NEXT_POSITIONS, PLAN, REACH = prepare._next_positions, step._plan, init._reach
 
 
-def evicted_first(mask: Any, slots: Any, free: bool, *, maskless: bool) -> Any:
+def evicted_first(mask: Any, slots: Any, free: bool, **how: Any) -> Any:
     """The new tokens are written, and what is left is attended to."""
-    plan = PLAN(mask, slots, free, maskless=maskless)
+    plan = PLAN(mask, slots, free, **how)
     if plan.use.keys != "both":
         return plan
     seen = replace(mask, kv_positions=plan.after.positions, kv_segments=plan.after.segments)
     return replace(plan, mask=seen, use=SlotUse("slots"))
 
 
-def kept_masks(mask: Any, slots: Any, free: bool, *, maskless: bool) -> Any:
+def kept_masks(mask: Any, slots: Any, free: bool, **how: Any) -> Any:
     """The mask of the step is used as it is, as without the shortcuts that read the slots again."""
-    plan = PLAN(mask, slots, free, maskless=maskless)
+    plan = PLAN(mask, slots, free, **how)
     return plan if plan.use.keys == "both" else replace(plan, mask=mask, use=SlotUse("both"))
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.support.forks import ROOT, Forks
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "BENCHMARK_START": "fork"}
+THRESHOLDS = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "8388608")
 Output = Callable[..., str]
 
 
@@ -132,14 +133,13 @@ def test_damaged(output: Output) -> None:
 @pytest.mark.slow
 def test_recurrent(forks: Forks) -> None:
     """Without the restart that sets malloc's thresholds, which logprobs.py has too."""
-    thresholds = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "8388608")
-    out = _said(forks.run(_command("recurrent.py", "--quick", "--dtypes", "float32"), ENVIRONMENT | thresholds))
+    out = _said(forks.run(_command("recurrent.py", "--quick", "--dtypes", "float32"), ENVIRONMENT | THRESHOLDS))
     for layer in ("gdn", "ssd"):
         assert len([line for line in out.splitlines() if line.startswith(f"| {layer} |")]) == 6, out
 
 
 @pytest.mark.slow
-def test_generate(output: Output) -> None:
-    out = output("generate.py", "--quick")
+def test_generate(forks: Forks) -> None:
+    out = _said(forks.run(_command("generate.py", "--quick"), ENVIRONMENT | THRESHOLDS))
     for who in ("fnmodels packed, invariant", "fnmodels int8", "fnmodels int4", "transformers static"):
         assert out.count(f"| {who} |") == 2 + 2 * who.startswith("transformers"), out

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from fnmodels.models import gemma4
 from fnmodels.ops.moe.router import RouterDtypes
 
 TINY: dict[str, Any] = {
@@ -39,11 +38,12 @@ def variants() -> dict[str, Any]:
     small |= {"rms_norm_eps": 1.0}  # scores are not scaled, and with less fp32 gradients are off by more than 1e-5
     same = {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
     sparse = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20}
+    text = {name: value for name, value in (TINY | same).items() if name != "model_type"}
     return {
-        "gemma4_e": TINY | small,
-        "gemma4_bias_untied": TINY | {"attention_bias": True, "tie_word_embeddings": False},
-        "gemma4_moe": TINY | same | sparse,
-        "gemma4_wrapped": gemma4.Config.from_hf({"model_type": "gemma4", "text_config": TINY | same}),
+        "gemma4_text_e": TINY | small,
+        "gemma4_text_bias_untied": TINY | {"attention_bias": True, "tie_word_embeddings": False},
+        "gemma4_text_moe": TINY | same | sparse,
+        "gemma4_wrapped": {"model_type": "gemma4", "text_config": text},
     }
 
 
@@ -109,9 +109,9 @@ def sizes() -> dict[str, int]:
 
 _EXPERTS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
 _SMALL = {"use_double_wide_mlp", "vocab_size_per_layer_input"}
-BLIND = {"gemma4_e": _EXPERTS, "gemma4_moe": _SMALL}
-BLIND |= dict.fromkeys(("gemma4_bias_untied", "gemma4_wrapped"), _EXPERTS | _SMALL)
-SEEDS = {"gemma4_moe": 11}
+BLIND = {"gemma4_text_e": _EXPERTS, "gemma4_text_moe": _SMALL}
+BLIND |= dict.fromkeys(("gemma4_text_bias_untied", "gemma4_wrapped"), _EXPERTS | _SMALL)
+SEEDS = {"gemma4_text_moe": 11}
 NO_FILE = {"gemma4_text": "published within gemma4's text_config"}
 # transformers makes the last layer full whatever the list says; here such a list is refused.
 REFUSED = {"gemma4_text": {"layer_types"}}

@@ -4,7 +4,6 @@ There is no registration: families are the modules of the models folder that def
 that defines a Config and the functions of `Family`.
 """
 
-import functools
 import importlib
 import pkgutil
 import sys
@@ -264,9 +263,8 @@ def families() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-@functools.cache
 def _modules(folders: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the modules in the package's folders, listed once: every checkpoint that is read asks for them."""
+    """The names of the modules in the package's folders."""
     return tuple(info.name for info in pkgutil.iter_modules(folders, f"{_PACKAGE}.") if not info.ispkg)
 
 

@@ -380,7 +380,7 @@ def test_what_does_not_fit_raises(make: Callable[[Any], Any], sentence: str) -> 
         make(config_of("llama_tied", 4))
 
 
-DEEP = [case for case in cases() if case.config.num_hidden_layers > 1 and case.name != "gemma4_e"]
+DEEP = [case for case in cases() if case.config.num_hidden_layers > 1 and case.name != "gemma4_text_e"]
 
 
 @pytest.mark.parametrize("case", DEEP, ids=str)
@@ -405,7 +405,7 @@ def test_shares_of_every_family_are_the_whole(case: Any) -> None:
 
 
 def test_what_stages_do_not_pass_on_is_refused() -> None:
-    config = next(case.config for case in cases() if case.name == "gemma4_e")
+    config = next(case.config for case in cases() if case.name == "gemma4_text_e")
     with pytest.raises(ValueError, match="embeddings of the token ids, which stages of a pipeline do not pass on"):
         pipeline(config, 2, "GPipe")
     borrowing = dataclasses.replace(config, hidden_size_per_layer_input=0)

@@ -72,7 +72,9 @@ class TensorParallel:
                 f"The taps {', '.join(sorted(within))} are of single heads, of which each process has some; ask for "
                 "them without tensor parallelism."
             )
-        own: Block = functools.partial(self._run, block.func, tuple(block.keywords.items()))
+        # The first kind with these uses, so that kinds which differ in data alone share a graph.
+        like = next(kind for kind, uses in self.uses.items() if uses == self.uses[block.keywords["kind"]])
+        own: Block = functools.partial(self._run, block.func, tuple(block.keywords.items()), like)
         own = own if around is None else around(own)
         if not self.region.sequence:
             return own
@@ -89,6 +91,7 @@ class TensorParallel:
         self,
         block: Callable[..., tuple[Tensor, dict[str, Tensor]]],
         bound: tuple[tuple[str, Any], ...],
+        like: str,
         layer: Tree,
         x: Tensor,
         mask: Any,
@@ -96,7 +99,7 @@ class TensorParallel:
         **more: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         how = dict(bound)
-        here = self._layer(layer, self.uses[how["kind"]])
+        here = self._layer(layer, self.uses[like])
         if "valid" in more and "expert_mlp" in self.sharded:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
