@@ -19,7 +19,7 @@ _TOKENS = 200
 
 
 def explain_invariance() -> dict[str, bool]:
-    """{what a token's bits must not depend on: whether that held in all cases tried}; some seconds.
+    """{what a token's bits must not depend on: whether that held in all cases tried}; some seconds, on the CPU.
 
     The number of rows of a product (fp32 and bf16), an element's place under an activation, the number of rows of a
     norm and of log-softmax, the form in which attention gets its keys, and the number of threads. Where one is False,

@@ -60,5 +60,10 @@ class ForwardOptions:
     @property
     def expert_path(self) -> str | Experts:
         """`experts`; "auto" is "dense" with kernel="math", which supports every transform, and else "invariant" so."""
+        if self.invariant and self.experts not in ("auto", "invariant"):
+            raise NotImplementedError(
+                f'kernel="invariant" has experts of its own, and experts is {self.experts!r}: leave it out. (Expert '
+                "parallelism passes a function here.)"
+            )
         named = {"math": "dense", "invariant": "invariant"}
         return named.get(str(self.kernel), "auto") if self.experts == "auto" else self.experts

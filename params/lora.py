@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,7 @@ class Lora:
     a: Any
     b: Any
     scale: float = static(default=1.0)
+    invariant: ClassVar[bool] = True  # its products are those of fnmodels.ops.linear
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

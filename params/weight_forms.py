@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig, family_of
-from fnmodels.ops.invariant import rows_are_invariant
+from fnmodels.ops.invariant import LEAST_ROWS, rows_are_invariant
 from fnmodels.ops.torch_internals import int4_layout, int4_linear, int8_linear, onednn_layout, onednn_linear
 from fnmodels.tree import Tree, static
 
@@ -28,7 +28,12 @@ GROUP = 32  # inputs that share a scale in int4
 
 
 class LinearOnly:
-    """A weight [out, in] that F.linear applies; torch raises for every other function of it, naming its class."""
+    """A weight [out, in] that F.linear applies; torch raises for every other function of it, naming its class.
+
+    invariant: whether the form has the products of kernel="invariant".
+    """
+
+    invariant: ClassVar[bool] = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -37,12 +42,12 @@ class LinearOnly:
         return args[1].linear(args[0], *args[2:], **(kwargs or {}))
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        out = self.product(rows)
-        return (out if bias is None else out + bias).unflatten(0, x.shape[:-1])
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError("A weight in a form for decoding has no gradient: compute under torch.no_grad().")
+        return self.product(x.reshape(-1, x.shape[-1]), bias).unflatten(0, x.shape[:-1])
 
-    def product(self, rows: Tensor) -> Tensor:
-        """rows [n, in] -> [n, out]."""
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """rows [n, in] and bias [out] -> [n, out]."""
         raise NotImplementedError
 
 
@@ -52,11 +57,12 @@ class Packed(LinearOnly):
     """A weight in oneDNN's layout, which torch shows as an opaque tensor [out, in]."""
 
     layout: Tensor
+    invariant: ClassVar[bool] = True
 
-    def product(self, rows: Tensor) -> Tensor:
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         if not rows_are_invariant() or len(rows) != 1:
-            return onednn_linear(rows, self.layout, None)
-        return onednn_linear(rows.expand(2, -1), self.layout, None)[:1]  # see fnmodels.ops.invariant
+            return onednn_linear(rows, self.layout, bias)
+        return onednn_linear(rows.expand(LEAST_ROWS, -1), self.layout, bias)[:1]
 
 
 @tree.pytree
@@ -67,8 +73,8 @@ class Int8(LinearOnly):
     codes: Tensor
     scales: Tensor
 
-    def product(self, rows: Tensor) -> Tensor:
-        return int8_linear(_bf16(rows), self.codes, self.scales)
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return _plus(int8_linear(_bf16(rows), self.codes, self.scales), bias)
 
 
 @tree.pytree
@@ -80,14 +86,18 @@ class Int4(LinearOnly):
     scales: Tensor
     group: int = static(default=GROUP)
 
-    def product(self, rows: Tensor) -> Tensor:
-        return int4_linear(_bf16(rows), self.codes, self.group, self.scales)
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return _plus(int4_linear(_bf16(rows), self.codes, self.group, self.scales), bias)
+
+
+def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
+    return out if bias is None else out + bias
 
 
 def _bf16(rows: Tensor) -> Tensor:
-    if rows.dtype is not torch.bfloat16 or rows_are_invariant():
+    if rows.dtype is not torch.bfloat16:
         raise ValueError(
-            f'Quantized weights take bf16 activations and no kernel="invariant"; these are {rows.dtype}: '
+            f"Quantized weights take bf16 activations, and these are {rows.dtype}: "
             "params.quantize makes all other leaves bf16, and caches need dtype=torch.bfloat16."
         )
     return rows

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from fnmodels.inputs.values import readable
 
-from .torch_internals import onednn_linear
+from .torch_internals import has_onednn_linear, onednn_linear
 
 _INVARIANT: ContextVar[bool] = ContextVar("fnmodels_invariant_rows", default=False)
 BLOCK = 64  # elements
-LEAST_ROWS = {torch.float64: 12}  # of a product; 2 for the other dtypes
+GRAIN = 32768  # elements: torch gives each thread at least so many
+LEAST_ROWS = 2  # of a product by oneDNN, or in half precision
+LEAST_ROWS_OF_MKL = 12
 
 
 def invariant_rows(wanted: bool) -> AbstractContextManager[None]:
@@ -54,13 +56,20 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x), element by element. Within `invariant_rows`, equal elements have equal bits wherever they are.
 
     Torch computes blocks of a thread's elements by vector instructions and the rest one by one, with another exp. So
-    the elements are filled up to whole blocks.
+    the elements are filled up until each thread has whole blocks.
     """
     if not rows_are_invariant():
         return function(x)
     flat = x.reshape(-1)
-    missing = -len(flat) % (BLOCK * torch.get_num_threads())
+    missing = _whole_blocks(len(flat), torch.get_num_threads()) - len(flat)
     return function(F.pad(flat, (0, missing)) if missing else flat)[: len(flat)].view(x.shape)
+
+
+def _whole_blocks(count: int, threads: int) -> int:
+    """The least number from `count` that torch's threads, of which a small tensor gets fewer, share in whole blocks."""
+    while count % (unit := BLOCK * min(threads, max(-(-count // GRAIN), 1))):
+        count += -count % unit
+    return count
 
 
 def _refuse() -> NoReturn:
@@ -74,11 +83,18 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear; x [..., in], weight [out, in], bias [out]. First derivatives only.
 
     The gradient of x has invariant rows too; those of weight and bias are sums over rows. A weight that is no tensor
-    (an adapter) is called as F.linear calls it. NotImplementedError under transforms and in compiled graphs.
+    (an adapter) computes its product by this function. NotImplementedError under transforms, in compiled graphs, off
+    the CPU, and for a weight that multiplies in another way (a shard).
     """
     if not (readable(x) and (readable(weight) or not isinstance(weight, Tensor))):
         _refuse()
+    if not x.is_cpu:
+        raise NotImplementedError(f'kernel="invariant" runs on the CPU, and these activations are on {x.device}.')
     if not isinstance(weight, Tensor):
+        if not getattr(weight, "invariant", False):
+            raise NotImplementedError(
+                f'kernel="invariant" multiplies by whole weights and adapters, not by a {type(weight).__name__}.'
+            )
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():  # a Function's call takes longer than a small product
         return _InvariantLinear.forward(x, weight, bias)
@@ -90,11 +106,11 @@ class _InvariantLinear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        count, least = len(rows), LEAST_ROWS.get(x.dtype, 2)
+        onednn = x.dtype is weight.dtype is torch.float32 and has_onednn_linear()
+        count, least = len(rows), LEAST_ROWS if onednn or x.dtype.itemsize == 2 else LEAST_ROWS_OF_MKL
         if 0 < count < least:
-            rows = rows[torch.arange(least, device=x.device).clamp(max=count - 1)]
-        onednn = x.dtype is weight.dtype is torch.float32 and x.is_cpu and torch.backends.mkldnn.is_available()
-        out = onednn_linear(rows, weight, bias) if onednn and count else F.linear(rows, weight, bias)
+            rows = rows[torch.arange(least).clamp(max=count - 1)]
+        out = onednn_linear(rows, weight, bias) if onednn and rows.numel() else F.linear(rows, weight, bias)
         return out[:count].reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -103,6 +119,10 @@ class _InvariantLinear(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        _refuse()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
         _refuse()
 
     @staticmethod

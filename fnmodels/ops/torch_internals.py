@@ -120,6 +120,11 @@ def _transforms() -> tuple[str, ...] | None:
     return None if stack is None else tuple(interpreter.key().name for interpreter in stack() or ())
 
 
+def has_onednn_linear() -> bool:
+    """Whether `onednn_linear` is oneDNN's product."""
+    return PRIVATE["ops.mkldnn._linear_pointwise"] is not None and torch.backends.mkldnn.is_available()
+
+
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear by oneDNN, not differentiable."""
     product = PRIVATE["ops.mkldnn._linear_pointwise"]

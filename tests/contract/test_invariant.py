@@ -168,7 +168,7 @@ def test_threads_change_nothing(threads: int) -> None:
 
 
 BUGS = {
-    "a single row is not computed twice": (invariant, "LEAST_ROWS", {torch.float32: 1}),
+    "a single row is not computed twice": (invariant, "LEAST_ROWS", 1),
     "activations are not filled up to blocks": (mlp, "elementwise", lambda function, x: function(x)),
     "products of one row by another kernel": (linear, "rows_are_invariant", lambda: False),
     "attention of one query has one row": (tiles, "ROWS", 1),
@@ -191,6 +191,38 @@ def test_adapters_have_their_bits() -> None:
     config = LLAMA.config
     params = tree.map(lambda leaf: leaf + 0.01, P.lora.add(config, generic_params(config), rank=2, seed=0))
     assert_bits(sampled(config, params, (100, *[1] * 39), rings=True, rows=1), alone(config, params), "sampled")
+
+
+def test_long_keys_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits by a call for each group of heads, as in steps on many keys."""
+    config = LLAMA.config
+    params = generic_params(config)
+    wanted = alone(config, params)
+    monkeypatch.setattr(tiles, "_COPIED", 0)
+    assert_bits(sampled(config, params, (100, 30, *[1] * 9), rings=True), wanted, "sampled")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8, 64])
+def test_every_thread_has_whole_blocks(threads: int) -> None:
+    """As torch splits an elementwise operation: over threads with GRAIN elements at least."""
+    for count in (1, 63, 64, 14336, 32768, 32769, 71680, 787968, 3145728 + 5):
+        filled = invariant._whole_blocks(count, threads)
+        parts = min(threads, -(-filled // invariant.GRAIN))
+        assert filled >= count and -(-filled // parts) % invariant.BLOCK == 0
+        assert filled - count < invariant.BLOCK * threads * 2
+
+
+def test_experts_without_tokens_have_gradients() -> None:
+    case = next(case for case in FAMILIES if case.family == "mixtral")
+    params = tree.map(lambda t: t.requires_grad_(), generic_params(case.config))
+    batch, _ = batch_in(case.config, ((((1, 5)),),))
+    found = []
+    for kernel in ("invariant", "math"):
+        total, _ = train.next_token_loss(params, batch, config=case.config, kernel=kernel, length=ROOM)
+        found.append(torch.autograd.grad(total, tree.leaves(params)))
+    assert all((got - want).abs().max() < 1e-4 for got, want in zip(*found, strict=True))
+    with pytest.raises(NotImplementedError, match='kernel="invariant" has experts of its own'):
+        train.next_token_loss(params, batch, config=case.config, kernel="invariant", experts="grouped")
 
 
 def test_explain_invariance() -> None:

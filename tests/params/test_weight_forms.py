@@ -39,7 +39,7 @@ def dequantized(form: Any) -> Tensor:
         return form.codes.float() * form.scales.float()[:, None]
     width = form.scales.shape[0] * GROUP
     with torch.no_grad():  # the codes are in torch's layout
-        return form.product(torch.eye(width, dtype=torch.bfloat16)).float().T
+        return form.product(torch.eye(width, dtype=torch.bfloat16), None).float().T
 
 
 @pytest.mark.parametrize("case", richest(), ids=str)
@@ -58,15 +58,16 @@ def _leaves(params: Any) -> list[Any]:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_packed_weights_have_the_bits_of_the_invariant_kernel(rows: int) -> None:
-    params = generic_params(WIDE)
+    config = dataclasses.replace(WIDE, qkv_bias=True)
+    params = generic_params(config)
     tokens = torch.arange(rows * 9).view(rows, 9) % 61
     found = []
     for given in (params, P.packed(params)):
-        cache = fnmodels.init_cache(WIDE, rows, 16)
+        cache = fnmodels.init_cache(config, rows, 16)
         parts = []
         for part in tokens.split((6, 1, 1, 1), 1):
-            step = fnmodels.prepare_step(WIDE, part, cache)
-            out, cache = fnmodels.decode_(given, *step, cache, config=WIDE, kernel="invariant")
+            step = fnmodels.prepare_step(config, part, cache)
+            out, cache = fnmodels.decode_(given, *step, cache, config=config, kernel="invariant")
             parts.append(out)
         found.append(torch.cat(parts, 1))
     assert torch.equal(*found)
@@ -138,6 +139,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     wide = quantized | {"embed_tokens": quantized["embed_tokens"].float(), "norm": quantized["norm"].float()}
     with pytest.raises(ValueError, match=r"bf16 activations.*torch.float32"):
         logits(wide, WIDE)
+    with pytest.raises(ValueError, match=r"has no gradient: compute under torch\.no_grad"):
+        fnmodels.forward(
+            P.packed({**params, "norm": params["norm"].requires_grad_()}),
+            *fnmodels.prepare(WIDE, torch.ones(1, 3, dtype=torch.long)),
+            config=WIDE,
+        )
     for given in (quantized, P.packed(params)):
         with pytest.raises((ValueError, P.MismatchError)) as error:
             P.save_pretrained(tmp_path / "model", WIDE, given)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,14 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.values import readable
+from fnmodels.ops.autograd_guard import refuse
 from fnmodels.ops.norm import upcast
 
 TILE = 128  # positions
 ROWS = 4  # a product has a multiple of so many rows,
 WIDTH = 16  # and of so many columns
+
+GAPS = 16  # places per token of a document, at most
 
 _COPIED = 1 << 19  # numbers of keys: fewer are copied, which takes less time than a call per group
 
@@ -127,6 +130,12 @@ def _places(side: _Side, documents: Tensor, highest: int, keys: _Side | None) ->
         first = position.new_full((len(documents),), int(position.amax())).scatter_reduce(0, row, position, "amin")
         slot = position - first[row] // TILE * TILE
         room = -(-(int(slot.amax()) + 1) // TILE) * TILE
+        longest = int(row.bincount().amax())
+        if room > GAPS * longest + 2 * TILE:
+            raise ValueError(
+                f'kernel="invariant" keeps a place for each position, and a document of at most {longest} tokens has '
+                f'positions that span {room}; kernel="sdpa" takes any.'
+            )
     else:
         same = torch.nn.functional.one_hot(row, len(documents)).cumsum(0)
         slot = same.gather(1, row[:, None])[:, 0] - 1
@@ -225,7 +234,7 @@ class _Tiled(torch.autograd.Function):
         q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Tiles, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         out = v.new_zeros(*q.shape[:3], v.shape[2])
-        top, total = (q.new_zeros(*q.shape[:3], 1) for _ in range(2))
+        top, total = q.new_zeros(*q.shape[:3], 1), q.new_ones(*q.shape[:3], 1)
         for tile, (first, end) in enumerate(plan.seen):
             if first == end:
                 continue
@@ -250,6 +259,14 @@ class _Tiled(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*tensors, *output)
         ctx.how = plan, scale, softcap
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse("invariant")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        refuse("invariant")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -189,7 +189,7 @@ def invariant_experts(
     # unbind: the gradient of each expert's part alone would be a tensor of all experts' size.
     each = {name: leaf.unbind() for name, leaf in experts.items()}
     out = [
-        _mlp({name: leaves[expert] for name, leaves in each.items()}, part, act)
+        _mlp({name: leaves[expert] for name, leaves in each.items()}, part, act) if len(part) else part
         for expert, part in enumerate(rows.split(dispatched.counts.tolist()))
     ]
     return combine_cpu(torch.cat(out), dispatched, weights)

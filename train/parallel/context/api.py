@@ -166,6 +166,10 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
     equally often and in the same order, as they do by running the same model, also under remat. ValueError for
     combinations that a method does not support.
     """
+    if inner == "invariant":
+        raise NotImplementedError(
+            'kernel="invariant" needs all keys of a document in one process: sum over them in one, without cp.'
+        )
     if method not in _METHODS:
         raise ValueError(f"method is {method!r}; it is one of {', '.join(_METHODS)}.")
     if method == "gather" and inner in ("blocks", "varlen"):
