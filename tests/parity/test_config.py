@@ -36,7 +36,7 @@ def published_dialect(values: dict[str, Any]) -> dict[str, Any]:
     old["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    old["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
     renamed = getattr(variants, "OLDER_NAMES", {})
     return {renamed.get(name, name): value for name, value in old.items()}
 
