@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fnmodels.models import gemma4
 from fnmodels.ops.moe.router import RouterDtypes
 
 TINY: dict[str, Any] = {
@@ -43,7 +44,7 @@ def variants() -> dict[str, Any]:
         "gemma4_text_e": TINY | small,
         "gemma4_text_bias_untied": TINY | {"attention_bias": True, "tie_word_embeddings": False},
         "gemma4_text_moe": TINY | same | sparse,
-        "gemma4_wrapped": {"model_type": "gemma4", "text_config": text},
+        "gemma4_wrapped": gemma4.Config.from_hf({"model_type": "gemma4", "text_config": text}),
     }
 
 
