@@ -47,7 +47,7 @@ class LinearOnly:
         return self.product(x.reshape(-1, x.shape[-1]), bias).unflatten(0, x.shape[:-1])
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """rows [n, in] and bias [out] -> [n, out]."""
+        """rows [n, in] and bias [out] -> [n, out]; each form has its own."""
         raise NotImplementedError
 
 

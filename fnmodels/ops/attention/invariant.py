@@ -3,7 +3,7 @@
 Not on other documents, rows or padding, and not on the form in which keys arrive: one row, packed rows, chunks, or the
 slots of a cache. For that, every sum is taken over fixed tiles of 128 positions, aligned at multiples of 128, one tile
 after the other: a key's place in the sums is its position, and tiles without visible keys add exact zeros. The products
-of a tile have a multiple of four rows, for which the matrix libraries give a row the same bits whatever the others are.
+of a tile have a multiple of four rows, for which the matrix libraries give a row bits that do not depend on the others.
 The backward pass recomputes the probabilities, in the same tiles. Products are in fp32 at least.
 """
 
@@ -278,13 +278,13 @@ class _Tiled(torch.autograd.Function):
             if first == end:
                 continue
             span, keys = slice(tile * TILE, (tile + 1) * TILE), slice(first * TILE, end * TILE)
-            scores, slope = _scores(q[:, :, span], k, plan, tile, scale, softcap)
+            scores, derivative = _scores(q[:, :, span], k, plan, tile, scale, softcap)
             p = scores.sub_(top[:, :, span]).exp_().div_(total[:, :, span]).flatten(1, 2)
             of_out = grad_output[:, :, span].flatten(1, 2)
             dv[:, keys].baddbmm_(p.mT, of_out)
             ds = torch.bmm(of_out, v[:, keys].mT).sub_(along[:, :, span].flatten(1, 2)).mul_(p)
-            if slope is not None:
-                ds *= slope.flatten(1, 2)
+            if derivative is not None:
+                ds *= derivative.flatten(1, 2)
             tile_q = q[:, :, span].flatten(1, 2)
             dk[:, keys].baddbmm_(ds.mT, tile_q * scale)
             dq[:, :, span] = (_weighted(ds, k, first, end) * scale).view(*q.shape[:2], -1, q.shape[3])
@@ -300,15 +300,15 @@ def _scores(
     """(scores [R, n, Q, keys that the tile of queries sees], their derivative by the scores before the softcap)."""
     first, end = plan.seen[tile]
     scores = torch.bmm((q * scale).flatten(1, 2), k[:, first * TILE : end * TILE].mT).view(*q.shape[:3], -1)
-    slope = None
+    derivative = None
     if softcap is not None:
         capped = torch.tanh(scores / softcap)
-        scores, slope = softcap * capped, 1 - capped.square()
+        scores, derivative = softcap * capped, 1 - capped.square()
     for keys, mask in plan.masks_of(tile):
         mask = F.pad(mask, (0, 0, 0, q.shape[2] - mask.shape[1])) if mask.shape[1] < q.shape[2] else mask
         at = (keys - first) * TILE
         scores.unflatten(0, (-1, len(mask)))[..., at : at + TILE].masked_fill_(~mask[:, None], -torch.inf)
-    return scores, slope
+    return scores, derivative
 
 
 def _in_turn(p: Tensor) -> Tensor:

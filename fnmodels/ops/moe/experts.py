@@ -185,7 +185,7 @@ def invariant_experts(
             'experts="invariant" reads on the host how many tokens each expert has, which vmap and compiled graphs do '
             'not allow: experts="dense" has static shapes.'
         )
-    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["gate_proj"]), input_weighted)
+    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, len(experts["down_proj"]), input_weighted)
     # unbind: the gradient of each expert's part alone would be a tensor of all experts' size.
     each = {name: leaf.unbind() for name, leaf in experts.items()}
     out = [
@@ -196,8 +196,8 @@ def invariant_experts(
 
 
 def _mlp(expert: Mapping[str, Tensor], x: Tensor, act: Act) -> Tensor:
-    gate, up = (invariant_linear(x, expert[f"{name}_proj"], expert.get(f"{name}_bias")) for name in ("gate", "up"))
-    return invariant_linear(act(gate, up), expert["down_proj"], expert.get("down_bias"))
+    read = (invariant_linear(x, expert[f"{name}_proj"], expert.get(f"{name}_bias")) for name in inputs_of(expert))
+    return invariant_linear(act(*read), expert["down_proj"], expert.get("down_bias"))
 
 
 _PATHS: dict[str, Experts] = {
