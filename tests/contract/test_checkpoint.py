@@ -12,7 +12,7 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.models.common import storage
-from tests.support.cases import Case, batch_of, cases, generic_params, segments, structures
+from tests.support.cases import Case, batch_of, cases, generic_params, layer_structures, segments, structures
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
@@ -67,7 +67,7 @@ def test_a_missing_and_an_unexpected_tensor_are_both_named(case: Case, tmp_path:
     assert lost in str(caught.value) and "model.layers.0.surprise.weight" in str(caught.value)
 
 
-@every_structure
+@pytest.mark.parametrize("case", layer_structures(), ids=str)
 def test_loading_in_another_precision(case: Case, tmp_path: Path) -> None:
     """L7: leaves are cast to the requested dtype, except keep_dtype leaves, which are fp32 even for files in bf16."""
     spec = tree.flatten(fnmodels.family_of(case.config).spec(case.config))

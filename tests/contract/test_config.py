@@ -104,8 +104,8 @@ def test_every_field_changes_the_logits(case: Case) -> None:
     wanted = batch_of(case.config, segment_ids).forward(weights)
     moved: dict[str, float] = {}
     for field, other in changed(case.config):
-        if shapes(other) != shapes(case.config):
-            continue
+        if moved.get(field, 0.0) > 1e-4 or shapes(other) != shapes(case.config):
+            continue  # one value of a field is enough
         logits = batch_of(other, segment_ids).forward(weights) if other.vocab_size == case.config.vocab_size else wanted
         moved[field] = max(moved.get(field, 0.0), float((logits - wanted).abs().max()))
     assert moved, "nothing could be changed"

@@ -23,6 +23,7 @@ from tests.support.cases import (
     forward,
     generic_params,
     is_ordered,
+    layer_structures,
     logits_dtype,
     off,
     positions_of,
@@ -153,7 +154,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@every_structure
+@pytest.mark.parametrize("case", layer_structures(), ids=str)
 def test_masks_cost_linear_memory(case: Case) -> None:
     """B7: at 131,072 tokens a dense mask would have 1.7e10 elements."""
     length = 131_072

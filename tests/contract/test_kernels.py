@@ -1,5 +1,6 @@
 """A kernel computes the given mask or refuses it (B8); a row's bits do not depend on other rows (R3)."""
 
+import functools
 import re
 from typing import Any
 
@@ -20,18 +21,17 @@ from tests.support.cases import (
     batch_of,
     cases,
     generic_params,
+    layer_structures,
     off,
-    richest,
     segments,
-    structures,
     supports,
     tokens_of,
+    with_kernels,
 )
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
-every_structure = pytest.mark.parametrize("case", attending(structures()), ids=str)
-PAIRS = [(case, "math") for case in attending(structures())]
-PAIRS += [(c, k) for c in attending(richest()) for k in ("sdpa", "blocks", "auto") if supports(c, k)]
+STRUCTURES = attending(layer_structures())
+every_structure = pytest.mark.parametrize("case", STRUCTURES, ids=str)
 ROWS = slice(0, 2)  # their documents are in order, so that there is a layout
 
 
@@ -50,12 +50,18 @@ def logits_under(case: Case, mask: MaskLike, kernel: str) -> Tensor:
     return logits.masked_fill(~batch.valid[..., None], 0)
 
 
-@pytest.mark.parametrize(("case", "kernel"), PAIRS, ids=str)
+@functools.cache
+def dense_mask(rule: str) -> Tensor:
+    """One of RULES evaluated pair by pair."""
+    return slow(RULES[rule][1])[ROWS]
+
+
+@with_kernels(STRUCTURES, ("math", "sdpa", "blocks", "auto"))
 def test_every_rule_through_every_kernel(case: Case, kernel: str) -> None:
     """B8: equal to a dense mask evaluated pair by pair, also for rules that the family does not use itself."""
-    for rule, seen in RULES.values():
+    for name, (rule, _) in RULES.items():
         mask = fnmodels.build_mask(rule, POSITIONS[ROWS], SEGMENTS[ROWS], spans=SPANS[ROWS])
-        assert off(logits_under(case, mask, kernel), logits_under(case, slow(seen)[ROWS], "math")) < 1e-5, rule
+        assert off(logits_under(case, mask, kernel), logits_under(case, dense_mask(name), "math")) < 1e-5, name
 
 
 @every_structure
@@ -63,7 +69,7 @@ def test_a_mask_without_a_rule(case: Case) -> None:
     """B8: a mask that no rule expresses is applied unchanged; kernels that read rules refuse it and name another."""
     drawn = torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)) < 0.4
     wanted = logits_under(case, drawn, "math")
-    assert off(logits_under(case, slow(RULES["causal"][1])[ROWS], "math"), wanted) > 1e-2
+    assert off(logits_under(case, dense_mask("causal"), "math"), wanted) > 1e-2
     for kernel in ("sdpa", "auto"):
         if supports(case, kernel):
             assert off(logits_under(case, drawn, kernel), wanted) < 1e-5, kernel

@@ -81,10 +81,6 @@ def naive(experts: str) -> Callable[[Case], object]:
     return lambda case: test_moe.test_every_path_is_the_naive_loop(case, experts)
 
 
-def ranks(case: Case) -> None:
-    test_moe.test_dispatch_in_ranks_that_do_not_divide_the_tokens(case, 5)
-
-
 def replay(case: Case) -> None:
     test_moe.test_replay_is_bit_equal(case, "math")
 
@@ -161,12 +157,17 @@ def _reordered(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) ->
     patch.setattr(experts_module, "combine_cpu", wrongly_combined)
 
 
-@bug("M2", ranks, there_and_back, naive("loop"), parallel)
+@bug("M2", test_moe.test_dispatch_in_ranks_that_do_not_divide_the_tokens, there_and_back, naive("loop"), parallel)
 def rows_brought_back_in_another_order(patch: pytest.MonkeyPatch) -> None:
     _reordered(patch, lambda order: order.argsort())
 
 
-@bug("M2", ranks, lambda case: test_ops.test_tokens_over_ranks_that_do_not_divide_them(7, 4), parallel)
+@bug(
+    "M2",
+    test_moe.test_dispatch_in_ranks_that_do_not_divide_the_tokens,
+    lambda case: test_ops.test_tokens_over_ranks_that_do_not_divide_them(7, 4),
+    parallel,
+)
 def tokens_that_no_rank_owns(patch: pytest.MonkeyPatch) -> None:
     def floor(tokens: int, ranks: int) -> Any:
         slots = tokens // ranks

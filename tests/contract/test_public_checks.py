@@ -5,24 +5,32 @@ from collections.abc import Callable
 import pytest
 
 from fnmodels import testing
-from tests.support.cases import Case, cases, subject_of, with_kernels
+from tests.support.cases import Case, cases, layer_structures, subject_of, with_kernels
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_case_and_kernel = with_kernels(cases())
 CHECKS = (
     testing.check_inputs_unchanged,  # B9
-    testing.check_threads,  # B9
-    testing.check_microbatches,  # B3
     testing.check_permutation,  # B5
     testing.check_padding,  # B6
-    testing.check_empty_rows,  # P4
     testing.check_causality,  # B10
+)
+SLOW_CHECKS = (
+    testing.check_threads,  # B9
+    testing.check_microbatches,  # B3; for every variant in test_kernels.py, row by row
+    testing.check_empty_rows,  # P4; for every variant in test_packing.py
 )
 
 
 @every_case_and_kernel
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
+    check(subject_of(case, kernel))
+
+
+@with_kernels(layer_structures())
+@pytest.mark.parametrize("check", SLOW_CHECKS, ids=lambda check: check.__name__)
+def test_slow_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
     check(subject_of(case, kernel))
 
 
@@ -47,4 +55,4 @@ def test_every_public_check_is_run() -> None:
         testing.check_packing_of_a_cut_document,
         testing.check_per_sample_gradients,
     }
-    assert set(CHECKS) | others == set(testing.CHECKS)
+    assert {*CHECKS, *SLOW_CHECKS} | others == set(testing.CHECKS)

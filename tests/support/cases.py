@@ -29,6 +29,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import testing, tree
+from fnmodels.inputs.mask import attention_part
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common import context
 from fnmodels.models.common.registry import field_of, may_have, ordered_kinds, own_choices, source_kind
@@ -176,6 +178,35 @@ def structure(case: Case) -> tuple[Any, ...]:
     kinds = frozenset(family.kinds(case.config))
     names = frozenset(path.split(".", 2)[-1] for path in tree.flatten(family.spec(case.config)))
     return case.family, kinds, names, causal(case)
+
+
+def short(case: Case) -> Case:
+    """The case with the fewest layers that have all of its kinds."""
+    return dataclasses.replace(case, config=shortest(case.config))
+
+
+@functools.cache
+def layer_structures() -> tuple[Case, ...]:
+    """The first variant of each family's sets of kinds of layers, causal or not, cut short. For slow tests.
+
+    Biases, tied heads and rope scalings, by which variants differ otherwise, are operations on one token.
+    """
+    first: dict[Any, Case] = {}
+    for case in cases():
+        first.setdefault((case.family, kinds_of(case), causal(case)), case)
+    return tuple(map(short, first.values()))
+
+
+@functools.cache
+def attention_of(case: Case) -> str:
+    """What attention gets from the case's layers, a group for `richest`: rules, softcap, sinks, latent or lent keys."""
+    family, none = fnmodels.family_of(case.config), torch.zeros(1, 0, dtype=torch.int64)
+    kinds, masks = family.kinds(case.config), family.attention_masks(case.config, none, none)
+    rules = {re.sub(r"\d", "", str(getattr(attention_part(mask), "rule", None))) for mask in masks.values()}
+    together = any(isinstance(mask, dict) for mask in masks.values())  # with a recurrent mixer in one layer
+    leaves = {path.rpartition(".")[2] for path in tree.flatten(family.spec(case.config))} & {"sinks", "kv_b_proj"}
+    lent, softcap = any(map(source_kind, kinds)), getattr(case.config, "attention_softcap", None)
+    return str((sorted(rules), together, sorted(leaves), lent, softcap, bool(own_choices(kinds))))
 
 
 def kinds_of(case: Case) -> str:
@@ -338,10 +369,16 @@ def supports(case: Case, kernel: str) -> bool:
     return True
 
 
-def with_kernels(cases: tuple[Case, ...]) -> Any:
-    """The mark which runs a test on each case with "math", and on the richest of each family with the other kernels."""
-    names = {case: KERNELS if case in richest() else KERNELS[:1] for case in cases}
-    pairs = [(case, kernel) for case in cases for kernel in names[case] if supports(case, kernel)]
+def with_kernels(cases: tuple[Case, ...], kernels: tuple[str, ...] = KERNELS) -> Any:
+    """The mark which runs a test with all kernels on the first case of each `attention_of`, with one in turn on others.
+
+    A kernel is given nothing else of a model.
+    """
+    pairs, seen = [], set()
+    for index, case in enumerate(cases):
+        able = [kernel for kernel in kernels if supports(case, kernel)]
+        pairs += [(case, kernel) for kernel in (able[index % len(able) :][:1] if attention_of(case) in seen else able)]
+        seen.add(attention_of(case))
     return pytest.mark.parametrize(("case", "kernel"), pairs, ids=[f"{case}-{kernel}" for case, kernel in pairs])
 
 
