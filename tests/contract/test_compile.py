@@ -22,6 +22,7 @@ from tests.support.cases import (
     Case,
     batch_of,
     cases,
+    covering,
     forward,
     generic_params,
     gradients,
@@ -34,7 +35,6 @@ from tests.support.cases import (
     trainable,
 )
 
-every_family = pytest.mark.parametrize("case", richest(), ids=str)
 BRANCHING = tuple(case for case in cases() if case.name == "llama_longrope_long")  # its table has two branches
 pytestmark = pytest.mark.slow
 MIXED, OTHER = segments((-3, 5, 4), (12,), (7, 1, -4)), segments((12,), (2, 9, -1), (-11, 1))
@@ -56,7 +56,7 @@ def one_graph() -> Iterator[None]:
         raise AssertionError(f"torch.compile cannot capture the model in one graph: {error}") from error
 
 
-@pytest.mark.parametrize("case", richest() + BRANCHING, ids=str)
+@pytest.mark.parametrize("case", covering() + BRANCHING, ids=str)
 def test_prepare_and_forward_are_one_graph(case: Case) -> None:
     """F10: equal to eager, backward included; no recompile for an equal config, other values or other masks."""
     counter = CompileCounterWithBackend("eager")
@@ -97,7 +97,7 @@ def test_a_plain_layout_is_one_graph(case: Case) -> None:
     assert counter.frame_count == 1
 
 
-@every_family
+@pytest.mark.parametrize("case", covering(), ids=str)
 def test_one_compilation_of_the_block_for_all_layers_of_a_kind(case: Case) -> None:
     """F10: each kind once, forward and backward, because a block receives its own layer's subtree and no index.
 

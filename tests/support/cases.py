@@ -228,6 +228,20 @@ def richest(group: Callable[[Case], str] = lambda case: case.family) -> tuple[Ca
     return tuple(max(members, key=richness) for members in groups.values())
 
 
+@functools.cache
+def covering() -> tuple[Case, ...]:
+    """A few of the richest variants that have all of their kinds of layers and names of parameters between them.
+
+    For tests that take seconds: the code of a block follows from its kind and its parameters.
+    """
+    parts = {case: structure(case)[1] | structure(case)[2] for case in richest()}
+    left, found = frozenset[str]().union(*parts.values()), list[Case]()
+    while left:
+        found.append(max(parts, key=lambda case: len(parts[case] & left)))
+        left -= parts[found[-1]]
+    return tuple(found)
+
+
 def shortest(config: Any, times: int = 1) -> Any:
     """The model's first layers that have all of its kinds, `times` over: for tests that trace each layer."""
     kinds = fnmodels.family_of(config).kinds(config)
