@@ -43,8 +43,10 @@ def test_every_tensor_counts(case: Case) -> None:
     assert not _fails(case, params, theirs, tokens)
     kinds, (_, _, tables) = fnmodels.family_of(case.config).kinds(case.config), fnmodels.prepare(case.config, tokens)
     for path, tensor in tree.flatten(params).items():
-        layer = path.split(".")[1] if path.startswith("layers.") else None
-        tables_of_layer = tree.leaves(tables[kinds[int(layer)]]) if layer else []
+        layer = int(path.split(".")[1]) if path.startswith("layers.") else None
+        if layer is not None and kinds[layer] in kinds[:layer]:
+            continue  # the same code reads the first layer of this kind
+        tables_of_layer = [] if layer is None else tree.leaves(tables[kinds[layer]])
         if path.endswith("k_bias") and any(table.shape[-2:] == (0, 2) for table in tables_of_layer):
             continue  # without rotary embedding a key bias shifts all scores of a query: no effect on softmax
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
