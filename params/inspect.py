@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fnmodels import family_of
 from fnmodels.errors import CheckpointError, FormatError, UserError
-from fnmodels.models.common.config_json import quantization_of
+from fnmodels.models.common.quantization import quantization_of
 from params.checkpoint.config import read_config
 from params.checkpoint.load import check_folder, load_pretrained
 from params.checkpoint.manifest import HASH, MANIFEST, read_manifest, verify

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
+from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, layer_norm_leaves, plain_mlp_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice

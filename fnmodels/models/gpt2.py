@@ -15,8 +15,9 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, MaskLike, causal_masks
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
+from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
+from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import attention_leaves, decoder_leaves, layer_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import ACTIVATIONS, embed_tokens, layer_norm, look_up, no_rotation, plain_mlp

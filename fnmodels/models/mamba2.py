@@ -9,10 +9,11 @@ from torch import Tensor
 from fnmodels.errors import ConfigError
 from fnmodels.inputs.order import Segments
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields, quantization
+from fnmodels.models.common.config_json import LAYERS_LIMIT, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, kinds  # noqa: F401
 from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leaves, mamba_names, mamba_to_hf
+from fnmodels.models.common.quantization import quantization
 from fnmodels.models.common.spec import decoder_leaves, norm
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import ACTIVATIONS, embed_tokens, no_rotation, rms_norm, rms_norm_fp32_weight, upcast

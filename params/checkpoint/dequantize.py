@@ -1,5 +1,7 @@
 """Dequantization of fp8 and mxfp4 checkpoints: low-precision values with one scale per block of elements.
 
+Integers (AWQ, GPTQ, compressed-tensors) are in `integer_weights`; `pair_scales` and `read_quantized` are for both.
+
     method  in the files                                                     values          scales are
     fp8     X [.., out, in], X_scale_inv [.., ceil(out / 128), ceil(in / 128)]  float8_e4m3fn   multiplied
     mxfp4   X_blocks [.., out, in / 32, 16], X_scales [.., out, in / 32]        e2m1, 2 a byte  bytes s: 2^(s - 127)
@@ -12,15 +14,16 @@ the low half of their byte, and X itself is transposed, [.., in, out].
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
+from typing import NoReturn, overload
 
 import torch
 from torch import Tensor
 
 from fnmodels.errors import MismatchError
-from fnmodels.models.common.config_json import Quantization
+from fnmodels.models.common.quantization import Quantization
 from params.io.safetensors_file import Box, Entry, TensorFile, box_shape, read_tensor, row_entries
 
+from .integer_weights import FORMS, IntegerWeight, pair_integers, read_integer_weight
 from .shard_index import as_lines
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -30,7 +33,7 @@ CHUNK = 1 << 20  # elements dequantized at a time; temporary memory is ten bytes
 
 
 @dataclass(frozen=True)
-class Quantized:
+class BlockScaled:
     """A quantized tensor: values and scales in the files. shape and dtype are those of the dequantized tensor.
 
     values: entry in the file that `Found` pairs with this. block: rows and columns that share a scale; None for mxfp4.
@@ -44,6 +47,7 @@ class Quantized:
     block: tuple[int, int] | None
 
 
+Quantized = BlockScaled | IntegerWeight
 Found = dict[str, tuple[TensorFile, Entry | Quantized]]
 
 
@@ -54,7 +58,8 @@ def pair_scales(folder: Path, found: dict[str, tuple[TensorFile, Entry]], quanti
     """
     if quantization is None:
         return {**found}
-    paired, faults = (_fp8 if quantization.method == "fp8" else _mxfp4)(found, quantization)
+    pair = {"fp8": _fp8, "mxfp4": _mxfp4, **dict.fromkeys(FORMS, _integers)}[quantization.method]
+    paired, faults = pair(found, quantization)
     if faults:
         method = quantization.method
         raise MismatchError(f"{folder}: {len(faults)} tensors are not as {method} has them:{as_lines(faults)}")
@@ -76,7 +81,7 @@ def _fp8(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization)
         scale_file, scales = found[scale_name]
         blocks = (*lead, -(-out // rows), -(-width // columns))
         faults += _scale_faults(scale_name, scale_file, scales, blocks, *FP8_SCALES)
-        paired[name] = (file, Quantized(entry.shape, torch.bfloat16, entry, scales, scale_file, (rows, columns)))
+        paired[name] = (file, BlockScaled(entry.shape, torch.bfloat16, entry, scales, scale_file, (rows, columns)))
         del paired[scale_name]
     return paired, faults
 
@@ -104,9 +109,14 @@ def _mxfp4(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantizatio
         scale_file, scales = found[scale_name]
         faults += _scale_faults(scale_name, scale_file, scales, (*lead, out, blocks), torch.uint8)
         shape = (*lead, blocks * 32, out)
-        paired[name] = (file, Quantized(shape, torch.bfloat16, entry, scales, scale_file, None))
+        paired[name] = (file, BlockScaled(shape, torch.bfloat16, entry, scales, scale_file, None))
         del paired[blocks_name], paired[scale_name]
     return paired, faults
+
+
+def _integers(found: dict[str, tuple[TensorFile, Entry]], quantization: Quantization) -> tuple[Found, list[str]]:
+    paired, faults = pair_integers(found, quantization)
+    return {**paired}, faults
 
 
 def _scale_faults(
@@ -124,10 +134,14 @@ def _scale_faults(
 @overload
 def split_rows(tensor: Entry, rows: slice = ...) -> list[Entry]: ...
 @overload
-def split_rows(tensor: Quantized, rows: slice = ...) -> list[Quantized]: ...
-def split_rows(tensor: Entry | Quantized, rows: slice = slice(None)) -> list[Entry] | list[Quantized]:
+def split_rows(tensor: BlockScaled, rows: slice = ...) -> list[BlockScaled]: ...
+@overload
+def split_rows(tensor: IntegerWeight, rows: slice = ...) -> NoReturn: ...
+def split_rows(tensor: Entry | Quantized, rows: slice = slice(None)) -> list[Entry] | list[BlockScaled]:
     """One tensor per index of the first dimension, or of those in `rows`."""
-    if isinstance(tensor, Quantized):
+    if isinstance(tensor, IntegerWeight):
+        raise ValueError(f"{tensor.module}.weight has two dimensions: integers are a weight [out, in] each.")
+    if isinstance(tensor, BlockScaled):
         return [
             replace(tensor, shape=tensor.shape[1:], values=values, scales=scales)
             for values, scales in zip(row_entries(tensor.values, rows), row_entries(tensor.scales, rows), strict=True)
@@ -140,8 +154,10 @@ def read_quantized(
 ) -> Tensor:
     """The dequantized tensor, or its shard `box`, in new memory (mxfp4: a transposed view); dtype None: bf16.
 
-    For a shard, all blocks that it touches are read.
+    For a shard, all blocks that it touches are read. Integers are read by `read_integer_weight`.
     """
+    if isinstance(tensor, IntegerWeight):
+        return read_integer_weight(tensor, dtype, buffer, box)
     box = tuple(slice(0, n) for n in tensor.shape) if box is None else box
     box = box if tensor.block else (*box[:-2], box[-1], box[-2])  # in the order of the file
     out = torch.empty(box_shape(box), dtype=dtype or tensor.dtype, device="cpu")
@@ -149,7 +165,7 @@ def read_quantized(
     return out if tensor.block else out.mT
 
 
-def _fill(target: Tensor, box: Box, file: TensorFile, tensor: Quantized, buffer: Tensor) -> None:
+def _fill(target: Tensor, box: Box, file: TensorFile, tensor: BlockScaled, buffer: Tensor) -> None:
     """Dequantize the shard `box` of [.., out, in] into `target`, in chunks of rows of each matrix."""
     if target.ndim > 2:
         for matrix, quantized in zip(target, split_rows(tensor, box[0]), strict=True):
@@ -172,7 +188,7 @@ def _fill(target: Tensor, box: Box, file: TensorFile, tensor: Quantized, buffer:
         target[first - rows.start : end - rows.start] = wide[first - begin :, offset : offset + target.shape[1]]
 
 
-def _check_scales(tensor: Quantized, scales: Tensor) -> None:
+def _check_scales(tensor: BlockScaled, scales: Tensor) -> None:
     """MismatchError for scales that no quantizer writes: not positive, not finite, or a byte that means NaN."""
     bad = ~((scales > 0) & scales.isfinite()) if tensor.block else scales == 255
     if bad.any():

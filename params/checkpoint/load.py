@@ -19,7 +19,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.errors import MismatchError
 from fnmodels.models.common import storage
-from fnmodels.models.common.config_json import quantization_of
+from fnmodels.models.common.quantization import quantization_of
 from fnmodels.models.common.registry import DecoderConfig, family_of, may_have
 from fnmodels.models.common.storage import Single, Stack, TensorSlice, disk_name
 from fnmodels.tree import Tree
@@ -42,6 +42,7 @@ from params.sharding import Sharding, plan_by_path
 from . import tensor_map
 from .config import read_config
 from .dequantize import Found, Quantized, pair_scales, read_quantized, split_rows
+from .integer_weights import is_zero_bias
 from .shard_index import as_lines, open_folder
 from .tensor_map import Piece, StoredLeaf, dtype_class
 
@@ -76,7 +77,8 @@ def load_pretrained(
     """(config, params) of the folder `path`: config.json beside model.safetensors, or beside shards and their index.
 
     family: the module that reads this checkpoint, in or outside of fnmodels; None finds that of its model_type.
-    dtype: None keeps the dtype on disk, except that fp8 and mxfp4 become bf16 (`params.checkpoint.dequantize`);
+    dtype: None keeps the dtype on disk, except that fp8 and mxfp4 become bf16 (`params.checkpoint.dequantize`), and
+    integers with scales (AWQ, GPTQ, compressed-tensors: `params.checkpoint.integer_weights`) the dtype of their scales;
     otherwise leaves are cast one by one. A Leaf with keep_dtype is loaded in its own dtype, or with None in no narrower
     one. device: None is the CPU.
     plan: from `params.plan` with a DeviceMesh; leaves become DTensors, and each process reads only its shards: rows
@@ -180,7 +182,12 @@ def check_folder(folder: Path, stack: ExitStack, drop: Collection[str] = (), fam
     expected = tensor_map.by_name(parameters)
     published = tensor_map.published_names(config, expected, found, prefix)
     found = dict(zip(published, found.values(), strict=True))
-    leftovers = tuple(name for name in found if name not in expected and tensor_map.is_leftover(config, prefix + name))
+    buffer = cast_buffer()
+    leftovers = tuple(
+        name
+        for name in found
+        if name not in expected and (tensor_map.is_leftover(config, prefix + name) or is_zero_bias(found, name, buffer))
+    )
     known = {name: value for name, value in found.items() if name not in leftovers}
     _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names))
     return CheckedFolder(config, files, parameters, found, leftovers, tied, prefix)

@@ -1,4 +1,4 @@
-"""`Fields`: a strict reader of Hugging Face's config.json, in both dialects, and the quantization settings.
+"""`Fields`: a strict reader of Hugging Face's config.json, in both dialects.
 
 Each getter checks one field and marks it as read; `finish` refuses fields that were not read and are not known to be
 harmless, so that no field that could change the maths is ignored silently.
@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fnmodels.errors import ConfigError, UnsupportedError
@@ -159,48 +158,6 @@ def merged(fields: Fields, given: Iterable[tuple[str, str, Any]]) -> Fields:
                 )
             values[new] = value
     return Fields(values, fields.where)
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """The quantization of weights in a checkpoint's files, see `params.checkpoint.dequantize`; no effect on the maths.
-
-    method: "fp8" or "mxfp4". block: for fp8, how many rows and columns share a scale.
-    """
-
-    method: str
-    block: tuple[int, int] = (128, 128)
-
-
-def quantization(fields: Fields) -> Quantization | None:
-    """The checked `quantization_config`, or None; UnsupportedError for a scheme that loading cannot dequantize."""
-    value = fields.take("quantization_config", None)
-    if value is None:
-        return None
-    inner = Fields(value, f"{fields.where}, quantization_config")
-    method = inner.choice("quant_method", ("fp8", "mxfp4"))
-    block = inner.take("weight_block_size", [128, 128])
-    if method == "fp8" and inner.values.get("weight_block_size", block) is None:
-        raise UnsupportedError(
-            f"{inner.where}: 'weight_block_size' is null, one scale for all of a tensor; only blocks are supported."
-        )
-    sizes = isinstance(block, list) and all(type(n) is int and 0 < n < 1 << 31 for n in block)
-    if not sizes or len(block) != 2:
-        raise ConfigError(f"{inner.where}: 'weight_block_size' is {shown(block)}, but must be two sizes, [128, 128].")
-    inner.expect("activation_scheme", "dynamic")  # static activation scales would be further tensors
-    inner.expect("fmt", "e4m3", "float8_e4m3fn")  # MiniMax's files have the second name
-    inner.expect("scale_fmt", "float", "ue8m0")  # ue8m0: powers of two, in fp32 all the same
-    inner.expect("expert_dtype", "fp8")
-    # which tensors are quantized is determined from the files
-    inner.finish(ignored=("modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize"))
-    return Quantization(method, (block[0], block[1]))
-
-
-def quantization_of(values: Mapping[str, Any]) -> Quantization | None:
-    """`quantization` of a config.json accepted by a family; of its `text_config` if only that has it."""
-    text = values.get("text_config")
-    inner = quantization(Fields(text)) if isinstance(text, Mapping) else None
-    return quantization(Fields(values)) or inner
 
 
 def _finite(value: Any) -> bool:

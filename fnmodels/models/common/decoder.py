@@ -24,7 +24,8 @@ from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight
 from fnmodels.ops.rotary import Rope, mrope_table, no_rotation, query_temperature, rotary_table
 from fnmodels.tree import Tree, flatten
 
-from .config_json import LAYERS_LIMIT, Fields, quantization, shown
+from .config_json import LAYERS_LIMIT, Fields, shown
+from .quantization import quantization
 from .registry import (
     FAMILY_DEFAULTS,
     DecoderConfig,

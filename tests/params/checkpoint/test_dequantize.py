@@ -13,7 +13,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import deepseek, llama, phi3, tree
-from fnmodels.models.common.config_json import Quantization
+from fnmodels.models.common.quantization import Quantization
 from params.checkpoint import dequantize
 from params.io import safetensors_file
 from tests.support.cases import generic_params
@@ -290,9 +290,9 @@ def test_mxfp4_that_does_not_fit_is_named(fault: str, tmp_path: Path) -> None:
 
 CONFIG_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown": (
-        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "hqq", "bits": 4},
         P.UnsupportedError,
-        "'quant_method' is \"gptq\"; supported are fp8",
+        "'quant_method' is \"hqq\"; supported are fp8",
     ),
     "none": ({"bits": 4}, P.ConfigError, "has no 'quant_method'"),
     "not an object": ([], P.ConfigError, "must hold a JSON object"),
