@@ -11,7 +11,7 @@ from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, source_kind
-from fnmodels.ops.slots import SLOTTED, Entry
+from fnmodels.ops.slots import QUANTIZABLE, SLOTTED, Entry
 from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
 
@@ -29,13 +29,17 @@ def init_cache(
     device: torch.device | str | None = None,
     rings: bool = True,
     length: int | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Cache:
     """An empty cache of `batch` rows with room for `capacity` tokens each.
 
-    dtype: that of the model's activations. rings: kinds of layers that see only the last tokens (a window, a chunk)
-    hold no more than these, which needs one document per row. length: see `Cache`; by default the capacity.
+    dtype: that of the model's activations. kv_dtype: torch.int8 keeps keys, values and latents as int8 with one scale
+    per slot and head, about half the memory of bf16, for decoding without gradients; None keeps them in `dtype`. rings:
+    kinds of layers that see only the last tokens (a window, a chunk) hold no more than these, which needs one document
+    per row. length: see `Cache`; by default the capacity.
 
-    ValueError for a size below 1, and for a model in which tokens see later ones.
+    ValueError for a size below 1, for a model in which tokens see later ones, and for int8 where a model has neither
+    keys nor latents.
     """
     for name, size in (("batch", batch), ("capacity", capacity)):
         if size < 1:
@@ -43,9 +47,16 @@ def init_cache(
     family = family_of(config)
     first = torch.zeros(1, 1, dtype=torch.long)
     masks = family.attention_masks(config, first, first + 1)
+    entries = _entries(cast(Any, config), dtype)
+    if kv_dtype is not None:
+        entries = tuple(map(_quantized, entries))
+        if kv_dtype is not torch.int8 or not any(name in entry for entry in entries for name in QUANTIZABLE):
+            raise ValueError(
+                f"kv_dtype is {kv_dtype}; it is None or torch.int8, for models whose layers keep keys and values."
+            )
     slots: dict[str, Slots] = {}
     layers: list[Entry] = []
-    for kind, entry in zip(family.kinds(config), _entries(cast(Any, config), dtype), strict=True):
+    for kind, entry in zip(family.kinds(config), entries, strict=True):
         if kind not in slots and any(slotted for _, _, slotted in entry.values()):
             slots[kind] = _empty_slots(kind, masks[kind], batch, capacity, rings, device)
         layers.append({})
@@ -123,6 +134,16 @@ def _entries(config: Any, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
             }
         entries.append(found[key])
     return tuple(entries)
+
+
+def _quantized(entry: dict[str, Shape]) -> dict[str, Shape]:
+    """The entry with int8 tensors and their scales, see `fnmodels.ops.slots`."""
+    found = dict(entry)
+    for name in QUANTIZABLE:
+        if name in entry:
+            shape = entry[name][0]
+            found |= {name: (shape, torch.int8, True), f"{name}_scale": (shape[:-1], torch.float32, True)}
+    return found
 
 
 def _abstract(leaf: Any, dtype: torch.dtype) -> Tensor:

@@ -25,8 +25,8 @@ def take(cache: Cache, rows: Tensor | Sequence[int]) -> Cache:
 def insert(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) -> Cache:
     """The cache with its `rows` [n] replaced by the n rows of `other`, which may have another capacity.
 
-    ValueError for rows that do not fit: in number, twice the same, another `length`, more tokens than there are slots,
-    or a ring that cannot be made the form of this cache.
+    ValueError for rows that do not fit: in number, twice the same, another `length` or `kv_dtype`, more tokens than
+    there are slots, or a ring that cannot be made the form of this cache.
     """
     index, fitted = _inserted(cache, rows, other)
     found: Cache = tree.map(lambda tensor, new: tensor.index_copy(0, index, new.to(tensor.dtype)), cache, fitted)
@@ -53,6 +53,8 @@ def _inserted(cache: Cache, rows: int | Tensor | Sequence[int], other: Cache) ->
             f"The caches were made for the lengths {cache.length} and {other.length}, which rotary scalings may read: "
             "make both with the same init_cache(..., length=)."
         )
+    if [entry.keys() for entry in cache.layers] != [entry.keys() for entry in other.layers]:
+        raise ValueError("The caches hold different tensors: make both for one model, with the same kv_dtype=.")
     return index, _per_kind(other, lambda kind, slots: _fit(slots, cache.slots[kind]))
 
 

@@ -99,6 +99,11 @@ def _step(
     inplace: bool,
 ) -> tuple[Tensor, Cache]:
     """(hidden states of the new tokens [B, S, D], cache with them)."""
+    if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
+        raise ValueError(
+            'kernel="invariant" gives the bits of training, and an int8 cache rounds keys and values: make the cache '
+            "without kv_dtype."
+        )
     free = options.layer_fn is None and not isinstance(params, RunParams)  # blocks are not compiled
     clean = is_clean(cache)
     plans: dict[tuple[int, bool], _Plan] = {}

@@ -47,9 +47,10 @@ class Cache:
     kinds: the kind of each layer.
     length: what length-dependent rotary scalings read, the same for a whole generation, so that all keys have one base.
 
-    Attention layers hold k [B, C, G, H] and v [B, C, G, Hv], latent attention latent [B, C, rank] and rope [B, C, R];
-    recurrent layers hold what their blocks keep, without slots. `decode_` writes into a cache and returns a new one;
-    every use of the old one raises.
+    Attention layers hold k [B, C, G, H] and v [B, C, G, Hv], latent attention latent [B, C, rank] and rope [B, C, R],
+    all of them int8 with scales k_scale [B, C, G] and so on if the cache was made with kv_dtype=torch.int8; recurrent
+    layers hold what their blocks keep, without slots. `decode_` writes into a cache and returns a new one; every use of
+    the old one raises.
     """
 
     layers: tuple[Entry, ...]

@@ -2,6 +2,10 @@
 
 `index` [B, S] is the slot of each new token, or C for a token that is not written (padding, or one that a ring would
 overwrite within the same call). It is computed once per kind of layer, by `fnmodels.cache`.
+
+A tensor `k` that is int8 has its scales beside it as `k_scale`, fp32 [B, C, G], one per slot and head ([B, C] for what
+has no heads): the value is k * k_scale. New tokens are read as they are stored, also within the call that writes
+them, so that results do not depend on how a sequence is divided into calls.
 """
 
 import functools
@@ -12,8 +16,10 @@ import torch
 from torch import Tensor
 
 Entry = dict[str, Tensor]
+# The tensors of an entry that may be int8 with scales. An indexer's keys may not: rounding would change its choices.
+QUANTIZABLE = ("k", "v", "latent", "rope")
 # The tensors of an entry that are [B, C, ...]; others are [B, ...].
-SLOTTED = frozenset({"k", "v", "latent", "rope", "index"})
+SLOTTED = frozenset({*QUANTIZABLE, "index", *(f"{name}_scale" for name in QUANTIZABLE)})
 
 
 @dataclass(frozen=True)
@@ -45,16 +51,36 @@ def extended(
                 f"The cache holds {name!r} as {list(entry[name].shape)} [B, C, ...], and the new tokens' are "
                 f"{list(value.shape)} [B, S, ...]: both must have the same rows, heads and widths."
             )
-    read: Entry = {}
-    if occupied is not None:
-        entry = {name: _zeroed(entry[name], occupied, use.inplace) for name in new}
+    added = {part: t for name, value in new.items() for part, t in stored(name, value, entry[name].dtype).items()}
+    held = {name: entry[name] if occupied is None else _zeroed(entry[name], occupied, use.inplace) for name in added}
+    read = added
     if use.keys == "both":  # before the write: it may overwrite keys that the queries see
-        read = {name: torch.cat((entry[name].to(value.dtype), value), dim=1) for name, value in new.items()}
+        read = {name: torch.cat((held[name].to(t.dtype), t), dim=1) for name, t in added.items()}
     put = functools.partial(write_, full=use.full) if use.inplace else write
-    written = {name: put(entry[name], value.to(entry[name].dtype), index) for name, value in new.items()}
+    written = {name: put(held[name], t.to(held[name].dtype), index) for name, t in added.items()}
     if use.keys == "slots":
-        read = {name: written[name][:, : use.length].to(value.dtype) for name, value in new.items()}
-    return (dict(new) if use.keys == "new" else read), written
+        read = {name: t[:, : use.length] for name, t in written.items()}
+    return {name: loaded(name, read, value.dtype) for name, value in new.items()}, written
+
+
+def stored(name: str, value: Tensor, dtype: torch.dtype) -> Entry:
+    """The tensors that hold `value` [B, S, ..., H] in an entry of this dtype: itself, or int8 codes and their scales.
+
+    The largest element of each slot and head is +-127. ValueError for int8 where a gradient would be lost.
+    """
+    if dtype is not torch.int8:
+        return {name: value}
+    if torch.is_grad_enabled() and value.requires_grad:
+        raise ValueError("An int8 cache has no gradient: compute under torch.no_grad().")
+    scale = (value.abs().amax(-1).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (value / scale[..., None]).round().clamp(-127, 127).to(torch.int8)
+    return {name: codes, f"{name}_scale": scale}
+
+
+def loaded(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The value that `stored` put into `tensors`."""
+    value, scale = tensors[name], tensors.get(f"{name}_scale")
+    return value.to(dtype) if scale is None else (value * scale[..., None]).to(dtype)
 
 
 def _zeroed(entry: Tensor, occupied: Tensor, inplace: bool) -> Tensor:

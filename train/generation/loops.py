@@ -30,6 +30,7 @@ class ServeKwargs(ForwardKwargs, total=False):
     logits_fn: Hook | None
     chunk: int
     dtype: torch.dtype | None
+    kv_dtype: torch.dtype | None
 
 
 @dataclass
@@ -52,19 +53,21 @@ def serve(
     logits_fn: Hook | None = None,
     chunk: int = 512,
     dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
     skip_special_tokens: bool = True,
     **options: Unpack[ForwardKwargs],
 ) -> Iterator[Event]:
     """Continuous batching: yields tokens as they are drawn, and fills a slot with the next request when one is free.
 
     requests: taken one after the other as slots become free. slots: requests that run at once. capacity: the most
-    tokens of a request, prompt and answer. chunk: tokens of prompts computed between two steps of the others. dtype:
-    of the activations; None: that of the parameters. logits_fn: see `generate`. skip_special_tokens: whether texts, in
-    which stop texts are found, are without special tokens. options: as for `fnmodels.forward`.
-    ValueError for a request that is empty or does not fit.
+    tokens of a request, prompt and answer. chunk: tokens of prompts computed between two steps of the others. dtype: of
+    the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache of half the size, see `init_cache`.
+    logits_fn: see `generate`. skip_special_tokens: whether texts, in which stop texts are found, are without special
+    tokens. options: as for `fnmodels.forward`. ValueError for a request that is empty or does not fit.
     """
     dtype, device = activations(params, dtype)
-    state = empty_state(config, slots, capacity, dtype=dtype, device=device)
+    cached: Any = {"dtype": dtype, "kv_dtype": kv_dtype}
+    state = empty_state(config, slots, capacity, device=device, **cached)
     places: list[Answer | None] = [None] * slots
     queue, admission = enumerate(requests), None
     while True:
@@ -74,7 +77,7 @@ def serve(
                 Answer(row, request, tokenizer, skip_special_tokens) for row, request in islice(queue, len(free))
             ]
             if answers:
-                chunks = _prefilled(params, config, answers, capacity=capacity, chunk=chunk, dtype=dtype, **options)
+                chunks = _prefilled(params, config, answers, capacity=capacity, chunk=chunk, **cached, **options)
                 admission = _Admission(free[: len(answers)], answers, chunks)
         if admission is not None:
             try:
@@ -171,7 +174,8 @@ def generate(
     slots: answers that are generated at once; by default all, at most 32.
     options: tokenizer, one of the tokenizers library, for texts and stop_texts; logits_fn, (logits [B, V], tokens) ->
         logits edited before the draw, such as -inf for what a grammar forbids, where tokens are the ids of each slot's
-        answer so far, empty for a slot without a request; chunk and dtype, see `serve`; those of `fnmodels.forward`.
+        answer so far, empty for a slot without a request; chunk, dtype and kv_dtype, see `serve`; those of
+        `fnmodels.forward`.
 
     Equal prompts, and a beginning that prompts share, are computed once.
     """

@@ -30,6 +30,7 @@ def prefilled(
     capacity: int,
     chunk: int,
     dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
     rings: bool = True,
     **options: Unpack[ForwardKwargs],
 ) -> Generator[None, None, Cache]:
@@ -38,7 +39,7 @@ def prefilled(
     Equal prompts are computed once, and so is what all prompts begin with; both are copied with `fnmodels.take`.
 
     lengths: of each prompt, the sequence length that length-dependent rotary scalings read. chunk: tokens computed at
-    a time, padding included. capacity, rings: of the cache. dtype: see `activations`.
+    a time, padding included. capacity, kv_dtype, rings: of the cache. dtype: see `activations`.
     """
     dtype, device = activations(params, dtype)
     tokens = [tuple(prompt[:-1]) for prompt in prompts]
@@ -49,7 +50,7 @@ def prefilled(
     sizes = torch.tensor([lengths[keys.index(key)] for key in distinct], device=device)
 
     rows = 1 if shared else len(distinct)
-    cache = fnmodels.init_cache(config, rows, capacity, dtype=dtype, device=device, rings=rings)
+    cache = fnmodels.init_cache(config, rows, capacity, dtype=dtype, device=device, rings=rings, kv_dtype=kv_dtype)
 
     def extended(cache: Cache, new: list[tuple[int, ...]], sizes: Tensor) -> Generator[None, None, Cache]:
         width = max(map(len, new))

@@ -43,13 +43,19 @@ class ServeState:
 
 
 def empty_state(
-    config: DecoderConfig, slots: int, capacity: int, *, dtype: torch.dtype, device: torch.device | str | None = None
+    config: DecoderConfig,
+    slots: int,
+    capacity: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> ServeState:
-    """Slots without requests, each with room for `capacity` tokens. dtype: of the model's activations."""
+    """Slots without requests, each with room for `capacity` tokens; dtype and kv_dtype as for `init_cache`."""
     zero = torch.zeros(slots, dtype=torch.int64, device=device)
     none = zero.float()
     draws = SampleState(Sampling(), zero, zero, zero)
-    cache = fnmodels.init_cache(config, slots, capacity, dtype=dtype, device=device)
+    cache = fnmodels.init_cache(config, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
     return ServeState(cache, zero, zero > 0, zero + capacity, draws, none, none)
 
 

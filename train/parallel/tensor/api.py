@@ -41,6 +41,7 @@ from .leaf_roles import SHARDED, Use, sharded_dims, uses_of
 from .leaf_wrappers import NODES, Entry, width_sharded_experts
 
 # The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
+KV = ("k", "v", "k_scale", "v_scale")  # tensors of a cache with heads in dimension 2
 _WHOLE = ("cache", "choices", "chosen", "kv")
 
 
@@ -120,11 +121,11 @@ class TensorParallel:
         if "kv_heads" not in self.sharded:
             return cache
 
-        def own(heads: Tensor) -> Tensor:  # [B, C, G, H]
+        def own(heads: Tensor) -> Tensor:  # [B, C, G, H], scales [B, C, G]
             count, size = heads.shape[2], self.region.size
             return heads.narrow(2, self.region.rank * count // size, max(count // size, 1)).clone()
 
-        layers = tuple({n: own(t) if n in ("k", "v") else t for n, t in entry.items()} for entry in cache.layers)
+        layers = tuple({n: own(t) if n in KV else t for n, t in entry.items()} for entry in cache.layers)
         return dataclasses.replace(cache, layers=layers)
 
     def outside(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
