@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import fnmodels
 from fnmodels.inputs.mask import attention_part
 from tests.support.cases import (
+    KERNELS,
     Case,
     attending,
     batch_of,
@@ -17,14 +18,14 @@ from tests.support.cases import (
     off,
     richest,
     segments,
-    supports,
+    with_kernels,
 )
 
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4))
 
 
-def check(case: Case, create: Any) -> None:
-    """BlockMasks instead of `Mask`s give the logits of kernel="math", with every CPU kernel that reads them."""
+def check(case: Case, create: Any, *kernels: str) -> None:
+    """BlockMasks instead of `Mask`s give the logits of kernel="math", with these kernels."""
     batch, weights = batch_of(case.config, MIXED), generic_params(case.config)
     inputs, masks, freqs_cis = batch.prepared()
     family = fnmodels.family_of(case.config)
@@ -36,15 +37,14 @@ def check(case: Case, create: Any) -> None:
     one, other = (len({id(attention_part(mask)) for mask in either.values()}) for either in (made, masks))
     assert one == other, "kinds with one rule share one mask"
     wanted = batch.forward(weights)[batch.valid]
-    for kernel in ("math", "sdpa", "auto"):
-        if supports(case, kernel):
-            got = fnmodels.forward(weights, inputs, made, freqs_cis, config=case.config, kernel=kernel)
-            assert off(got[batch.valid], wanted) < 1e-5, kernel
+    for kernel in kernels:
+        got = fnmodels.forward(weights, inputs, made, freqs_cis, config=case.config, kernel=kernel)
+        assert off(got[batch.valid], wanted) < 1e-5, kernel
 
 
-@pytest.mark.parametrize("case", layer_structures(), ids=str)
-def test_create_block_mask(case: Case) -> None:
-    check(case, create_block_mask)
+@with_kernels(layer_structures())
+def test_create_block_mask(case: Case, kernel: str) -> None:
+    check(case, create_block_mask, kernel)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_create_block_mask_compiled() -> None:
     """With a window and without: what is compiled is the rules' predicates."""
     case = next(case for case in richest() if case.family == "gpt_oss")
     torch.compiler.reset()
-    check(case, torch.compile(create_block_mask, backend="aot_eager"))
+    check(case, torch.compile(create_block_mask, backend="aot_eager"), *KERNELS)
 
 
 @pytest.mark.parametrize("case", attending(richest()), ids=str)

@@ -216,7 +216,7 @@ def test_ensembles(case: Case) -> None:
         assert off(tree.map(lambda t, i=i: t[i], grads), wanted) < 1e-10
 
 
-@every_structure
+@every_family
 def test_one_adapted_leaf(case: Case) -> None:
     """F9: a function of one leaf with the others constant, as for adapters and probes."""
     p = Problem(case)
@@ -375,7 +375,7 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
             batch.forward(weights, taps=(wrong,))
 
 
-@every_case_and_kernel
+@with_kernels(layer_structures())
 def test_layer_fn_wraps_each_kind_once(case: Case, kernel: str) -> None:
     """layer_fn is called once per kind, and rematerialization (F3) changes no bit of loss or gradient."""
     batch, weights = batch_of(case.config, MIXED), trainable(generic_params(case.config))
@@ -413,7 +413,7 @@ def test_a_module_around_it_is_the_callers_business(case: Case) -> None:
     assert torch.equal(functional_call(Shell(), doubled, ()), wanted)
 
 
-@pytest.mark.parametrize("case", [case for case in layer_structures() if supports(case, "sdpa")], ids=str)
+@pytest.mark.parametrize("case", [short(case) for case in richest(attention_of) if supports(case, "sdpa")], ids=str)
 def test_the_fused_kernel_names_the_one_that_can(case: Case) -> None:
     """F1: grad, vmap and vmap(grad) work with "sdpa"; forward mode raises an error that names kernel="math"."""
     p = Problem(case)
