@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a curve of each (default 0 1 2)")
     parser.add_argument("--updates", type=int, default=80, help="of the policy, for each seed (default 80)")
     parser.add_argument(
-        "--kernel", default="auto", help='"invariant": the sampler\'s log-probabilities have the bits of the trainer\'s'
+        "--kernel", default="auto", help="\"invariant\": the sampler's log-probabilities have the bits of the trainer's"
     )
     arguments = parser.parse_args()
     base = base_policy(arguments.folder)

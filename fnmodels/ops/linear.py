@@ -1,10 +1,13 @@
-"""Linear layers: F.linear, and oneDNN's matrix product for large fp32 products on a CPU.
+"""Linear layers: F.linear, and oneDNN's matrix product for large products on a CPU.
 
 On a CPU torch runs bf16 products in oneDNN but fp32 products in MKL, which is slower on AMD processors: 82 to 89
 GFLOP/s per core against 93 to 103, measured at 2,048 tokens and widths of 256 to 8,192, and 100 against 230 with
 AVX-512. These products are three quarters of a training step. So large ones, and their gradients, call the operator
 that Inductor emits for oneDNN; in compiled graphs it is wrapped in a custom operator (`linear_op`).
 `torch.backends.mkldnn.flags(enabled=False)` switches back to MKL.
+
+On a CPU without products in bf16 (x86 without AVX-512), torch's reach 9 GFLOP/s per core and fp32 products 65. There
+large bf16 products widen their arguments, a part of the weight at a time, and round each result once.
 """
 
 from typing import Any
@@ -14,14 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .invariant import invariant_linear, rows_are_invariant
-from .torch_internals import alone, in_graph, onednn_linear
+from .torch_internals import alone, has_bf16_products, in_graph, onednn_linear
 
 _ONEDNN = torch.backends.mkldnn.is_available()
+_DTYPES = (torch.float32,) if has_bf16_products() else (torch.float32, torch.bfloat16)
 _MIN_MULTIPLICATIONS = 1 << 24  # below it the Python overhead of a Function exceeds a tenth of the product
+_MIN_WIDENED_ROWS = 16  # below it widening the weight costs more than it gains
+_WIDENED = 1 << 22  # elements of a weight in fp32 at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] weight^T + bias -> [..., out]; weight [out, in], bias [out]. F.linear except for large fp32 products.
+    """x [..., in] weight^T + bias -> [..., out]; weight [out, in], bias [out]. F.linear except for large products.
 
     Leaves that are no plain tensor (`params.lora`), and all transforms, therefore see F.linear.
     """
@@ -33,8 +39,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from .linear_op import compiled_linear  # here, for it imports dynamo
 
         return compiled_linear(x, weight, bias)
-    product: Tensor = _Linear.apply(x, weight, bias)
-    return product
+    y: Tensor = _Linear.apply(x, weight, bias)
+    return y
 
 
 def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -42,15 +48,28 @@ def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     compiled = torch.compiler.is_compiling()
     return (
         _ONEDNN
-        and x.dtype is torch.float32
+        and x.dtype in _DTYPES
         and (in_graph(*tensors) if compiled else bool(torch.backends.mkldnn.enabled))
-        and all(isinstance(t, Tensor) and t.dtype is torch.float32 for t in tensors)
+        and all(isinstance(t, Tensor) and t.dtype is x.dtype for t in tensors)
         and x.ndim > 1
         and weight.ndim == 2
         and x.shape[-1] == weight.shape[1]
         and x.numel() * weight.shape[0] >= _MIN_MULTIPLICATIONS
+        and (x.dtype is torch.float32 or x.numel() >= _MIN_WIDENED_ROWS * x.shape[-1])
         and (compiled or alone(*tensors))  # last, because it takes longer
     )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` of dtypes in _DTYPES by oneDNN, not differentiable."""
+    if x.dtype is torch.float32:
+        return onednn_linear(x, weight, bias)
+    wide, y = x.float(), x.new_empty(*x.shape[:-1], weight.shape[0])
+    step = max(1, _WIDENED // x.shape[-1])
+    for start in range(0, weight.shape[0], step):
+        part = slice(start, start + step)
+        y[..., part] = onednn_linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return y
 
 
 class _Linear(torch.autograd.Function):
@@ -58,7 +77,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return onednn_linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_internals import onednn_linear
+from .linear import product
 
 
 @torch.library.custom_op("fnmodels::linear", mutates_args=())
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return onednn_linear(x, weight, bias)
+    return product(x, weight, bias)
 
 
 @compiled_linear.register_fake

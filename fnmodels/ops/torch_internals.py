@@ -47,6 +47,7 @@ PRIVATE: dict[str, Any] = {
         "_convert_weight_to_int4pack_for_cpu",
         "_weight_int4pack_mm_for_cpu",
         "_weight_int8pack_mm",
+        "ops.mkldnn._is_mkldnn_bf16_supported",
         "ops.mkldnn._linear_pointwise",
         "ops.mkldnn._reorder_linear_weight",
     )
@@ -123,6 +124,12 @@ def _transforms() -> tuple[str, ...] | None:
 def has_onednn_linear() -> bool:
     """Whether `onednn_linear` is oneDNN's product."""
     return PRIVATE["ops.mkldnn._linear_pointwise"] is not None and torch.backends.mkldnn.is_available()
+
+
+def has_bf16_products() -> bool:
+    """Whether oneDNN multiplies in bf16 on this CPU, which needs AVX-512 on x86; True if unknown."""
+    supported = PRIVATE["ops.mkldnn._is_mkldnn_bf16_supported"]
+    return supported is None or bool(supported())
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import params as P
+from fnmodels.ops import linear as linear_module
 from fnmodels.ops.linear import linear
 
 ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
@@ -43,6 +44,25 @@ def test_values_and_gradients_are_those_of_exact_products(bias: Tensor | None, t
     assert ours(linear(*leaves))
     for got, want in zip(all_of(linear, leaves), all_of(F.linear, exact), strict=True):
         assert (got - want).norm() <= 1e-6 * want.norm()
+
+
+def test_bf16_is_widened_where_the_processor_has_no_products_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients are exact products, rounded once; the weight is widened in parts."""
+    monkeypatch.setattr(linear_module, "_DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(linear_module, "_WIDENED", 100 * IN)
+    leaves = [t.bfloat16().requires_grad_() for t in (X, W, BIAS)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    y, want = linear(*leaves), F.linear(*exact)
+    assert ours(y)
+    grad_output = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, grad_output)[:2]
+    expected = torch.autograd.grad(want, exact, grad_output.double())[:2]
+    for got, right in zip((y, *found), (want, *expected), strict=True):
+        assert got.dtype is torch.bfloat16
+        torch.testing.assert_close(got.double(), right, rtol=2**-8, atol=1e-3)
+    assert not ours(linear(leaves[0][:1, :15], leaves[1].repeat(10, 1)))
+    monkeypatch.setattr(linear_module, "_DTYPES", (torch.float32,))
+    assert not ours(linear(*leaves))
 
 
 def test_a_frozen_weight_or_input_gets_no_gradient() -> None:
@@ -81,8 +101,8 @@ def test_whoever_else_looks_on_sees_torchs_own_product() -> None:
     with forward_ad.dual_level():
         moved = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, X), weight)).tangent
         torch.testing.assert_close(moved, F.linear(X, W))
-    for small in (x[:, :1], x.double(), x.bfloat16()):
-        assert not ours(linear(small, weight.to(small.dtype)))
+    for other in (x[:, :1], x.double(), x.half()):
+        assert not ours(linear(other, weight.to(other.dtype)))
     node = P.lora.Lora(weight, torch.randn(4, IN), torch.randn(OUT, 4))
     torch.testing.assert_close(linear(x, node), F.linear(x, node.merged()), rtol=1e-4, atol=1e-3)
 
