@@ -1,10 +1,11 @@
 """Layers with a state that flows along the sequence, as functions (tensors, segment ids, state) -> (y, state).
 
-conv        short causal depthwise convolution
-delta_rule  gated delta rule: Gated DeltaNet (a decay per head), Kimi Delta Attention (a decay per key channel)
-ssd         state space duality: Mamba 2
-scan        the loop over chunks of the sequence, with a backward pass that recomputes each chunk
-gated_norm  RMSNorm with a gate
+conv            short causal depthwise convolution
+delta_rule      gated delta rule: Gated DeltaNet (a decay per head), Kimi Delta Attention (a decay per key channel)
+delta_per_head  a chunk of it for a decay per head, and its gradient, by hand
+ssd             state space duality: Mamba 2
+scan            the loop over chunks of the sequence, with a backward pass that recomputes each chunk
+gated_norm      RMSNorm with a gate
 
 A state belongs to one document: every token reads only what earlier tokens of its own document wrote. Documents are
 runs of one segment id above 0; padding (0 or less) is skipped wherever it stands, and neither reads nor writes.

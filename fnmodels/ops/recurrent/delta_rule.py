@@ -14,7 +14,7 @@ beta (v - S^T k) of its tokens; the rest are matrix products.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor
 from fnmodels.inputs.order import runs
 from fnmodels.ops.norm import upcast
 
+from . import delta_per_head
 from .before import Before, before_of
 from .scan import decay_in_document, earlier_of_document, scan
 
@@ -71,8 +72,11 @@ def delta_rule(
     beta = upcast(beta).where(valid, 0)
     one = _token if S == 1 else functools.partial(_chunk, longest=chunk)
     step = functools.partial(one, normalize=normalize, scale=scale)
-    gradient = functools.partial(_chunk_gradient, normalize=normalize, scale=scale) if g.ndim == 3 else None
-    return scan(step, state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel, gradient=gradient)
+    by_hand: Any = None
+    if g.ndim == 3:
+        forms = (delta_per_head.chunk, delta_per_head.gradient)
+        by_hand = tuple(functools.partial(form, normalize=normalize, scale=scale) for form in forms)
+    return scan(step, state, (q, k, v, g, beta, run, before), chunk=chunk, kernel=kernel, by_hand=by_hand)
 
 
 def _continued(
@@ -108,32 +112,21 @@ def _prepared(q: Tensor, k: Tensor, normalize: bool, scale: float) -> tuple[Tens
     return q * scale, k
 
 
-class _Solved(NamedTuple):
-    """A chunk's decays and products of pairs, what its tokens read of the state, and their corrections."""
-
-    both: Tensor  # keys and queries [B, H, 2, C, dk]
-    v: Tensor
-    beta: Tensor  # [B, H, C, 1]
-    since: Tensor  # decay since the chunk began, 0 where the state is of another document, [B, H, C, dk or 1]
-    until: Tensor  # decay until the chunk ends, 0 for tokens of documents that end before
-    decay: Tensor | None  # of pairs [B, H, 1, C, C], if it is one per head
-    pairs: Tensor  # [B, H, 2, C, C]
-    read: Tensor  # [B, H, 2, C, dv]
-    inverse: Tensor  # of the system of corrections [B, H, C, C]
-    corrections: Tensor  # [B, H, C, dv]
-
-
-def _solved(state: Tensor, q: Tensor, k: Tensor, along: tuple[Tensor, ...], longest: int) -> _Solved:
-    _, _, v, g, beta, run, before = along
-    heads, tokens = v.shape[2], v.shape[1]
+def _chunk(
+    state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool, scale: float, longest: int
+) -> tuple[Tensor, Tensor]:
+    """At most `longest` tokens, with decays of both kinds."""
+    q, k, v, g, beta, run, before = along
+    heads, tokens, dtype = v.shape[2], v.shape[1], v.dtype
     same = earlier_of_document(run)
     cum = decay_in_document(g if g.ndim == 4 else g[..., None], same).transpose(1, 2)  # [B, H, C, dk or 1]
-    q, k, v, beta = (_per_head(x, heads) for x in (q, k, v, beta[..., None]))
+    q, k, v, beta = (_per_head(x, heads) for x in (*_prepared(q, k, normalize, scale), v, beta[..., None]))
+    # The decay since the chunk began, 0 where the state is of another document; and until the chunk ends, 0 for tokens
+    # of documents that end before.
     since = cum.to(k.dtype).exp().where((run == before[:, :1])[:, None, :, None], 0)
     until = (cum[:, :, -1:] - cum).to(k.dtype).clamp(max=0).exp().where((run == run[:, -1:])[:, None, :, None], 0)
     same = same[:, None, None]
     both = torch.stack((k, q), dim=2)
-    decay = None
     if g.ndim == 4:
         # compiled for any length, which the halves below need to be a number
         more = (0, 0, 0, longest - tokens if torch.compiler.is_compiling() else 0)
@@ -142,74 +135,16 @@ def _solved(state: Tensor, q: Tensor, k: Tensor, along: tuple[Tensor, ...], long
     else:
         decay = (cum - cum.transpose(-1, -2)).to(k.dtype)[:, :, None].clamp(max=0).exp().where(same, 0)
         pairs = (both.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (2, tokens)) * decay
-    read = ((both * since[:, :, None]).flatten(2, 3) @ state).unflatten(2, (2, tokens))
+    read = ((both * since[:, :, None]).flatten(2, 3) @ state).unflatten(2, (2, tokens))  # [B, H, 2, C, dv]
     system = beta * pairs[:, :, 0].tril(-1)
     # The inverse and a product: LAPACK's solver takes several times as long on all of the right-hand side.
     identity = torch.eye(tokens, dtype=system.dtype, device=v.device).expand_as(system)
     inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
     corrections = inverse @ (beta * (v - read[:, :, 0]))
-    return _Solved(both, v, beta, since, until, decay, pairs, read, inverse, corrections)
-
-
-def _chunk(
-    state: Tensor, along: tuple[Tensor, ...], _: Any, *, normalize: bool, scale: float, longest: int
-) -> tuple[Tensor, Tensor]:
-    """At most `longest` tokens."""
-    q, k = _prepared(along[0], along[1], normalize, scale)
-    c = _solved(state, q, k, along, longest)
-    o = c.read[:, :, 1] + c.pairs[:, :, 1] @ c.corrections
-    decayed, written = c.since[:, :, -1, :, None] * state, c.both[:, :, 0] * c.until
-    state = _plus_product(decayed, written.transpose(-1, -2), c.corrections)
-    return o.transpose(1, 2).to(along[2].dtype), state
-
-
-def _chunk_gradient(
-    state: Tensor,
-    along: tuple[Tensor, ...],
-    _: Any,
-    grad_o: Tensor,
-    grad_state: Tensor,
-    *,
-    normalize: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    """The gradients of the state, q, k, v, g and beta of `_chunk` with one decay per head."""
-    with torch.enable_grad():
-        given_q, given_k = (t.detach().requires_grad_() for t in along[:2])
-        q, k = _prepared(given_q, given_k, normalize, scale)
-    c = _solved(state, q.detach(), k.detach(), along, len(along[0][0]))
-    assert c.decay is not None
-    heads, key, u = given_k.shape[2], c.both[:, :, 0], c.corrections
-    d_o, written = upcast(grad_o).transpose(1, 2), key * c.until
-    d_u = c.pairs[:, :, 1].transpose(-1, -2) @ d_o + written @ grad_state
-    d_written = u @ grad_state.transpose(-1, -2)
-    d_right = c.inverse.transpose(-1, -2) @ d_u  # of beta (v - read)
-    d_system = -(d_right @ u.transpose(-1, -2)).tril(-1)
-    d_beta = (d_right * (c.v - c.read[:, :, 0])).sum(-1) + (d_system * c.pairs[:, :, 0]).sum(-1)
-    d_v = c.beta * d_right
-    d_read = torch.stack((-d_v, d_o), dim=2)
-    d_pairs = torch.stack((c.beta * d_system, d_o @ u.transpose(-1, -2)), dim=2)
-    d_products = d_pairs * c.decay
-    since = c.since[:, :, None]
-    d_both = (d_read.flatten(2, 3) @ state.transpose(-1, -2)).view(c.both.shape) * since
-    d_both += (d_products.flatten(2, 3) @ key).view(c.both.shape)
-    d_k = d_both[:, :, 0] + d_products.flatten(2, 3).transpose(-1, -2) @ c.both.flatten(2, 3) + d_written * c.until
-    decayed = c.since[:, :, -1, :, None] * grad_state
-    d_state = _plus_product(decayed, (c.both * since).flatten(2, 3).transpose(-1, -2), d_read.flatten(2, 3))
-    # By the log decays: of pairs, of what was read, of what was written, and of the state itself.
-    by_pair, ended = (d_pairs * c.pairs).sum(2), (d_written * written).sum(-1)
-    d_cum = by_pair.sum(-1) - by_pair.sum(-2) + (d_read * c.read).sum((2, -1)) - ended
-    d_cum[..., -1] += ended.sum(-1) + (decayed * state).sum((-1, -2))
-    same = earlier_of_document(along[5]).to(d_cum.dtype)
-    d_g = same.transpose(1, 2) @ d_cum.transpose(1, 2)
-    d_qk = tuple(t.unflatten(1, (heads, -1)).sum(2).transpose(1, 2) for t in (d_both[:, :, 1], d_k))
-    d_q, d_k = torch.autograd.grad((q, k), (given_q, given_k), d_qk)
-    return d_state, d_q, d_k, d_v.transpose(1, 2), d_g, d_beta.transpose(1, 2)
-
-
-def _plus_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """x + a @ b of tensors [B, H, ., .] in one pass over the result."""
-    return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).view(x.shape)
+    o = read[:, :, 1] + pairs[:, :, 1] @ corrections
+    decayed, written = since[:, :, -1, :, None] * state, k * until
+    state = decayed + written.transpose(-1, -2) @ corrections
+    return o.transpose(1, 2).to(dtype), state
 
 
 def _decayed_products(both: Tensor, k: Tensor, cum: Tensor) -> Tensor:

@@ -46,12 +46,12 @@ def scan(
     *,
     chunk: int,
     kernel: Any = "auto",
-    gradient: Gradient | None = None,
+    by_hand: tuple[Step, Gradient] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
 
     along: tensors [B, S, ...]. y has the dtype that `step` gives it. kernel: "math" for torch's operations only.
-    gradient: that of the step, where written by hand; by default autograd's.
+    by_hand: the step without autograd, and its gradient; by default `step`, and autograd's.
     """
     tensors = (state, *along, *constants)
     if along[0].shape[1] <= chunk:
@@ -59,9 +59,9 @@ def scan(
     if kernel == "math" or not alone(*tensors):
         return _written_out(step, chunk, state, along, constants)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        y, last, _ = _Scan.apply(step, gradient, chunk, len(along), *tensors)
+        y, last, _ = _Scan.apply(step, by_hand, chunk, len(along), *tensors)
         return y, last
-    y, last, _ = _forward(step, chunk, state, along, constants, keep=False)
+    y, last, _ = _forward(by_hand[0] if by_hand else step, chunk, state, along, constants, keep=False)
     return y, last
 
 
@@ -95,13 +95,13 @@ def _forward(
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        step: Step, gradient: Gradient | None, chunk: int, count: int, state: Tensor, *tensors: Tensor
+        step: Step, by_hand: tuple[Step, Gradient] | None, chunk: int, count: int, state: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(step, chunk, state, tensors[:count], tensors[count:], keep=True)
+        return _forward(by_hand[0] if by_hand else step, chunk, state, tensors[:count], tensors[count:], keep=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.step, ctx.gradient, ctx.chunk, ctx.count = inputs[:4]
+        ctx.step, ctx.by_hand, ctx.chunk, ctx.count = inputs[:4]
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)  # zeros for the states would take as much memory as they do
         ctx.shape = output[0].shape
@@ -123,8 +123,9 @@ class _Scan(torch.autograd.Function):
         for index in reversed(range(len(states))):
             part = slice(index * ctx.chunk, (index + 1) * ctx.chunk)
             slices = tuple(t[:, part] for t in along)
-            if ctx.gradient is not None:
-                found = dict(enumerate(ctx.gradient(states[index], slices, constants, grad_y[:, part], grad_last)))
+            if ctx.by_hand is not None:
+                gradients = ctx.by_hand[1](states[index], slices, constants, grad_y[:, part], grad_last)
+                found = dict(enumerate(gradients))
             else:
                 found = _by_autograd(ctx.step, needed, (states[index], *slices), constants, grad_y[:, part], grad_last)
             grad_last = found[0]

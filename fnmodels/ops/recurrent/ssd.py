@@ -58,7 +58,8 @@ def ssd(
     dt = upcast(dt).where((segment_ids > 0)[..., None], 0)  # neither decays nor writes
     step = _token if S == 1 else _chunk
     along = (x, dt, B, C, run, before)
-    return scan(step, state, along, (upcast(A), upcast(D)), chunk=chunk, kernel=kernel, gradient=_chunk_gradient)
+    by_hand = _chunk, _chunk_gradient
+    return scan(step, state, along, (upcast(A), upcast(D)), chunk=chunk, kernel=kernel, by_hand=by_hand)
 
 
 def _continued(

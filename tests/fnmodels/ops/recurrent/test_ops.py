@@ -273,6 +273,13 @@ def test_normalized_queries_and_keys() -> None:
     for chunk in (1, 8):
         got = delta_rule.delta_rule(q, k, *rest, ROWS, normalize=True, scale=0.3, chunk=chunk)
         close(got, delta_rule.delta_rule(*unit, *rest, ROWS, chunk=chunk))
+    leaves = [t.requires_grad_() for t in along]
+    options: dict[str, Any] = {"normalize": True, "scale": 0.3, "chunk": 8}
+    found, wanted = (
+        torch.autograd.grad(weighted(delta_rule.delta_rule(*leaves, ROWS, kernel=kernel, **options)), leaves)
+        for kernel in ("auto", "math")
+    )
+    close(found, wanted)
 
 
 def test_gated_norms() -> None:
