@@ -6,9 +6,12 @@ valid tokens, so that a mean of means, a count of one rank or a padded row that 
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from fnmodels import tree
 from fnmodels.models.common.registry import ordered_kinds
 from params import Rules, plan
 from tests.support.cases import batch_of, cases, generic_params, segments
-from tests.support.ranks_pool import devices
+from tests.support.ranks_pool import FOLDER, devices
 from train import (
     Optimizer,
     adamw,
@@ -196,6 +199,20 @@ class One:
 
 @functools.cache
 def one_process(name: str, layers: int | None = None) -> One:
+    """Computed by the first of a pool's ranks, read by the others."""
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return computed(name, layers)
+    path = Path(folder) / f"{name}-{layers}.pt"
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            torch.save(computed(name, layers), path)
+    one: One = torch.load(path, weights_only=False)
+    return one
+
+
+def computed(name: str, layers: int | None) -> One:
     params, optimizer = weights_of(config_of(name, layers)), optimizer_of(name, layers)
     options = OPTIONS.get(name, {})
     sums = gradient_sums(loss_of(name, layers), optimizer, counts=bool(options))(

@@ -48,11 +48,12 @@ import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import params  # noqa: F401
-import tests.support.cases  # noqa: F401
 import train  # noqa: F401
+from tests.support.cases import cases
 from train.parallel import Mesh
 
 ROOT = Path(__file__).parents[2]
+FOLDER = "RANKS_FOLDER"  # in the environment of ranks: where those of a pool leave files for each other
 GRACE = 5.0  # seconds for the other ranks after the first has failed
 LIMIT = datetime.timedelta(seconds=60)  # timeout of a rank that waits for another
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -124,7 +125,9 @@ def serve() -> None:
     protocol = os.dup(1)
     os.dup2(2, 1)  # output of ranks must not mix with answers
     groups: dict[int, list[Rank]] = {}
+    cases()  # imports all families, once and not in each rank
     with tempfile.TemporaryDirectory() as place, os.fdopen(protocol, "w") as out:
+        os.environ[FOLDER] = place
         for number, line in enumerate(sys.stdin):
             request = json.loads(line)
             world = request["world"]

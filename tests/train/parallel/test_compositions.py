@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,7 @@ LIMIT = 1e-5
 class Way:
     """mesh: the ranks. strategy: how they share, where there is a choice. options: of the step; they change nothing.
 
-    layers: None: 2 or 3. models: of `MODELS` or `HYBRIDS`.
+    layers: None: 2 or 3. models: of `MODELS` or `HYBRIDS`; all, unless other ways show how their leaves are shared.
     """
 
     mesh: str
@@ -74,55 +75,64 @@ SP = {"sequence": True}
 RECURRENT = tuple(HYBRIDS)
 
 
-def staged(schedule: str, mesh: str = "pp=2", **strategy: Any) -> Way:
+def staged(schedule: str, mesh: str = "pp=2", models: tuple[str, ...] = tuple(MODELS)) -> Way:
     """Layers that the stages do not divide, of which each has one at least."""
-    return Way(mesh, {"schedule": schedule, **strategy}, FOUR, 3 if schedule in SINGLE else 5)
+    return Way(mesh, {"schedule": schedule}, FOUR, 3 if schedule in SINGLE else 5, models)
+
+
+def schedules() -> dict[str, Way]:
+    """All models with and without a pass for weights alone; in turn with the other orders of the same passes."""
+    every, turns = tuple(MODELS), itertools.cycle(MODELS)
+    complete = ("1F1B", "InterleavedZeroBubble")
+    return {f"pp {name}": staged(name, models=every if name in complete else (next(turns),)) for name in SCHEDULES}
 
 
 WAYS: dict[str, Way] = {
     # one way alone
-    "dp": Way("dp=2", options=TWO),
+    "dp": Way("dp=2", options=TWO, models=("deepseek",)),
     "fsdp": Way("fsdp=2", options={"remat": "full"}),
-    "fsdp over 4": Way("fsdp=4"),
+    "fsdp over 4": Way("fsdp=4", models=("gpt_oss",)),
     "tp": Way("tp=2", options={"remat": "selective", "inplace": False}),
     "tp, sp": Way("tp=2", SP, {"remat": "full", "lengths": [17]}),  # which tp does not divide
     "tp over 4, KV heads less": Way("tp=4", models=("llama", "gpt_oss")),
-    "tp over 4, KV heads less, sp": Way("tp=4", SP, {"lengths": [18]}, models=("llama", "gpt_oss")),
+    "tp over 4, KV heads less, sp": Way("tp=4", SP, {"lengths": [18]}, models=("gpt_oss",)),
     "cp gather": Way("cp=2", {"context": "gather"}),
     "cp ulysses": Way("cp=2", {"context": "ulysses", "order": None}, {"remat": "full"}),
     "cp ring": Way("cp=2", {"context": "ring", "order": "head_tail"}, {"remat": "full"}),
     "ep": Way("ep=2", models=ROUTED),
-    "ep over 4": Way("ep=4", options={"remat": "full"}, models=ROUTED),
-    **{f"pp {schedule}": staged(schedule) for schedule in SCHEDULES},
-    "pp over 4": Way("pp=4", {}, FOUR, 5),
+    "ep over 4": Way("ep=4", options={"remat": "full"}, models=("gpt_oss",)),
+    **schedules(),
+    "pp over 4": Way("pp=4", {}, FOUR, 5, ("deepseek",)),
     "pp over 4, a V": Way("pp=4", {"schedule": "ZBVZeroBubble"}, {"accumulate": 8}, 9, ("llama",)),
     # pairs
-    "dp x fsdp": Way("dp=2,fsdp=2", options={"remat": "every:2", "lengths": [16, 19]}),
-    "dp x tp, sp": Way("dp=2,tp=2", SP, TWO),
-    "dp x pp": staged("GPipe", "pp=2,dp=2"),
+    "dp x fsdp": Way("dp=2,fsdp=2", options={"remat": "every:2", "lengths": [16, 19]}, models=("llama",)),
+    "dp x tp, sp": Way("dp=2,tp=2", SP, TWO, models=("gpt_oss",)),
+    "dp x pp": staged("GPipe", "pp=2,dp=2", ("deepseek",)),
     "fsdp x tp": Way("fsdp=2,tp=2", options={"remat": "full"}),
-    "fsdp x cp": Way("fsdp=2,cp=2", {"context": "ring", "order": "head_tail"}, TWO),
+    "fsdp x cp": Way("fsdp=2,cp=2", {"context": "ring", "order": "head_tail"}, TWO, models=("deepseek",)),
     "fsdp x ep": Way("fsdp=2,ep=2", options=TWO, models=ROUTED),
-    "fsdp x pp": staged("InterleavedZeroBubble", "pp=2,fsdp=2"),
-    "tp x cp, sp": Way("cp=2,tp=2", SP, {"lengths": [18]}),
+    "fsdp x pp": staged("InterleavedZeroBubble", "pp=2,fsdp=2", ("llama",)),
+    "tp x cp, sp": Way("cp=2,tp=2", SP, {"lengths": [18]}, models=ROUTED),
     "tp x ep": Way("ep=2,tp=2", models=ROUTED),
-    "tp x ep, sp": Way("ep=2,tp=2", SP, {"lengths": [17]}, models=ROUTED),
-    "tp x pp": staged("1F1B", "pp=2,tp=2"),
+    "tp x ep, sp": Way("ep=2,tp=2", SP, {"lengths": [17]}, models=("deepseek",)),
+    "tp x pp": staged("1F1B", "pp=2,tp=2", ("deepseek",)),
     "tp x pp, sp": Way("pp=2,tp=2", {"schedule": "ZBVZeroBubble", **SP}, FOUR, 4, ("llama", "gpt_oss")),
-    "cp x ep": Way("ep=2,cp=2", models=ROUTED),
-    "cp x pp": staged("GPipe", "pp=2,cp=2"),
-    "ep x pp": Way("pp=2,ep=2", {"split": (1, 2)}, FOUR, 3, ROUTED),
+    "cp x ep": Way("ep=2,cp=2", models=("deepseek",)),
+    "cp x pp": staged("GPipe", "pp=2,cp=2", ("gpt_oss",)),
+    "ep x pp": Way("pp=2,ep=2", {"split": (1, 2)}, FOUR, 3, ("gpt_oss",)),
     # of three
-    "fsdp x tp x pp": Way("pp=2,fsdp=2,tp=2", {"schedule": "1F1B", **SP}, {"lengths": [17, 16], "remat": "full"}, 3),
-    "fsdp x cp x tp": Way("fsdp=2,cp=2,tp=2", SP),
-    "fsdp x ep x pp": Way("pp=2,fsdp=2,ep=2", {}, TWO, 3, ROUTED),
+    "fsdp x tp x pp": Way(
+        "pp=2,fsdp=2,tp=2", {"schedule": "1F1B", **SP}, {"lengths": [17, 16], "remat": "full"}, 3, ("llama",)
+    ),
+    "fsdp x cp x tp": Way("fsdp=2,cp=2,tp=2", SP, models=("deepseek",)),
+    "fsdp x ep x pp": Way("pp=2,fsdp=2,ep=2", {}, TWO, 3, ("gpt_oss",)),
     # of layers whose state goes along the sequence
     "recurrent, tp": Way("tp=2", {}, {"remat": "selective"}, models=RECURRENT),
-    "recurrent, tp over 4, key heads less, sp": Way("tp=4", SP, {"lengths": [18]}, models=RECURRENT),
+    "recurrent, tp over 4, key heads less, sp": Way("tp=4", SP, {"lengths": [18]}, models=("qwen3_next",)),
     "recurrent, cp": Way("cp=2", {"context": "ulysses"}, {"remat": "full"}, models=RECURRENT),
     "recurrent, fsdp x ep": Way("fsdp=2,ep=2", {}, TWO, models=("qwen3_next",)),
-    "recurrent, cp x pp": Way("pp=2,cp=2", {"schedule": "1F1B"}, FOUR, 3, RECURRENT),
-    "recurrent, fsdp x cp x tp": Way("fsdp=2,cp=2,tp=2", SP, {"remat": "full"}, models=RECURRENT),
+    "recurrent, cp x pp": Way("pp=2,cp=2", {"schedule": "1F1B"}, FOUR, 3, ("lfm2",)),
+    "recurrent, fsdp x cp x tp": Way("fsdp=2,cp=2,tp=2", SP, {"remat": "full"}, models=("qwen3_next",)),
 }
 
 # Leaves whose gradient is easily wrong: of which all ranks have copies, or each something else, or two a part.
@@ -171,8 +181,10 @@ def test_a_step_is_that_of_one_process(ranks: Ranks, way: str) -> None:
         assert_equal(name, found, how.layers, mesh.pp)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("mesh", "remat"), [("fsdp=2", "none"), ("dp=2,fsdp=2", "full")])
+@pytest.mark.parametrize(
+    ("name", "mesh", "remat"),
+    [*((name, "fsdp=2", "none") for name in MODELS), ("deepseek", "dp=2,fsdp=2", "full")],
+)
 def test_a_step_of_fsdp2_is_that_of_one_process(ranks: Ranks, name: str, mesh: str, remat: str) -> None:
     assert_equal(name, ranks(Mesh.parse(mesh).world)(errors_of_modules, name, mesh, remat))
 
@@ -523,6 +535,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] 
 
 def errors_with(what: str) -> dict[str, float]:
     spoil, way, name, _ = MISTAKES[what]
+    one_process(name, None if way == "fsdp2" else WAYS[way].layers)  # before it is spoiled
     with pytest.MonkeyPatch.context() as patch:
         spoil(patch)
         if way == "fsdp2":
