@@ -83,17 +83,17 @@ def test_user_file_is_named_where_a_sibling_is_needed(tmp_path: Path) -> None:
             assert "fnmodels-train" in output and "the user file ran" not in output
 
 
-@pytest.mark.parametrize("hidden", ["params", "train"])
-def test_user_file_gives_one_warning_where_no_sibling_is_needed(tmp_path: Path, hidden: str) -> None:
-    file = tmp_path / f"{hidden}.py"
-    file.write_text("import fnmodels\nprint('ran')\n")
-    # as a library; as the script that the user calls by that name; and with params, which has no use for train
-    commands = [["-c", "import fnmodels; print('ran')"], [str(file)]]
-    commands += [["-c", "import params; print('ran')"]] if hidden == "train" else []
-    for command in commands:
-        output = run([sys.executable, *command], tmp_path)
-        assert output.count(f"RuntimeWarning: {file} hides the package `{hidden}`") == 1
-        assert "ran" in output
+@pytest.mark.parametrize("used", ["fnmodels", "params", "a script"])
+def test_user_file_gives_one_warning_where_no_sibling_is_needed(tmp_path: Path, used: str) -> None:
+    """As a library; as the script that the user calls by that name; and with params, which has no use for train."""
+    files = {name: tmp_path / f"{name}.py" for name in ("params", "train") if name != used}
+    for file in files.values():
+        file.write_text("import fnmodels\nprint('ran')\n")
+    command = [str(files["params"])] if used == "a script" else ["-c", f"import {used}; print('ran')"]
+    output = run([sys.executable, *command], tmp_path)
+    for name, file in files.items():
+        assert output.count(f"RuntimeWarning: {file} hides the package `{name}`") == 1
+    assert "ran" in output
 
 
 def test_half_imported_and_odd_modules_are_looked_at_without_a_spec(tmp_path: Path) -> None:

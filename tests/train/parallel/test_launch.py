@@ -11,7 +11,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -28,6 +27,7 @@ import params as P
 import train.job.processes.worker
 from fnmodels import llama, tree
 from fnmodels.errors import UserError
+from tests.support.forks import Forks
 from tests.support.one_process import config_of
 from tests.support.pictures import leave_out_pixels
 from tests.support.ranks_pool import LIMIT, ROOT, Ranks
@@ -83,45 +83,48 @@ def words(path: Path, *flags: str) -> list[str]:
 
 
 KILLED = """\
-import os, signal, sys
+import dataclasses, logging, os, signal, sys
+from torch.distributed import run
 from train import cli
 from train.job.processes.worker import Worker
 
-step, made, again = Worker.step, [], os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
-if again:
-    sys.argv[-1] = "fsdp=2,tp=2"
+step, made, configured = Worker.step, [], run.config_from_args
 
-def killed(worker, batch):
-    made.append(batch)
-    if len(made) == 5 and os.environ["RANK"] == "3" and not again:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(worker, batch)
+def process(*arguments):
+    again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
 
-Worker.step = killed
-sys.exit(cli.main())
+    def killed(worker, batch):
+        made.append(batch)
+        if len(made) == 5 and os.environ["RANK"] == "3" and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(worker, batch)
+
+    Worker.step = killed
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the launcher's handler, which a fork has too
+    sys.argv = [*arguments[1:-1], "fsdp=2,tp=2" if again else arguments[-1]]
+    sys.exit(cli.main())
+
+def forked(args):
+    config, _, arguments = configured(args)
+    return dataclasses.replace(config, start_method="fork"), process, arguments
+
+run.config_from_args = forked
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its tracebacks are not those of processes
+run.main()
 """
 
 
-def launch(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def launch(forks: Forks, path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """The main job in four processes under torchrun, which restarts them after one is killed in its fifth step.
 
-    The restart uses another mesh; the last of `flags` is the mesh of the first start.
+    The restart uses another mesh; the last of `flags` is the mesh of the first start. torchrun forks them: to start
+    nine interpreters takes longer than all they do.
     """
     program = path.parent / "killed.py"
     program.write_text(KILLED)
     how = ["--standalone", "--nproc-per-node", "4", "--max-restarts", "1"]
-    start = ["-m", "torch.distributed.run", *how, str(program), "--"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(path.parent / "cache"), "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        [sys.executable, *start, *words(path, *flags)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    environment = {"XDG_CACHE_HOME": str(path.parent / "cache"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return forks.run([program, *how, program, "--", *words(path, *flags)], environment | {"PYTHONPATH": str(ROOT)})
 
 
 def run_main(path: str, *flags: str) -> tuple[int, str, str]:
@@ -197,12 +200,12 @@ def assert_close(found: list[float], expected: list[float]) -> None:
 
 @pytest.mark.slow
 def test_four_processes_make_the_run_of_one_and_any_number_goes_on_with_it(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(words(tmp_path / "one")) == 0
     expected, path = losses(tmp_path / "one"), tmp_path / "four"
-    done = launch(path, "--mesh", "pp=2,fsdp=2")
+    done = launch(forks, path, "--mesh", "pp=2,fsdp=2")
     assert done.returncode == 0, done.stderr
     assert_close(losses(path), expected)
     # of the first start and of the second one

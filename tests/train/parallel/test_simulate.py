@@ -134,11 +134,9 @@ def over_mesh(
     [
         ("deepseek_v3", "fsdp=2", "full", "bf16", 2, "fused"),
         ("gpt_oss", "dp=2,fsdp=2", "full", "fp32", 1, "fused"),
-        ("llama_tied", "tp=2", "none", "fp32", 2, "fused"),
         ("deepseek_v3", "tp=2", "none", "fp32", 1, "fused"),
         ("llama_tied", "tp=4", "none", "bf16", 1, "sdpa"),  # more than it has KV heads
         ("llama_tied", "fsdp=2,tp=2", "none", "fp32", 2, "sdpa"),
-        ("gpt_oss", "fsdp=2,tp=2", "full", "bf16", 1, "fused"),
         ("deepseek_v3", "ep=2", "none", "fp32", 1, "fused"),
         ("deepseek_v3", "fsdp=2,ep=2", "none", "bf16", 2, "fused"),
         ("llama_tied", "cp=2", "none", "fp32", 1, "fused"),
