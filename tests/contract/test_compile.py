@@ -26,6 +26,7 @@ from tests.support.cases import (
     forward,
     generic_params,
     gradients,
+    is_ordered,
     off,
     richest,
     segments,
@@ -36,6 +37,8 @@ from tests.support.cases import (
 )
 
 BRANCHING = tuple(case for case in cases() if case.name == "llama_longrope_long")  # its table has two branches
+# One stands for all with recurrent mixers, which have one mask: each block is captured by the test of the block.
+GRAPHS = tuple(case for case in covering() if not is_ordered(case) or case.name == "falcon_h1")
 pytestmark = pytest.mark.slow
 MIXED, OTHER = segments((-3, 5, 4), (12,), (7, 1, -4)), segments((12,), (2, 9, -1), (-11, 1))
 
@@ -56,7 +59,7 @@ def one_graph() -> Iterator[None]:
         raise AssertionError(f"torch.compile cannot capture the model in one graph: {error}") from error
 
 
-@pytest.mark.parametrize("case", covering() + BRANCHING, ids=str)
+@pytest.mark.parametrize("case", GRAPHS + BRANCHING, ids=str)
 def test_prepare_and_forward_are_one_graph(case: Case) -> None:
     """F10: equal to eager, backward included; no recompile for an equal config, other values or other masks."""
     counter = CompileCounterWithBackend("eager")
@@ -81,7 +84,7 @@ def test_prepare_and_forward_are_one_graph(case: Case) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("case", [case for case in richest() if case.family in ("llama", "gemma", "mixtral")], ids=str)
+@pytest.mark.parametrize("case", [case for case in richest() if case.family in ("gemma", "mixtral")], ids=str)
 def test_a_plain_layout_is_one_graph(case: Case) -> None:
     """The layout that the compiled train step passes for rows of one document each."""
     counter = CompileCounterWithBackend("eager")
