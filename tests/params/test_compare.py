@@ -13,12 +13,14 @@ from transformers import AutoModelForCausalLM
 import params as P
 from fnmodels import llama, tree
 from params import compare
-from tests.support.cases import Case, cases, generic_params, structures, sublayers
+from tests.support.cases import Case, cases, generic_params, richest, sublayers
 from tests.support.oracle import model_of, save
 from tests.variants import gpt2
 from tests.variants.llama import variants
 
-with_reference = pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
+# the names and the parts of layers are those of a model type
+BY_TYPE = richest(lambda case: case.config.model_type)
+with_reference = pytest.mark.parametrize("case", [case for case in BY_TYPE if case.values is not None], ids=str)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Checkpoint folders go between transformers and params in both directions, tensor for tensor."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,15 @@ import params as P
 from tests.support.cases import Case, cases, forward, structures, tokens_of
 from tests.support.oracle import EAGER, assert_close, logits_of, model_of, params_of, save
 
-every_case = pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
+WITH_REFERENCE = [case for case in structures() if case.values is not None]
+LIMITS = ["5GB", "20KB"]  # of a shard: one file or several, in turns, since the tensors' names decide which
 
 
-@every_case
-@pytest.mark.parametrize("shard", ["one", "several"])
-def test_there_and_back(case: Case, shard: str, tmp_path: Path) -> None:
-    """L5: a checkpoint from transformers is loaded and saved with the same names, dtypes and bits."""
+@pytest.mark.parametrize(("case", "limit"), list(zip(WITH_REFERENCE, itertools.cycle(LIMITS), strict=False)), ids=str)
+def test_there_and_back(case: Case, limit: str, tmp_path: Path) -> None:
+    """L5: a checkpoint from transformers is loaded and saved with the same names, dtypes and bits, and read there."""
     model = model_of(case.values)
-    save(model, tmp_path / "theirs", max_shard_size="5GB" if shard == "one" else "20KB")
+    save(model, tmp_path / "theirs", max_shard_size=limit)
     config, weights = P.load_pretrained(tmp_path / "theirs")
     assert config == case.config
     wanted = P.flatten(params_of(model, case.config))
@@ -28,18 +29,24 @@ def test_there_and_back(case: Case, shard: str, tmp_path: Path) -> None:
     assert flat.keys() == wanted.keys() and all(torch.equal(flat[path], wanted[path]) for path in flat)
     tokens = tokens_of(config, 2, 24)
     ours = forward(weights, fnmodels.prepare(config, tokens), config=config, kernel="math")
-    assert_close(ours, logits_of(case.values, tokens))
+    reference = logits_of(case.values, tokens)
+    assert_close(ours, reference)
 
-    P.save_pretrained(tmp_path / "ours", config, weights)
+    P.save_pretrained(tmp_path / "ours", config, weights, max_shard_size=limit)
+    assert ((tmp_path / "ours/model.safetensors.index.json").exists()) == (limit == "20KB")
     theirs, back = (
         {k: v for file in sorted((tmp_path / name).glob("*.safetensors")) for k, v in load_file(file).items()}
         for name in ("theirs", "ours")
     )
     assert back.keys() == theirs.keys()
     assert all(back[k].dtype == theirs[k].dtype and torch.equal(back[k], theirs[k]) for k in back)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **EAGER).eval()
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, **EAGER, dtype="auto"
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.dtype == torch.float32
     with torch.no_grad():
-        assert torch.equal(again(tokens, use_cache=False).logits, logits_of(case.values, tokens))
+        assert torch.equal(again.eval()(tokens, use_cache=False).logits, reference)
 
 
 # Variants that transformers saves under other names than the published ones: {variant: fields with which shapes agree}.

@@ -8,6 +8,7 @@ from fnmodels import tree
 from tests.support.cases import (
     Case,
     cases,
+    forward,
     gradients,
     is_routed,
     positions_of,
@@ -23,9 +24,8 @@ ROUTED = [case for case in cases() if case.values is not None and is_routed(case
 ROWS = segments((24,), (17, -7), (1, -23))  # all experts used, no close choices: see test_logits.py
 
 
-@pytest.mark.parametrize("kernel", ["math", "auto"])
 @pytest.mark.parametrize("case", ROUTED, ids=str)
-def test_every_gradient(case: Case, kernel: str) -> None:
+def test_every_gradient(case: Case) -> None:
     """To 1e-5 of each leaf's norm; a leaf with only rounding noise (a key bias without position) has it in both."""
     tokens, valid = tokens_of(case.config, *ROWS.shape, seed=seed_of(case)), ROWS > 0
     labels = torch.where(valid[:, 1:], tokens[:, 1:], -100)
@@ -43,14 +43,16 @@ def test_every_gradient(case: Case, kernel: str) -> None:
 
     leaves = trainable(params_of(model_of(case.values), case.config))
     prepared = fnmodels.prepare(case.config, tokens, segment_ids=ROWS)
-    layout = fnmodels.layout(prepared[1]) if kernel == "auto" else None
-    logits = fnmodels.forward(leaves, *prepared, config=case.config, kernel=kernel, layout=layout)
-    got = tree.flatten(gradients(summed_loss(logits[:, :-1], labels), leaves))
+    spec = tree.flatten(fnmodels.family_of(case.config).spec(case.config))
     rounding = 1e-7 * max(float(t.norm()) for t in want.values())
-    for path, leaf in tree.flatten(fnmodels.family_of(case.config).spec(case.config)).items():
-        if leaf.trainable:
-            assert want[path].any(), path
-            size = float(want[path].norm())
-            assert float((got[path] - want[path]).norm()) <= (1e-5 * size if size > rounding else rounding), path
-        elif path.endswith("selection_bias"):
-            assert not got[path].any(), path
+    for kernel in ("math", "auto"):
+        logits = forward(leaves, prepared, config=case.config, kernel=kernel)
+        got = tree.flatten(gradients(summed_loss(logits[:, :-1], labels), leaves))
+        for path, leaf in spec.items():
+            if leaf.trainable:
+                assert want[path].any(), path
+                size = float(want[path].norm())
+                allowed = 1e-5 * size if size > rounding else rounding
+                assert float((got[path] - want[path]).norm()) <= allowed, (kernel, path)
+            elif path.endswith("selection_bias"):
+                assert not got[path].any(), (kernel, path)

@@ -1,7 +1,6 @@
 """Seeded mutations of headers, configs and indexes: each is read, or refused by one of our errors, in bounded time.
 
-The full counts take about a minute and stand behind the `slow` marker; the first mutations of the same seeds are always
-run.
+The larger counts stand behind the `slow` marker; the first mutations of the same seeds are always run.
 """
 
 import copy
@@ -223,14 +222,14 @@ def fuzz_quantized(folder: Path, count: int) -> Counter[str]:
     return run(count, mutate, lambda: P.load_pretrained(folder) and None)
 
 
-@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_headers(count: int, tmp_path: Path) -> None:
     outcomes = fuzz_headers(tmp_path, count)
     print(outcomes)
     assert set(outcomes) == {"read", "FormatError", "UnsupportedError"} and outcomes["read"] < count / 5
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [500, pytest.param(3000, marks=pytest.mark.slow)])
 def test_configs(count: int, tmp_path: Path) -> None:
     outcomes = fuzz_configs(tmp_path, count)
     print(outcomes)
@@ -238,7 +237,7 @@ def test_configs(count: int, tmp_path: Path) -> None:
     assert set(outcomes) == kinds and outcomes["read"] < count / 2
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.slow)])
 def test_indexes(count: int, tmp_path: Path) -> None:
     outcomes = fuzz_indexes(tmp_path, count)
     print(outcomes)
@@ -246,7 +245,7 @@ def test_indexes(count: int, tmp_path: Path) -> None:
     assert set(outcomes) - ours <= {"FileNotFoundError", "OSError"} and outcomes["read"] < count / 5
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_quantized(count: int, tmp_path: Path) -> None:
     outcomes = fuzz_quantized(tmp_path, count)
     print(outcomes)
@@ -254,16 +253,21 @@ def test_quantized(count: int, tmp_path: Path) -> None:
     assert set(outcomes) == kinds and outcomes["read"] < count / 2
 
 
-@pytest.mark.parametrize("size", [10**5, pytest.param(10**7, marks=pytest.mark.slow), 1 << 31])
-def test_every_number_of_every_family_may_be_enormous(size: int, tmp_path: Path) -> None:
-    """Each integer of config.json in turn set to a huge value: refused, or loaded if it is no size."""
+SIZES = (10**5, 10**7, 1 << 31)
+
+
+def test_every_number_of_every_family_may_be_enormous(tmp_path: Path) -> None:
+    """Each integer of config.json in turn set to a huge value: refused, or loaded if it is no size.
+
+    The sizes take turns over the cases, so that each meets a field which many families have.
+    """
     outcomes: Counter[str] = Counter()
-    for case in (case for case in structures() if case.values is not None):
+    for index, case in enumerate(case for case in structures() if case.values is not None):
         folder = tmp_path / case.name
         P.save_pretrained(folder, case.config, generic_params(case.config))
         for values in (case.values, case.config.to_hf()):
             names = [i for i, (inner, key) in enumerate(places(values)) if type(inner[key]) is int]
-            outcomes += run(len(names), *_enlarging(folder / "config.json", values, names, size))
+            outcomes += run(len(names), *_enlarging(folder / "config.json", values, names, SIZES[index % 3]))
     print(outcomes)
     assert set(outcomes) == {"read", "UnsupportedError", "ConfigError", "MismatchError"}
 
