@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,14 +15,19 @@ import torch
 from train.generation.requests import Answer, Request
 
 
-@pytest.fixture(scope="module")
-def grpo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("grpo_example", Path(__file__).parents[2] / "examples" / "grpo.py")
+def example(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_example", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def grpo() -> ModuleType:
+    return example("grpo")
 
 
 class _Letters:
@@ -88,3 +95,27 @@ def test_the_reward_rises(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     curve = grpo.learn(grpo.base_policy(tmp_path), 1, 50)
     assert sum(curve[-10:]) > 1.6 * sum(curve[:10]) > 0
+
+
+def test_answers_are_json_of_a_schema() -> None:
+    """Of a model with random weights, whatever else runs beside them; other tokens are refused."""
+    pytest.importorskip("llguidance")
+    json_schema: Any = example("json_schema")
+    texts = json_schema.main(answers=8)
+    for text in texts:
+        found = json.loads(text)
+        assert found.keys() == {"name", "age", "colours"} and re.fullmatch("[A-Z][a-z]{1,7}", found["name"])
+        assert type(found["age"]) is int and 0 <= found["age"] <= 120
+        assert 1 <= len(found["colours"]) <= 3 and set(found["colours"]) <= {"red", "green", "blue"}
+    assert len(set(texts)) == 8
+    assert json_schema.main(answers=2) == texts[:2]
+    tokenizer = json_schema.train_tokenizer(["{}[]"], 300)
+    logits, how = torch.zeros(2, 300), {"vocab_size": 300, "end": 0}
+    hook = json_schema.json_hook(tokenizer, json_schema.SCHEMA, **how)
+    brace, one = (tokenizer.token_to_id(letter) for letter in "{1")
+    assert hook(logits, [[], []]).isfinite().nonzero()[:, 1].tolist() == [brace, brace]
+    assert hook(logits, [[], [brace]])[1, brace] == -torch.inf
+    with pytest.raises(ValueError, match="has left the schema"):
+        hook(logits, [[], [one]])
+    with pytest.raises(ValueError, match="is not supported"):
+        json_schema.json_hook(tokenizer, {"type": "no such type"}, **how)
