@@ -11,12 +11,19 @@ import fnmodels
 import train
 from fnmodels import llama, tree
 from fnmodels.ops.slots import SLOTTED, loaded, stored
-from tests.contract.test_cache import RAGGED, SLIDING, STRUCTURES, WIDE, far, stepped, with_nan
-from tests.support.cases import Batch, batch_of, generic_params, off, segments
+from tests.contract.test_cache import RAGGED, SLIDING, WIDE, far, stepped, with_nan
+from tests.support.cases import Batch, batch_of, cases, generic_params, off, segments
 
-# {family: root mean square error of the logits, relative to theirs}, for tiny random models; measured: about half of it
-BOUNDS = {"llama": 0.02, "gemma": 0.03, "gemma4": 0.015, "deepseek": 0.06, "deepseek_v32": 0.06, "qwen3_next": 0.007}
-CASES = [next(case for case in STRUCTURES if case.family == family) for family in BOUNDS]
+# {variant: root mean square error of the logits, relative to theirs}, for tiny random models; about twice what it is
+BOUNDS = {
+    "llama": 0.02,
+    "gemma2": 0.03,
+    "gemma4_text_e": 0.015,
+    "deepseek_v3": 0.08,
+    "deepseek_v32": 0.08,
+    "qwen3_next": 0.008,
+}
+CASES = [next(case for case in cases() if case.name == name) for name in BOUNDS]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 LLAMA = CASES[0]
 
@@ -40,7 +47,7 @@ def test_every_way_of_stepping_reads_what_is_stored(case: Any) -> None:
         static, _ = stepped(params, batch, empty(batch, rings=False), (20, 1, 5), kernel="auto", run=fnmodels.decode_)
     assert far(batch, ringed, got) < 1e-12 and far(batch, static, got) < 1e-12
     error = (got - exact)[batch.valid].norm() / exact[batch.valid].norm()
-    assert BOUNDS[case.family] / 4 < float(error) < BOUNDS[case.family]
+    assert BOUNDS[case.name] / 10 < float(error) < BOUNDS[case.name]
     kept = {name: t.dtype for entry in cache.layers for name, t in entry.items() if name in SLOTTED}
     assert torch.int8 in kept.values() and kept.get("index", WIDE) == WIDE
     assert all(f"{name}_scale" in kept for name, dtype in kept.items() if dtype == torch.int8)
@@ -125,6 +132,6 @@ def test_what_is_refused() -> None:
         fnmodels.decode(trained, *step, cache, config=batch.config)
     with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e4m3fn; it is None or torch.int8"):
         empty(batch, kv_dtype=torch.float8_e4m3fn)
-    recurrent = next(case for case in STRUCTURES if case.family == "mamba2")
+    recurrent = next(case for case in cases() if case.family == "mamba2")
     with pytest.raises(ValueError, match="for models whose layers keep keys and values"):
         fnmodels.init_cache(recurrent.config, 1, 8, kv_dtype=torch.int8)
