@@ -78,13 +78,14 @@ def _solved(state: Tensor, along: Along, normalize: bool, scale: float) -> _Solv
     return _Solved(q, k, norm_q, norm_k, beta, since, until, decay, keys, queries, inverse, errors, corrections)
 
 
-def chunk(state: Tensor, along: Along, _: Any, *, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(o [B, C, H, dv], the state after the chunk) without gradients."""
+def chunk(state: Tensor, along: Along, _: Any, after: Tensor, *, normalize: bool, scale: float) -> Tensor:
+    """o [B, C, H, dv] without gradients; the state after the chunk goes to `after`, which may be `state`."""
     flat = state.flatten(0, 1)
     c = _solved(flat, along, normalize, scale)
     o = (c.q @ flat).mul_(c.norm_q * c.since).baddbmm_(c.queries, c.corrections)
-    after = (flat * c.since[:, -1:]).baddbmm_(c.k.transpose(1, 2), c.corrections.mul_(c.norm_k * c.until))
-    return o.unflatten(0, state.shape[:2]).transpose(1, 2).to(along[2].dtype), after.view(state.shape)
+    torch.mul(flat, c.since[:, -1:], out=after.flatten(0, 1))
+    after.flatten(0, 1).baddbmm_(c.k.transpose(1, 2), c.corrections.mul_(c.norm_k * c.until))
+    return o.unflatten(0, state.shape[:2]).transpose(1, 2).to(along[2].dtype)
 
 
 def gradient(

@@ -7,6 +7,7 @@ the same steps as torch's operations.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,6 +19,9 @@ from fnmodels.ops.torch_internals import alone
 
 # (state, slices [B, C, ...] of the tensors that run along the sequence, constants) -> (y [B, C, ...], state)
 Step = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+# The same by hand, without autograd: (state, slices, constants, the state after, which it writes) -> y. The state after
+# may be the one before: a new one of a megabyte takes longer than what is computed on it, for its pages are new.
+InPlace = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor], Tensor]
 # (state, slices, constants, gradient of y, gradient of the state after it) -> gradients of the state, the slices and
 # the constants, in this order; None for integers
 Gradient = Callable[[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor | None, ...]]
@@ -46,12 +50,12 @@ def scan(
     *,
     chunk: int,
     kernel: Any = "auto",
-    by_hand: tuple[Step, Gradient] | None = None,
+    by_hand: tuple[InPlace, Gradient] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, ...], the last state) of `step` on one chunk of at most `chunk` tokens after the other.
 
     along: tensors [B, S, ...]. y has the dtype that `step` gives it. kernel: "math" for torch's operations only.
-    by_hand: the step without autograd, and its gradient; by default `step`, and autograd's.
+    by_hand: the step and its gradient; by default `step`, and autograd's.
     """
     tensors = (state, *along, *constants)
     if along[0].shape[1] <= chunk:
@@ -61,7 +65,7 @@ def scan(
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         y, last, _ = _Scan.apply(step, by_hand, chunk, len(along), *tensors)
         return y, last
-    y, last, _ = _forward(by_hand[0] if by_hand else step, chunk, state, along, constants, keep=False)
+    y, last, _ = _forward(_in_place(step, by_hand), chunk, state, along, constants, keep=False)
     return y, last
 
 
@@ -77,27 +81,43 @@ def _written_out(
 
 @torch.no_grad()
 def _forward(
-    step: Step, chunk: int, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], *, keep: bool
+    step: InPlace, chunk: int, state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], *, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, the last state, the states before each chunk [chunks, ...], or none of them)."""
-    length, y = along[0].shape[1], None
-    states = state.new_empty((-(-length // chunk) if keep else 0, *state.shape))
+    length, y, last = along[0].shape[1], None, torch.empty_like(state)
+    chunks = -(-length // chunk)
+    states = state.new_empty((chunks if keep else 0, *state.shape))
+    if keep:
+        states[0] = state
     for index, start in enumerate(range(0, length, chunk)):
-        if keep:
-            states[index] = state
-        part, state = step(state, tuple(t[:, start : start + chunk] for t in along), constants)
+        after = states[index + 1] if keep and index + 1 < chunks else last
+        part = step(state, tuple(t[:, start : start + chunk] for t in along), constants, after)
+        state = after
         y = part.new_empty(part.shape[0], length, *part.shape[2:]) if y is None else y
         y[:, start : start + chunk] = part
     assert y is not None
-    return y, state, states
+    return y, last, states
+
+
+def _in_place(step: Step, by_hand: tuple[InPlace, Gradient] | None) -> InPlace:
+    return functools.partial(_copied, step) if by_hand is None else by_hand[0]
+
+
+def _copied(
+    step: Step, state: Tensor, slices: tuple[Tensor, ...], constants: tuple[Tensor, ...], after: Tensor
+) -> Tensor:
+    """`step` as an `InPlace`."""
+    y, new = step(state, slices, constants)
+    after.copy_(new)
+    return y
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        step: Step, by_hand: tuple[Step, Gradient] | None, chunk: int, count: int, state: Tensor, *tensors: Tensor
+        step: Step, by_hand: tuple[InPlace, Gradient] | None, chunk: int, count: int, state: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(by_hand[0] if by_hand else step, chunk, state, tensors[:count], tensors[count:], keep=True)
+        return _forward(_in_place(step, by_hand), chunk, state, tensors[:count], tensors[count:], keep=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

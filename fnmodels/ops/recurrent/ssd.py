@@ -58,7 +58,7 @@ def ssd(
     dt = upcast(dt).where((segment_ids > 0)[..., None], 0)  # neither decays nor writes
     step = _token if S == 1 else _chunk
     along = (x, dt, B, C, run, before)
-    by_hand = _chunk, _chunk_gradient
+    by_hand = _chunk_in_place, _chunk_gradient
     return scan(step, state, along, (upcast(A), upcast(D)), chunk=chunk, kernel=kernel, by_hand=by_hand)
 
 
@@ -129,6 +129,17 @@ def _chunk(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ..
     y = (c.pairs @ c.scaled.transpose(1, 2)).transpose(1, 2) + c.read + D[:, None] * c.x
     added = _by_group(c.scaled * c.until, c.B.shape[1]).transpose(-1, -2) @ c.B
     return y, c.since[:, -1, :, :, None] * state + added.view(state.shape)
+
+
+def _chunk_in_place(state: Tensor, along: tuple[Tensor, ...], constants: tuple[Tensor, ...], after: Tensor) -> Tensor:
+    """`_chunk` without gradients; the state after the chunk goes to `after`, which may be `state`."""
+    A, D = constants
+    c = _parts(state, along, A)
+    y = (c.pairs @ c.scaled.transpose(1, 2)).transpose(1, 2).add_(c.read).addcmul_(D[:, None], c.x)
+    torch.mul(state, c.since[:, -1, :, :, None], out=after)
+    written = _by_group(c.scaled.mul_(c.until), c.B.shape[1]).transpose(-1, -2)
+    _of_groups(after, c.B.shape[1]).flatten(0, 1).baddbmm_(written.flatten(0, 1), c.B.flatten(0, 1))
+    return y
 
 
 def _chunk_gradient(
