@@ -23,7 +23,9 @@ from fnmodels import _shadowing
 from fnmodels.apply import forward, hidden, prepare, run_layers
 from fnmodels.cache import (
     Cache,
+    DecodingStep,
     Slots,
+    compiled_step,
     decode,
     decode_,
     init_cache,
@@ -81,6 +83,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel"]
 __all__ += ["explain_invariance"]
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
+__all__ += ["DecodingStep", "compiled_step"]
 __all__ += ["insert", "insert_", "resize", "take", "truncate"]
 __all__ += ["pack", "unpack", "permute", "rows", "split"]
 __all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]

@@ -9,6 +9,7 @@ is the family's rule on the positions and segments of the slots and of the new t
 padding and no count that could disagree with what is stored.
 """
 
+from .compiled import DecodingStep, compiled_step
 from .init import init_cache
 from .prepare import prepare_step
 from .rows import insert, insert_, resize, take, truncate
@@ -17,7 +18,9 @@ from .value import Cache, Slots
 
 __all__ = [
     "Cache",
+    "DecodingStep",
     "Slots",
+    "compiled_step",
     "decode",
     "decode_",
     "init_cache",

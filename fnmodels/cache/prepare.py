@@ -84,7 +84,8 @@ def _mask_of(kind: str, masks: Mapping[str, MaskLike]) -> Mask:
 
 def _fullest(cache: Cache) -> Slots | None:
     """The slots that hold the most of each row: the last token's are in all kinds."""
-    return max(cache.slots.values(), key=lambda slots: slots.segments.shape[1], default=None)
+    widths = [slots.segments.shape[1] for slots in cache.slots.values()]
+    return list(cache.slots.values())[widths.index(max(widths))] if widths else None
 
 
 def _going_on(held: Slots | None, tokens: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ def prefill(
     not of this cache.
     """
     given = ForwardOptions(**options)
-    x, after = _step(params, inputs, masks, freqs_cis, cache, config, given, inplace=False)
+    x, after = step_on(params, inputs, masks, freqs_cis, cache, config, given, inplace=False)
     with invariant_rows(given.invariant):
-        return _logits(params, x, inputs, config, at), after
+        return logits_at(params, x, inputs, config, at), after
 
 
 def decode(
@@ -80,14 +80,14 @@ def decode_(
 ) -> tuple[Tensor, Cache]:
     """`decode` that writes into the cache's tensors and uses the cache up; without gradients."""
     given = ForwardOptions(**options)
-    x, after = _step(params, inputs, masks, freqs_cis, cache, config, given, inplace=True)
+    x, after = step_on(params, inputs, masks, freqs_cis, cache, config, given, inplace=True)
     with invariant_rows(given.invariant):
-        logits = _logits(params, x, inputs, config, at)
+        logits = logits_at(params, x, inputs, config, at)
     consume(cache)
     return logits, after
 
 
-def _step(
+def step_on(
     params: Tree,
     inputs: Tree,
     masks: Mapping[str, MaskLike],
@@ -97,15 +97,16 @@ def _step(
     options: ForwardOptions,
     *,
     inplace: bool,
+    clean: bool | None = None,
 ) -> tuple[Tensor, Cache]:
-    """(hidden states of the new tokens [B, S, D], cache with them)."""
+    """(hidden states of the new tokens [B, S, D], cache with them). clean: what `is_clean` says, where it is known."""
     if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
         raise ValueError(
             'kernel="invariant" gives the bits of training, and an int8 cache rounds keys and values: make the cache '
             "without kv_dtype."
         )
     free = options.layer_fn is None and not isinstance(params, RunParams)  # blocks are not compiled
-    clean = is_clean(cache)
+    clean = is_clean(cache) if clean is None else clean
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}
     for kind, slots in cache.slots.items():
@@ -125,7 +126,10 @@ def _step(
         {} if clean else {kind: cache.slots[kind].occupied for kind in of_kind},
     )
     plan_of = {kind: of_kind.get(source_kind(kind) or kind) for kind in masks}
-    read = {kind: with_attention(mask, plan.mask) if (plan := plan_of[kind]) else mask for kind, mask in masks.items()}
+    read = {
+        kind: mask if plan_of[kind] is None else with_attention(mask, plan_of[kind].mask)
+        for kind, mask in masks.items()
+    }
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     x, entries = hidden(params, inputs, read, freqs_cis, config=config, cache=step, **given)
     layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
@@ -133,7 +137,7 @@ def _step(
     return x, known_clean(made)
 
 
-def _logits(params: Tree, x: Tensor, inputs: Tree, config: DecoderConfig, at: str | Tensor) -> Tensor:
+def logits_at(params: Tree, x: Tensor, inputs: Tree, config: DecoderConfig, at: str | Tensor) -> Tensor:
     family = family_of(config)
     if isinstance(at, str) and at == "all":
         return family.unembed(params, x, config=config)

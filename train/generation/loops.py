@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+import fnmodels
 from fnmodels import Cache
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs
@@ -31,6 +32,7 @@ class ServeKwargs(ForwardKwargs, total=False):
     chunk: int
     dtype: torch.dtype | None
     kv_dtype: torch.dtype | None
+    compile: str
 
 
 @dataclass
@@ -54,6 +56,7 @@ def serve(
     chunk: int = 512,
     dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
+    compile: str = "none",
     skip_special_tokens: bool = True,
     **options: Unpack[ForwardKwargs],
 ) -> Iterator[Event]:
@@ -62,9 +65,13 @@ def serve(
     requests: taken one after the other as slots become free. slots: requests that run at once. capacity: the most
     tokens of a request, prompt and answer. chunk: tokens of prompts computed between two steps of the others. dtype: of
     the activations; None: that of the parameters. kv_dtype: torch.int8 for a cache of half the size, see `init_cache`.
-    logits_fn: see `generate`. skip_special_tokens: whether texts, in which stop texts are found, are without special
-    tokens. options: as for `fnmodels.forward`. ValueError for a request that is empty or does not fit.
+    compile: "step" for steps by `fnmodels.compiled_step`, whose first takes a minute, or "none". logits_fn: see
+    `generate`. skip_special_tokens: whether texts, in which stop texts are found, are without special tokens. options:
+    as for `fnmodels.forward`. ValueError for a request that is empty or does not fit.
     """
+    if compile not in ("none", "step"):
+        raise ValueError(f'compile is {compile!r}; it must be "none" or "step".')
+    step = fnmodels.compiled_step(config, **options) if compile == "step" else None
     dtype, device = activations(params, dtype)
     cached: Any = {"dtype": dtype, "kv_dtype": kv_dtype}
     state = empty_state(config, slots, capacity, device=device, **cached)
@@ -91,7 +98,7 @@ def serve(
                 return
             continue
         hook = None if logits_fn is None else _hook(logits_fn, places)
-        state = serve_step(params, state, config=config, logits_fn=hook, inplace=True, **options)
+        state = serve_step(params, state, config=config, logits_fn=hook, inplace=True, step=step, **options)
         tokens, logp, kept = state.last.tolist(), state.logp.tolist(), state.logp_kept.tolist()
         ended = []
         for row, answer in active:
@@ -174,7 +181,7 @@ def generate(
     slots: answers that are generated at once; by default all, at most 32.
     options: tokenizer, one of the tokenizers library, for texts and stop_texts; logits_fn, (logits [B, V], tokens) ->
         logits edited before the draw, such as -inf for what a grammar forbids, where tokens are the ids of each slot's
-        answer so far, empty for a slot without a request; chunk, dtype and kv_dtype, see `serve`; those of
+        answer so far, empty for a slot without a request; chunk, dtype, kv_dtype and compile, see `serve`; those of
         `fnmodels.forward`.
 
     Equal prompts, and a beginning that prompts share, are computed once.

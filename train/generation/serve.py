@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import Cache, tree
+from fnmodels import Cache, DecodingStep, tree
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
@@ -67,22 +67,22 @@ def serve_step(
     config: DecoderConfig,
     logits_fn: LogitsFn | None = None,
     inplace: bool = False,
+    step: DecodingStep | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> ServeState:
     """Writes each active slot's last token into the cache and draws the next one.
 
     logits_fn: edits the logits [B, V] before the draw. inplace: writes into the cache of `state`, which must not be
-    used again. options: as for `fnmodels.forward`. Slots that are not active keep what they hold.
+    used again. step: of `fnmodels.compiled_step`, which does so too and has its own options. options: as for
+    `fnmodels.forward`. Slots that are not active keep what they hold.
     """
-    step = fnmodels.prepare_step(
-        config,
-        state.last[:, None],
-        state.cache,
-        segment_ids=state.active[:, None].long(),
-        length=state.lengths,
-    )
-    decode = fnmodels.decode_ if inplace else fnmodels.decode
-    logits, cache = decode(params, *step, state.cache, config=config, **options)
+    tokens, segment_ids = state.last[:, None], state.active[:, None].long()
+    if step is None:
+        made = fnmodels.prepare_step(config, tokens, state.cache, segment_ids=segment_ids, length=state.lengths)
+        decode = fnmodels.decode_ if inplace else fnmodels.decode
+        logits, cache = decode(params, *made, state.cache, config=config, **options)
+    else:
+        logits, cache = step(params, tokens, state.cache, segment_ids=segment_ids, length=state.lengths)
     drawn, logp, kept, draws = sample_step(logits[:, 0], state.draws, active=state.active, logits_fn=logits_fn)
     last = torch.where(state.active, drawn, state.last)
     return replace(state, cache=cache, last=last, draws=draws, logp=logp, logp_kept=kept)

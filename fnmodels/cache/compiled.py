@@ -1,0 +1,72 @@
+"""`compiled_step`: `prepare_step` and `decode_` as one compiled graph."""
+
+from typing import Protocol, Unpack
+
+import torch
+from torch import Tensor
+
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.options import ForwardKwargs, ForwardOptions
+from fnmodels.tree import Tree
+
+from .prepare import prepare_step
+from .step import logits_at, step_on
+from .value import Cache, consume, is_clean, known_clean
+
+
+class DecodingStep(Protocol):
+    """`compiled_step`'s result: (logits [B, S, V], cache) of tokens [B, S]; the cache it is given is used up."""
+
+    def __call__(
+        self,
+        params: Tree,
+        tokens: Tensor,
+        cache: Cache,
+        *,
+        segment_ids: Tensor | None = None,
+        length: int | Tensor | None = None,
+    ) -> tuple[Tensor, Cache]: ...
+
+
+def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> DecodingStep:
+    """One step of decoding as a graph by torch.compile, for many steps of one shape: the first takes a minute on a CPU.
+
+    The step computes what `decode_(params, *prepare_step(config, tokens, cache), cache)` does, up to the rounding of
+    fused code, and reads all slots of the cache in each step, so that `capacity` is best what is needed. It compiles
+    once per shape of tokens and cache, and a second time for the second such shape, whose sizes are symbols from then
+    on. Values are not checked: a row without room drops its token. options: as for `fnmodels.forward`, without layer_fn.
+    """
+    given = ForwardOptions(**options)
+    if given.layer_fn is not None or given.invariant:
+        what = 'kernel="invariant"' if given.invariant else "layer_fn"
+        raise ValueError(f"A compiled step is one graph, which {what} cannot be a part of: take fnmodels.decode_.")
+
+    def graph(
+        params: Tree,
+        tokens: Tensor,
+        cache: Cache,
+        segment_ids: Tensor | None,
+        length: int | Tensor | None,
+        clean: bool,
+    ) -> tuple[Tensor, Cache]:
+        inputs, masks, freqs_cis = prepare_step(config, tokens, cache, segment_ids=segment_ids, length=length)
+        x, after = step_on(params, inputs, masks, freqs_cis, cache, config, given, inplace=True, clean=clean)
+        return logits_at(params, x, inputs, config, "all"), after
+
+    run = torch.compile(graph, fullgraph=True)
+
+    @torch.no_grad()
+    def step(
+        params: Tree,
+        tokens: Tensor,
+        cache: Cache,
+        *,
+        segment_ids: Tensor | None = None,
+        length: int | Tensor | None = None,
+    ) -> tuple[Tensor, Cache]:
+        clean = is_clean(cache)
+        logits, after = run(params, tokens, cache, segment_ids, length, clean)
+        consume(cache)
+        return logits, known_clean(after)
+
+    return step
