@@ -5,7 +5,7 @@
 
 transformers dynamic, static   the model's own forward with DynamicCache and StaticCache, greedy, without `generate`
 fnmodels                       `decode_` on a cache of fixed size; "packed" with `params.packed`, "invariant" with
-                               kernel="invariant" and packed weights
+                               kernel="invariant" and packed weights; "compiled" by `fnmodels.compiled_step`
 fnmodels int8, int4            `params.quantize`, with bf16 activations; beside the contenders of bf16
 
 The contenders decode the same tokens in turn, each from a cache that holds the context, and begin anew when it is full.
@@ -70,6 +70,26 @@ def ours(params: Any, config: Any, prompt: Tensor, room: int, dtype: torch.dtype
     return run
 
 
+def compiled(params: Any, config: Any, prompt: Tensor, room: int, dtype: torch.dtype) -> Step:
+    step = fnmodels.compiled_step(config)
+
+    def filled() -> Any:
+        cache = fnmodels.init_cache(config, len(prompt), room, dtype=dtype)
+        prepared = fnmodels.prepare_step(config, prompt, cache)
+        return fnmodels.decode_(params, *prepared, cache, config=config, at="last")[1]
+
+    held, count = [filled()], [prompt.shape[1]]
+
+    def run(tokens: Tensor) -> Tensor:
+        if count[0] == room:
+            held[0], count[0] = filled(), prompt.shape[1]
+        logits, held[0] = step(params, tokens[:, None], held[0])
+        count[0] += 1
+        return logits[:, 0]
+
+    return run
+
+
 def theirs(model: Any, prompt: Tensor, room: int, static: bool) -> Step:
     from transformers import DynamicCache, StaticCache
 
@@ -105,14 +125,19 @@ def contenders(sizes: dict[str, int], rows: int, context: int, dtype: torch.dtyp
         "transformers dynamic": theirs(model, prompt, room, False),
         "transformers static": theirs(model, prompt, room, True),
         "fnmodels": ours(params, config, prompt, room, dtype),
+        "fnmodels compiled": compiled(params, config, prompt, room, dtype),
     }
     if dtype is torch.float32:
         packed = P.packed(params)
         found["fnmodels packed"] = ours(packed, config, prompt, room, dtype)
+        if rows > 1:  # one row's product is a loop in compiled code
+            found["fnmodels compiled, packed"] = compiled(packed, config, prompt, room, dtype)
         found["fnmodels packed, invariant"] = ours(packed, config, prompt, room, dtype, "invariant")
         return found
     for kind in ("int8", "int4"):
-        found[f"fnmodels {kind}"] = ours(P.quantize(wide, config, kind=kind), config, prompt, room, dtype)
+        quantized = P.quantize(wide, config, kind=kind)
+        found[f"fnmodels {kind}"] = ours(quantized, config, prompt, room, dtype)
+        found[f"fnmodels compiled, {kind}"] = compiled(quantized, config, prompt, room, dtype)
     return found
 
 

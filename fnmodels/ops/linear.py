@@ -57,7 +57,7 @@ def _one_row(x: Tensor, weight: Tensor) -> bool:
 
 
 def _reduction(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of one row: Inductor writes it as a loop at the memory's bandwidth, twice as fast as the libraries."""
+    """The product of one row: Inductor's loop reads at the memory's bandwidth, twice as fast as the libraries."""
     product = (x.float().flatten() * weight.float()).sum(-1)
     product = product if bias is None else product + bias
     return product.to(x.dtype).view(*x.shape[:-1], -1)

@@ -1,0 +1,120 @@
+"""Steps of decoding as one compiled graph equal steps without a compiler."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fnmodels
+import params as P
+import train
+from fnmodels import llama
+from fnmodels.ops.linear import linear
+from tests.contract.test_cache import FAMILIES, empty
+from tests.support.cases import Case, batch_of, generic_params, off, segments
+
+# Slots that are rings, latent attention with experts, recurrent layers.
+STRUCTURES = pytest.mark.parametrize(
+    "case", [case for case in FAMILIES if case.family in ("gemma", "deepseek", "lfm2")], ids=str
+)
+SMALL = llama.Config(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    attention_bias=True,
+)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """torch.compile without code generation; counts graphs."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    yield counter
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@STRUCTURES
+def test_every_structure_in_one_graph(case: Case, graphs: CompileCounterWithBackend) -> None:
+    """Rows that end, slots that fill up and rings that turn over: one graph, in the memory of the given cache."""
+    config, batch = case.config, batch_of(case.config, segments((14,), (8, -6)))
+    params = generic_params(config)
+    cache = empty(batch, dtype=torch.float32)
+    prompt = fnmodels.prepare_step(config, batch.tokens[:, :6], cache, segment_ids=batch.segment_ids[:, :6])
+    _, cache = fnmodels.decode_(params, *prompt, cache, config=config)
+    wanted, step = batch.forward(params), fnmodels.compiled_step(config)
+    for t in range(6, 14):
+        given, at = cache, slice(t, t + 1)
+        logits, cache = step(params, batch.tokens[:, at], given, segment_ids=batch.segment_ids[:, at])
+        valid = batch.segment_ids[:, t] > 0
+        assert off(logits[valid, 0], wanted[valid, t]) < 2e-5
+        with pytest.raises(RuntimeError, match="used up"):
+            given.layers
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["plain", "packed", "int8"])
+def test_generated_code(form: str) -> None:
+    """Inductor's code for one row and for several, whose products differ, with each form of weights."""
+    torch.compiler.reset()
+    params = generic_params(SMALL)
+    dtype, bound = (torch.bfloat16, 2e-2) if form == "int8" else (torch.float32, 2e-6)
+    made = {"plain": params, "packed": P.packed(params), "int8": P.quantize(params, SMALL, kind="int8")}[form]
+    step = fnmodels.compiled_step(SMALL)
+    for rows in (1, 3):
+        tokens = torch.arange(4 * rows).reshape(4, rows, 1)
+        one, other = (fnmodels.init_cache(SMALL, rows, 8, dtype=dtype) for _ in range(2))
+        for now in tokens:
+            logits, one = step(made, now, one)
+            prepared = fnmodels.prepare_step(SMALL, now, other)
+            wanted, other = fnmodels.decode_(made, *prepared, other, config=SMALL)
+            assert off(logits, wanted) < bound
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_product_of_one_row(dtype: torch.dtype, bias: bool, graphs: CompileCounterWithBackend) -> None:
+    x, weight, add = (torch.randn(shape).to(dtype) for shape in ((1, 1, 48), (32, 48), (32,)))
+    more: tuple[Tensor, ...] = (add,) if bias else ()
+
+    @torch.no_grad()
+    def run(*given: Tensor) -> Tensor:
+        return linear(*given)
+
+    found = torch.compile(run, fullgraph=True)(x, weight, *more)
+    assert found.dtype is dtype
+    wanted = F.linear(x.double(), weight.double(), add.double() if bias else None)
+    assert off(found.double(), wanted) < (1e-6 if dtype is torch.float32 else 4e-3)
+
+
+@pytest.mark.slow
+def test_generate_compiles_its_steps(graphs: CompileCounterWithBackend) -> None:
+    """The same draws as without, over more requests than slots and two settings of capacity."""
+    params, prompts = generic_params(SMALL), [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    settings: dict[str, Any] = {"slots": 2, "seeds": [3, 4, 5, 6], "sampling": train.Sampling(temperature=0.7)}
+    for new in (5, 9):
+        wanted = train.generate(params, SMALL, prompts, max_new=new, **settings)
+        found = train.generate(params, SMALL, prompts, max_new=new, compile="step", **settings)
+        assert found.tokens == wanted.tokens
+    assert graphs.frame_count == 2
+
+
+def test_what_no_graph_can_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="layer_fn"):
+        fnmodels.compiled_step(SMALL, layer_fn=lambda block: block)
+    with pytest.raises(ValueError, match="invariant"):
+        fnmodels.compiled_step(SMALL, kernel="invariant")
+    with pytest.raises(ValueError, match=r"'block'.*step"):
+        train.generate(P.init(SMALL, seed=0), SMALL, [[1]], max_new=1, compile="block")
