@@ -125,11 +125,11 @@ def step_on(
         {kind: replace(plan.use, inplace=inplace) for kind, plan in of_kind.items()},
         {} if clean else {kind: cache.slots[kind].occupied for kind in of_kind},
     )
-    plan_of = {kind: of_kind.get(source_kind(kind) or kind) for kind in masks}
-    read = {
-        kind: mask if plan_of[kind] is None else with_attention(mask, plan_of[kind].mask)
-        for kind, mask in masks.items()
-    }
+    read: dict[str, MaskLike] = dict(masks)
+    for kind in masks:
+        found = of_kind.get(source_kind(kind) or kind)
+        if found is not None:
+            read[kind] = with_attention(masks[kind], found.mask)
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     x, entries = hidden(params, inputs, read, freqs_cis, config=config, cache=step, **given)
     layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
