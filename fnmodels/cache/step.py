@@ -167,10 +167,8 @@ def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int
     batch, tokens = slots.segments.shape[0], mask.q_segments.shape[1]
     positions, segments = (t.expand(batch, tokens) for t in (mask.q_positions, mask.q_segments))
     index = slots.index_of(positions, segments)
-    spans = None if slots.spans is None or mask.q_spans is None else write(slots.spans, mask.q_spans, index).contiguous()
-    # Contiguous, as those of `init_cache`: compiled steps have one graph for the first and the later ones.
-    held = (write(slots.positions, positions, index), write(slots.segments, segments, index))
-    after = Slots(held[0].contiguous(), held[1].contiguous(), spans, slots.ring)
+    spans = None if slots.spans is None or mask.q_spans is None else _put(slots.spans, mask.q_spans, index)
+    after = Slots(_put(slots.positions, positions, index), _put(slots.segments, segments, index), spans, slots.ring)
     readable = not torch.compiler.is_compiling() and has_values(segments) and has_values(slots.segments)
     if tokens > 1 and readable and not bool(slots.occupied.any()):
         own = Mask(positions, segments, positions, segments, mask.q_spans, mask.q_spans, mask.rule)
@@ -185,6 +183,11 @@ def _plan(mask: Mask, slots: Slots, free: bool, *, maskless: bool, multiple: int
     seen = seen.select(slice(None), slice(length))
     use = SlotUse("slots", length, full=bool((index < slots.segments.shape[1]).all()))
     return _Plan(index, after, ByIndex(Everything()) if maskless and _sees_all(seen) else seen, use)
+
+
+def _put(held: Tensor, new: Tensor, index: Tensor) -> Tensor:
+    """`write`, contiguous as in `init_cache`: compiled steps have one graph for the first step and later ones."""
+    return write(held, new, index).contiguous()
 
 
 def _sees_all(mask: Mask) -> bool:

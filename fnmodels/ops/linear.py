@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .invariant import invariant_linear, rows_are_invariant
-from .torch_internals import alone, has_bf16_products, in_graph, onednn_linear
+from .onednn import product
+from .torch_internals import alone, has_bf16_products, in_graph
 
 _ONEDNN = torch.backends.mkldnn.is_available()
 _DTYPES = (torch.float32,) if has_bf16_products() else (torch.float32, torch.bfloat16)
 _MIN_MULTIPLICATIONS = 1 << 24  # below it the Python overhead of a Function exceeds a tenth of the product
 _MIN_WIDENED_ROWS = 16  # below it widening the weight costs more than it gains
-_WIDENED = 1 << 22  # elements of a weight in fp32 at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -46,6 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _one_row(x: Tensor, weight: Tensor) -> bool:
+    """Whether this is a product of one row in compiled code without gradients, as in decoding."""
     return (
         torch.compiler.is_compiling()
         and isinstance(weight, Tensor)
@@ -58,9 +59,9 @@ def _one_row(x: Tensor, weight: Tensor) -> bool:
 
 def _reduction(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product of one row: Inductor's loop reads at the memory's bandwidth, twice as fast as the libraries."""
-    product = (x.float().flatten() * weight.float()).sum(-1)
-    product = product if bias is None else product + bias
-    return product.to(x.dtype).view(*x.shape[:-1], -1)
+    y = (x.float().flatten() * weight.float()).sum(-1)
+    y = y if bias is None else y + bias
+    return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -78,18 +79,6 @@ def _use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (x.dtype is torch.float32 or x.numel() >= _MIN_WIDENED_ROWS * x.shape[-1])
         and (compiled or alone(*tensors))  # last, because it takes longer
     )
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` of dtypes in _DTYPES by oneDNN, not differentiable."""
-    if x.dtype is torch.float32:
-        return onednn_linear(x, weight, bias)
-    wide, y = x.float(), x.new_empty(*x.shape[:-1], weight.shape[0])
-    step = max(1, _WIDENED // x.shape[-1])
-    for start in range(0, weight.shape[0], step):
-        part = slice(start, start + step)
-        y[..., part] = onednn_linear(wide, weight[part].float(), None if bias is None else bias[part].float())
-    return y
 
 
 class _Linear(torch.autograd.Function):

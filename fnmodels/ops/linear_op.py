@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linear import product
+from .onednn import product
 
 
 @torch.library.custom_op("fnmodels::linear", mutates_args=())

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import params as P
 from fnmodels.ops import linear as linear_module
+from fnmodels.ops import onednn
 from fnmodels.ops.linear import linear
 
 ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
@@ -49,7 +50,7 @@ def test_values_and_gradients_are_those_of_exact_products(bias: Tensor | None, t
 def test_bf16_is_widened_where_the_processor_has_no_products_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients are exact products, rounded once; the weight is widened in parts."""
     monkeypatch.setattr(linear_module, "_DTYPES", (torch.float32, torch.bfloat16))
-    monkeypatch.setattr(linear_module, "_WIDENED", 100 * IN)
+    monkeypatch.setattr(onednn, "_WIDENED", 100 * IN)
     leaves = [t.bfloat16().requires_grad_() for t in (X, W, BIAS)]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     y, want = linear(*leaves), F.linear(*exact)
