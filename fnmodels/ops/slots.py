@@ -80,7 +80,9 @@ def stored(name: str, value: Tensor, dtype: torch.dtype) -> Entry:
 def loaded(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The value that `stored` put into `tensors`."""
     value, scale = tensors[name], tensors.get(f"{name}_scale")
-    return value.to(dtype) if scale is None else (value * scale[..., None]).to(dtype)
+    if scale is None:
+        return value.to(dtype)
+    return value.float().mul_(scale[..., None]).to(dtype)  # a product of int8 and fp32 takes half as long again
 
 
 def _zeroed(entry: Tensor, occupied: Tensor, inplace: bool) -> Tensor:
