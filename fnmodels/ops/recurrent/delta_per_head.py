@@ -112,7 +112,7 @@ def gradient(
     by_pair = by_key.mul_(c.beta).add_(by_query)
     d_cum = by_pair.sum(-1) - by_pair.sum(-2) + of_q * read_q[..., 0] - of_k * read_k[..., 0] - ended
     decayed = new * c.since[:, -1:]
-    d_cum[:, -1] += ended.sum(-1) + (decayed * old).sum((-1, -2))
+    d_cum[:, -1] += ended.sum(-1) + (decayed.flatten(1)[:, None] @ old.flatten(1)[..., None])[:, 0, 0]
     same = earlier_of_document(along[5]).to(d_cum.dtype)
     d_g = same.transpose(1, 2) @ _tokens(d_cum, state)
     d_state = decayed.baddbmm_(c.k.transpose(1, 2), d_v * -read_k).baddbmm_(c.q.transpose(1, 2), d_o * read_q)
@@ -123,8 +123,9 @@ def gradient(
     d_k.baddbmm_(d_queries.transpose(1, 2) * c.norm_q.transpose(1, 2), c.q)
     d_k.baddbmm_((d_keys + d_keys.transpose(1, 2)).mul_(c.norm_k.transpose(1, 2)), c.k)
     d_q, d_k = _unnormalized(d_q, c.q, c.norm_q, normalize, scale), _unnormalized(d_k, c.k, c.norm_k, normalize, 1.0)
-    heads = along[1].shape[2]
-    d_q, d_k = (_tokens(x, state).unflatten(2, (heads, -1)).sum(3) for x in (d_q, d_k))
+    d_q, d_k = _tokens(d_q, state), _tokens(d_k, state)
+    if (heads := along[1].shape[2]) != state.shape[1]:
+        d_q, d_k = (x.unflatten(2, (heads, -1)).sum(3) for x in (d_q, d_k))
     return d_state.view(state.shape), d_q, d_k, _tokens(d_v, state), d_g, _tokens(d_beta, state)
 
 
