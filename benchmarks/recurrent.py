@@ -1,12 +1,16 @@
-"""Times one recurrent layer beside transformers' torch path: Gated DeltaNet and SSD.
+"""Times one recurrent layer beside transformers' torch path: Gated DeltaNet, Kimi Delta Attention and SSD.
 
     python benchmarks/recurrent.py             S from 512 to 16,384
     python benchmarks/recurrent.py --quick     short rows and one round, to check that everything runs
 
 gdn   the layer of Qwen3.5-0.8B: width 1024, 16 heads of keys and values of 128, kernel 4
+kda   the layer of Kimi Linear at the same sizes
 ssd   the layer of Mamba2-130M: width 768, 24 heads of 64, state 128, one group, kernel 4
 
 One row of one document, and with "packed" the same row as documents of 100 tokens, which transformers cannot compute.
+"projections" are the layer's linear maps alone: no form of the recurrence makes the layer faster than these, and what
+a contender takes more is what it needs for the recurrence. transformers' KDA holds 64 numbers per token, head and
+channel, so rows above --longest are timed without transformers.
 Contenders take turns; the report has medians of tokens per second and of the peak of memory above the start. Before a
 layer is timed, both must agree on its output and on the gradient of its input.
 """
@@ -23,9 +27,10 @@ from torch import Tensor
 from turns import give_back_memory, take_turns
 
 import fnmodels
-from fnmodels.models import qwen3_next
+from fnmodels.models import kimi_linear, qwen3_next
 from fnmodels.models.common import delta
 from fnmodels.models.common.context import Context
+from fnmodels.ops import project_out
 from fnmodels.ops.linear import linear
 from fnmodels.ops.recurrent.conv import short_conv
 from fnmodels.ops.recurrent.gated_norm import silu_then_group_norm
@@ -33,10 +38,20 @@ from fnmodels.ops.recurrent.ssd import ssd
 from fnmodels.options import ForwardOptions
 
 Layer = Callable[[Tensor, Tensor], Tensor]  # (x, segment ids) -> y
+Layers = tuple[Layer, Layer, Layer]  # ours, transformers' with the same weights, our projections alone
 
 
-def gdn(dtype: torch.dtype) -> tuple[Layer, Layer]:
-    """(ours, transformers') with the same weights."""
+def projections(inward: list[Tensor], outward: Tensor) -> Layer:
+    """Products with the weights `inward`; `outward` is that of the layer's output, here of the first product."""
+
+    def layer(x: Tensor, _: Tensor) -> Tensor:
+        products = [linear(x, weight) for weight in inward]
+        return sum((y.sum() for y in products[1:]), linear(products[0][..., : outward.shape[1]], outward).sum())
+
+    return layer
+
+
+def gdn(dtype: torch.dtype) -> Layers:
     from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 
     heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "num_attention_heads": 8}
@@ -62,11 +77,41 @@ def gdn(dtype: torch.dtype) -> tuple[Layer, Layer]:
             weights, x, fnmodels.Segments(segment_ids), config, context, eps=config.rms_norm_eps
         )
 
-    return ours, lambda x, _: theirs(x)
+    inward = [weights[f"{name}_proj"] for name in "qkvzba"]
+    return ours, lambda x, _: theirs(x), projections(inward, weights["o_proj"])
 
 
-def mamba2(dtype: torch.dtype) -> tuple[Layer, Layer]:
-    """(ours, transformers') with the same weights."""
+def kda(dtype: torch.dtype) -> Layers:
+    from transformers.models.kimi_linear import configuration_kimi_linear, modeling_kimi_linear
+
+    values = {"hidden_size": 1024, "num_hidden_layers": 1, "linear_num_heads": 16, "linear_head_dim": 128}
+    values |= {"vocab_size": 64, "layer_types": ["linear_attention"], "mlp_layer_types": ["dense"]}
+    values |= {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 2048, "kv_lora_rank": 512}
+    values |= {"num_experts": 8, "moe_intermediate_size": 64, "rms_norm_eps": 1e-5}
+    given = configuration_kimi_linear.KimiLinearConfig(**values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    theirs: Any = modeling_kimi_linear.KimiLinearDeltaAttention(given, 0)
+    torch.nn.init.uniform_(theirs.forget_gate.A_log, 0.0, 2.7)
+    torch.nn.init.constant_(theirs.forget_gate.dt_bias, -4.0)
+    state = theirs.to(dtype).state_dict()
+    config = kimi_linear.Config.from_hf(given.to_dict())
+    weights = {name: state[f"{name}.weight"] for name in ("q_proj", "k_proj", "v_proj", "b_proj", "o_proj")}
+    weights |= {f"g_{part}_proj": state[f"g_{part}_proj.weight"] for part in "ab"}
+    weights |= {f"f_{part}_proj": state[f"forget_gate.f_{part}_proj.weight"] for part in "ab"}
+    weights |= {f"{name}_conv": tap for name, tap in zip("qkv", state["conv1d.weight"].chunk(3), strict=True)}
+    weights |= {"A_log": state["forget_gate.A_log"].flatten(), "dt_bias": state["forget_gate.dt_bias"]}
+    weights["norm"] = state["o_norm.weight"]
+    weights = {name: leaf.detach().clone().requires_grad_() for name, leaf in weights.items()}
+
+    def ours(x: Tensor, segment_ids: Tensor) -> Tensor:
+        context = Context(ForwardOptions(), (), {})
+        mixed = kimi_linear.kimi_delta_attention(weights, x, fnmodels.Segments(segment_ids), config, context)
+        return project_out(weights, mixed)
+
+    inward = [weights[f"{name}_proj"] for name in ("q", "k", "v", "b", "f_a", "g_a")]
+    return ours, lambda x, _: theirs(x), projections(inward, weights["o_proj"])
+
+
+def mamba2(dtype: torch.dtype) -> Layers:
     from transformers.models.mamba2 import configuration_mamba2, modeling_mamba2
 
     values = {"hidden_size": 768, "num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1}
@@ -84,7 +129,10 @@ def mamba2(dtype: torch.dtype) -> tuple[Layer, Layer]:
         normed = silu_then_group_norm(y.flatten(2), z, w["norm.weight"], eps=1e-5)
         return linear(normed.to(x.dtype), w["out_proj.weight"])
 
-    return ours, lambda x, _: theirs(x)
+    return ours, lambda x, _: theirs(x), projections([w["in_proj.weight"]], w["out_proj.weight"])
+
+
+LAYERS = {"gdn": (gdn, 1024), "kda": (kda, 1024), "ssd": (mamba2, 768)}  # {name: (maker, width)}
 
 
 def check(ours: Layer, theirs: Layer, width: int, dtype: torch.dtype) -> None:
@@ -98,12 +146,14 @@ def check(ours: Layer, theirs: Layer, width: int, dtype: torch.dtype) -> None:
         assert off < bound, f"Ours differs from transformers' by {off:.1e}, relative to its norm."
 
 
-def measure(name: str, length: int, dtype: torch.dtype, rounds: int, width: int, layers: tuple[Layer, Layer]) -> None:
-    ours, theirs = layers
+def measure(name: str, length: int, dtype: torch.dtype, rounds: int, width: int, layers: Layers, longest: int) -> None:
+    ours, theirs, alone = layers
     x = torch.randn(1, length, width).to(dtype).requires_grad_()
     one = torch.ones(1, length, dtype=torch.long)
     many = torch.arange(length)[None] // 100 + 1
-    contenders = {"fnmodels": (ours, one), "fnmodels, packed": (ours, many), "transformers": (theirs, one)}
+    contenders = {"fnmodels": (ours, one), "fnmodels, packed": (ours, many), "projections": (alone, one)}
+    if length <= longest:
+        contenders["transformers"] = (theirs, one)
 
     def forward(layer: Layer, ids: Tensor) -> None:
         with torch.no_grad():
@@ -115,12 +165,16 @@ def measure(name: str, length: int, dtype: torch.dtype, rounds: int, width: int,
     for how, run in (("forward", forward), ("forward + backward", both)):
         runs = {who: lambda run=run, given=given: run(*given) for who, given in contenders.items()}
         taken = take_turns(runs, rounds)
-        base = taken["transformers"]
-        for who, one_taken in taken.items():
+        base = taken.get("transformers")
+        for who, it in taken.items():
+            speed, cpu, peak = (
+                ("-", "-", "-")
+                if base is None
+                else (f"{base.wall / it.wall:.2f}", f"{base.cpu / it.cpu:.2f}", f"{it.peak / max(base.peak, 1):.2f}")
+            )
             print(
                 f"| {name} | {str(dtype).removeprefix('torch.')} | {length} | {how} | {who} | "
-                f"{length / one_taken.wall:,.0f} | {base.wall / one_taken.wall:.2f} | {base.cpu / one_taken.cpu:.2f} | "
-                f"{one_taken.peak / 2**20:,.0f} | {one_taken.peak / max(base.peak, 1):.2f} |",
+                f"{length / it.wall:,.0f} | {speed} | {cpu} | {it.peak / 2**20:,.0f} | {peak} |",
                 flush=True,
             )
 
@@ -130,6 +184,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096, 16384])
+    parser.add_argument("--longest", type=int, default=16384, help="the longest row that transformers computes")
+    parser.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     args = parser.parse_args()
@@ -141,12 +197,13 @@ def main() -> None:
         "| layer | dtype | S | pass | who | tokens/s | x of transformers | by CPU time | peak MiB | of transformers' |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for name, make, width in (("gdn", gdn, 1024), ("ssd", mamba2, 768)):
+    for name in args.layers:
+        make, width = LAYERS[name]
         for dtype in (getattr(torch, each) for each in args.dtypes):
             layers = make(dtype)
-            check(*layers, width, dtype)
+            check(*layers[:2], width, dtype)
             for length in lengths:
-                measure(name, length, dtype, rounds, width, layers)
+                measure(name, length, dtype, rounds, width, layers, args.longest)
 
 
 if __name__ == "__main__":

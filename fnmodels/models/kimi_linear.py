@@ -216,7 +216,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     if kind.startswith("linear"):
-        mixed = _kimi_delta_attention(weights, normed, mask, config, ctx)
+        mixed = kimi_delta_attention(weights, normed, mask, config, ctx)
     else:
         widths = mla.latent_widths(config)
         scale = (widths.nope + widths.rope) ** -0.5
@@ -233,7 +233,7 @@ def _unrotated(x: Tensor, freqs: Tensor) -> Tensor:
     return x
 
 
-def _kimi_delta_attention(weights: Tree, x: Tensor, mask: Segments, config: Config, ctx: Context) -> Tensor:
+def kimi_delta_attention(weights: Tree, x: Tensor, mask: Segments, config: Config, ctx: Context) -> Tensor:
     """The heads [B, S, H, d] of x [B, S, D], each times the sigmoid of its gate."""
     d = config.linear_head_dim
     f = upcast(linear(linear(x, weights["f_a_proj"]), weights["f_b_proj"])) + weights["dt_bias"]
