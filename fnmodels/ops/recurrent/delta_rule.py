@@ -25,7 +25,7 @@ from fnmodels.ops.norm import upcast
 
 from . import delta_per_head
 from .before import Before, before_of
-from .scan import decay_in_document, earlier_of_document, scan
+from .scan import decay_in_document, decay_of_pairs, earlier_of_document, scan
 
 _BLOCK = 8  # tokens whose decays per channel are taken pair by pair
 
@@ -133,7 +133,7 @@ def _chunk(
         products = _decayed_products(*(F.pad(t, more) if more[3] else t for t in (both, k, cum)))
         pairs = products[..., :tokens, :tokens].where(same, 0)
     else:
-        decay = (cum - cum.transpose(-1, -2)).to(k.dtype)[:, :, None].clamp(max=0).exp().where(same, 0)
+        decay = decay_of_pairs(cum[:, :, None, :, 0], same, k.dtype)
         pairs = (both.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (2, tokens)) * decay
     read = ((both * since[:, :, None]).flatten(2, 3) @ state).unflatten(2, (2, tokens))  # [B, H, 2, C, dv]
     system = beta * pairs[:, :, 0].tril(-1)

@@ -42,6 +42,14 @@ def decay_in_document(g: Tensor, same: Tensor) -> Tensor:
     return (same.double() @ g.double().flatten(2)).view(g.shape)
 
 
+def decay_of_pairs(cum: Tensor, same: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(cum_i - cum_j) [..., C, C] of log decays [..., C] in `dtype`; 0 where not `same` [..., C, C]."""
+    apart = (cum[..., :, None] - cum[..., None, :]).to(dtype)
+    if torch.is_grad_enabled() or not alone(apart, same):
+        return apart.clamp(max=0).exp().where(same, 0)
+    return apart.clamp_(max=0).exp_().mul_(same)
+
+
 def scan(
     step: Step,
     state: Tensor,

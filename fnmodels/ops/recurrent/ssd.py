@@ -19,7 +19,7 @@ from fnmodels.inputs.order import runs
 from fnmodels.ops.norm import upcast
 
 from .before import Before, before_of
-from .scan import decay_in_document, earlier_of_document, scan
+from .scan import decay_in_document, decay_of_pairs, earlier_of_document, scan
 
 
 def ssd(
@@ -33,7 +33,7 @@ def ssd(
     state: Tensor | None = None,
     last: Tensor | None = None,
     *,
-    chunk: int = 128,
+    chunk: int = 64,
     kernel: Any = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(y [B, S, H, P], state [B, H, P, N]), both in fp32 or wider.
@@ -102,7 +102,7 @@ def _parts(state: Tensor, along: tuple[Tensor, ...], A: Tensor) -> _Parts:
     since = cum.to(wide.dtype).exp().where((run == before[:, :1])[..., None], 0)[..., None]
     until = (cum[:, -1:] - cum).to(wide.dtype).clamp(max=0).exp().where((run == run[:, -1:])[..., None], 0)[..., None]
     cum = cum.transpose(1, 2).unflatten(1, (groups, -1))
-    decay = (cum[..., :, None] - cum[..., None, :]).to(wide.dtype).clamp(max=0).exp().where(same[:, None, None], 0)
+    decay = decay_of_pairs(cum, same[:, None, None], wide.dtype)
     pairs = ((C @ B.transpose(-1, -2))[:, :, None] * decay).flatten(1, 2)
     read = _of_heads(C @ _of_groups(state, groups).transpose(-1, -2), x.shape[3]) * since
     return _Parts(wide, wide * dt[..., None], B, C, same, since, until, decay, pairs, read)
