@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import statistics
@@ -27,7 +28,7 @@ def give_back_memory() -> None:
 
 @dataclass(frozen=True)
 class Taken:
-    """Medians: seconds of wall and of CPU time (which a busy machine disturbs less), bytes above the start."""
+    """Medians of seconds of wall and of CPU time (which a busy machine disturbs less), and bytes above the start."""
 
     wall: float
     cpu: float
@@ -35,19 +36,26 @@ class Taken:
 
 
 def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Taken]:
-    """Each contender's medians over the rounds, after one warm-up round."""
-    taken: dict[str, list[Taken]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
+    """Each contender's medians over the rounds; its peak is that of a run before, once free memory is given back."""
+    peaks = {name: _peak(run) for name, run in contenders.items()}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for _ in range(rounds):
         for name, run in contenders.items():
             gc.collect()
-            reset_peak()
-            resident, wall, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+            wall, cpu = time.perf_counter(), time.process_time()
             result = run()
-            one = Taken(time.perf_counter() - wall, time.process_time() - cpu, memory("VmHWM") - resident)
+            taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
             del result
-            if turn:
-                taken[name].append(one)
     return {
-        name: Taken(*(statistics.median(getattr(one, field) for one in many) for field in ("wall", "cpu", "peak")))
+        name: Taken(*(statistics.median(kind) for kind in zip(*many, strict=True)), peak=peaks[name])
         for name, many in taken.items()
     }
+
+
+def _peak(run: Callable[[], Any]) -> float:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    reset_peak()
+    resident = memory("VmRSS")
+    run()
+    return memory("VmHWM") - resident
