@@ -16,7 +16,7 @@ from fnmodels.ops.torch_internals import alone
 
 from .before import before_of
 
-_ELEMENTS = 1 << 17  # of a block of tokens, whose values stay in the cache of a core
+_ELEMENTS = 1 << 18  # of a block of tokens: larger ones leave the cache, in smaller ones the calls take longer
 
 
 def short_conv(
