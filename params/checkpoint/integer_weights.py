@@ -114,7 +114,9 @@ def _weight(
     """The weight of a module, and what is wrong with its tensors, from their headers alone."""
     form, count = FORMS[quantization.method], 32 // quantization.bits
     file, codes = tensors[form.codes]
-    needed = (form.scales, None if quantization.symmetric else form.zeros, form.shape)
+    needed = [form.scales, form.shape]
+    needed += [] if quantization.symmetric else [form.zeros]
+    needed += [form.index] if quantization.indexed else []
     missing = [f"{module}.{one}" for one in needed if one and one not in tensors]
     if missing:
         return None, [f"'{module}.{form.codes}' in {file.path.name}: missing are {', '.join(map(repr, missing))}"]

@@ -20,7 +20,7 @@ class Quantization:
     method: "fp8", "mxfp4", "gptq", "awq", or a format of compressed-tensors, "pack-quantized" or "int-quantized".
     block: for fp8, how many rows and columns share a scale. Of integers: bits of a code; group, the inputs that share
     a scale (0: all inputs of an output); zero_offset, what is added to stored zeros; symmetric, whether zeros may be
-    missing.
+    missing; indexed, whether each input's group has to be in the files.
     """
 
     method: str
@@ -29,6 +29,7 @@ class Quantization:
     group: int = 0
     zero_offset: int = 0
     symmetric: bool = False
+    indexed: bool = False
 
 
 def quantization(fields: Fields) -> Quantization | None:
@@ -69,11 +70,11 @@ def _fp8(inner: Fields, method: str) -> Quantization:
 # Settings of the quantizer and of kernels, without effect on what the files mean.
 _GPTQ_IGNORED = """
     act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
-    dataset desc_act disable_exllama exllama_config lm_head max_input_length meta model_file_base_name
+    dataset disable_exllama exllama_config lm_head max_input_length meta model_file_base_name
     model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize pad_token_id
     quantizer static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama
 """
-_AWQ_IGNORED = "do_fuse exllama_config fuse_max_seq_len modules_to_fuse modules_to_not_convert"
+_AWQ_IGNORED = "desc_act do_fuse fuse_max_seq_len ignore modules_to_fuse modules_to_not_convert"
 
 
 def _gptq(inner: Fields, method: str) -> Quantization:
@@ -92,8 +93,9 @@ def _gptq(inner: Fields, method: str) -> Quantization:
         raise UnsupportedError(
             f"{inner.where}: 'dynamic' is {shown(overrides)}; only modules left out, '-:PATTERN', are supported."
         )
+    indexed = inner.boolean("desc_act", False)
     inner.finish(ignored=_GPTQ_IGNORED.split())
-    return Quantization(method, bits=bits, group=group, zero_offset=int(formats == {"gptq"}))
+    return Quantization(method, bits=bits, group=group, zero_offset=int(formats == {"gptq"}), indexed=indexed)
 
 
 def _awq(inner: Fields, method: str) -> Quantization:
@@ -142,9 +144,11 @@ def _scheme(group: Fields, method: str) -> Quantization:
     bits, symmetric = _bits(weights, "num_bits", 4, 8), weights.boolean("symmetric", True)
     grouped = weights.choice("strategy", ("group", "channel")) == "group"
     size = _group(weights) if grouped else 0
-    ignored = ("actorder", "block_structure", "group_size", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    order = weights.choice("actorder", ("weight", "static", "group", "dynamic"), "weight")  # with two aliases
+    ignored = ("block_structure", "group_size", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     weights.finish(ignored=ignored)
-    return Quantization(method, bits=bits, group=size, symmetric=symmetric)
+    indexed = order in ("group", "dynamic")
+    return Quantization(method, bits=bits, group=size, symmetric=symmetric, indexed=indexed)
 
 
 def _bits(fields: Fields, name: str, *read: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import params as P
 from fnmodels import llama, mixtral, phi3, tree
+from fnmodels.models.common.quantization import Quantization, quantization_of
 from params.checkpoint import dequantize, integer_weights, load
 from params.io import safetensors_file
 from tests.support.cases import generic_params
@@ -234,6 +235,8 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
         without("weight_zero_point"),
         "missing are .*weight_zero_point",
     ),
+    "no order": ("gptq", without("g_idx"), rf"missing are '{UP}.g_idx'"),
+    "no order, compressed": ("packed, zeros and order", without("weight_g_idx"), "missing are .*weight_g_idx"),
     "zeros of another shape": (
         "gptq",
         having("qzeros", lambda t: t[:1]),
@@ -282,6 +285,7 @@ UNREAD: dict[str, tuple[Any, type[Exception], str]] = {
         P.UnsupportedError,
         "'type' is \"float\"; supported are int",
     ),
+    "an unknown order": (compressed("pack-quantized", actorder="x"), P.UnsupportedError, "'actorder' is \"x\""),
     "by block": (compressed("int-quantized", strategy="block"), P.UnsupportedError, "'strategy' is \"block\""),
     "other format": (compressed("float-quantized"), P.UnsupportedError, "supported are pack-quantized, int-quantized"),
     "cache": (W8A8 | {"kv_cache_scheme": {"num_bits": 8}}, P.UnsupportedError, "'kv_cache_scheme' is set"),
@@ -297,3 +301,31 @@ def test_settings_that_are_not_read(what: str, tmp_path: Path) -> None:
     with pytest.raises(kind, match=text) as caught:
         P.load_pretrained(tmp_path)
     assert "quantization_config" in str(caught.value)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], Quantization]] = {
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": (
+        {"batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "damp_percent": 0.01}
+        | {"dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128, "use_exllama": True}
+        | {"max_input_length": None, "model_seqlen": None, "modules_in_block_to_quantize": None, "pad_token_id": None}
+        | {"quant_method": "gptq", "sym": True, "tokenizer": None, "true_sequential": True, "use_cuda_fp16": False},
+        Quantization("gptq", bits=4, group=128, zero_offset=1),
+    ),
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": (
+        {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm"}
+        | {"zero_point": True},
+        Quantization("awq", bits=4, group=128),
+    ),
+    "a file of llm-compressor": (
+        compressed("pack-quantized", actorder="weight", block_structure=None, observer="minmax", observer_kwargs={})
+        | {"global_compression_ratio": 1.5, "kv_cache_scheme": None, "quantization_status": "compressed"}
+        | {"sparsity_config": {}, "transform_config": {}, "version": "0.11.0"},
+        Quantization("pack-quantized", bits=4, group=GROUP, symmetric=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_settings_of_published_files(name: str) -> None:
+    said, wanted = PUBLISHED[name]
+    assert quantization_of({"quantization_config": said}) == wanted
