@@ -102,8 +102,6 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        if 0 in grad_output.stride():  # of a sum: oneDNN has no fast code for it
-            grad_output = grad_output.contiguous()
         # oneDNN copies transposed arguments, which costs less than it gains.
         rows = grad_output.reshape(-1, grad_output.shape[-1])  # flatten has no batching rule for is_grads_batched
         return (

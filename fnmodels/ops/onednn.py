@@ -10,6 +10,7 @@ _WIDENED = 1 << 22  # elements of a weight in fp32 at a time
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in] weight^T + bias, fp32 or bf16, not differentiable; bf16 is widened, see `linear`."""
+    x, weight = _dense(x), _dense(weight)
     if x.dtype is torch.float32:
         return onednn_linear(x, weight, bias)
     wide, y = x.float(), x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -18,3 +19,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         part = slice(start, start + step)
         y[..., part] = onednn_linear(wide, weight[part].float(), None if bias is None else bias[part].float())
     return y
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, copied unless its rows or columns follow each other: other strides take oneDNN a hundred times as long.
+
+    Slices have such strides, and the gradient of a sum.
+    """
+    return x if x.is_contiguous() or (x.ndim == 2 and x.t().is_contiguous()) else x.contiguous()

@@ -15,6 +15,7 @@ import params as P
 from fnmodels.ops import linear as linear_module
 from fnmodels.ops import onednn
 from fnmodels.ops.linear import linear
+from fnmodels.ops.torch_internals import onednn_linear
 
 ROWS, IN, OUT = 256, 384, 320  # large enough for a product of its own kind
 X, W, BIAS = torch.randn(2, ROWS // 2, IN), torch.randn(OUT, IN), torch.randn(OUT)
@@ -64,6 +65,23 @@ def test_bf16_is_widened_where_the_processor_has_no_products_of_it(monkeypatch: 
     assert not ours(linear(leaves[0][:1, :15], leaves[1].repeat(10, 1)))
     monkeypatch.setattr(linear_module, "_DTYPES", (torch.float32,))
     assert not ours(linear(*leaves))
+
+
+def test_slices_and_the_gradient_of_a_sum_are_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN computes with their strides too, in a hundred times as long."""
+    seen: list[Tensor] = []
+
+    def recorded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.extend((x, weight))
+        return onednn_linear(x, weight, bias)
+
+    monkeypatch.setattr(onednn, "onednn_linear", recorded)
+    x, weight = torch.cat((X, X), -1).requires_grad_(), W.clone().requires_grad_()
+    y = linear(x[..., :IN], weight)
+    found = torch.autograd.grad(y.sum(), (x, weight))
+    wanted = torch.autograd.grad(F.linear(x[..., :IN], weight).sum(), (x, weight))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+    assert len(seen) == 6 and all(t.is_contiguous() or t.t().is_contiguous() for t in seen)
 
 
 def test_a_frozen_weight_or_input_gets_no_gradient() -> None:
