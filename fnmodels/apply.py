@@ -387,7 +387,7 @@ def _run(
 
 
 def _choice(index: int, indexed: list[int], replay: Tensor | None, chosen: Tensor | None) -> Tensor | None:
-    """The keys that a layer is told: of a replay, or for a layer without an indexer those that the last one chose."""
+    """The keys that a layer takes: of a replay, or for a layer without an indexer those that the last one chose."""
     if replay is not None:
         return replay[:, :, bisect.bisect(indexed, index) - 1]
     return None if index in indexed else chosen

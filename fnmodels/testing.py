@@ -410,11 +410,12 @@ def _assert_same_function(
     subject: Subject, first: Callable[[Tree], Tensor], second: Callable[[Tree], Tensor], sentence: str
 ) -> None:
     """Compares two functions of params: values, and gradients of a fixed random projection of the values."""
-    got, want = first(subject.params), second(subject.params)
+    got, gradient = torch.func.vjp(first, subject.params)
+    want, wanted_gradient = torch.func.vjp(second, subject.params)
     _assert_close(got, want, subject.tolerance, f"{sentence}, in the logits")
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(0), dtype=want.dtype).to(want.device)
-    gradients = [torch.func.grad(lambda p, f=f: (f(p) * weights).sum())(subject.params) for f in (first, second)]
-    for (path, ours), theirs in zip(tree.flatten(gradients[0]).items(), tree.leaves(gradients[1]), strict=True):
+    (gradients,), (wanted,) = gradient(weights), wanted_gradient(weights)
+    for (path, ours), theirs in zip(tree.flatten(gradients).items(), tree.leaves(wanted), strict=True):
         _assert_close(ours, theirs, 10 * subject.tolerance, f"{sentence}, in the gradient of {path!r}")
 
 

@@ -50,9 +50,9 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         length: int | Tensor | None,
         clean: bool,
     ) -> tuple[Tensor, Cache]:
-        inputs, masks, freqs_cis = prepare_step(config, tokens, cache, segment_ids=segment_ids, length=length)
-        x, after = step_on(params, inputs, masks, freqs_cis, cache, config, given, inplace=True, clean=clean)
-        return logits_at(params, x, inputs, config, "all"), after
+        prepared = prepare_step(config, tokens, cache, segment_ids=segment_ids, length=length)
+        x, after = step_on(params, prepared, cache, config, given, inplace=True, clean=clean)
+        return logits_at(params, x, prepared[0], config, "all"), after
 
     run = torch.compile(graph, fullgraph=True)
 

@@ -44,7 +44,7 @@ def prefill(
     not of this cache.
     """
     given = ForwardOptions(**options)
-    x, after = step_on(params, inputs, masks, freqs_cis, cache, config, given, inplace=False)
+    x, after = step_on(params, (inputs, masks, freqs_cis), cache, config, given, inplace=False)
     with invariant_rows(given.invariant):
         return logits_at(params, x, inputs, config, at), after
 
@@ -80,7 +80,7 @@ def decode_(
 ) -> tuple[Tensor, Cache]:
     """`decode` that writes into the cache's tensors and uses the cache up; without gradients."""
     given = ForwardOptions(**options)
-    x, after = step_on(params, inputs, masks, freqs_cis, cache, config, given, inplace=True)
+    x, after = step_on(params, (inputs, masks, freqs_cis), cache, config, given, inplace=True)
     with invariant_rows(given.invariant):
         logits = logits_at(params, x, inputs, config, at)
     consume(cache)
@@ -89,9 +89,7 @@ def decode_(
 
 def step_on(
     params: Tree,
-    inputs: Tree,
-    masks: Mapping[str, MaskLike],
-    freqs_cis: Mapping[str, Tensor],
+    prepared: tuple[Tree, Mapping[str, MaskLike], Mapping[str, Tensor]],
     cache: Cache,
     config: DecoderConfig,
     options: ForwardOptions,
@@ -100,6 +98,7 @@ def step_on(
     clean: bool | None = None,
 ) -> tuple[Tensor, Cache]:
     """(hidden states of the new tokens [B, S, D], cache with them). clean: what `is_clean` says, where it is known."""
+    inputs, masks, freqs_cis = prepared
     if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
         raise ValueError(
             'kernel="invariant" gives the bits of training, and an int8 cache rounds keys and values: make the cache '

@@ -51,9 +51,9 @@ def test_there_are_cases() -> None:
 def run(case: Case, batch: Batch, params: Any, choices: Tensor | None = None, **options: Any) -> tuple[Tensor, Any]:
     """(logits, gradients), by the kernel "math" unless the options say otherwise."""
     inputs, masks, freqs_cis = batch.prepared()
-    told = inputs if choices is None else {**inputs, "choices": choices}
+    replayed = inputs if choices is None else {**inputs, "choices": choices}
     leaves = trainable(params)
-    logits = fnmodels.forward(leaves, told, masks, freqs_cis, config=case.config, **{"kernel": "math"} | options)
+    logits = fnmodels.forward(leaves, replayed, masks, freqs_cis, config=case.config, **{"kernel": "math"} | options)
     return logits.detach(), gradients(summed_loss(logits, batch.labels), leaves)
 
 
@@ -88,9 +88,9 @@ def test_replay_is_bit_equal(case: Case, kernel: str) -> None:
     batch, params = batch_of(case.config, MIXED), generic_params(case.config)
     choices = choices_of(params, batch.prepared(), case.config, kernel=kernel)
     options = {"kernel": kernel} | ({"layout": fnmodels.layout(batch.prepared()[1])} if kernel == "auto" else {})
-    free, told = run(case, batch, params, **options), run(case, batch, params, choices, **options)
+    free, replayed = run(case, batch, params, **options), run(case, batch, params, choices, **options)
     equal = case in CHOOSING or kernel == "math"  # else free of a dense mask, by another kernel
-    assert off(told, free) == 0 if equal else off(told, free) < 1e-5
+    assert off(replayed, free) == 0 if equal else off(replayed, free) < 1e-5
     other = choices.where(choices != choices.amax(-1, keepdim=True), -1)  # without the latest key
     assert off(run(case, batch, params, other, **options)[0], free[0]) > 1e-3
     still = {path: gradient for path, gradient in tree.flatten(free[1]).items() if ".indexer." in path}

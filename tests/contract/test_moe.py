@@ -346,12 +346,12 @@ def test_replay_is_bit_equal(case: Case, kernel: str) -> None:
 
     def run(routing: Tensor | None) -> tuple[Tensor, Any]:
         leaves = trainable(params)
-        told = {**inputs} if routing is None else {**inputs, "routing": routing}
-        logits = fnmodels.forward(leaves, told, masks, freqs_cis, config=case.config, kernel=kernel)
+        replayed = {**inputs} if routing is None else {**inputs, "routing": routing}
+        logits = fnmodels.forward(leaves, replayed, masks, freqs_cis, config=case.config, kernel=kernel)
         return logits, gradients(summed_loss(logits, batch.labels), leaves)
 
-    free, told = run(None), run(torch.where(batch.valid[..., None, None], routing, -1))
-    assert torch.equal(free[0], told[0]) and off(free[1], told[1]) == 0
+    free, replayed = run(None), run(torch.where(batch.valid[..., None, None], routing, -1))
+    assert torch.equal(free[0], replayed[0]) and off(free[1], replayed[1]) == 0
     family = fnmodels.family_of(case.config)
     sizes = [len(params["layers"][i]["mlp"]["router"]) for i in sparse_layers(case.config)]
     other = run((routing + 1) % torch.tensor(sizes)[:, None])[0]
@@ -410,7 +410,7 @@ def test_losses_replay_what_the_batch_holds(case: Case) -> None:
         return loop_experts(*given, **how)
 
     for function in (train.next_token_loss, train.token_logprobs):
-        free, own, another = (run(function, told) for told in (given, {**given, "routing": routing}, other))
+        free, own, another = (run(function, replayed) for replayed in (given, {**given, "routing": routing}, other))
         assert torch.equal(own[0], free[0]) and off(own[1], free[1]) == 0
         assert not torch.equal(another[0], free[0])
         called.clear()
@@ -443,9 +443,9 @@ def test_what_does_not_fit_is_refused(case: Case) -> None:
     dense = {kind: mask if isinstance(mask, fnmodels.Segments) else mask.dense() for kind, mask in masks.items()}
     x = fnmodels.family_of(case.config).embed(params, inputs, config=case.config)
     last = sparse_layers(case.config)[-1]
-    told = fnmodels.run_layers(params, x, dense, freqs_cis, 0, last + 1, config=case.config, valid=inputs["valid"])
+    replayed = fnmodels.run_layers(params, x, dense, freqs_cis, 0, last + 1, config=case.config, valid=inputs["valid"])
     want = fnmodels.run_layers(params, x, masks, freqs_cis, 0, last + 1, config=case.config)
-    assert off(told[batch.valid], want[batch.valid]) < 1e-5
+    assert off(replayed[batch.valid], want[batch.valid]) < 1e-5
     if not is_ordered(case):  # Segments say it
         with pytest.raises(ValueError, match="the masks do not say it"):
             fnmodels.run_layers(params, x, dense, freqs_cis, 0, last + 1, config=case.config)

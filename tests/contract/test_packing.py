@@ -73,8 +73,8 @@ def test_what_is_not_finite_in_padding_does_not_matter(case: Case, kernel: str) 
     taps = ("layers.*.counts",) if is_routed(config) else ("embed",)
 
     def run(params: Any, vectors: Tensor | None) -> Any:
-        told = inputs if vectors is None else {**inputs, "tokens": vectors}
-        logits, tapped = forward(params, (told, masks, freqs_cis), config=config, kernel=kernel, taps=taps)
+        fed = inputs if vectors is None else {**inputs, "tokens": vectors}
+        logits, tapped = forward(params, (fed, masks, freqs_cis), config=config, kernel=kernel, taps=taps)
         loss = summed_loss(logits, batch.labels)
         learned = {"params": params} if vectors is None else {"params": params, "x": vectors}
         return logits[batch.valid].detach(), loss.detach(), list(tapped.values()), gradients(loss, learned)

@@ -82,8 +82,8 @@ def test_the_scale_of_scores() -> None:
     assert latent_scale(Rope(), 192) == 192**-0.5
     yarn = Rope(kind="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0)
     assert latent_scale(yarn, 192) == 192**-0.5
-    told = Rope(kind="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707)
-    assert latent_scale(told, 192) == pytest.approx(192**-0.5 * (1 + 0.0707 * math.log(40)) ** 2, rel=1e-12)
+    scaled = Rope(kind="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707)
+    assert latent_scale(scaled, 192) == pytest.approx(192**-0.5 * (1 + 0.0707 * math.log(40)) ** 2, rel=1e-12)
     assert latent_scale(Rope(kind="yarn", factor=0.5, mscale_all_dim=1.0), 192) == 192**-0.5
 
 

@@ -447,7 +447,7 @@ def first_table(patch: pytest.MonkeyPatch) -> None:
 
 
 def divided_by_microbatches(patch: pytest.MonkeyPatch) -> None:
-    """What torch does unless it is told that losses are sums."""
+    """What torch does without the setting that losses are sums."""
     made = runner._schedule
 
     def careless(*args: Any) -> Any:

@@ -66,10 +66,10 @@ def errors_of(name: str, mesh_text: str, strategy: dict[str, Any], folder: str) 
     step = make_step(loss_of(name), optimizer, clip=0.5)
     shared = make_step(loss_of(name), optimizer, clip=0.5, mesh=mesh, strategy=Strategy(**strategy))
     for _ in range(2):
-        alone, told = step(alone, batch())
+        alone, alone_metrics = step(alone, batch())
         together, metrics = shared(together, batch())
         for metric in ("loss", "grad_norm"):
-            found[metric] = error(metrics[metric], told[metric])
+            found[metric] = error(metrics[metric], alone_metrics[metric])
     compare("stepped", together.params, alone.params)
     moved = [
         path for path, leaf in tree.flatten(alone.params).items() if not torch.equal(leaf, tree.flatten(one)[path])

@@ -185,9 +185,9 @@ def compare_messages(real: list[dict[str, Any]], facts: RankFacts) -> None:
     kinds = {message.kind for message in facts.messages}
     assert all(rank["count"].keys() == kinds for rank in real)
     for kind in sorted(kinds):
-        told = [message for message in facts.messages if message.kind == kind]
-        assert {rank["count"][kind] for rank in real} == {sum(message.count for message in told)}, (kind, told)
-        assert {rank["bytes"][kind] for rank in real} == {sum(message.bytes for message in told)}, (kind, told)
+        sent = [message for message in facts.messages if message.kind == kind]
+        assert {rank["count"][kind] for rank in real} == {sum(message.count for message in sent)}, (kind, sent)
+        assert {rank["bytes"][kind] for rank in real} == {sum(message.bytes for message in sent)}, (kind, sent)
 
 
 def over_stages(name: str, layers: int, schedule: str, parts: int) -> dict[str, Any]:
