@@ -410,8 +410,8 @@ def _assert_same_function(
     subject: Subject, first: Callable[[Tree], Tensor], second: Callable[[Tree], Tensor], sentence: str
 ) -> None:
     """Compares two functions of params: values, and gradients of a fixed random projection of the values."""
-    got, gradient = torch.func.vjp(first, subject.params)
-    want, wanted_gradient = torch.func.vjp(second, subject.params)
+    got, gradient, *_ = torch.func.vjp(first, subject.params)
+    want, wanted_gradient, *_ = torch.func.vjp(second, subject.params)
     _assert_close(got, want, subject.tolerance, f"{sentence}, in the logits")
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(0), dtype=want.dtype).to(want.device)
     (gradients,), (wanted,) = gradient(weights), wanted_gradient(weights)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.ops.torch_internals import one_graph
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
@@ -54,7 +55,7 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         x, after = step_on(params, prepared, cache, config, given, inplace=True, clean=clean)
         return logits_at(params, x, prepared[0], config, "all"), after
 
-    run = torch.compile(graph, fullgraph=True)
+    run = one_graph(graph)
 
     @torch.no_grad()
     def step(

@@ -203,3 +203,11 @@ def varlen_attention(grouped: bool) -> Callable[..., Tensor]:
     needs_flag = grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters
     call: Any = functools.partial(varlen_attn, enable_gqa=True) if needs_flag else varlen_attn
     return cast("Callable[..., Tensor]", call)
+
+
+def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile with fullgraph=True. Newer releases count the graphs of each such call apart; older ones raise when
+    all calls for functions with the same code, such as one step for each of many models, have more than 8 in sum."""
+    counts_apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    more: Any = {"isolate_recompiles": True} if counts_apart else {}
+    return torch.compile(function, fullgraph=True, **more)

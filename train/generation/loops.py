@@ -14,7 +14,7 @@ from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree
 
-from .prompts import activations, prefilled
+from .prompts import CacheForm, activations, prefilled
 from .requests import Answer, Event, Generations, Request, capacity_of, collect, requests_of
 from .sampling import Sampling, check_sampling, stack_samplings
 from .serve import ServeState, admit, empty_state, serve_step
@@ -73,8 +73,9 @@ def serve(
         raise ValueError(f'compile is {compile!r}; it must be "none" or "step".')
     step = fnmodels.compiled_step(config, **options) if compile == "step" else None
     dtype, device = activations(params, dtype)
-    cached: Any = {"dtype": dtype, "kv_dtype": kv_dtype}
-    state = empty_state(config, slots, capacity, device=device, **cached)
+    form: CacheForm = {"kv_dtype": kv_dtype}
+    how: Any = {"capacity": capacity, "chunk": chunk, "dtype": dtype, "form": form}
+    state = empty_state(config, slots, capacity, dtype=dtype, device=device, kv_dtype=kv_dtype)
     places: list[Answer | None] = [None] * slots
     queue, admission = enumerate(requests), None
     while True:
@@ -84,7 +85,7 @@ def serve(
                 Answer(row, request, tokenizer, skip_special_tokens) for row, request in islice(queue, len(free))
             ]
             if answers:
-                chunks = _prefilled(params, config, answers, capacity=capacity, chunk=chunk, **cached, **options)
+                chunks = _prefilled(params, config, answers, **how, **options)
                 admission = _Admission(free[: len(answers)], answers, chunks)
         if admission is not None:
             try:

@@ -1,7 +1,7 @@
 """Prompts into a cache: in chunks, and what prompts share computed once."""
 
 from collections.abc import Generator, Sequence
-from typing import Unpack
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,13 @@ from fnmodels.options import ForwardKwargs
 from fnmodels.tree import Tree, leaves
 
 SHARED = 16  # tokens that prompts must have in common for a pass of their own
+
+
+class CacheForm(TypedDict, total=False):
+    """Keywords of `fnmodels.init_cache` that say how a cache holds its tokens."""
+
+    kv_dtype: torch.dtype | None
+    rings: bool
 
 
 def activations(params: Tree, dtype: torch.dtype | None = None) -> tuple[torch.dtype, torch.device]:
@@ -30,8 +37,7 @@ def prefilled(
     capacity: int,
     chunk: int,
     dtype: torch.dtype | None = None,
-    kv_dtype: torch.dtype | None = None,
-    rings: bool = True,
+    form: CacheForm | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Generator[None, None, Cache]:
     """A generator that yields between chunks and returns a cache with all tokens of each prompt but the last.
@@ -39,7 +45,7 @@ def prefilled(
     Equal prompts are computed once, and so is what all prompts begin with; both are copied with `fnmodels.take`.
 
     lengths: of each prompt, the sequence length that length-dependent rotary scalings read. chunk: tokens computed at
-    a time, padding included. capacity, kv_dtype, rings: of the cache. dtype: see `activations`.
+    a time, padding included. capacity, form: of the cache. dtype: see `activations`.
     """
     dtype, device = activations(params, dtype)
     tokens = [tuple(prompt[:-1]) for prompt in prompts]
@@ -50,7 +56,7 @@ def prefilled(
     sizes = torch.tensor([lengths[keys.index(key)] for key in distinct], device=device)
 
     rows = 1 if shared else len(distinct)
-    cache = fnmodels.init_cache(config, rows, capacity, dtype=dtype, device=device, rings=rings, kv_dtype=kv_dtype)
+    cache = fnmodels.init_cache(config, rows, capacity, dtype=dtype, device=device, **(form or {}))
 
     def extended(cache: Cache, new: list[tuple[int, ...]], sizes: Tensor) -> Generator[None, None, Cache]:
         width = max(map(len, new))

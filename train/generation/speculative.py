@@ -140,7 +140,7 @@ class _Side:
                 sizes,
                 capacity=capacity_of(requests) + ahead,
                 chunk=chunk,
-                rings=False,
+                form={"rings": False},
                 **options,
             )
         )

@@ -127,6 +127,8 @@ WAYS: dict[str, Way] = {
     "fsdp x cp x tp": Way("fsdp=2,cp=2,tp=2", SP, models=("deepseek",)),
     "fsdp x ep x pp": Way("pp=2,fsdp=2,ep=2", {}, TWO, 3, ("gpt_oss",)),
     # of layers whose state goes along the sequence
+    "recurrent, fsdp": Way("fsdp=2", {}, {"remat": "full"}, models=RECURRENT),
+    "recurrent, pp": Way("pp=2", {"schedule": "1F1B"}, FOUR, 3, ("qwen3_next",)),
     "recurrent, tp": Way("tp=2", {}, {"remat": "selective"}, models=RECURRENT),
     "recurrent, tp over 4, key heads less, sp": Way("tp=4", SP, {"lengths": [18]}, models=("qwen3_next",)),
     "recurrent, cp": Way("cp=2", {"context": "ulysses"}, {"remat": "full"}, models=RECURRENT),
