@@ -52,7 +52,7 @@ def _one_row(x: Tensor, weight: Tensor) -> bool:
         and isinstance(weight, Tensor)
         and x.device.type == "cpu"
         and not torch.is_grad_enabled()
-        and x.shape[:-1].numel() == 1
+        and all(size == 1 for size in x.shape[:-1])  # of sizes that are symbols, numel would make constants
         and weight.ndim == 2
     )
 
