@@ -37,7 +37,7 @@ SMALL = llama.Config(
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """torch.compile without code generation; counts graphs."""
     torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     yield counter
     torch.compiler.reset()

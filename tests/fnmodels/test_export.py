@@ -168,7 +168,7 @@ def transforms(config: Any, kernel: str = "math") -> dict[str, Callable[[Any, An
 
 
 INSIDE = ("hvp", "double backward", "jacrev", "ensemble")  # the others are parts of these
-CELLS = [(SHORT, name) for name in INSIDE] + [(case, "per sample") for case in (SOFTCAP, FAMILIES["mixtral"])]
+CELLS = [(SHORT, name) for name in INSIDE] + [(SOFTCAP, "per sample")]
 
 
 def problem(config: Any) -> tuple[Any, Any]:
