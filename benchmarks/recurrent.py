@@ -197,7 +197,7 @@ def main() -> None:
     give_back_memory()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    lengths, rounds = ([128], 1) if args.quick else (args.lengths, args.rounds)
+    lengths, rounds = ([64], 1) if args.quick else (args.lengths, args.rounds)
     print(
         "| layer | dtype | S | pass | who | tokens/s | x of transformers | by CPU time | peak MiB | of transformers' |"
     )
