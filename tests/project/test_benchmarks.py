@@ -133,8 +133,10 @@ def test_damaged(output: Output) -> None:
 @pytest.mark.slow
 def test_recurrent(forks: Forks) -> None:
     """Without the restart that sets malloc's thresholds, which logprobs.py has too."""
-    out = _said(forks.run(_command("recurrent.py", "--quick", "--layers", "gdn", "ssd", "--dtypes", "float32"), ENVIRONMENT | THRESHOLDS))
-    for layer in ("gdn", "ssd"):
+    layers = ("gdn", "ssd")
+    quick = _command("recurrent.py", "--quick", "--dtypes", "float32", "--layers", *layers)
+    out = _said(forks.run(quick, ENVIRONMENT | THRESHOLDS))
+    for layer in layers:
         assert len([line for line in out.splitlines() if line.startswith(f"| {layer} |")]) == 8, out
     step = _said(forks.run(_command("recurrent_step.py", "--quick", "--dtypes", "float32"), ENVIRONMENT | THRESHOLDS))
     assert step.count("\n| float32 | ") == 2, step
