@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fnmodels.ops.torch_internals import costly_operators, one_graph
+from fnmodels.ops.torch_internals import costly_operators
 from fnmodels.options import Block, LayerFn
 
 
@@ -79,7 +79,7 @@ def _compile_once(wrap: Callable[[Block], Block]) -> LayerFn:
         if isinstance(block, functools.partial):
             key = (block.func, block.args, tuple(sorted(block.keywords.items(), key=lambda item: item[0])))
         if key not in made:
-            made[key] = one_graph(wrap(block))
+            made[key] = torch.compile(wrap(block), fullgraph=True)
         return made[key]
 
     return compiled
