@@ -133,7 +133,7 @@ def test_damaged(output: Output) -> None:
 @pytest.mark.slow
 def test_recurrent(forks: Forks) -> None:
     """Without the restart that sets malloc's thresholds, which logprobs.py has too."""
-    layers = ("gdn", "ssd")
+    layers = ("gdn",)
     quick = _command("recurrent.py", "--quick", "--dtypes", "float32", "--layers", *layers)
     out = _said(forks.run(quick, ENVIRONMENT | THRESHOLDS))
     for layer in layers:
