@@ -35,8 +35,8 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
     The step computes what `decode_(params, *prepare_step(config, tokens, cache), cache)` does, up to the rounding of
     fused code, and reads all slots of the cache in each step, so that `capacity` is best what is needed. It compiles
     once per shape of tokens and cache, and a second time for the second such shape, whose sizes are symbols from then
-    on. Values are not checked: a row without room drops its token. options: as for `fnmodels.forward`, and neither
-    layer_fn nor kernel="invariant".
+    on. Values are not checked: a row without room drops its token. options: as for `fnmodels.forward`; ValueError for
+    layer_fn and kernel="invariant".
     """
     given = ForwardOptions(**options)
     if given.layer_fn is not None or given.invariant:

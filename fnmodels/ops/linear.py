@@ -51,9 +51,12 @@ def _one_row(x: Tensor, weight: Tensor) -> bool:
         torch.compiler.is_compiling()
         and isinstance(weight, Tensor)
         and x.device.type == "cpu"
+        and x.dtype is weight.dtype
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)  # the sum is in fp32
         and not torch.is_grad_enabled()
         and all(size == 1 for size in x.shape[:-1])  # of sizes that are symbols, numel would make constants
         and weight.ndim == 2
+        and x.shape[-1] == weight.shape[1]
     )
 
 

@@ -98,7 +98,7 @@ def test_the_reward_rises(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_answers_are_json_of_a_schema() -> None:
-    """Of a model with random weights, whatever else runs beside them; other tokens are refused."""
+    """The model has random weights, other rows run beside the answers, and other tokens are refused."""
     pytest.importorskip("llguidance")
     json_schema: Any = example("json_schema")
     texts = json_schema.main(answers=8)

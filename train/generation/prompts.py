@@ -86,7 +86,7 @@ def prefilled(
 
 def _common(rows: list[tuple[int, ...]]) -> int:
     """How many tokens all rows begin with; 0 if fewer than SHARED."""
-    low, high = min(rows), max(rows)
+    low, high = min(rows), max(rows)  # what these share, all share; they may differ in length
     same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
     return same if same >= SHARED else 0
 

@@ -83,7 +83,7 @@ def speculate(
         last = torch.where(active, found.tokens.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0], last)
         rows = zip(found.tokens.tolist(), found.logp.tolist(), found.logp_kept.tolist(), kept.tolist(), strict=True)
         for answer, (ids, logp, logp_kept, count) in zip(answers, rows, strict=True):
-            for new in zip(ids[:count], logp, logp_kept, strict=False):
+            for new in zip(ids[:count], logp, logp_kept, strict=False):  # those not kept have log-probabilities too
                 events.append(answer.append(*new))
                 if events[-1].reason is not None:
                     active[answer.row] = False

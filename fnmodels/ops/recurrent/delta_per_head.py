@@ -71,7 +71,7 @@ def _solved(state: Tensor, along: Along, normalize: bool, scale: float) -> _Solv
     paired = decay * norm_k.transpose(1, 2)
     keys, queries = ((x @ across).mul_(paired).mul_(norm) for x, norm in ((k, norm_k), (q, norm_q)))
     identity = torch.eye(k.shape[1], dtype=k.dtype, device=k.device).expand_as(keys)
-    # What lies on and above the diagonal of the system is not read.
+    # The solver does not read the diagonal of the system and the elements above it.
     inverse = torch.linalg.solve_triangular(keys * beta, identity, upper=False, unitriangular=True)
     errors = torch.addcmul(v, k @ state, norm_k * since, value=-1)
     corrections = (inverse * beta.transpose(1, 2)) @ errors

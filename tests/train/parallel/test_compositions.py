@@ -449,7 +449,7 @@ def first_table(patch: pytest.MonkeyPatch) -> None:
 
 
 def divided_by_microbatches(patch: pytest.MonkeyPatch) -> None:
-    """What torch does without the setting that losses are sums."""
+    """torch divides gradients by the number of microbatches unless losses are set to be sums."""
     made = runner._schedule
 
     def careless(*args: Any) -> Any:
