@@ -11,12 +11,13 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from fnmodels.edits import BoundEdit, BoundEdits, edit_end, edits_of_layers, missed
 from fnmodels.inputs.block_mask import is_block_mask
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
@@ -132,8 +133,9 @@ def forward(
     taps: activations to return: "embed", "hidden", and per layer "layers.3.input", "layers.3.output", q, k, v and z
         (the inputs and the output of attention) and the family's TAPS, such as "layers.3.attention";
         "layers.*.attention" returns it for all layers that have it.
-    options: kernel, layout, layer_fn, experts and context, see `fnmodels.options.ForwardOptions`. MoE blocks also get
-        the keywords `valid` and `routing`, and those that choose keys `choices`, which a layer_fn must pass on.
+    options: kernel, layout, layer_fn, experts, context and edits, see `fnmodels.options.ForwardOptions`. MoE blocks
+        also get the keywords `valid` and `routing`, those that choose keys `choices`, and edited ones `edit_tensors`,
+        which a layer_fn must pass on.
 
     Raises ValueError for arguments that do not fit each other and for an unknown tap.
     """
@@ -218,7 +220,7 @@ def _hidden(
             f"The embedded inputs are {list(x.shape)}, not [B, S, D]: the batch dimension is missing. Under vmap pass "
             "fnmodels.rows(batch), in which every row is a batch of one."
         )
-    x = _cleared(x, valid)
+    x = _cleared(edit_end(options.edits, "embed", x), valid)
     _check_tuple(taps)
     in_layers = tuple(tap for tap in taps if tap.startswith("layers."))
     ends = {"embed": x}
@@ -226,8 +228,8 @@ def _hidden(
     if field_of(config, "hidden_size_per_layer_input"):
         extra = _cleared(may_have(family, "layer_inputs")(params, inputs, x, config=config), valid)
     batch = _Batch(masks, freqs_cis, valid, routing, choices, cache, extra)
-    x, tapped, entries = _run(params, x, batch, range(len(kinds)), config, in_layers, options)
-    ends["hidden"] = x
+    x, tapped, entries = _run(params, x, batch, range(len(kinds)), config, in_layers, options, ends=ENDS)
+    ends["hidden"] = x = edit_end(options.edits, "hidden", x)
     for tap in taps:
         if tap in ends:
             tapped[tap] = ends[tap]
@@ -326,7 +328,9 @@ def _run(
     config: DecoderConfig,
     taps: tuple[str, ...],
     options: ForwardOptions,
+    ends: tuple[str, ...] = (),
 ) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry]]:
+    """ends: the names of edits that are not of layers, which the caller applies."""
     family = family_of(config)
     kinds = family.kinds(config)
     lo, hi = layers.start, layers.stop
@@ -346,7 +350,8 @@ def _run(
     indexed = own_choices(kinds)
     if batch.choices is not None:
         _check_choices(batch.choices, x, len(indexed))
-    blocks = _bound_blocks(family, config, used, tuple(sorted({name for _, name in wanted})), options, cache)
+    edits = edits_of_layers(options.edits, ends, len(kinds), layers) if options.edits else {}
+    bind = _Binding(family, config, tuple(sorted({name for _, name in wanted})), options, cache)
     if field_of(config, "hidden_size_per_layer_input") and batch.layer_inputs is None:
         raise ValueError(
             "Each layer of this model reads embeddings of the token ids beside the residual stream: pass layer_inputs "
@@ -356,7 +361,10 @@ def _run(
     tapped: dict[str, Tensor] = {}
     entries: dict[int, Entry] = {}
     chosen: Tensor | None = None
+    applied: set[tuple[int, str]] = set()
     for index in range(lo, hi):
+        here = edits.get(index, _NO_EDITS)
+        x = _around("input", x, here)
         kind, before = kinds[index], x
         # Batch tensors are call arguments: bound to the block, they would cause a recompile for each batch.
         tensors: dict[str, Any] = {} if cache is None else cache.tensors(index, kind)
@@ -368,13 +376,16 @@ def _run(
             tensors["layer_input"] = batch.layer_inputs[:, :, index]
         if source := source_kind(kind):
             tensors["kv"] = _lent(lent, source, index, lo)
-        result = blocks[kind](params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors)
+        block, own = bind(kind, here)
+        result = block(params["layers"][index], x, ready[kind], freqs_cis[kind], **tensors, **own)
         if not isinstance(result, tuple):
             raise TypeError(
                 f"The block of kind {kind!r} returned a {type(result).__name__}; a block, and so what layer_fn makes "
                 "of it, returns (x, aux)."
             )
         x, aux = result
+        x = _around("output", x, here)
+        applied |= {(index, name) for name in (*here.keys() & AROUND, *aux.get("edited", ()))}
         if cache is not None:
             entries[index] = aux.get("cache", {})
         chosen = aux.get("chosen", chosen)
@@ -383,6 +394,10 @@ def _run(
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
+    if options.edits and (unread := missed(options.edits, applied)):
+        raise ValueError(
+            f"Nothing passes the edit {unread[0]!r}; there are {', '.join(ends)} and {_layer_taps(family)}."
+        )
     return x, tapped, entries
 
 
@@ -431,24 +446,54 @@ def _ready_masks(
     return ready
 
 
-def _bound_blocks(
-    family: Family,
-    config: DecoderConfig,
-    kinds: list[str],
-    taps: tuple[str, ...],
-    options: ForwardOptions,
-    cache: CacheStep | None,
-) -> dict[str, Block]:
-    """{kind: callable (layer, x, mask, freqs, **tensors) -> (x, aux)}, with only hashable values bound."""
-    inner = ForwardOptions(options.kernel, options.layout, None, options.experts, options.context)
-    blocks: dict[str, Block] = {}
-    for kind in kinds:
-        names = ("input", "output") if _sparse(family, kind) else ("input", "output", *MOE_TAPS)
-        own = tuple(name for name in taps if name not in names)
-        use = {} if cache is None else {"use": cache.use(kind)}
-        bound = functools.partial(family.block, config=config, kind=kind, options=inner, taps=own, **use)
-        blocks[kind] = bound if options.layer_fn is None else options.layer_fn(bound)
-    return blocks
+ENDS = ("embed", "hidden")  # taps outside of layers
+AROUND = frozenset({"input", "output"})  # taps of a layer outside of its block
+LayerEdits = Mapping[str, tuple[BoundEdit, dict[str, Tensor]]]  # by tap of one layer
+_NO_EDITS: LayerEdits = {}
+
+
+class _Binding:
+    """Makes callables (layer, x, mask, freqs, **tensors) -> (x, aux), with only hashable values bound.
+
+    One per kind, and one more for each set of edits by functions; layer_fn is called once for each.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        config: DecoderConfig,
+        taps: tuple[str, ...],
+        options: ForwardOptions,
+        cache: CacheStep | None,
+    ) -> None:
+        self.family, self.config, self.taps, self.cache, self.layer_fn = family, config, taps, cache, options.layer_fn
+        self.options = replace(options, layer_fn=None, edits=None)
+        self.made: dict[Any, Block] = {}
+
+    def __call__(self, kind: str, edits: LayerEdits) -> tuple[Block, dict[str, Any]]:
+        """(block, the tensors of the edits as a keyword of its call)."""
+        within = {tap: edit for tap, edit in sorted(edits.items()) if tap not in AROUND}
+        statics = tuple(edit for edit, _ in within.values())
+        if (kind, statics) not in self.made:
+            self.made[kind, statics] = self._made(kind, statics)
+        tensors = {"edit_tensors": {tap: tensors for tap, (_, tensors) in within.items()}} if within else {}
+        return self.made[kind, statics], tensors
+
+    def _made(self, kind: str, edits: BoundEdits) -> Block:
+        names = AROUND if _sparse(self.family, kind) else {*AROUND, *MOE_TAPS}
+        more: dict[str, Any] = {} if self.cache is None else {"use": self.cache.use(kind)}
+        more |= {"edits": edits} if edits else {}
+        own = tuple(name for name in self.taps if name not in names)
+        bound = functools.partial(
+            self.family.block, config=self.config, kind=kind, options=self.options, taps=own, **more
+        )
+        return bound if self.layer_fn is None else self.layer_fn(bound)
+
+
+def _around(tap: str, x: Tensor, edits: LayerEdits) -> Tensor:
+    """A layer's input or output, which stand outside of its block, after its edit."""
+    edit, tensors = edits.get(tap, (None, {}))
+    return x if edit is None else edit(x, tensors)
 
 
 def _sparse(family: Family, kind: str) -> bool:

@@ -69,6 +69,8 @@ def hidden(
     fit x and params. The state passed on to the next head is normalized, by the model's final norm or by the previous
     head's own; the paper leaves this open, and the implementations that the published weights were made with do it.
     """
+    if options.get("edits"):
+        raise ValueError("Edits name the model's own layers; the blocks of MTP heads have none: leave edits out.")
     heads = params.get("mtp", ())
     cut, join = apart or (_same, _same)
     rows, columns = x.shape[0], x.shape[1] if apart is None else next_tokens.shape[1]

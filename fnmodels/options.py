@@ -1,7 +1,7 @@
 """`ForwardOptions`: how a forward pass runs (kernels, layer wrappers), never what it computes; and its types."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -23,6 +23,10 @@ Kernel = str | Callable[..., Tensor]
 Experts = Callable[..., Tensor]
 
 
+# A function (value, name) -> value of the same shape and dtype, or the tensor that replaces the value.
+Edit = Callable[..., Tensor] | Tensor
+
+
 class ForwardKwargs(TypedDict, total=False):
     """The keywords of public functions that run layers: the fields of `ForwardOptions`."""
 
@@ -31,6 +35,7 @@ class ForwardKwargs(TypedDict, total=False):
     layer_fn: LayerFn | None
     experts: str | Experts
     context: Callable[..., Any] | None
+    edits: Mapping[str, Edit] | None
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,11 @@ class ForwardOptions:
     layer_fn: called once per kind with the bound block, a callable (layer, x, mask, freqs, **tensors) -> (x, aux);
         returns the wrapped one (rematerialised, compiled, FSDP-gathered), which must pass keywords on.
     experts: the implementation of the expert MLPs, see `fnmodels.ops.moe.experts`.
-    context: a subclass of `fnmodels.models.common.context.Context`, which extends blocks (with edits of taps, say)
-        without a change to any family; None for Context itself.
+    context: a subclass of `fnmodels.models.common.context.Context`, which extends blocks without a change to any
+        family; None for Context itself.
+    edits: {name of a tap: edit}, applied where the tap is read, before it is recorded; see `fnmodels.edits`. Names are
+        those of `taps`, "layers.3.mlp", "layers.*.mlp", "embed" or "hidden". Not part of equality, since blocks are
+        bound without them.
     """
 
     kernel: Kernel = "auto"
@@ -51,6 +59,7 @@ class ForwardOptions:
     layer_fn: LayerFn | None = None
     experts: str | Experts = "auto"
     context: Callable[..., Any] | None = None
+    edits: Mapping[str, Edit] | None = field(default=None, compare=False)
 
     @property
     def invariant(self) -> bool:

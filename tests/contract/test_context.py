@@ -1,4 +1,4 @@
-"""`Context`, a block's extension point: a new capability reaches every tap of every family without changes to them."""
+"""`Context`, a block's extension point: taps, and edits of them (E1), in every family; a block called alone."""
 
 import functools
 from typing import Any
@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.models.common.context import ATTENTION_TAPS, Context
+import train
+import train.losses.model_loss
+import train.remat
+from fnmodels.models.common.context import ATTENTION_TAPS
 from fnmodels.models.common.registry import may_have
 from fnmodels.ops.moe.layer import MOE_TAPS
 from tests.support.cases import (
@@ -34,17 +37,14 @@ every_case = pytest.mark.parametrize("case", cases(), ids=str)
 every_family = pytest.mark.parametrize("case", tuple(map(short, richest())), ids=str)
 
 
-class Edited(Context):
-    """A toy capability: each tap that the call names in `edits` is multiplied by the tensor given there."""
-
-    def tap(self, name: str, value: Tensor) -> Tensor:
-        edits = self.tensors.get("edits") or {}
-        return super().tap(name, value * edits[name] if name in edits else value)
+def scale(value: Tensor, name: str, *, by: Tensor) -> Tensor:
+    """An edit that multiplies."""
+    return value * by
 
 
-def with_edits(edits: dict[str, Tensor]) -> Any:
-    """A layer_fn that passes `edits` to each call, as a tensor of the batch is passed."""
-    return lambda block: functools.partial(block, edits=edits)
+def scaled(strength: Tensor, *names: str) -> dict[str, Any]:
+    """Edits that multiply the taps of all layers."""
+    return {f"layers.*.{name}": functools.partial(scale, by=strength) for name in names}
 
 
 def names_of(case: Case) -> tuple[str, ...]:
@@ -57,20 +57,28 @@ def names_of(case: Case) -> tuple[str, ...]:
 
 
 @every_family
-def test_an_edit_of_every_tap_without_a_line_in_a_family(case: Case) -> None:
-    """An edit changes the logits and the recorded tap; a factor of 1 changes no bit."""
+def test_an_edit_of_every_tap(case: Case) -> None:
+    """An edit changes the logits and the recorded tap, knows its layer, and equals the tensor put there; 1 is exact."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
     first = {name: i for i, parts in reversed(list(enumerate(sublayers(case.config)))) for name in parts}
     first |= dict.fromkeys(ATTENTION_TAPS, (attending_layers(case.config) or [0])[0])
-    for name in names_of(case):
+    for name in (*names_of(case), "input", "output"):
         tap = f"layers.{first.get(name, 0)}.{name}"
-        run = functools.partial(batch.forward, params, taps=(tap,), context=Edited)
-        plain, tapped = batch.forward(params, taps=(tap,))
-        still, _ = run(layer_fn=with_edits({name: torch.ones(())}))
+        run = functools.partial(batch.forward, params, taps=(tap,))
+        plain, tapped = run()
+        still, _ = run(edits={tap: functools.partial(scale, by=torch.ones(()))})
         assert torch.equal(still, plain), name
-        logits, found = run(layer_fn=with_edits({name: torch.full((), 1.5)}))
-        assert torch.equal(found[tap], tapped[tap] * 1.5), name
+        seen: list[str] = []
+
+        def grow(value: Tensor, where: str, seen: list[str] = seen) -> Tensor:
+            seen.append(where)
+            return value * 1.5
+
+        logits, found = run(edits={tap: grow})
+        assert seen == [tap] and torch.equal(found[tap], tapped[tap] * 1.5), name
         assert (logits - plain)[batch.valid].abs().max() > 1e-4, name
+        put, found = run(edits={tap: tapped[tap] * 1.5})
+        assert torch.equal(put, logits) and torch.equal(found[tap], tapped[tap] * 1.5), name
 
 
 @every_family
@@ -79,9 +87,8 @@ def test_an_edit_goes_through_transforms(case: Case) -> None:
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
     sublayer = "mlp" if "mlp" in names_of(case) else "attention"
 
-    def loss(strength: Tensor, layer_fn: Any = lambda block: block) -> Tensor:
-        wrap = lambda block: with_edits({sublayer: strength, "z": strength})(layer_fn(block))  # noqa: E731
-        logits = batch.forward(params, context=Edited, layer_fn=wrap)
+    def loss(strength: Tensor, layer_fn: Any = None) -> Tensor:
+        logits = batch.forward(params, edits=scaled(strength, sublayer), layer_fn=layer_fn)
         return logits[batch.valid].square().mean()
 
     strengths = torch.tensor([1.0, 1.25, 0.5])
@@ -99,10 +106,12 @@ def test_an_edit_goes_through_transforms(case: Case) -> None:
     assert torch.equal(got, want) and got != 0
 
 
-def test_edits_compile_once_for_all_layers_and_strengths() -> None:
-    """An edit is a tensor of the call: other layers and other values are the same graph."""
-    case = next(case for case in cases() if case.name == "llama")
-    params, batch = generic_params(case.config), batch_of(case.config, ROWS)
+LLAMA = next(case for case in cases() if case.name == "llama")
+
+
+def test_edits_compile_once_for_all_strengths() -> None:
+    """Tensors of an edit are arguments, so that layers and values share a graph; a function may read its layer."""
+    params, batch = generic_params(LLAMA.config), batch_of(LLAMA.config, ROWS)
     graphs: list[Any] = []
 
     def count(graph: Any, _: Any) -> Any:
@@ -117,16 +126,92 @@ def test_edits_compile_once_for_all_layers_and_strengths() -> None:
             made[key] = torch.compile(block, fullgraph=True, backend=count)
         return made[key]
 
-    torch.compiler.reset()
-    try:
-        for strength in (1.5, 0.75):
-            edits = {"mlp": torch.full((), strength), "q": torch.full((), strength)}
-            run = functools.partial(batch.forward, params, context=Edited)
-            got = run(layer_fn=lambda block, edits=edits: functools.partial(compiled(block), edits=edits))
-            assert off(got, run(layer_fn=with_edits(edits))) < 1e-5
-    finally:
+    def by_layer(value: Tensor, name: str) -> Tensor:
+        return value * (2.0 if name == "layers.0.mlp" else 0.5)
+
+    layers = len(fnmodels.family_of(LLAMA.config).kinds(LLAMA.config))
+    _, tapped = batch.forward(params, taps=("layers.*.mlp",))
+    forms: tuple[tuple[Any, int], ...] = (
+        (lambda strength: scaled(torch.tensor(strength), "mlp", "q"), 1),
+        (lambda strength: {name: value * strength for name, value in tapped.items()}, 1),
+        (lambda strength: {"layers.*.mlp": by_layer}, layers),
+    )
+    for edits_of, wanted in forms:
         torch.compiler.reset()
-    assert len(made) == len(set(fnmodels.family_of(case.config).kinds(case.config))) == len(graphs)
+        graphs.clear()
+        try:
+            for strength in (1.5, 0.75):
+                edits = edits_of(strength)
+                got = batch.forward(params, edits=edits, layer_fn=compiled)
+                assert off(got, batch.forward(params, edits=edits)) < 1e-5
+        finally:
+            torch.compiler.reset()
+        assert len(graphs) == wanted
+
+
+def test_edits_reach_every_function_that_runs_layers() -> None:
+    """hidden, run_layers, losses (with remat) and a cache take the edits of forward; a loss' gradient goes through."""
+    config, params, batch = LLAMA.config, generic_params(LLAMA.config), batch_of(LLAMA.config, ROWS)
+    prepared, layers = batch.prepared(), len(fnmodels.family_of(config).kinds(config))
+    strength = torch.tensor(1.5, requires_grad=True)
+    edits = {"embed": functools.partial(scale, by=torch.tensor(0.5)), **scaled(strength, "mlp", "v", "output")}
+    end = {"hidden": functools.partial(scale, by=torch.tensor(2.0))}
+    want = batch.forward(params, edits=edits, kernel="math")
+    states = fnmodels.hidden(params, *prepared, config=config, edits=edits, kernel="math")
+    twice = fnmodels.hidden(params, *prepared, config=config, edits=edits | end, kernel="math")
+    assert torch.equal(twice, 2 * states)
+    x = fnmodels.family_of(config).embed(params, prepared[0], config=config) * 0.5
+    inner = {name: edit for name, edit in edits.items() if name != "embed"}
+    x = fnmodels.run_layers(params, x, *prepared[1:], 0, 1, config=config, edits=inner, kernel="math")
+    x = fnmodels.run_layers(params, x, *prepared[1:], 1, layers, config=config, edits=inner, kernel="math")
+    assert torch.equal(x, states)
+
+    labels = batch.tokens.where(batch.valid, -100)
+    data = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids, "labels": labels}
+    run = functools.partial(train.next_token_loss, config=config, length=batch.length, kernel="math", edits=edits)
+    (gradient,) = torch.autograd.grad(run(params, data)[0], strength)
+    ours = torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten(), reduction="sum")
+    (wanted,) = torch.autograd.grad(ours, strength)
+    assert off(run(params, data)[0], ours) < 1e-5 and off(gradient, wanted) < 1e-4 and gradient != 0
+    loss = train.losses.model_loss.ModelLoss(run).with_options(outer=train.remat.layer_fn("full", "none"))
+    (again,) = torch.autograd.grad(loss(params, data)[0], strength)
+    assert off(again, gradient) < 1e-6
+
+    tokens = batch.tokens[:, :4]
+    cache = fnmodels.init_cache(config, batch=len(tokens), capacity=8, dtype=torch.float32)
+    logits, cache = fnmodels.prefill(
+        params, *fnmodels.prepare_step(config, tokens[:, :3], cache), cache, config=config, edits=edits, at="all"
+    )
+    last, _ = fnmodels.decode(
+        params, *fnmodels.prepare_step(config, tokens[:, 3:], cache), cache, config=config, edits=edits
+    )
+    whole = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config, edits=edits)
+    assert off(torch.cat((logits, last), 1), whole) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("edits", "words"),
+    [
+        (
+            {"layers.0.nothing": lambda value, name: value},
+            "Nothing passes the edit 'layers.0.nothing'; there are embed",
+        ),
+        ({"layers.*.nothing": lambda value, name: value}, r"Nothing passes the edit 'layers\.\*\.nothing'"),
+        ({"layers.9.mlp": lambda value, name: value}, "'layers.9.mlp' is of a layer that does not run here: these are"),
+        ({"mlp": lambda value, name: value}, "'mlp' is of no tap: there are embed, hidden and layers.N.NAME"),
+        ({"layers.0.mlp": torch.zeros(1), "layers.*.mlp": torch.zeros(1)}, "Two edits are of layer 0's 'mlp'"),
+        ({"layers.0.mlp": torch.zeros(3)}, r"'mlp' gives float32 \[3\]; the value there is float32 \[2, 8, "),
+        ({"layers.0.mlp": lambda value, name: value.double()}, "'layers.0.mlp' gives float64 .*, and must stay so"),
+        ({"embed": lambda value, name: value[:1]}, "edit of 'embed' gives"),
+        ({"layers.0.input": lambda value, name: None}, "edit of 'layers.0.input' returned a NoneType"),
+        ({"layers.0.input": 3}, "edit of 'layers.0.input' is a int; an edit is a function"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_edit_is_answered_by_a_sentence(edits: Any, words: str) -> None:
+    batch = batch_of(LLAMA.config, ROWS)
+    with pytest.raises((TypeError, ValueError), match=words):
+        batch.forward(generic_params(LLAMA.config), edits=edits)
 
 
 @every_case

@@ -48,17 +48,18 @@ def distill(
     teacher: parameters of a model with the same vocabulary, unsharded on every rank of a mesh; the last pipeline stage
     runs it. teacher_config: its config, where it differs from the student's. direction, temperature: see
     `distillation_loss`. agree: the number of tokens whose most likely token is the same for both. Labels only select
-    the positions; the rest is as in `next_token_loss`. balance, aux: for the student's routers; their sums are returned
-    next to `agree`. chunk: tokens whose logits of both models exist at a time, in the backward pass too; None: all, in
-    plain operations. Where the head is a `Vocab` (tensor parallelism) each rank computes its vocabulary shard of both
-    models' logits. ValueError as in `check_teacher`.
+    the positions; the rest is as in `next_token_loss`, and edits are of the student. balance, aux: for the student's
+    routers; their sums are returned next to `agree`. chunk: tokens whose logits of both models exist at a time, in
+    the backward pass too; None: all, in plain operations. Where the head is a `Vocab` (tensor parallelism) each rank
+    computes its vocabulary shard of both models' logits. ValueError as in `check_teacher`.
     """
     theirs = config if teacher_config is None else teacher_config
     check_teacher(config, theirs, teacher, direction, temperature)
     given, reported = ForwardOptions(**options), aux or balance is not None
     found = model_states(params, batch, config=config, length=length, balance=balance, aux=reported, options=given)
     # An `experts` function is for the student, whose experts may be sharded.
-    own = dataclasses.replace(given, layer_fn=None, experts=given.experts if isinstance(given.experts, str) else "auto")
+    experts = given.experts if isinstance(given.experts, str) else "auto"
+    own = dataclasses.replace(given, layer_fn=None, experts=experts, edits=None)
     with torch.no_grad():
         y = model_states(beside(params, teacher), batch, config=theirs, length=length, options=own).x
     params, x, part = opened(params, head_name(config), found.x)

@@ -1,5 +1,6 @@
 """The loss of multi-token prediction (MTP) heads (`fnmodels.mtp`), added to the next-token loss."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Unpack
@@ -52,10 +53,10 @@ def mtp_loss(
 
     The count is that of the next-token labels, for every head (arXiv 2412.19437, equations 24 and 25, with weight 0.3,
     and 0.1 for the last part of training). batch: the result of `look_ahead`; its `routing` and `choices`, if any, are
-    of the model's own layers only. options: as in `fnmodels.forward`. label_smoothing, z_loss: for the next-token head
-    and all MTP heads, see `cross_entropy`. balance: for the routers of the model's own layers. aux: counts include
-    those of the MTP heads after the layers', so that `make_step(balance_rate=...)` updates their biases too. ValueError
-    as in `check_ahead`.
+    of the model's own layers only, as edits are. options: as in `fnmodels.forward`. label_smoothing, z_loss: for the
+    next-token head and all MTP heads, see `cross_entropy`. balance: for the routers of the model's own layers. aux:
+    counts include those of the MTP heads after the layers', so that `make_step(balance_rate=...)` updates their biases
+    too. ValueError as in `check_ahead`.
     """
     check_ahead(batch, config)
     given = ForwardOptions(**options)
@@ -71,7 +72,7 @@ def mtp_loss(
         config=config,
         apart=split,
         taps=("output",) if found.sums is None else ("output", "counts"),  # one at least, so that it returns a pair
-        **keywords(given),
+        **keywords(dataclasses.replace(given, edits=None)),
     )
     loss = functools.partial(head_loss, config=config, chunk=chunk, label_smoothing=label_smoothing, z_loss=z_loss)
     total, count = loss(params, found.x, batch["labels"], weights=batch.get("weights"))

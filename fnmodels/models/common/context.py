@@ -6,7 +6,8 @@
         attended = ctx.tap("attention", project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)))
 
 A family calls `ctx` and does not handle kernels, layouts, expert implementations or padding itself. A new capability
-(an edit of activations, a probe) is a method here or in a subclass passed as `context`; families do not change.
+is a method here or in a subclass passed as `context`; families do not change. Edits of activations (`fnmodels.edits`)
+are applied by `tap`: their functions are bound to the block, their tensors are the keyword `edit_tensors` of the call.
 
 With a cache (`fnmodels.cache`) a layer's entry, a dict of tensors, is the keyword `cache` of the call, and the slots of
 the new tokens are the keyword `slots`. `attend` reads and extends it, `state` and `keep` do so for recurrent layers,
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.edits import BoundEdits
 from fnmodels.inputs.convert import shape_of, to_dense
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.ops.attention.select import attention
@@ -58,10 +60,14 @@ class Context:
     def __init__(self, options: ForwardOptions, taps: tuple[str, ...], tensors: Mapping[str, Any]) -> None:
         self.options, self.taps, self.tensors = options, taps, tensors
         self.use = SlotUse()
+        self.edits: dict[str, Any] = {}
         self.aux: dict[str, Any] = {}
 
     def tap(self, name: str, value: Tensor) -> Tensor:
-        """Returns `value` and records it if `name` is in `taps`. Blocks use the result: a subclass may replace it."""
+        """`value`, edited if there is an edit of `name`, and then recorded if `name` is in `taps`."""
+        if name in self.edits:
+            value = self.edits[name](value, self.tensors["edit_tensors"].get(name, {}))
+            self.aux["edited"] = (*self.aux.get("edited", ()), name)
         if name in self.taps:
             self.aux[name] = value
         return value
@@ -132,7 +138,7 @@ class Context:
         read = self._extend({"latent": latent, "rope": rope})
         latent, rope = read["latent"], read["rope"]
         absorbs = pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], widths=widths)
-        if absorbs and not self.options.invariant and not set(self.taps) & set(ATTENTION_TAPS):
+        if absorbs and not self.options.invariant and not {*self.taps, *self.edits} & set(ATTENTION_TAPS):
             q, k, v, out = absorbed(weights, q, latent, rope, widths=widths)
             return out(self._attention(q, k, v, mask, scale=scale))
         k, v = expanded(weights, latent, rope, widths=widths)
@@ -239,8 +245,8 @@ class Context:
         run = choose_experts(self.options.expert_path, inner, *layer["experts"].values())
         experts = functools.partial(run, input_weighted=input_weighted)
         tensors = {name: self.tensors.get(name) for name in ("valid", "routing")}
-        y, routed = moe(layer, x, route, **tensors, experts=experts, act=act, dtypes=dtypes)
-        self.aux |= {name: value for name, value in routed.items() if name in KEPT or name in self.taps}
+        y, routed = moe(layer, x, route, **tensors, experts=experts, act=act, dtypes=dtypes, tap=self.tap)
+        self.aux |= {name: routed[name] for name in KEPT}
         return y
 
 
@@ -250,8 +256,9 @@ _USUAL = ForwardOptions()
 def with_context(block: Callable[..., Tensor]) -> Block:
     """Wraps a family's block(layer, x, mask, freqs, /, *, config, kind, ctx) -> x as a pure function -> (x, aux).
 
-    Called as block(layer, x, mask, freqs, config=, kind=, options=ForwardOptions(), taps=(), use=None, **tensors).
-    Statics (config, kind, options, taps, use) are hashable; `fnmodels.apply` binds them, once per kind.
+    Called as block(layer, x, mask, freqs, config=, kind=, options=ForwardOptions(), taps=(), edits=(), use=None,
+    **tensors). Statics (config, kind, options, taps, edits, use) are hashable; `fnmodels.apply` binds them, once per
+    kind, and per layer where functions edit it. aux["edited"]: the taps that were edited.
     """
 
     @functools.wraps(block)
@@ -266,10 +273,12 @@ def with_context(block: Callable[..., Tensor]) -> Block:
         kind: str,
         options: ForwardOptions = _USUAL,
         taps: tuple[str, ...] = (),
+        edits: BoundEdits = (),
         use: SlotUse | None = None,
         **tensors: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         ctx = (options.context or Context)(options, taps, tensors)
+        ctx.edits = {edit.tap: edit for edit in edits}
         ctx.use = use or ctx.use  # not a default argument of class SlotUse: torch.compile cannot read those
         with invariant_rows(options.invariant):
             x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)

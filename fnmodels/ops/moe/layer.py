@@ -40,6 +40,7 @@ def moe(
     experts: str | Experts = "auto",
     act: Act,
     dtypes: RouterDtypes = _UNCAST,
+    tap: Callable[[str, Tensor], Tensor] = lambda name, value: value,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 
@@ -50,6 +51,8 @@ def moe(
     the live logits. On the CPU, ValueError for an expert that does not exist or is named twice (`forward` checks k,
     since it knows the config). experts: see `ops.moe.experts.choose_experts`. dtypes: those of the logits and of the
     weights of the chosen experts. counts: number of tokens routed to each expert.
+    tap: called with the name and the value of the logits, indices and weights of the router, and with "experts" and
+    "shared_expert", the outputs of both [B, S, D]; returns the values to use.
     """
     read, x = x if isinstance(x, tuple) else (x, x)
     if valid is None:
@@ -71,16 +74,18 @@ def moe(
     cleared = _zero_padding(x, valid)
     read, x = cleared if read is x else _zero_padding(read, valid), cleared
     projection = [read, layer["router"]] + ([layer["router_bias"]] if "router_bias" in layer else [])
-    logits = linear(*(map(upcast, projection) if dtypes.projection == "wide" else projection))
+    logits = tap("router_logits", linear(*(map(upcast, projection) if dtypes.projection == "wide" else projection)))
     weights, indices = route(logits, None if routing is None else routing.where(valid[..., None], 0))
-    weights = weights.to(dtypes.output_dtype(x.dtype))
+    indices = tap("expert_indices", indices)
+    weights = tap("expert_weights", weights.to(dtypes.output_dtype(x.dtype)))
     inner = linear(x, layer["latent_in_proj"]) if "latent_in_proj" in layer else x
     flat = (inner.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1), valid.flatten())
     y = choose_experts(experts, x, *layer["experts"].values())(layer["experts"], *flat, act=act).reshape(inner.shape)
     if "latent_out_proj" in layer:
         y = linear(y, layer["latent_out_proj"])
+    y = tap("experts", y)
     if "shared_expert" in layer:
-        y = y + _shared(layer, x, act)
+        y = y + tap("shared_expert", _shared(layer, x, act))
     aux = {"counts": count_tokens(indices, valid, logits.shape[-1]), "router_logits": logits}
     return y, aux | {"expert_indices": indices, "expert_weights": weights}
 

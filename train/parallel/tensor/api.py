@@ -42,7 +42,7 @@ from .leaf_wrappers import NODES, Entry, width_sharded_experts
 
 # The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
 KV = ("k", "v", "k_scale", "v_scale")  # tensors of a cache with heads in dimension 2
-_WHOLE = ("cache", "choices", "chosen", "kv")
+_WHOLE = ("cache", "choices", "chosen", "edited", "kv")
 
 
 def tensor_axes(config: DecoderConfig, dim: str = "tp") -> dict[str, str]:
@@ -67,11 +67,12 @@ class TensorParallel:
         """
         if not isinstance(block, functools.partial) or block.args:
             raise TypeError("Tensor parallelism wraps the family's own block: apply other wrappers after it.")
-        within = set(ATTENTION_TAPS) & set(block.keywords.get("taps", ()))
+        bound = block.keywords
+        within = set(ATTENTION_TAPS) & {*bound.get("taps", ()), *(edit.tap for edit in bound.get("edits", ()))}
         if within and "heads" in self.sharded:
             raise ValueError(
                 f"The taps {', '.join(sorted(within))} are of single heads, of which each process has some; ask for "
-                "them without tensor parallelism."
+                "them, and edit them, without tensor parallelism."
             )
         # The first kind with these uses, so that kinds which differ in data alone share a graph.
         like = next(kind for kind, uses in self.uses.items() if uses == self.uses[block.keywords["kind"]])
