@@ -69,6 +69,7 @@ from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.presets import preset, presets
 from fnmodels.ops.attention.select import explain_kernel
 from fnmodels.per_sample import per_sample_gradients
+from fnmodels.taps import tap_names
 
 _shadowing.warn_shadowed(__file__, "params", "train")
 
@@ -80,7 +81,7 @@ def __getattr__(name: str) -> ModuleType:
     return import_module(f"fnmodels.models.{name}")
 
 
-__all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel"]
+__all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel", "tap_names"]
 __all__ += ["explain_invariance"]
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
 __all__ += ["DecodingStep", "compiled_step"]

@@ -23,7 +23,6 @@ from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
 from fnmodels.inputs.segments import integers
-from fnmodels.models.common.context import ATTENTION_TAPS
 from fnmodels.models.common.registry import (
     DecoderConfig,
     Family,
@@ -38,10 +37,12 @@ from fnmodels.models.common.registry import (
 from fnmodels.ops.attention.select import materialize
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.moe.layer import MOE_TAPS
+from fnmodels.ops.norm import watched_norms
 from fnmodels.ops.slots import Entry, SlotUse
 
-from .options import Block, ForwardKwargs, ForwardOptions
+from .options import Block, Edit, ForwardKwargs, ForwardOptions
 from .run_params import RunParams
+from .taps import AROUND, ENDS, FINAL, tap_names
 from .tree import Tree, flatten, leaves
 
 
@@ -130,9 +131,8 @@ def forward(
         k], the expert indices that replace the router's choice. In models whose attention chooses its keys, "choices",
         int64 [B, S, number of layers with an indexer, k], replaces that choice; see `fnmodels.ops.indexer`.
     masks, freqs_cis: {kind: ...} for each kind of layer.
-    taps: activations to return: "embed", "hidden", and per layer "layers.3.input", "layers.3.output", q, k, v and z
-        (the inputs and the output of attention) and the family's TAPS, such as "layers.3.attention";
-        "layers.*.attention" returns it for all layers that have it.
+    taps: activations to return, by the names that `fnmodels.tap_names(config)` lists, such as "embed",
+        "layers.3.attention.q" or "final.norm"; "layers.*.attention" returns it for all layers that have it.
     options: kernel, layout, layer_fn, experts, context and edits, see `fnmodels.options.ForwardOptions`. MoE blocks
         also get the keywords `valid` and `routing`, those that choose keys `choices`, and edited ones `edit_tensors`,
         which a layer_fn must pass on.
@@ -141,13 +141,35 @@ def forward(
     """
     try:
         given = ForwardOptions(**options)
-        x, tapped, _ = _hidden(params, inputs, masks, freqs_cis, config, taps, given)
+        _check_tuple(taps)
+        final, edits = tuple(tap for tap in taps if tap in FINAL), given.edits or {}
+        within = replace(given, edits={name: edit for name, edit in edits.items() if name not in FINAL} or None)
+        own = tuple(tap for tap in taps if tap not in FINAL)
+        x, tapped, _ = _hidden(params, inputs, masks, freqs_cis, config, own, within)
         with invariant_rows(given.invariant):
-            logits = family_of(config).unembed(params, x, config=config)
+            logits, ends = unembedded(params, x, config, final, edits)
     except KeyError as error:
         _name_missing_leaf(params, config, error)
         raise
-    return (logits, tapped) if taps else logits
+    return (logits, tapped | ends) if taps else logits
+
+
+def unembedded(
+    params: Tree, x: Tensor, config: DecoderConfig, taps: tuple[str, ...], edits: Mapping[str, Edit]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(logits [B, S, V], taps) of hidden states x [B, S, D]: the final norm and the head. taps, edits: of FINAL."""
+    family = family_of(config)
+    if not taps and not any(name in edits for name in FINAL):
+        return family.unembed(params, x, config=config), {}
+    tapped: dict[str, Tensor] = {}
+
+    def tap(name: str, value: Tensor) -> Tensor:
+        tapped[name] = edit_end(edits, name, value)
+        return tapped[name]
+
+    with watched_norms({FINAL[0]: params["norm"]}, tap):
+        logits = family.unembed(params, x, config=config)
+    return logits, {name: tapped[name] for name in taps}
 
 
 def hidden(
@@ -228,14 +250,13 @@ def _hidden(
     if field_of(config, "hidden_size_per_layer_input"):
         extra = _cleared(may_have(family, "layer_inputs")(params, inputs, x, config=config), valid)
     batch = _Batch(masks, freqs_cis, valid, routing, choices, cache, extra)
+    for tap in taps:
+        if tap not in ENDS and tap not in in_layers:
+            why = "; only forward, prefill and decode pass it" if tap in FINAL else ""
+            raise ValueError(f"The tap {tap!r} is unknown here{why}. There are {_listed(config)}.")
     x, tapped, entries = _run(params, x, batch, range(len(kinds)), config, in_layers, options, ends=ENDS)
     ends["hidden"] = x = edit_end(options.edits, "hidden", x)
-    for tap in taps:
-        if tap in ends:
-            tapped[tap] = ends[tap]
-        elif tap not in in_layers:
-            raise ValueError(f"The tap {tap!r} is unknown; there are embed, hidden and {_layer_taps(family)}.")
-    return x, tapped, entries
+    return x, tapped | {name: ends[name] for name in ENDS if name in taps}, entries
 
 
 def run_layers(
@@ -336,7 +357,7 @@ def _run(
     lo, hi = layers.start, layers.stop
     if not 0 <= lo <= hi <= len(kinds):
         raise ValueError(f"lo is {lo} and hi is {hi}, but 0 <= lo <= hi must hold and the model has {len(kinds)}.")
-    wanted = _wanted_taps(family, taps, kinds, layers)
+    wanted = _wanted_taps(config, taps, len(kinds), layers)
     used = sorted(set(kinds[lo:hi]))
     masks, freqs_cis, cache = batch.masks, batch.freqs_cis, batch.cache
     _check_fit(params["layers"], x, masks, freqs_cis, kinds, used, cached=cache is not None)
@@ -385,7 +406,7 @@ def _run(
             )
         x, aux = result
         x = _around("output", x, here)
-        applied |= {(index, name) for name in (*here.keys() & AROUND, *aux.get("edited", ()))}
+        applied |= {(index, name) for name in (*here.keys() & set(AROUND), *aux.get("edited", ()))}
         if cache is not None:
             entries[index] = aux.get("cache", {})
         chosen = aux.get("chosen", chosen)
@@ -394,10 +415,10 @@ def _run(
         for name, value in (("input", before), ("output", x), *aux.items()):
             if (index, name) in wanted:
                 tapped[f"layers.{index}.{name}"] = value
+    if unread := missed(taps, {(int(name.split(".", 2)[1]), name.split(".", 2)[2]) for name in tapped}):
+        _check_known(config, unread)
     if options.edits and (unread := missed(options.edits, applied)):
-        raise ValueError(
-            f"Nothing passes the edit {unread[0]!r}; there are {', '.join(ends)} and {_layer_taps(family)}."
-        )
+        raise ValueError(f"Nothing passes the edit {unread[0]!r}. There are {_listed(config)}.")
     return x, tapped, entries
 
 
@@ -446,8 +467,6 @@ def _ready_masks(
     return ready
 
 
-ENDS = ("embed", "hidden")  # taps outside of layers
-AROUND = frozenset({"input", "output"})  # taps of a layer outside of its block
 LayerEdits = Mapping[str, tuple[BoundEdit, dict[str, Tensor]]]  # by tap of one layer
 _NO_EDITS: LayerEdits = {}
 
@@ -480,7 +499,7 @@ class _Binding:
         return self.made[kind, statics], tensors
 
     def _made(self, kind: str, edits: BoundEdits) -> Block:
-        names = AROUND if _sparse(self.family, kind) else {*AROUND, *MOE_TAPS}
+        names = AROUND if _sparse(self.family, kind) else (*AROUND, *MOE_TAPS)
         more: dict[str, Any] = {} if self.cache is None else {"use": self.cache.use(kind)}
         more |= {"edits": edits} if edits else {}
         own = tuple(name for name in self.taps if name not in names)
@@ -601,31 +620,33 @@ def _check_tuple(taps: tuple[str, ...]) -> None:
         raise TypeError(f"taps is the string {taps!r}; it is a tuple of names: taps=({taps!r},).")
 
 
-def _tap_names(family: Family) -> tuple[str, ...]:
-    return ("input", "output", *may_have(family, "TAPS"), *ATTENTION_TAPS)
+def _listed(config: DecoderConfig) -> str:
+    """The names of taps, for errors."""
+    inner = [name.split(".", 2)[2] for name in tap_names(config) if name.startswith("layers.")]
+    ends = ", ".join((*ENDS, *FINAL))
+    return f"{ends}, and layers.N.NAME (N a layer or *) with NAME one of {', '.join(dict.fromkeys(inner))}"
 
 
-def _layer_taps(family: Family) -> str:
-    return "layers.N.NAME (N a layer or *) with NAME one of " + ", ".join(_tap_names(family))
+def _check_known(config: DecoderConfig, unread: list[str]) -> None:
+    """ValueError for a tap that was not passed, but for "layers.*.NAME" where only other layers pass it."""
+    names = tap_names(config)
+    elsewhere = {name.split(".", 2)[2] for name in names if name.startswith("layers.")}
+    for tap in unread:
+        number, name = tap.split(".", 2)[1:]
+        if number != "*" or name not in elsewhere:
+            where = f"unknown in layer {number}" if name in elsewhere else "unknown"
+            raise ValueError(f"The tap {tap!r} is {where}. There are {_listed(config)}.")
 
 
-def _wanted_taps(
-    family: Family, taps: tuple[str, ...], kinds: tuple[str, ...], run: range
-) -> frozenset[tuple[int, str]]:
+def _wanted_taps(config: DecoderConfig, taps: tuple[str, ...], layers: int, run: range) -> frozenset[tuple[int, str]]:
     _check_tuple(taps)
-    wanted, layers = set(), len(kinds)
+    wanted = set()
     for tap in taps:
         head, _, rest = tap.partition(".")
         number, _, name = rest.partition(".")
-        known = head == "layers" and name in _tap_names(family)
-        if not known or not (number == "*" or (number.isdigit() and int(number) < layers)):
-            raise ValueError(f"The tap {tap!r} is unknown; there are {_layer_taps(family)} and {layers} layers.")
-        having = {i for i, kind in enumerate(kinds) if name not in MOE_TAPS or _sparse(family, kind)}
-        having &= set(own_choices(kinds)) if name == "choices" else having
-        if number != "*" and int(number) not in having:
-            what = "an indexer" if name == "choices" else "experts"
-            raise ValueError(f"The tap {tap!r} is of layers with {what}, and layer {number} is none.")
+        if head != "layers" or not name or not (number == "*" or (number.isdigit() and int(number) < layers)):
+            raise ValueError(f"The tap {tap!r} is unknown; there are {_listed(config)}, and {layers} layers.")
         if number != "*" and int(number) not in run:
             raise ValueError(f"The tap {tap!r} is outside of layers {run.start} to {run.stop - 1}, which are run here.")
-        wanted |= {(i, name) for i in (having if number == "*" else [int(number)])}
+        wanted |= {(i, name) for i in (run if number == "*" else [int(number)])}
     return frozenset(wanted)

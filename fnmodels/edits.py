@@ -12,7 +12,7 @@ call: other values, and vmap over them, need no new graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,13 +109,13 @@ def edits_of_layers(edits: Mapping[str, Edit], ends: tuple[str, ...], layers: in
     return found
 
 
-def missed(edits: Mapping[str, Edit], applied: set[tuple[int, str]]) -> list[str]:
-    """The names of edits of layers that were applied nowhere. applied: (layer, tap)."""
-    everywhere = {tap for _, tap in applied}
+def missed(names: Iterable[str], passed: set[tuple[int, str]]) -> list[str]:
+    """Those of the names, of edits or taps of layers, that nothing passed. passed: (layer, tap)."""
+    everywhere = {tap for _, tap in passed}
     out = []
-    for name in edits:
+    for name in names:
         head, _, rest = name.partition(".")
         number, _, tap = rest.partition(".")
-        if head == "layers" and not (tap in everywhere if number == "*" else (int(number), tap) in applied):
+        if head == "layers" and not (tap in everywhere if number == "*" else (int(number), tap) in passed):
             out.append(name)
     return out

@@ -61,7 +61,7 @@ def hidden(
     x: [B, S, D], the output of `fnmodels.hidden`.
     next_tokens: [B, S, number of MTP heads] from `ahead`, negative past the end of a document: such a position is
         treated as padding (not attended to, not routed to experts).
-    taps: names out of the family's TAPS, recorded for every MTP head.
+    taps: names of taps of a layer, recorded for every MTP head.
     apart: (shard, gather) of the sequence dimension of [B, S, D], if x and the outputs of layers hold only some of the
         positions of next_tokens.
 

@@ -27,6 +27,15 @@ Experts = Callable[..., Tensor]
 Edit = Callable[..., Tensor] | Tensor
 
 
+# (name, value) -> the value to use: how an operation shows a value to `Context.tap`.
+Tap = Callable[[str, Tensor], Tensor]
+
+
+def untapped(name: str, value: Tensor) -> Tensor:
+    """The `Tap` of operations outside of a model."""
+    return value
+
+
 class ForwardKwargs(TypedDict, total=False):
     """The keywords of public functions that run layers: the fields of `ForwardOptions`."""
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels import family_of, forward, prepare, tree
+from fnmodels import family_of, forward, prepare, tap_names, tree
 from fnmodels.errors import MismatchError, UnsupportedError, UserError
 from fnmodels.models.common.registry import DecoderConfig, may_have, ordered_kinds
 from fnmodels.models.common.storage import extract_parameter
@@ -321,8 +321,8 @@ def _value_faults(config: DecoderConfig, params: Tree, theirs: Mapping[str, Tens
 
 def _ours(config: DecoderConfig, params: Tree, tokens: Tensor, batch: Batch) -> dict[str, Tensor]:
     """{tap: activation} of our model."""
-    names = ("output", *(name for name in _ADDED if name in may_have(family_of(config), "TAPS")))
-    taps = ("embed", *(f"layers.*.{name}" for name in names))
+    names = {name.split(".", 2)[2] for name in tap_names(config) if name.startswith("layers.")}
+    taps = ("embed", "layers.*.output", *(f"layers.*.{name}" for name in _ADDED if name in names))
     prepared = prepare(config, tokens, positions=batch.positions, segment_ids=batch.segment_ids)
     logits, tapped = forward(params, *prepared, config=config, kernel="math", taps=taps)
     return {**tapped, "logits": logits}

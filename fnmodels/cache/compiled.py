@@ -53,7 +53,7 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
     ) -> tuple[Tensor, Cache]:
         prepared = prepare_step(config, tokens, cache, segment_ids=segment_ids, length=length)
         x, after = step_on(params, prepared, cache, config, given, inplace=True, clean=clean)
-        return logits_at(params, x, prepared[0], config, "all"), after
+        return logits_at(params, x, prepared[0], config, "all", given.edits), after
 
     run = one_graph(graph)
 

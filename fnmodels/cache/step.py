@@ -7,18 +7,19 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from fnmodels.apply import CacheStep, hidden
+from fnmodels.apply import CacheStep, hidden, unembedded
 from fnmodels.inputs.layout import Layout, document_layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.rules import Everything, simplify
 from fnmodels.inputs.values import has_values
-from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, is_indexed, source_kind
+from fnmodels.models.common.registry import DecoderConfig, field_of, is_indexed, source_kind
 from fnmodels.ops.attention.invariant import TILE
 from fnmodels.ops.attention.select import ByIndex
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.ops.slots import SlotUse, write
-from fnmodels.options import ForwardKwargs, ForwardOptions
+from fnmodels.options import Edit, ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
+from fnmodels.taps import FINAL
 from fnmodels.tree import Tree
 
 from .value import Cache, Slots, consume, is_clean, known_clean
@@ -46,7 +47,7 @@ def prefill(
     given = ForwardOptions(**options)
     x, after = step_on(params, (inputs, masks, freqs_cis), cache, config, given, inplace=False)
     with invariant_rows(given.invariant):
-        return logits_at(params, x, inputs, config, at), after
+        return logits_at(params, x, inputs, config, at, given.edits), after
 
 
 def decode(
@@ -82,7 +83,7 @@ def decode_(
     given = ForwardOptions(**options)
     x, after = step_on(params, (inputs, masks, freqs_cis), cache, config, given, inplace=True)
     with invariant_rows(given.invariant):
-        logits = logits_at(params, x, inputs, config, at)
+        logits = logits_at(params, x, inputs, config, at, given.edits)
     consume(cache)
     return logits, after
 
@@ -129,24 +130,32 @@ def step_on(
         found = of_kind.get(source_kind(kind) or kind)
         if found is not None:
             read[kind] = with_attention(masks[kind], found.mask)
-    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
+    given = {field.name: getattr(options, field.name) for field in fields(options)} | {"edits": edits or None}
     x, entries = hidden(params, inputs, read, freqs_cis, config=config, cache=step, **given)
     layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
     made = Cache(layers, {kind: plan.after for kind, plan in of_kind.items()}, cache.kinds, cache.length)
     return x, known_clean(made)
 
 
-def logits_at(params: Tree, x: Tensor, inputs: Tree, config: DecoderConfig, at: str | Tensor) -> Tensor:
-    family = family_of(config)
+def logits_at(
+    params: Tree,
+    x: Tensor,
+    inputs: Tree,
+    config: DecoderConfig,
+    at: str | Tensor,
+    edits: Mapping[str, Edit] | None = None,
+) -> Tensor:
+    """Logits of hidden states x [B, S, D], see `prefill`. edits: those of the final norm are applied."""
     if isinstance(at, str) and at == "all":
-        return family.unembed(params, x, config=config)
+        return unembedded(params, x, config, (), edits or {})[0]
     if isinstance(at, str):
         if at != "last":
             raise ValueError(f'at is {at!r}; it is "last", "all", or an index per row, int64 [B].')
         order = torch.arange(x.shape[1], device=x.device)
         at = order.where(inputs["valid"], 0).amax(dim=1)
     chosen = x[torch.arange(x.shape[0], device=x.device), at]
-    return family.unembed(params, chosen[:, None], config=config)[:, 0]
+    return unembedded(params, chosen[:, None], config, (), edits or {})[0][:, 0]
 
 
 @dataclass(frozen=True)

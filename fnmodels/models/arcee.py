@@ -27,7 +27,6 @@ from fnmodels.ops.mlp import ACTIVATIONS, plain_mlp, xielu_mlp
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("arcee", "apertus")
-TAPS = ("attention", "middle", "mlp")
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": 8192, "rope_theta": 12e6}  # Apertus' default rope
@@ -110,7 +109,11 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    fed = xielu_mlp(mlp, normed) if config.xielu else plain_mlp(mlp, normed, activation=config.hidden_act)
+    fed = (
+        xielu_mlp(mlp, normed, tap=ctx.tap)
+        if config.xielu
+        else plain_mlp(mlp, normed, activation=config.hidden_act, tap=ctx.tap)
+    )
     return x + ctx.tap("mlp", fed)
 
 

@@ -18,7 +18,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("bamba",)
 KINDS = ("linear", "full")
-TAPS = ("attention", "middle", "mlp")
 
 PRESETS = {
     "bamba-9b": {
@@ -105,4 +104,4 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         mixed = project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5))
     x = ctx.tap("middle", x + ctx.tap("attention", mixed))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=act))
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=act, tap=ctx.tap))

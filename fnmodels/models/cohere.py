@@ -20,7 +20,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("cohere2", "cohere")
 KINDS = ("full_nope", "sliding", "full")
-TAPS = ("attention", "mlp")
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     q, k = apply_rotary_interleaved(q, freqs), apply_rotary_interleaved(k, freqs)
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = x + ctx.tap("attention", project_out(weights, mixed))
-    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

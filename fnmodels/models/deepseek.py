@@ -20,7 +20,6 @@ from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -28,7 +27,6 @@ MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 KINDS = ("full", "full_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # may be absent from files; its length is this field
 LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer that some files hold
 
@@ -117,7 +115,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":
-        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     score = softmax_top_k if config.softmax_scores else sigmoid_top_k
     route = functools.partial(score, bias=layer["mlp"].get("selection_bias"), **mixture.grouped_choice(config))
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

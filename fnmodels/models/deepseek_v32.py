@@ -28,7 +28,6 @@ from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves,
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
 from fnmodels.ops.indexer import Indexer
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -36,7 +35,6 @@ MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 KINDS = ("indexed", "indexed_moe", "indexed_shared", "indexed_shared_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-TAPS = ("attention", "middle", "mlp", "choices", *MOE_TAPS)
 OPTIONAL = {"mtp": "num_nextn_predict_layers"}  # may be absent from files; its length is this field
 
 _ATTENTION = {"indexed_attention": "", "deepseek_sparse_attention": ""}
@@ -196,6 +194,6 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
-        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **mixture.grouped_choice(config))
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

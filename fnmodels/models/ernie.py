@@ -18,7 +18,6 @@ from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, ki
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_attention, usual_mlp
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import apply_rotary_interleaved, gated_mlp, project_out, project_qkv, rms_norm
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -26,7 +25,6 @@ MODEL_TYPES = ("ernie4_5", "ernie4_5_moe")
 KINDS = ("full", "full_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="wide", projection="wide", score="wide", output="model")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 # The MTP block in the files of 21B-A3B, which transformers does not read either.
 LEFTOVERS = (r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",)
 
@@ -133,7 +131,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":
-        return x + ctx.tap("mlp", gated_mlp(mlp, normed, activation=config.hidden_act))
+        return x + ctx.tap("mlp", gated_mlp(mlp, normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(
         softmax_top_k,
         k=config.num_experts_per_tok,

@@ -20,7 +20,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("exaone4",)
 KINDS = ("full", "sliding", "full_nope")
-TAPS = ("attention", "middle", "mlp")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     attended = rms_norm(project_out(weights, mixed), layer["post_attention_layernorm"], eps=eps)
     x = ctx.tap("middle", x + ctx.tap("attention", attended))
-    fed = gated_mlp(layer["mlp"], x, activation=config.hidden_act)
+    fed = gated_mlp(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap)
     return x + ctx.tap("mlp", rms_norm(fed, layer["post_feedforward_layernorm"], eps=eps))
 
 

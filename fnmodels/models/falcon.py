@@ -23,7 +23,6 @@ from fnmodels.ops import ACTIVATIONS, apply_rotary, layer_norm, plain_mlp, proje
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("falcon",)
-TAPS = ("attention", "mlp")
 LEFTOVERS = (r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",)  # a buffer in older files
 
 # The names on disk that differ from `decoder.hf_names`.
@@ -163,7 +162,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     if "post_attention_layernorm" in layer:
         read = x if config.parallel_attn else after
         normed = layer_norm(read, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
-    return after + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return after + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_kv_heads")

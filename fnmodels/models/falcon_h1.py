@@ -22,7 +22,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("falcon_h1",)
 KINDS = ("hybrid",)
-TAPS = ("mamba", "attention", "middle", "mlp")
 PRESETS = {
     "falcon-h1-0.5b": {
         "model_type": "falcon_h1",
@@ -165,7 +164,7 @@ def block(
     mixed = ctx.tap("mamba", mixed * config.ssm_out_multiplier)
     attended = ctx.tap("attention", attended * config.attention_out_multiplier)
     x = ctx.tap("middle", x + (mixed + attended))
-    return x + ctx.tap("mlp", _mlp(layer["mlp"], rms_norm(x, layer["post_attention_layernorm"], eps=eps), config))
+    return x + ctx.tap("mlp", _mlp(layer["mlp"], rms_norm(x, layer["post_attention_layernorm"], eps=eps), config, ctx))
 
 
 def _attention(
@@ -176,7 +175,8 @@ def _attention(
     return project_out(weights, ctx.attend(q, k, v, mask["attention"], scale=config.head_dim**-0.5))
 
 
-def _mlp(weights: Tree, x: Tensor, config: Config) -> Tensor:
-    gate = linear(x, weights["gate_proj"], weights.get("gate_bias")) * config.mlp_gate_multiplier
+def _mlp(weights: Tree, x: Tensor, config: Config, ctx: Context) -> Tensor:
+    gate = ctx.tap("mlp.pre", linear(x, weights["gate_proj"], weights.get("gate_bias")) * config.mlp_gate_multiplier)
     inner = glu(gate, linear(x, weights["up_proj"], weights.get("up_bias")), activation=config.hidden_act)
+    inner = ctx.tap("mlp.neurons", inner)
     return linear(inner, weights["down_proj"], weights.get("down_bias")) * config.mlp_down_multiplier

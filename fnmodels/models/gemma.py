@@ -28,7 +28,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
 KINDS = ("full", "sliding")
-TAPS = ("attention", "middle", "mlp")
 
 _GELU = "gelu_pytorch_tanh"
 _ARCHITECTURES = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3"}
@@ -171,7 +170,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         before_mlp = "pre_feedforward_layernorm"
     x = ctx.tap("middle", x + ctx.tap("attention", attended))
     normed = rms_norm_zero_centered(x, layer[before_mlp], eps=eps)
-    fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
+    fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap)
     if config.sandwich:
         fed = rms_norm_zero_centered(fed, layer["post_feedforward_layernorm"], eps=eps)
     return x + ctx.tap("mlp", fed)

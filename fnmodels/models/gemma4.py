@@ -37,7 +37,6 @@ from fnmodels.models.common.spec import (
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, gated_mlp, look_up, project_out, rotary_table, split_heads
 from fnmodels.ops.linear import linear
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm, rms_norm_fp32_weight
 from fnmodels.tree import Tree, flatten
@@ -46,7 +45,6 @@ MODEL_TYPES = ("gemma4_text", "gemma4")
 KINDS = tuple(see + reuse + moe for moe in ("", "_moe") for reuse in ("", "_reuse") for see in ("full", "sliding"))
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
-TAPS = ("attention", "middle", "mlp", "per_layer", *MOE_TAPS)
 
 _ROPES = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -293,7 +291,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
     mixed = _attention(layer["attention"], normed(x, "input_layernorm"), mask, freqs, config, kind, ctx)
     x = ctx.tap("middle", x + ctx.tap("attention", normed(mixed, "post_attention_layernorm")))
-    fed = gated_mlp(layer["mlp"], normed(x, "pre_feedforward_layernorm"), activation=config.hidden_act)
+    fed = gated_mlp(layer["mlp"], normed(x, "pre_feedforward_layernorm"), activation=config.hidden_act, tap=ctx.tap)
     if kind.endswith("_moe"):
         routed = _mixture(layer["mlp"], x, normed(x, "pre_feedforward_layernorm_2"), config, ctx)
         fed = normed(fed, "post_feedforward_layernorm_1") + normed(routed, "post_feedforward_layernorm_2")

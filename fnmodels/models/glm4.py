@@ -19,7 +19,6 @@ from fnmodels.ops import Rope, apply_rotary_interleaved, gated_mlp, project_out,
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("glm4",)
-TAPS = ("attention", "middle", "mlp")
 
 _PARTIAL = 0.5  # the default of partial_rotary_factor
 
@@ -83,5 +82,5 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     attended = rms_norm(project_out(weights, mixed), layer["post_self_attn_layernorm"], eps=eps)
     x = ctx.tap("middle", x + ctx.tap("attention", attended))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act)
+    fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap)
     return x + ctx.tap("mlp", rms_norm(fed, layer["post_mlp_layernorm"], eps=eps))

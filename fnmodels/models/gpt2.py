@@ -25,7 +25,6 @@ from fnmodels.ops.qkv import project_out, project_qkv
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("gpt2",)
-TAPS = ("attention", "middle", "mlp")
 LEFTOVERS = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # mask buffers in older files
 
 # Heads for other tasks, and n_ctx, an unused duplicate of n_positions: its old default 1024 is also in files of models
@@ -203,7 +202,7 @@ def block(
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5 if config.scale_attn_weights else 1.0)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = layer_norm(x, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
-    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
 unembed = decoder.unembed_layer_norm

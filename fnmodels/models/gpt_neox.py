@@ -21,7 +21,6 @@ from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out,
 from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gpt_neox",)
-TAPS = ("attention", "mlp")
 LEFTOVERS = (r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",)  # buffers in older files
 
 # The components of a path that have another name on disk.
@@ -133,4 +132,4 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     after = x + ctx.tap("attention", project_out(weights, mixed))
     read = x if config.use_parallel_residual else after
     normed = layer_norm(read, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
-    return after + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return after + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))

@@ -22,7 +22,6 @@ from fnmodels.models.common.spec import Leaf, Normal, decoder_leaves, layer_leav
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv, rms_norm_fp32_weight
 from fnmodels.ops.invariant import elementwise
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.tree import Tree
 
@@ -31,7 +30,6 @@ KINDS = ("full_moe", "sliding_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 SINKS = True
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
 # The default rope of transformers for a config.json without one.
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}

@@ -22,7 +22,6 @@ from fnmodels.ops import gated_mlp, rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("granite",)
-TAPS = ("attention", "middle", "mlp")
 
 
 @dataclass(frozen=True)
@@ -57,4 +56,4 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = attend(layer["attention"], rms_norm(x, layer["input_layernorm"], eps=eps), mask, freqs, config, ctx)
     x = ctx.tap("middle", x + ctx.tap("attention", mixed * share))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act) * share)
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap) * share)

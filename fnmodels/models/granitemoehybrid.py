@@ -27,7 +27,6 @@ from fnmodels.models.common.mamba import Mamba, mamba, mamba_from_hf, mamba_leav
 from fnmodels.models.common.spec import decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, TensorSlice, fuse
 from fnmodels.ops import gated_mlp, no_rotation, rms_norm
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_softmax
 from fnmodels.tree import Tree, flatten
 
@@ -35,7 +34,6 @@ MODEL_TYPES = ("granitemoehybrid",)
 KINDS = ("linear_moe", "full_moe", "linear", "full")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +146,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         route = functools.partial(top_k_softmax, k=config.num_experts_per_tok)
         y = ctx.moe(layer["mlp"], normed, route, act=act, dtypes=ROUTER)
     else:
-        y = gated_mlp(layer["mlp"], normed, activation=act)
+        y = gated_mlp(layer["mlp"], normed, activation=act, tap=ctx.tap)
     return x + ctx.tap("mlp", y * share)
 
 

@@ -19,7 +19,6 @@ from fnmodels.ops import Rope, apply_rotary, gated_mlp, project_out, project_qkv
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("hunyuan_v1_dense",)
-TAPS = ("attention", "middle", "mlp")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
 def _preset(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int = 120818) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from fnmodels.models.common.spec import (
 from fnmodels.models.common.storage import Stored, TensorSlice
 from fnmodels.ops import Rope, gated_mlp, no_rotation, project_out, rms_norm, split_heads, upcast
 from fnmodels.ops.linear import linear
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid
 from fnmodels.tree import Tree, flatten
@@ -40,7 +39,6 @@ MODEL_TYPES = ("kimi_linear",)
 KINDS = ("linear_moe", "full_moe", "linear", "full")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 _ALIASES = {  # {published name: that of families alike}
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -224,7 +222,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
-        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **mixture.grouped_choice(config))
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
 

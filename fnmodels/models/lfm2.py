@@ -32,7 +32,6 @@ from fnmodels.models.common.spec import (
 from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.qkv import project_out, project_qkv
@@ -44,7 +43,6 @@ MODEL_TYPES = ("lfm2", "lfm2_moe")
 KINDS = ("conv", "full", "conv_moe", "full_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
 _PRESET = {
     "model_type": "lfm2",
@@ -254,7 +252,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", mixed))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
-        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(
         sigmoid_top_k,
         k=config.num_experts_per_tok,

@@ -20,7 +20,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "seed_oss")
 KINDS = ("full", "sliding", "full_nope", "sliding_nope")
-TAPS = ("attention", "middle", "mlp")  # outputs of the sublayers; residual stream between them
 LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer in older files
 
 # num_key_value_heads where the field is absent; null means as many as query heads.
@@ -145,7 +144,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,6 @@ from fnmodels.models.common.decoder import embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.spec import decoder_leaves, gated_mlp_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import gated_mlp, project_out, project_qkv, rms_norm
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, top_k_sigmoid
 from fnmodels.ops.rotary import Rope, apply_rotary_interleaved, no_rotation, query_temperature, rotary_table
 from fnmodels.tree import Tree
@@ -32,7 +31,6 @@ KINDS = tuple(see + nope + moe for see in ("chunked", "full") for nope in ("", "
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
 LEFTOVERS = (r"vision_model\..*", r"multi_modal_projector\..*")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 # the settings of the vision tower and the image placeholder tokens
 _VISION = ("vision_config", "image_token_index", "boi_token_index", "eoi_token_index")
 
@@ -182,7 +180,7 @@ def block(
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
-        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(top_k_sigmoid, k=config.num_experts_per_tok)
     fed = ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER, input_weighted=True)
     return x + ctx.tap("mlp", fed)

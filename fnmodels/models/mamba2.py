@@ -22,7 +22,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("mamba2",)
 KINDS = ("linear",)
-TAPS = ("attention",)
 
 _PRESET = {"model_type": "mamba2", "vocab_size": 50288, "n_groups": 1, "tie_word_embeddings": True}
 PRESETS = {

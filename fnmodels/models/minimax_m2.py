@@ -22,7 +22,6 @@ from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, layer_
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, rms_norm, split_heads
 from fnmodels.ops.linear import linear
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -30,7 +29,6 @@ MODEL_TYPES = ("minimax_m2",)
 KINDS = ("full_moe",)
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
 # Fields of the published files that transformers ignores, with the values that mean this model.
 _EXPECTED = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}

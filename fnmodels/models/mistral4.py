@@ -26,7 +26,6 @@ from fnmodels.models.common.rope_config import parse_rope, rope_to_hf, rope_valu
 from fnmodels.models.common.spec import decoder_leaves, latent_attention_leaves, layer_leaves
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -34,7 +33,6 @@ MODEL_TYPES = ("mistral4",)
 KINDS = ("full_moe", "full")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +134,6 @@ def block(
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if kind == "full":
-        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(softmax_top_k, **mixture.grouped_choice(config))
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

@@ -14,7 +14,6 @@ from fnmodels.models.common.moe import block_sparse_names, check_experts, expert
 from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv, rms_norm
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -22,7 +21,6 @@ MODEL_TYPES = ("mixtral",)
 KINDS = ("full_moe", "sliding_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,11 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds  # noqa: F401
 from fnmodels.models.common.spec import bias, decoder_leaves, norm, plain_mlp_leaves, usual_attention
-from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out, project_qkv, upcast
+from fnmodels.ops import Rope, apply_rotary, layer_norm, plain_mlp, project_out, project_qkv
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("nemotron",)
-TAPS = ("attention", "middle", "mlp")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _norm_leaves(name: str, size: int) -> Tree:
 
 def _norm(owner: Tree, name: str, x: Tensor, config: Config) -> Tensor:
     """LayerNorm of x [..., D] by 1 + weight, in fp32. transformers adds the 1 in the weight's own dtype."""
-    return layer_norm(x, 1 + upcast(owner[name]), owner[f"{name}_bias"], eps=config.norm_eps)
+    return layer_norm(x, owner[name], owner[f"{name}_bias"], eps=config.norm_eps, zero_centered=True)
 
 
 @with_context
@@ -90,7 +89,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = _norm(layer, "post_attention_layernorm", x, config)
-    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

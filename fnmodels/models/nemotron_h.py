@@ -33,7 +33,6 @@ from fnmodels.ops import (
     upcast,
 )
 from fnmodels.ops.linear import linear
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -41,7 +40,6 @@ MODEL_TYPES = ("nemotron_h",)
 KINDS = ("linear", "full", "mlp", "mlp_moe")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-TAPS = ("attention", "mlp", *MOE_TAPS)
 LEFTOVERS = (r"mtp\..*",)  # the layers that predict further tokens, which transformers does not read either
 
 _LISTS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
@@ -232,7 +230,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
         return x + ctx.tap("attention", project_out(layer["attention"], mixed))
     if kind == "mlp":
-        return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=act))
+        return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=act, tap=ctx.tap))
     choice = mixture.grouped_choice(config)
     route = functools.partial(sigmoid_top_k, bias=layer["mlp"]["selection_bias"], **choice)
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=ACTIVATIONS[act], dtypes=ROUTER))

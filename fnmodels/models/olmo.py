@@ -21,7 +21,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("olmo2", "olmo3")
 KINDS = ("full", "sliding")
-TAPS = ("attention", "middle", "mlp")
 
 
 @dataclass(frozen=True)

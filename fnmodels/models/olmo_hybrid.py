@@ -23,7 +23,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("olmo_hybrid",)
 KINDS = ("linear", "full", "full_nope")
-TAPS = ("attention", "middle", "mlp")
 _GATED_NORM_EPS = 1e-5  # whatever eps the config sets for the others
 # transformers 5.23 saves full layers' first norm under the name of linear layers' second.
 RESAVED = {r"(model\.layers\.\d+)\.feedforward_layer_norm\.weight": r"\1.post_attention_layernorm.weight"}
@@ -141,4 +140,4 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = delta.gated_delta_net(layer["attention"], normed, mask, config, ctx, eps=_GATED_NORM_EPS, strength=strength)
     x = ctx.tap("middle", x + ctx.tap("attention", mixed))
     normed = rms_norm_fp32_weight(x, layer["post_attention_layernorm"], eps=eps)
-    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))

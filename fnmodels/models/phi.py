@@ -19,7 +19,6 @@ from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("phi",)
-TAPS = ("attention", "mlp")
 LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer in older files
 
 # The names on disk that differ from `decoder.hf_names`.
@@ -98,7 +97,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = x + ctx.tap("attention", project_out(weights, mixed))
-    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

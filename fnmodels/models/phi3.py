@@ -22,7 +22,6 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("phi3",)
 KINDS = ("full", "sliding")
-TAPS = ("attention", "middle", "mlp")
 
 
 @dataclass(frozen=True)
@@ -95,4 +94,4 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))

@@ -34,7 +34,6 @@ from fnmodels.models.common.spec import (
 from fnmodels.models.common.storage import Stored, TensorSlice, fuse, renamed
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.ops.qkv import project_out, project_qkv, split_heads
@@ -56,7 +55,6 @@ _ARCHITECTURES = {
 KINDS = ("linear_moe", "full_moe", "linear", "full")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 # The block that predicts further tokens, which transformers does not read either, and the vision tower.
 LEFTOVERS = (r"mtp\..*", r"model\.visual\..*")
 
@@ -279,7 +277,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", mixed))
     normed = rms_norm_zero_centered(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
-        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(softmax_top_k, k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))
 

@@ -29,7 +29,6 @@ from fnmodels.models.common.spec import (
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, rms_norm, split_heads
 from fnmodels.ops.linear import linear
-from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -37,7 +36,6 @@ MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "olmoe")
 KINDS = ("full_moe", "full", "sliding_moe", "sliding")
 ROUTED = True
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="model")
-TAPS = ("attention", "middle", "mlp", *MOE_TAPS)
 # Defaults of absent fields: key/value heads (0: as many as query heads), experts, top-k, width of an expert.
 _DEFAULTS = {"qwen2_moe": (16, 60, 4, 1408), "qwen3_moe": (4, 128, 8, 768), "olmoe": (0, 64, 8, 0)}
 
@@ -167,6 +165,6 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     if not kind.endswith("_moe"):
-        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+        return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
     route = functools.partial(softmax_top_k, k=config.num_experts_per_tok, renormalize=config.norm_topk_prob)
     return x + ctx.tap("mlp", ctx.moe(layer["mlp"], normed, route, act=config.hidden_act, dtypes=ROUTER))

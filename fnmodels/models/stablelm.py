@@ -19,7 +19,6 @@ from fnmodels.ops import Rope, apply_rotary, gated_mlp, layer_norm, project_out,
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("stablelm",)
-TAPS = ("attention", "mlp")
 LEFTOVERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # a buffer in older files
 
 
@@ -97,4 +96,4 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     x = x + ctx.tap("attention", project_out(weights, mixed))
     if not config.use_parallel_residual:
         normed = layer_norm(x, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
-    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))

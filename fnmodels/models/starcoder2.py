@@ -20,7 +20,6 @@ from fnmodels.tree import Tree
 
 MODEL_TYPES = ("starcoder2",)
 KINDS = ("full", "sliding")
-TAPS = ("attention", "middle", "mlp")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = layer_norm(x, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
-    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act))
+    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.options import Tap, untapped
+
 from .invariant import elementwise
 from .linear import linear
 from .norm import upcast
@@ -29,23 +31,32 @@ def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     return elementwise(ACTIVATIONS[activation], gate) * up
 
 
-def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:
-    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); x [..., D]. The biases are optional leaves."""
-    gate = linear(x, layer["gate_proj"], layer.get("gate_bias"))
+def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: Tap = untapped) -> Tensor:
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); x [..., D]. The biases are optional leaves.
+
+    tap: called with "mlp.pre", gate(x), and "mlp.neurons", what `down` reads, both [..., F].
+    """
+    gate = tap("mlp.pre", linear(x, layer["gate_proj"], layer.get("gate_bias")))
     up = linear(x, layer["up_proj"], layer.get("up_bias"))
-    return linear(glu(gate, up, activation=activation), layer["down_proj"], layer.get("down_bias"))
+    neurons = tap("mlp.neurons", glu(gate, up, activation=activation))
+    return linear(neurons, layer["down_proj"], layer.get("down_bias"))
 
 
-def plain_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str) -> Tensor:
-    """down(activation(up(x))), without a gate (arXiv 1706.03762); x [..., D]. The biases are optional leaves."""
-    up = linear(x, layer["up_proj"], layer.get("up_bias"))
-    return linear(elementwise(ACTIVATIONS[activation], up), layer["down_proj"], layer.get("down_bias"))
+def plain_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: Tap = untapped) -> Tensor:
+    """down(activation(up(x))), without a gate (arXiv 1706.03762); x [..., D]. The biases are optional leaves.
+
+    tap: called with "mlp.pre", up(x), and "mlp.neurons", what `down` reads, both [..., F].
+    """
+    up = tap("mlp.pre", linear(x, layer["up_proj"], layer.get("up_bias")))
+    neurons = tap("mlp.neurons", elementwise(ACTIVATIONS[activation], up))
+    return linear(neurons, layer["down_proj"], layer.get("down_bias"))
 
 
-def xielu_mlp(layer: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """down(xielu(up(x))), with the activation's own parameters beside the projections; x [..., D]."""
+def xielu_mlp(layer: Mapping[str, Tensor], x: Tensor, *, tap: Tap = untapped) -> Tensor:
+    """down(xielu(up(x))), with the activation's own parameters beside the projections; x [..., D]. tap: `plain_mlp`."""
     scalars = (layer[f"xielu_{name}"] for name in ("alpha_p", "alpha_n", "beta", "eps"))
-    return linear(xielu(linear(x, layer["up_proj"]), *scalars), layer["down_proj"])
+    up = tap("mlp.pre", linear(x, layer["up_proj"]))
+    return linear(tap("mlp.neurons", xielu(up, *scalars)), layer["down_proj"])
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:

@@ -3,6 +3,9 @@
 All compute in promote(dtype, fp32): bf16 is upcast, fp64 stays fp64. The RMSNorm variants differ only in rounding.
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fnmodels.options import Tap
+
 from .invariant import rows_are_invariant
 from .torch_internals import alone
 
+_WATCHED: ContextVar[tuple[dict[int, str], Tap] | None] = ContextVar("fnmodels_watched_norms", default=None)
 _MIN_ELEMENTS = 1 << 18  # below it the overhead of Python dominates
 
 
@@ -87,11 +93,42 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+@contextmanager
+def watched_norms(weights: Mapping[str, Tensor], tap: Tap) -> Iterator[None]:
+    """A scope in which the norms with these weights call `tap` with NAME, their output, and NAME.scale, fp32 [..., 1].
+
+    The scale is what multiplies x (after its mean is subtracted, in a LayerNorm): 1 / rms. The scope is one call of a
+    block or a head, which enters it itself, so that it holds in recomputation too. NotImplementedError inside
+    torch.compile.
+    """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"The taps of norms ({', '.join(weights)}) are read and edited in eager mode: leave torch.compile out."
+        )
+    before = _WATCHED.set(({id(weight): name for name, weight in weights.items()}, tap))
+    try:
+        yield
+    finally:
+        _WATCHED.reset(before)
+
+
+def _watched(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tap, str] | None:
+    """(x times its scale in fp32 at least, tap, name) of a norm that is watched; None of others."""
+    found = None if torch.compiler.is_compiling() else _WATCHED.get()
+    if found is None or id(weight) not in found[0]:
+        return None
+    name, tap = found[0][id(weight)], found[1]
+    wide = upcast(x)
+    return wide * tap(f"{name}.scale", _scale(wide, eps)), tap, name
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, cast back, then times `weight` in x's dtype (arXiv 1910.07467; Llama).
 
     x [..., D]; weight [D], or None to apply none.
     """
+    if weight is not None and (found := _watched(x, weight, eps)):
+        return found[1](found[2], found[0].to(x.dtype) * weight)
     if x.dtype is torch.float32 or x.dtype is torch.float64:
         return _fused(x, weight, eps)  # without a cast in between, the fused form is the same maths
     normed = _fused(upcast(x), None, eps).to(x.dtype)
@@ -100,18 +137,31 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
 
 def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """`rms_norm` with the weight multiplied in fp32, before the cast back (OLMo 2, gpt-oss)."""
+    if found := _watched(x, weight, eps):
+        return found[1](found[2], (found[0] * upcast(weight)).to(x.dtype))
     return _fused(upcast(x), upcast(weight), eps).to(x.dtype)
 
 
 def rms_norm_zero_centered(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """x / rms(x) * (1 + weight), all in fp32, then cast back (Gemma)."""
+    if found := _watched(x, weight, eps):
+        return found[1](found[2], (found[0] * (1 + upcast(weight))).to(x.dtype))
     return rms_norm_fp32_weight(x, 1 + upcast(weight), eps=eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (arXiv 1607.06450); fp32 inside."""
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, zero_centered: bool = False
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (arXiv 1607.06450); fp32 inside.
+
+    zero_centered: multiplies by 1 + weight instead.
+    """
     w, b = (None if p is None else upcast(p) for p in (weight, bias))
+    w = 1 + w if zero_centered and w is not None else w
     # Not F.layer_norm: in torch 2.13 reverse over forward mode through it silently gives wrong values.
     wide = upcast(x)
-    normed = _fused(wide - wide.mean(-1, keepdim=True), w, eps)
+    centered = wide - wide.mean(-1, keepdim=True)
+    if (found := _watched(centered, weight, eps)) and w is not None:
+        return found[1](found[2], (found[0] * w if b is None else found[0] * w + b).to(x.dtype))
+    normed = _fused(centered, w, eps)
     return (normed if b is None else normed + b).to(x.dtype)

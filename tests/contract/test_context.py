@@ -11,13 +11,10 @@ import fnmodels
 import train
 import train.losses.model_loss
 import train.remat
-from fnmodels.models.common.context import ATTENTION_TAPS
+from fnmodels.models.common.context import STATE_TAP
 from fnmodels.models.common.registry import may_have
-from fnmodels.ops.moe.layer import MOE_TAPS
 from tests.support.cases import (
     Case,
-    attending,
-    attending_layers,
     batch_of,
     beside,
     cases,
@@ -48,22 +45,18 @@ def scaled(strength: Tensor, *names: str) -> dict[str, Any]:
 
 
 def names_of(case: Case) -> tuple[str, ...]:
-    """The taps of numbers that a block passes to its context: the family's and those of attention, if it has any."""
-    own = taps_of(case.config)
-    return (
-        *(name for name in own if name not in (*MOE_TAPS, "choices")),
-        *(ATTENTION_TAPS if attending((case,)) else ()),
-    )
+    """The taps of numbers within a layer, except the state that a recurrent layer leaves, which no logits depend on."""
+    without = ("choices", "counts", "expert_indices", STATE_TAP, "input", "output")
+    return tuple(name for name in taps_of(case.config) if name not in without)
 
 
 @every_family
 def test_an_edit_of_every_tap(case: Case) -> None:
     """An edit changes the logits and the recorded tap, knows its layer, and equals the tensor put there; 1 is exact."""
     params, batch = generic_params(case.config), batch_of(case.config, ROWS)
-    first = {name: i for i, parts in reversed(list(enumerate(sublayers(case.config)))) for name in parts}
-    first |= dict.fromkeys(ATTENTION_TAPS, (attending_layers(case.config) or [0])[0])
-    for name in (*names_of(case), "input", "output"):
-        tap = f"layers.{first.get(name, 0)}.{name}"
+    first = {name.split(".", 2)[-1]: name for name in reversed(fnmodels.tap_names(case.config))}
+    for name in (*names_of(case), "input", "output", "embed", "hidden"):
+        tap = first[name]
         run = functools.partial(batch.forward, params, taps=(tap,))
         plain, tapped = run()
         still, _ = run(edits={tap: functools.partial(scale, by=torch.ones(()))})
@@ -132,7 +125,7 @@ def test_edits_compile_once_for_all_strengths() -> None:
     layers = len(fnmodels.family_of(LLAMA.config).kinds(LLAMA.config))
     _, tapped = batch.forward(params, taps=("layers.*.mlp",))
     forms: tuple[tuple[Any, int], ...] = (
-        (lambda strength: scaled(torch.tensor(strength), "mlp", "q"), 1),
+        (lambda strength: scaled(torch.tensor(strength), "mlp", "attention.q"), 1),
         (lambda strength: {name: value * strength for name, value in tapped.items()}, 1),
         (lambda strength: {"layers.*.mlp": by_layer}, layers),
     )
@@ -154,7 +147,10 @@ def test_edits_reach_every_function_that_runs_layers() -> None:
     config, params, batch = LLAMA.config, generic_params(LLAMA.config), batch_of(LLAMA.config, ROWS)
     prepared, layers = batch.prepared(), len(fnmodels.family_of(config).kinds(config))
     strength = torch.tensor(1.5, requires_grad=True)
-    edits = {"embed": functools.partial(scale, by=torch.tensor(0.5)), **scaled(strength, "mlp", "v", "output")}
+    edits = {
+        "embed": functools.partial(scale, by=torch.tensor(0.5)),
+        **scaled(strength, "mlp", "attention.v", "output"),
+    }
     end = {"hidden": functools.partial(scale, by=torch.tensor(2.0))}
     want = batch.forward(params, edits=edits, kernel="math")
     states = fnmodels.hidden(params, *prepared, config=config, edits=edits, kernel="math")
@@ -194,7 +190,7 @@ def test_edits_reach_every_function_that_runs_layers() -> None:
     [
         (
             {"layers.0.nothing": lambda value, name: value},
-            "Nothing passes the edit 'layers.0.nothing'; there are embed",
+            "Nothing passes the edit 'layers.0.nothing'. There are embed",
         ),
         ({"layers.*.nothing": lambda value, name: value}, r"Nothing passes the edit 'layers\.\*\.nothing'"),
         ({"layers.9.mlp": lambda value, name: value}, "'layers.9.mlp' is of a layer that does not run here: these are"),

@@ -23,10 +23,9 @@ import fnmodels
 import params as P
 import train
 from fnmodels import testing, tree
-from fnmodels.models.common.registry import own_choices, source_kind
-from fnmodels.ops.moe.layer import MOE_TAPS
+from fnmodels.models.common.context import PATTERN_TAPS
+from fnmodels.models.common.registry import source_kind
 from tests.support.cases import (
-    SUBLAYERS,
     Batch,
     Case,
     attending_layers,
@@ -347,18 +346,17 @@ def test_taps_are_outputs(case: Case, kernel: str) -> None:
     """Taps change no bit of the logits, are named in the result, and carry gradients."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
     layers = len(family.kinds(case.config))
-    names = ("input", "output", *taps_of(case.config))
-    wanted = ("embed", "hidden", *(f"layers.*.{name}" for name in names))
-    logits, tapped = batch.forward(weights, kernel=kernel, taps=wanted)
+    there = {name for name in fnmodels.tap_names(case.config) if "norm" not in name}
+    there = there if kernel == "math" else {name for name in there if not name.endswith((".scores", ".pattern"))}
+    names = [name for name in taps_of(case.config) if kernel == "math" or name not in PATTERN_TAPS]
+    logits, tapped = batch.forward(
+        weights, kernel=kernel, taps=("embed", "hidden", *(f"layers.*.{name}" for name in names))
+    )
     assert torch.equal(logits, batch.forward(weights, kernel=kernel))
-    sparse = sparse_layers(case.config)
-    parts = sublayers(case.config)
-    lacking = [set(SUBLAYERS) - set(own) | (set() if i in sparse else set(MOE_TAPS)) for i, own in enumerate(parts)]
-    there = {f"layers.{i}.{name}" for i in range(layers) for name in names if name not in lacking[i]}
-    there -= {f"layers.{i}.choices" for i in set(range(layers)) - set(own_choices(family.kinds(case.config)))}
-    assert tapped.keys() == {"embed", "hidden"} | there
+    assert tapped.keys() == there
+    sparse, parts = sparse_layers(case.config), sublayers(case.config)
     if dense := sorted(set(range(layers)) - set(sparse)) if sparse else []:
-        with pytest.raises(ValueError, match=f"layer {dense[0]} is none"):
+        with pytest.raises(ValueError, match=f"unknown in layer {dense[0]}"):
             batch.forward(weights, taps=(f"layers.{dense[0]}.counts",))
     assert torch.equal(tapped["embed"], tapped["layers.0.input"])
     assert torch.equal(tapped["hidden"], tapped[f"layers.{layers - 1}.output"])

@@ -158,11 +158,6 @@ def test_mistakes_are_answered_by_a_sentence() -> None:
         ("block", lambda config, folder: fnmodels.prepare(config, TOKENS), "mine, .*, has no 'block'"),
         ("freqs_cis", lambda config, folder: fnmodels.prepare(config, TOKENS), "mine, .*, has no 'freqs_cis'"),
         ("hf_names", lambda config, folder: P.save_pretrained(folder, config, generic_params(CONFIG)), "'hf_names'"),
-        (
-            "TAPS",
-            lambda config, folder: taps_of(config),
-            "The tap 'layers.0.mlp' is unknown; there are .*input, output",
-        ),
     ],
 )
 def test_what_a_family_of_your_own_lacks_is_named(
@@ -196,12 +191,6 @@ def bare_config(monkeypatch: pytest.MonkeyPatch, without: str = "") -> Any:
     names = [name for name in CONFIG.__dataclass_fields__ if name != without]
     mine.Config = dataclasses.make_dataclass("Config", names, frozen=True, namespace={"__module__": "mine"})
     return mine.Config(**{name: getattr(CONFIG, name) for name in names})
-
-
-def taps_of(config: Any) -> Any:
-    return fnmodels.forward(
-        generic_params(CONFIG), *fnmodels.prepare(config, TOKENS), config=config, taps=("layers.0.mlp",)
-    )
 
 
 def test_a_checkpoint_read_by_a_family_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

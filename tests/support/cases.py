@@ -116,9 +116,9 @@ def causal(case: Case) -> bool:
 
 
 def taps_of(config: Any) -> tuple[str, ...]:
-    """The family's TAPS without one of Gemma 4 that only some of its models have."""
-    without = () if field_of(config, "hidden_size_per_layer_input") else ("per_layer",)
-    return tuple(name for name in may_have(fnmodels.family_of(config), "TAPS") if name not in without)
+    """The names of taps within layers, without those of norms, in the order of the first layer that passes each."""
+    names = (name.split(".", 2)[2] for name in fnmodels.tap_names(config) if name.startswith("layers."))
+    return tuple(name for name in dict.fromkeys(names) if "norm" not in name)
 
 
 def layer_inputs_of(config: Any, params: Any, inputs: Any) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ and the new entry leaves as aux["cache"]. As arguments of the call they cause no
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,11 +43,14 @@ from fnmodels.ops.moe.experts import choose_experts
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.layer import KEPT, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
+from fnmodels.ops.norm import watched_norms
 from fnmodels.ops.slots import Entry, SlotUse, extended
 from fnmodels.options import Block, ForwardOptions
-from fnmodels.tree import Tree
+from fnmodels.tree import Tree, flatten
 
-ATTENTION_TAPS = ("q", "k", "v", "z")  # inputs and output of `attend`, [B, S, heads, H]
+ATTENTION_TAPS = tuple(f"attention.{name}" for name in "qkvz")  # inputs and output of `attend`, [B, S, heads, H]
+STATE_TAP = "attention.state"  # of a recurrent layer, after each row's last token
+PATTERN_TAPS = ("attention.scores", "attention.pattern")  # [B, N, Q, K], where attention is written out
 
 
 class Context:
@@ -72,6 +76,19 @@ class Context:
             self.aux[name] = value
         return value
 
+    def wants(self, name: str) -> bool:
+        """Whether a tap or an edit is of this name."""
+        return name in self.taps or name in self.edits
+
+    def norms(self, layer: Tree) -> AbstractContextManager[None]:
+        """A scope in which the layer's norms show their outputs and scales, for taps such as "input_layernorm.scale".
+
+        Nothing where no name of a norm is wanted.
+        """
+        wanted = {name.removesuffix(".scale") for name in (*self.taps, *self.edits) if "norm" in name}
+        found = {name: leaf for name, leaf in flatten(layer).items() if name in wanted} if wanted else {}
+        return watched_norms(found, self.tap) if found else nullcontext()
+
     def attend(
         self,
         q: Tensor,
@@ -89,13 +106,13 @@ class Context:
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
         lend: later layers may read these keys and values, see `attend_borrowed`.
         """
-        q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
+        q, k, v = (self.tap(name, t) for name, t in zip(ATTENTION_TAPS[:3], (q, k, v), strict=True))
         if "cache" in self.tensors:
             read = self._extend({"k": k, "v": v})
             k, v = read["k"], read["v"]
         if lend:
             self.aux["kv"] = {"k": k, "v": v}
-        return self.tap("z", self._attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks))
+        return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks))
 
     def attend_borrowed(self, q: Tensor, mask: MaskLike, *, scale: float) -> Tensor:
         """Attention of q [B, Q, N, H] over keys and values of an earlier layer, cached ones included: [B, Q, N, Hv].
@@ -103,8 +120,9 @@ class Context:
         That is the last layer of the kind `registry.source_kind(kind)`, whose block calls `attend` with lend=True. The
         layer that borrows has no entry in a cache.
         """
-        k, v = (self.tap(name, self.tensors["kv"][name]) for name in "kv")
-        return self.tap("z", self._attention(self.tap("q", q), k, v, mask, scale=scale))
+        q, lent = self.tap("attention.q", q), self.tensors["kv"]
+        k, v = (self.tap(f"attention.{name}", lent[name]) for name in "kv")
+        return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
 
     def layer_input(self) -> Tensor:
         """This layer's part of what the family's `layer_inputs` returns: [B, S, P]."""
@@ -138,12 +156,12 @@ class Context:
         read = self._extend({"latent": latent, "rope": rope})
         latent, rope = read["latent"], read["rope"]
         absorbs = pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], widths=widths)
-        if absorbs and not self.options.invariant and not {*self.taps, *self.edits} & set(ATTENTION_TAPS):
+        if absorbs and not self.options.invariant and not any(map(self.wants, ATTENTION_TAPS)):
             q, k, v, out = absorbed(weights, q, latent, rope, widths=widths)
             return out(self._attention(q, k, v, mask, scale=scale))
         k, v = expanded(weights, latent, rope, widths=widths)
-        q, k, v = self.tap("q", q), self.tap("k", k), self.tap("v", v)
-        return self.tap("z", self._attention(q, k, v, mask, scale=scale))
+        q, k, v = (self.tap(name, t) for name, t in zip(ATTENTION_TAPS[:3], (q, k, v), strict=True))
+        return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
 
     def choose(
         self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer
@@ -169,7 +187,7 @@ class Context:
             k = index_keys(own, x, freqs, indexer)
             k = self._extend({"index": k})["index"] if cached else k
         if everything:
-            if own is not None and "choices" in self.taps:
+            if own is not None and self.wants("choices"):
                 self.aux["choices"] = all_visible(keys_of(mask)).expand(x.shape[0], -1, -1)
             # A kernel of context parallelism, whose ranks would each choose among their own keys, refuses dense masks.
             return to_dense(mask) if callable(kernel) else mask
@@ -202,15 +220,23 @@ class Context:
         sinks: Tensor | None = None,
     ) -> Tensor:
         kernel, layout = self.options.kernel, self.options.layout
-        return attention(q, k, v, mask, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
+        tap = self.tap if any(map(self.wants, PATTERN_TAPS)) else None
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout, "tap": tap}
+        return attention(q, k, v, mask, kernel=kernel, **how)
 
     def state(self) -> Entry | None:
         """The cached entry that a recurrent layer continues from; None: every row starts here, from zeros."""
         return self.tensors.get("cache")
 
     def keep(self, **entry: Tensor) -> None:
-        """The entry from which the next tokens of the rows continue; dropped where the call has no cache."""
-        if "cache" in self.tensors:
+        """The entry from which the next tokens of the rows continue; dropped where the call has no cache.
+
+        Its state is the tap "attention.state", which is edited only where a cache keeps it.
+        """
+        cached = "cache" in self.tensors
+        if "state" in entry and (cached or (self.wants(STATE_TAP) and STATE_TAP not in self.edits)):
+            entry["state"] = self.tap(STATE_TAP, entry["state"])
+        if cached:
             self._put(entry)
 
     def _extend(self, new: Entry) -> Entry:
@@ -280,7 +306,7 @@ def with_context(block: Callable[..., Tensor]) -> Block:
         ctx = (options.context or Context)(options, taps, tensors)
         ctx.edits = {edit.tap: edit for edit in edits}
         ctx.use = use or ctx.use  # not a default argument of class SlotUse: torch.compile cannot read those
-        with invariant_rows(options.invariant):
+        with invariant_rows(options.invariant), ctx.norms(layer):
             x = block(layer, x, mask, freqs, config=config, kind=kind, ctx=ctx)
         return x, ctx.aux
 

@@ -34,5 +34,5 @@ def post_norm_layer(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: An
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     attended = rms_norm_fp32_weight(project_out(weights, mixed), layer["post_attention_layernorm"], eps=eps)
     x = ctx.tap("middle", x + ctx.tap("attention", attended))
-    fed = gated_mlp(layer["mlp"], x, activation=config.hidden_act)
+    fed = gated_mlp(layer["mlp"], x, activation=config.hidden_act, tap=ctx.tap)
     return x + ctx.tap("mlp", rms_norm_fp32_weight(fed, layer["post_feedforward_layernorm"], eps=eps))

@@ -142,7 +142,6 @@ _NEEDED = ("block", "spec", "kinds", "attention_masks", "freqs_cis", "embed", "u
 FAMILY_DEFAULTS: dict[str, Any] = {
     "MODEL_TYPES": (),  # the model types of config.json that it reads
     "KINDS": ("full",),  # the kinds of its layers, the default first
-    "TAPS": (),  # the names that its block passes to `ctx.tap`
     "PRESETS": {},  # {name: config.json} of published models, for `fnmodels.preset`
     "ROUTED": False,  # whether kinds that end in "_moe" are MoE layers
     "ROUTER": None,  # the dtypes of its router

@@ -5,6 +5,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fnmodels.ops.norm import upcast
+from fnmodels.options import Tap
 
 
 def math_attention(
@@ -16,9 +17,12 @@ def math_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tap: Tap | None = None,
 ) -> Tensor:
     """Shapes as in `ops.attention.select`; allowed: bool [B or 1, N or 1, Q, K].
 
+    tap: called with "attention.scores" (scaled and soft-capped, before the mask, which thus holds for edited scores
+    too) and "attention.pattern" (the weights of the values), both [B, N, Q, K] in fp32 at least.
     Masked keys have weight 0, and 0 times NaN is NaN: the caller must zero values that may not be finite.
     """
     groups, repeats = k.shape[-2], q.shape[-2] // k.shape[-2]
@@ -30,6 +34,7 @@ def math_attention(
     scores = upcast(rearrange(q @ k.mT, "b g (r q) k -> b g r q k", r=repeats)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    scores = scores if tap is None else _tapped(tap, "attention.scores", scores)
     per_head = allowed.shape[1] > 1
     allowed = rearrange(allowed, "b (g r) q k -> b g r q k", g=groups) if per_head else allowed[:, :, None]
     scores = scores.masked_fill(~allowed, -torch.inf)
@@ -44,5 +49,11 @@ def math_attention(
     if sinks is not None:
         total = total + torch.exp(sinks - top)
     weights = weights / total.masked_fill(total == 0, 1)
+    weights = weights if tap is None else _tapped(tap, "attention.pattern", weights)
     out = rearrange(weights.to(v.dtype), "b g r q k -> b g (r q) k") @ v
     return rearrange(out, "b g (r q) h -> b q (g r) h", r=repeats)
+
+
+def _tapped(tap: Tap, name: str, scores: Tensor) -> Tensor:
+    """What `tap` makes of [B, G, N / G, Q, K], which it sees as [B, N, Q, K]."""
+    return tap(name, scores.flatten(1, 2)).unflatten(1, scores.shape[1:3])

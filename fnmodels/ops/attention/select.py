@@ -29,7 +29,7 @@ from fnmodels.inputs.rules import Causal, Everything, Rule, simplify
 from fnmodels.inputs.values import has_values, unwrapped
 from fnmodels.ops.autograd_guard import first_order
 from fnmodels.ops.torch_internals import undisturbed
-from fnmodels.options import Kernel
+from fnmodels.options import Kernel, Tap
 
 from .block_sparse import Plan, blocks_attention, plan_blocks
 from .flex import flex_attention
@@ -60,15 +60,22 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     layout: Layout | None = None,
+    tap: Tap | None = None,
 ) -> Tensor:
     """softmax(scale q k^T, masked) v.
 
     mask: `Mask`, BlockMask, bool [B or 1, N or 1, Q, K] with True where a query may attend, or the result of
     `materialize`. softcap c replaces scores s by c tanh(s / c) before the mask. sinks [N]: an extra logit per head that
     takes probability but has no value (gpt-oss). layout: `fnmodels.layout(masks)`. kernel: see KERNELS and `Kernel`.
+    tap: shows scores and weights, see `math_attention`; for kernel="math" only.
     ValueError for a mask or option that the kernel does not support, NotImplementedError for a transform that it does
     not support; both name a kernel that does.
     """
+    if tap is not None and kernel != "math":
+        raise ValueError(
+            f"attention.scores and attention.pattern exist where attention is written out, and kernel={kernel!r} does "
+            'not: take kernel="math".'
+        )
     if callable(kernel):
         return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout)
     if kernel == "auto":
@@ -77,7 +84,7 @@ def attention(
     form = materialize(mask, kernel, layout)
     _check_shapes(q, k, v, form if isinstance(form, Plan | Tiles) else mask)
     if kernel == "math":
-        return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks)
+        return math_attention(q, k, v, form, scale=scale, softcap=softcap, sinks=sinks, tap=tap)
     if kernel == "varlen":
         return _varlen(q, k, v, mask, layout, scale, softcap, sinks)
     q, k, v = first_order(kernel, q, k, v, vmap=kernel != "flex")

@@ -14,7 +14,7 @@ from fnmodels.ops.invariant import elementwise
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import upcast
 from fnmodels.ops.torch_internals import alone
-from fnmodels.options import Experts
+from fnmodels.options import Experts, Tap, untapped
 from fnmodels.tree import Tree
 
 from .experts import choose_experts
@@ -23,7 +23,7 @@ from .router import RouterDtypes
 
 # What a sparse block always returns, and its further taps.
 KEPT = ("counts", "router_logits")
-MOE_TAPS = (*KEPT, "expert_indices", "expert_weights")
+MOE_TAPS = (*KEPT, "expert_indices", "expert_weights", "experts", "shared_expert")
 
 Route = Callable[..., tuple[Tensor, Tensor]]
 
@@ -40,7 +40,7 @@ def moe(
     experts: str | Experts = "auto",
     act: Act,
     dtypes: RouterDtypes = _UNCAST,
-    tap: Callable[[str, Tensor], Tensor] = lambda name, value: value,
+    tap: Tap = untapped,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 

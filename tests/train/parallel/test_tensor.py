@@ -395,8 +395,8 @@ def test_unsupported_placements_raise(name: str, axes: dict[str, str], sequence:
 def test_taps_of_single_heads_are_refused() -> None:
     """q, k, v and z of one process are of its heads only."""
     wrapper = TensorParallel(Region(None, 0, 2, False), {}, frozenset({"heads"}))
-    with pytest.raises(ValueError, match="The taps q, z are of single heads"):
-        wrapper.layer_fn(functools.partial(fnmodels.llama.block, taps=("mlp", "q", "z")))
+    with pytest.raises(ValueError, match=r"The taps attention\.q, mlp\.pre are of single heads"):
+        wrapper.layer_fn(functools.partial(fnmodels.llama.block, taps=("mlp", "attention.q", "mlp.pre")))
 
 
 def test_a_cache_of_sharded_states_is_refused() -> None:

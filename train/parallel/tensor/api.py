@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import Cache, family_of, tree
-from fnmodels.models.common.context import ATTENTION_TAPS
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
@@ -68,10 +67,11 @@ class TensorParallel:
         if not isinstance(block, functools.partial) or block.args:
             raise TypeError("Tensor parallelism wraps the family's own block: apply other wrappers after it.")
         bound = block.keywords
-        within = set(ATTENTION_TAPS) & {*bound.get("taps", ()), *(edit.tap for edit in bound.get("edits", ()))}
-        if within and "heads" in self.sharded:
+        names = {*bound.get("taps", ()), *(edit.tap for edit in bound.get("edits", ()))}
+        within = sorted(name for name in names if name.startswith(("attention.", "mlp.")))
+        if within and self.sharded & {"heads", "linear_heads", "mlp"}:
             raise ValueError(
-                f"The taps {', '.join(sorted(within))} are of single heads, of which each process has some; ask for "
+                f"The taps {', '.join(within)} are of single heads or neurons, of which each process has some; ask for "
                 "them, and edit them, without tensor parallelism."
             )
         # The first kind with these uses, so that kinds which differ in data alone share a graph.

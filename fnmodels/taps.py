@@ -1,0 +1,107 @@
+"""`tap_names`: what can be read and edited in a model, with shapes, found by running its blocks on the meta device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.models.common.context import Context
+from fnmodels.models.common.registry import DecoderConfig, family_of, field_of, may_have, source_kind
+from fnmodels.ops.moe.layer import KEPT
+from fnmodels.ops.norm import watched_norms
+from fnmodels.options import ForwardOptions
+from fnmodels.tree import Tree, flatten
+from fnmodels.tree import map as map_tree
+
+ENDS = ("embed", "hidden")  # taps outside of layers, of `fnmodels.hidden`
+FINAL = ("final.norm", "final.norm.scale")  # those of `fnmodels.forward`, `prefill` and `decode`
+AROUND = ("input", "output")  # taps of a layer outside of its block
+_SIZES = ((2, 3), (5, 7))  # of batch and sequence: a dimension that differs between them is one of these
+
+
+def tap_names(config: DecoderConfig) -> dict[str, str]:
+    """{name: shape} of every tap of a model, in the order of the computation; "[B, S, 4, 16]" has 4 heads of 16.
+
+    All can be read by `taps` and edited by `edits`, but "counts", which is only read. attention.scores and
+    attention.pattern need kernel="math"; the names of norms, such as "input_layernorm" (the output) and
+    "input_layernorm.scale" (what multiplies x before the weight), eager mode.
+    """
+    found = {"embed": f"[B, S, {config.hidden_size}]"}
+    hashable: Any = config
+    for index, names in enumerate(_names_of_layers(hashable)):
+        found |= {f"layers.{index}.{name}": shape for name, shape in names.items()}
+    ends = {"hidden": config.hidden_size, "final.norm.scale": 1, "final.norm": config.hidden_size}
+    return found | {name: f"[B, S, {width}]" for name, width in ends.items()}
+
+
+@functools.cache
+def _names_of_layers(config: Any) -> tuple[dict[str, str], ...]:
+    """{tap: shape} of each layer."""
+    small, large = (_shapes_of_layers(config, *size) for size in _SIZES)
+    letters = dict(zip(zip(*_SIZES, strict=True), "BS", strict=True))
+    both = zip(small, large, strict=True)
+    return tuple({name: _lettered(shape, b[name], letters) for name, shape in a.items()} for a, b in both)
+
+
+def _lettered(one: torch.Size, two: torch.Size, letters: Mapping[tuple[int, int], str]) -> str:
+    sizes = (letters.get(pair, str(pair[0])) for pair in zip(one, two, strict=True))
+    return f"[{', '.join(sizes)}]"
+
+
+class _Recorder(Context):
+    """Puts the shape of every tap into `shapes`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.shapes: dict[str, torch.Size] = self.tensors["shapes"]
+
+    def wants(self, name: str) -> bool:
+        return True
+
+    def norms(self, layer: Tree) -> AbstractContextManager[None]:
+        """All of the layer's norms."""
+        names = {name: leaf for name, leaf in flatten(layer).items() if "norm" in name and not name.endswith("_bias")}
+        return watched_norms(names, self.tap)
+
+    def tap(self, name: str, value: Tensor) -> Tensor:
+        self.shapes[name] = value.shape
+        return value
+
+
+def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[dict[str, torch.Size], ...]:
+    family: Any = family_of(config)
+    positions = torch.arange(tokens, device="meta").expand(batch, tokens)
+    masks = family.attention_masks(config, positions, torch.ones_like(positions))
+    tables = family.freqs_cis(config, positions, length=tokens)
+    options = ForwardOptions("math", context=_Recorder)
+    x = torch.empty(batch, tokens, config.hidden_size, device="meta")
+    width = field_of(config, "hidden_size_per_layer_input")
+    seen: dict[Any, dict[str, torch.Size]] = {}
+    lent: dict[str, Any] = {}
+    found = []
+    for kind, layer in zip(family.kinds(config), family.spec(config)["layers"], strict=True):
+        key = kind, tuple((path, leaf.shape) for path, leaf in flatten(layer).items())
+        if key not in seen:
+            weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), layer)
+            more: dict[str, Any] = (
+                {"valid": torch.ones_like(positions, dtype=torch.bool)} if _routed(family, kind) else {}
+            )
+            more |= {"layer_input": torch.empty(batch, tokens, width, device="meta")} if width else {}
+            more |= {"kv": lent[source]} if (source := source_kind(kind)) else {}
+            shapes: dict[str, torch.Size] = {"input": x.shape}
+            how: dict[str, Any] = {"config": config, "kind": kind, "options": options, "shapes": shapes}
+            _, aux = family.block(weights, x, masks[kind], tables[kind], **how, **more)
+            shapes |= {name: aux[name].shape for name in (*KEPT, "choices") if name in aux}
+            seen[key] = shapes | {"output": x.shape}
+            lent[kind] = aux.get("kv")
+        found.append(seen[key])
+    return tuple(found)
+
+
+def _routed(family: Any, kind: str) -> bool:
+    return may_have(family, "ROUTED") and kind.endswith("_moe")
