@@ -17,6 +17,7 @@ LONGER = {
     "fnmodels.apply.run_layers",
     "fnmodels.models.common.context.run",  # a family's block, as `with_context` makes it
     "fnmodels.ops.attention.select.attention",
+    "fnmodels.ops.moe.layer.moe",
     "fnmodels.ops.recurrent.delta_rule.delta_rule",
     "fnmodels.ops.recurrent.ssd.ssd",
     "params.checkpoint.load.load_pretrained",
