@@ -1,5 +1,6 @@
 """`init_cache`: an empty cache, whose shapes are those that the family's blocks keep."""
 
+import functools
 import math
 from typing import Any, cast
 
@@ -119,6 +120,7 @@ class _Recorder(Context):
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # without batch and slots; dtype; whether it has slots
 
 
+@functools.lru_cache(maxsize=64)  # continuous batching makes a cache for every admission
 def _entries(config: Any, dtype: torch.dtype) -> tuple[dict[str, Shape], ...]:
     """The tensors of each layer's entry, by running the block on the meta device, once for equal layers."""
     family = family_of(config)

@@ -147,3 +147,11 @@ def test_generate(forks: Forks) -> None:
     out = _said(forks.run(_command("generate.py", "--quick"), ENVIRONMENT | THRESHOLDS))
     for who in ("fnmodels packed, invariant", "fnmodels int8", "fnmodels int4", "transformers static"):
         assert out.count(f"| {who} |") == 2 + 2 * who.startswith("transformers"), out
+
+
+@pytest.mark.slow
+def test_serve_and_grpo(forks: Forks) -> None:
+    out = _said(forks.run(_command("serve.py", "--quick"), ENVIRONMENT | THRESHOLDS))
+    assert out.count("| 1.000 |\n") == 5 and "\n| 1 | 8 | " in out, out
+    out = _said(forks.run(_command("grpo.py", "--quick"), ENVIRONMENT | THRESHOLDS))
+    assert "the rewards differ by 0.0000 at most" in out, out
