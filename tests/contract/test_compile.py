@@ -23,6 +23,7 @@ from tests.support.cases import (
     batch_of,
     cases,
     covering,
+    covering_blocks,
     forward,
     generic_params,
     gradients,
@@ -37,8 +38,13 @@ from tests.support.cases import (
 )
 
 BRANCHING = tuple(case for case in cases() if case.name == "llama_longrope_long")  # its table has two branches
-# One stands for all with recurrent mixers, which have one mask: each block is captured by the test of the block.
-GRAPHS = tuple(case for case in covering() if not is_ordered(case) or case.name == "falcon_h1")
+# One stands for all with recurrent mixers, which have one mask: each block is captured by the test of the block. Masks,
+# tables and heads of cohere2 and glm4 are those of others.
+GRAPHS = tuple(
+    case
+    for case in covering()
+    if (not is_ordered(case) or case.name == "falcon_h1") and case.name not in ("cohere2", "glm4")
+)
 pytestmark = pytest.mark.slow
 MIXED, OTHER = segments((-3, 5, 4), (12,), (7, 1, -4)), segments((12,), (2, 9, -1), (-11, 1))
 
@@ -100,18 +106,21 @@ def test_a_plain_layout_is_one_graph(case: Case) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("case", covering(), ids=str)
+@pytest.mark.parametrize("case", covering_blocks(), ids=str)
 def test_one_compilation_of_the_block_for_all_layers_of_a_kind(case: Case) -> None:
     """F10: each kind once, forward and backward, because a block receives its own layer's subtree and no index.
 
-    Each kind has two layers at least: what makes a third one compile anew does so for the second.
+    Each kind has two layers at least: what makes a third one compile anew does so for the second. Kinds that another
+    case compiles run without a compiler.
     """
     config = shortest(case.config, 2)
     counter = CompileCounterWithBackend("eager")
     weights, batch = trainable(generic_params(config)), batch_of(config, MIXED)
-    blocks: dict[str, Any] = {}
+    compiled, blocks = covering_blocks()[case], dict[str, Any]()
 
     def once(block: Any) -> Any:
+        if block.keywords["kind"] not in compiled:
+            return block
         return blocks.setdefault(block.keywords["kind"], torch.compile(block, backend=counter, fullgraph=True))
 
     wanted = summed_loss(batch.forward(weights), batch.labels)
@@ -119,4 +128,4 @@ def test_one_compilation_of_the_block_for_all_layers_of_a_kind(case: Case) -> No
         got = summed_loss(fnmodels.forward(weights, *batch.prepared(), config=config, layer_fn=once), batch.labels)
     assert off(got, wanted) < 1e-5
     assert off(gradients(got, weights), gradients(wanted, weights)) < 1e-4
-    assert 1 <= counter.frame_count <= len(set(fnmodels.family_of(config).kinds(config)))
+    assert 1 <= counter.frame_count <= len(compiled)

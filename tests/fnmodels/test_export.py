@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import fnmodels
 from fnmodels import llama, tree
-from tests.support.cases import Case, batch_of, covering, generic_params, is_routed, richest, segments, shortest
+from tests.support.cases import Case, batch_of, covering_blocks, generic_params, is_routed, richest, segments, shortest
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
 FAMILIES = {case.family: case for case in richest()}
@@ -23,6 +23,13 @@ FAMILIES = {case.family: case for case in richest()}
 SHORT = Case("llama", "short", None, llama.Config(32, 16, 24, 1, 4, 2, head_dim=8, tie_word_embeddings=True))
 _GEMMA = dataclasses.replace(FAMILIES["gemma"].config, num_hidden_layers=1, layer_kinds=("sliding",))
 SOFTCAP = Case("gemma", "softcap", None, _GEMMA)
+# Every second one, for test_compile.py traces the blocks of all, with layers of the kinds that none before it has.
+EXPORTED = [
+    dataclasses.replace(case, config=dataclasses.replace(case.config, num_hidden_layers=len(kinds), layer_kinds=kinds))
+    if len(fnmodels.family_of(case.config).kinds(case.config)) > 1 and hasattr(case.config, "layer_kinds")
+    else case
+    for case, kinds in list(covering_blocks().items())[::2]
+]
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +101,7 @@ def tolerance_of(case: Case) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [FAMILIES[name] for name in ("gemma", "mixtral")], ids=str)
+@pytest.mark.parametrize("case", [SOFTCAP, FAMILIES["mixtral"]], ids=str)
 def test_export_with_parameters_as_input(case: Case) -> None:
     config = shortest(case.config)
     params = generic_params(config)
@@ -108,9 +115,9 @@ def test_export_with_parameters_as_input(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", covering()[::2], ids=str)  # test_compile.py traces the blocks of all
+@pytest.mark.parametrize("case", EXPORTED, ids=str)
 def test_export_with_parameters_as_state(case: Case) -> None:
-    config = choosing(shortest(case.config))
+    config = choosing(case.config)
     params = generic_params(config)
     program = exported(config, AsState(config, params))
     assert len(program.state_dict) == len(tree.leaves(params))

@@ -242,6 +242,23 @@ def covering() -> tuple[Case, ...]:
     return tuple(found)
 
 
+@functools.cache
+def covering_blocks() -> dict[Case, tuple[str, ...]]:
+    """The kinds of layers in `covering` with a mixer, a mask or names of parameters that no kind before them has."""
+    seen, found = set[str](), dict[Case, tuple[str, ...]]()
+    for case in covering():
+        family = fnmodels.family_of(case.config)
+        kinds, flat = family.kinds(case.config), tree.flatten(family.spec(case.config))
+        for kind in dict.fromkeys(kinds):
+            layer = f"layers.{kinds.index(kind)}."
+            parts = {path.removeprefix(layer) for path in flat if path.startswith(layer)}
+            parts.add(re.sub(r"_moe$|\d", "", kind))  # experts are seen by their parameters
+            if parts - seen:
+                found[case] = (*found.get(case, ()), kind)
+            seen |= parts
+    return found
+
+
 def shortest(config: Any, times: int = 1) -> Any:
     """The model's first layers that have all of its kinds, `times` over: for tests that trace each layer."""
     kinds = fnmodels.family_of(config).kinds(config)
