@@ -1,8 +1,6 @@
 """The benchmark scripts run at their smallest settings: nothing else calls them, so nothing else would see them rot."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,10 +59,9 @@ def test_moe(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_logprobs() -> None:
-    """As it is called, for it starts itself again."""
-    command = [sys.executable, *_command("logprobs.py", "--quick")]
-    out = _said(subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True))
+def test_logprobs(output: Output) -> None:
+    """With the restart that sets malloc's thresholds, which others are spared."""
+    out = output("logprobs.py", "--quick")
     assert "\nforward, 256 tokens; largest difference" in out and "\nforward + backward, 128 tokens" in out, out
     assert out.count("(target 0.125), time ") == 2, out
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import importlib
 import json
 import os
@@ -126,6 +127,7 @@ def serve() -> None:
     os.dup2(2, 1)  # output of ranks must not mix with answers
     groups: dict[int, list[Rank]] = {}
     cases()  # imports all families, once and not in each rank
+    gc.freeze()  # a rank that collected them would copy their pages
     with tempfile.TemporaryDirectory() as place, os.fdopen(protocol, "w") as out:
         os.environ[FOLDER] = place
         for number, line in enumerate(sys.stdin):

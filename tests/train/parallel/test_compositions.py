@@ -270,7 +270,7 @@ def test_stages_with_block_masks(ranks: Ranks) -> None:
 
 COMPILED: dict[str, Way] = {
     "fsdp": Way("fsdp=2", options={"remat": "full"}),
-    "tp, sp": Way("tp=2", SP, {"remat": "full"}),
+    "tp, sp": Way("tp=2", SP),
     "cp": Way("cp=2", {"context": "ulysses", "order": None}, layers=1),  # masks are parts of the graph: one kind
     "pp": Way("pp=2", options=FOUR, layers=3),
 }
