@@ -17,41 +17,59 @@ every rank, and `infer` returns the results for these. params are DTensors, with
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from numbers import Real
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 import params as P
 from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
+from train import checkpoint
+from train.checkpoint import sharded
 from train.dist.dtensor import local_tree
-from train.optim.base import Optimizer
+from train.optim.base import Optimizer, remake, trainable_mask
 from train.parallel.agreement import check_same
 from train.parallel.batch_shards import own_parts
 from train.parallel.mesh import Mesh, Parallelism, Strategy, warn_of_group, whole_groups
-from train.parallel.placement import place
+from train.parallel.placement import Placed, place
 from train.parallel.step import batch_check, check_compile, sums_over
-from train.parallel.update import over_processes, sharded_update, update_over
+from train.parallel.update import ShardedUpdate, optimizer_of_shards, over_processes, sharded_update, update_over
 from train.parallel.whole_model import aux_of_stages, fetching
 
 from .gradients import LossFn, Sums, gradient_sums, joined
-from .loss_call import Batch
+from .loss_call import Batch, microbatches
+from .offload import offload
 from .state import State, init_state
 from .step import check_strategy, make_forward_only
-from .update import StepOptions, update
+from .update import StepOptions, check_state, update
+
+KEPT = 8  # functions whose compiled code and mesh schedules are kept, the last used ones
+T = TypeVar("T")
 
 
 class Engine:
-    """config: the model's, for `export`. params are copied. Other arguments: as in `train.make_step`."""
+    """config: the model's, for `export`. Other arguments: as in `train.make_step`.
+
+    optimizer: None for a reference model or teacher, which infers and exports only; params are then used as they are.
+    copy: whether params are copied; False saves the second set, and `optim_step` overwrites the caller's tensors.
+
+    `engine.state`, a `State`, may be read and assigned between updates; so may `engine.optimizer`, by an optimizer with
+    the same state and the same trainable parameters (ValueError otherwise).
+    """
 
     def __init__(
         self,
         config: DecoderConfig,
         params: Tree,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         *,
+        copy: bool = True,
         clip: float | None = None,
         remat: str = "none",
         compile: str = "none",
@@ -61,13 +79,22 @@ class Engine:
     ) -> None:
         self._options = StepOptions(clip=clip, remat=remat, compile=compile, balance_rate=balance_rate)
         check_strategy(mesh, strategy)
-        self.config, self.optimizer, self.mesh, self.strategy = config, optimizer, mesh, strategy
-        self.state: State = init_state(params, optimizer)
-        self._updates: Any = None
+        self.config, self.mesh, self.strategy = config, mesh, strategy
+        self._optimizer = optimizer
+        self._restore: Callable[[], None] | None = None  # while the state is offloaded
+        self.state: State = (
+            State(torch.zeros((), dtype=torch.int64), params, None)
+            if optimizer is None
+            else init_state(params, optimizer, copy=copy)
+        )
+        self._placed: Placed | None = None
+        self._updates: ShardedUpdate | None = None
         if mesh is not None:
             warn_of_group()
-            placed = place(mesh, self.state.params, config, strategy or Strategy(), optimizer.trainable)
-            self._updates = dataclasses.replace(sharded_update(placed, optimizer), whole_aux=None)  # global here
+            trainable = _none_trains if optimizer is None else optimizer.trainable
+            self._placed = place(mesh, self.state.params, config, strategy or Strategy(), trainable)
+            if optimizer is not None:  # aux is made global by forward_backward
+                self._updates = dataclasses.replace(sharded_update(self._placed, optimizer), whole_aux=None)
         self._runs: dict[LossFn, tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]] = {}
         self._infers: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._sums: Sums | None = None  # aux: this rank's, kept only for balance_rate
@@ -76,7 +103,37 @@ class Engine:
     @property
     def params(self) -> Tree:
         """The current parameters; `optim_step` overwrites these tensors."""
+        self._check_here()
         return self.state.params
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        params = local_tree(self.params)
+        check_state(optimizer, local_tree(self.state))
+        ours, given = (trainable_mask(params, one.trainable) for one in (self._trains(), optimizer))
+        if tree.flatten(ours) != tree.flatten(given):
+            raise ValueError("The new optimizer trains other parameters than the engine's: make a new Engine for it.")
+        self._updates = self._updates_by(optimizer)
+        self._optimizer = optimizer
+
+    def _updates_by(self, optimizer: Optimizer) -> ShardedUpdate | None:
+        """The `ShardedUpdate` with another optimizer; None without a mesh."""
+        if self._updates is None:
+            return None
+        return dataclasses.replace(self._updates, optimizer=optimizer_of_shards(self._updates.placed, optimizer))
+
+    def _trains(self) -> Optimizer:
+        if self._optimizer is None:
+            raise RuntimeError("This engine has no optimizer, so it infers and exports only; give it one to train.")
+        return self._optimizer
+
+    def _check_here(self) -> None:
+        if self._restore is not None:
+            raise RuntimeError("The engine's state is offloaded to the host: call engine.onload() first.")
 
     def forward_backward(self, batches: Sequence[Batch], loss_fn: LossFn) -> dict[str, Any]:
         """Add the gradients of a list of microbatches, dicts of [B, S] or [1, T] with any lengths, to those held.
@@ -86,11 +143,13 @@ class Engine:
         loss returns one; the metrics of `optim_step` have the sums over all calls, also of different losses. ValueError
         for an empty list. If the call raises, all gradients since the last update are discarded.
         """
-        if not batches and self.mesh is None:  # over a mesh other ranks may have some: all raise alike
-            raise ValueError("forward_backward needs at least one microbatch.")
-        if loss_fn not in self._runs:
-            self._runs[loss_fn] = self._summing(loss_fn)
-        run, whole_aux = self._runs[loss_fn]
+        self._trains()
+        self._check_here()
+        if self.mesh is None:  # over a mesh other ranks may have some: all raise alike
+            if not batches:
+                raise ValueError("forward_backward needs at least one microbatch.")
+            batches = microbatches(list(batches))
+        run, whole_aux = _kept(self._runs, loss_fn, lambda: self._summing(loss_fn))
         held, held_aux, into = self._sums, self._aux, None
         if held is not None:
             into = dataclasses.replace(held, aux=None)
@@ -99,8 +158,8 @@ class Engine:
         total, count, aux = sums.total, sums.count, sums.aux
         if held is not None:
             total, count = total - held.total, count - held.count
-        if self.mesh is not None:
-            total, count, aux = over_processes(self._updates.placed.devices, total, count, aux)
+        if self._placed is not None:
+            total, count, aux = over_processes(self._placed.devices, total, count, aux)
             if aux is not None and whole_aux is not None:
                 aux = whole_aux(aux)
         mine = None if self._options.balance_rate is None else joined(None if held is None else held.aux, sums.aux)
@@ -109,14 +168,14 @@ class Engine:
 
     def _summing(self, loss_fn: LossFn) -> tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]:
         """(`gradient_sums` or its form over the mesh, the map from a pipeline stage's aux to that of all stages)."""
-        if self.mesh is None:
+        optimizer, mesh, placed = self._trains(), self.mesh, self._placed
+        if mesh is None or placed is None:
             counts = self._options.balance_rate is not None
             options = {"remat": self._options.remat, "compile": self._options.compile}
-            return gradient_sums(loss_fn, self.optimizer, **options, counts=counts), None
+            return gradient_sums(loss_fn, optimizer, **options, counts=counts), None
 
-        mesh, placed = self.mesh, self._updates.placed
         check_compile(Parallelism(mesh, placed.strategy), self._options.compile, self._options.remat)
-        run = sums_over(placed, loss_fn, self.optimizer, self._options)
+        run = sums_over(placed, loss_fn, optimizer, self._options)
 
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
             local = local_tree(params)
@@ -126,20 +185,29 @@ class Engine:
 
         return sums, aux_of_stages(placed) if mesh.pp > 1 else None
 
-    def optim_step(self) -> dict[str, Any]:
+    def optim_step(self, *, divide_by: float | Tensor | None = None, **values: Any) -> dict[str, Any]:
         """One update with the mean over all tokens since the last update; returns the metrics of `make_step`.
 
-        RuntimeError without a `forward_backward` since then.
+        divide_by: what the sums (loss and gradients) are divided by, a number or 0-d tensor above 0, the same on all
+        ranks; None: the count of the losses; 1 for losses that are divided already. values: hyperparameters of this
+        update alone, by the optimizer's own names (lr, betas, eps, weight_decay, ...); a rate that a scheduler outside
+        computes is `lr=`. RuntimeError without a `forward_backward` since the last update; ValueError for a
+        hyperparameter that the optimizer does not have. Gradients stay held if it raises for an argument.
         """
+        optimizer = remake(self._trains(), **values)
+        self._check_here()
+        if divide_by is not None and not (isinstance(divide_by, (Real, Tensor)) and divide_by > 0):
+            raise ValueError(f"divide_by is {divide_by!r}; it must be a number above 0, or None for the count.")
         if self._sums is None:
             raise RuntimeError("optim_step comes after forward_backward: there are no gradients yet.")
+        updates = self._updates_by(optimizer) if values else self._updates
         sums, aux = self._sums, self._aux
         self.zero_grad()
-        if self.mesh is None:
-            clip, rate = self._options.clip, self._options.balance_rate
-            self.state, metrics = update(self.optimizer, self.state, sums, clip=clip, balance_rate=rate)
+        if updates is None:
+            options: dict[str, Any] = {"clip": self._options.clip, "balance_rate": self._options.balance_rate}
+            self.state, metrics = update(optimizer, self.state, sums, divide_by=divide_by, **options)
         else:
-            self.state, metrics = update_over(self._updates, self.state, sums, self._options)
+            self.state, metrics = update_over(updates, self.state, sums, self._options, divide_by)
         return metrics if aux is None else metrics | {"aux": aux}
 
     def zero_grad(self) -> None:
@@ -150,27 +218,89 @@ class Engine:
         """[function(params, batch)] without gradients: log-probabilities, a loss, logits; see `make_forward_only`.
 
         Over a mesh or with compilation pass the same function object each time, because the prepared call is cached per
-        function.
+        function, for the last 8 functions.
         """
+        self._check_here()
         compile = self._options.compile
-        run = self._infers.get(function)
-        run = run or make_forward_only(function, compile=compile, mesh=self.mesh, strategy=self.strategy)
-        if compile != "none" or self.mesh is not None:
-            # Cache only compiled code and mesh schedules: a plain function would keep alive what it references.
-            self._infers[function] = run
+
+        def make() -> Callable[..., Any]:
+            return make_forward_only(function, compile=compile, mesh=self.mesh, strategy=self.strategy)
+
+        # Cache only compiled code and mesh schedules: a plain function would keep alive what it references.
+        prepared = compile != "none" or self.mesh is not None
+        run = _kept(self._infers, function, make) if prepared else make()
         if batches or (self.strategy is not None and self.strategy.rows == "own"):
             found: list[Any] = run(self.state.params, list(batches))
             return found
-        if self.mesh is not None:  # other ranks may have some, and would wait
-            devices = self._updates.placed.devices
+        if self._placed is not None:  # other ranks may have some, and would wait
+            devices = self._placed.devices
             check_same((), devices, whole_groups(devices))
         return []
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`."""
+        """(name, tensor) of every tensor of a Hugging Face checkpoint, one at a time; see `params.export`.
 
+        Tensors may be the live parameters, which the next update overwrites: clone what is read later.
+        """
+        self._check_here()
         if self.mesh is None:
             return P.export(self.config, self.state.params)
 
         leaves, fetch = fetching(self.state.params)
         return P.export(self.config, tree.unflatten(leaves), fetch)
+
+    def save(self, folder: str | os.PathLike[str], progress: Any = None, *, keep: int | None = None) -> None:
+        """Save the state as step `engine.state.step` in `folder`, by `train.checkpoint` or over a mesh `train.sharded`.
+
+        progress: JSON to be returned by `load`, such as the position in the data. Gradients that are held are not
+        saved. Over a mesh all ranks call it alike, with a folder that all see.
+        """
+        self._check_here()
+        step = int(self.state.step)
+        if self.mesh is None:
+            checkpoint.save(Path(folder), step, self.state, progress, keep=keep)
+        else:
+            sharded.save(Path(folder), step, self.state, progress, keep=keep)
+
+    def load(self, folder: str | os.PathLike[str]) -> Any:
+        """Load the newest intact step that `save` left in `folder`, on any mesh; returns its `progress`.
+
+        Gradients that are held are discarded. FileNotFoundError where there is no step; MismatchError for the state of
+        another model or optimizer.
+        """
+        self._check_here()
+        saved: Any = checkpoint if self.mesh is None else sharded
+        found = saved.latest(Path(folder))
+        if found is None:
+            raise FileNotFoundError(f"{folder} holds no saved step; engine.save(folder) makes one.")
+        self.state = saved.load(found, like=self.state)
+        self.zero_grad()
+        return found.progress
+
+    def offload(self) -> None:
+        """Move parameters and optimizer state to host memory, which frees the device's; `onload` brings them back.
+
+        Between the two only `zero_grad` may be called. Gradients that are held stay where they are. ValueError where
+        params were not copied and do not own their memory.
+        """
+        if self._restore is None:
+            self._restore = offload(self.state)
+
+    def onload(self) -> None:
+        """Move parameters and optimizer state back; nothing happens where they are in place."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+
+def _none_trains(params: Tree) -> Tree:
+    return tree.map(lambda _: False, params)
+
+
+def _kept(cache: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
+    """The value of `key`, made if it is not there; the cache keeps the KEPT keys that were used last."""
+    value = cache.pop(key) if key in cache else make()
+    cache[key] = value
+    while len(cache) > KEPT:
+        del cache[next(iter(cache))]
+    return value

@@ -82,11 +82,10 @@ def microbatches(batch: Batch | Sequence[Batch], accumulate: int = 1) -> list[Ba
         return [full]
     sizes: dict[str, int] = {}
     for name, tensor in tree.flatten(full).items():
-        if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] < accumulate:
-            what = f"whose shape is {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "which is no tensor"
+        if not tensor.ndim or tensor.shape[0] < accumulate:
             raise ValueError(
-                f"accumulate={accumulate} cannot split {name!r}, {what}, by rows: give fewer parts, or a list of "
-                "microbatches."
+                f"accumulate={accumulate} cannot split {name!r}, whose shape is {tuple(tensor.shape)}, by rows: give "
+                "fewer parts, or a list of microbatches."
             )
         sizes[name] = tensor.shape[0]
     if len(set(sizes.values())) > 1:
@@ -98,7 +97,24 @@ def _as_dict(batch: Any, what: str) -> dict[str, Tensor]:
     """The mapping as a dict, the only mapping that trees support. what: names it in the ValueError."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"{what} must be a dict of tensors; it is a {type(batch).__name__}.")
-    return batch if isinstance(batch, dict) else dict(batch)
+    made = batch if isinstance(batch, dict) else dict(batch)
+    for path, entry in tree.flatten(made).items():
+        check_entry(path, entry)
+    return made
+
+
+def check_entry(path: str, entry: Any) -> None:
+    """ValueError for an entry of a batch that is no tensor, or a nested one (jagged), which has no rows to take."""
+    if not isinstance(entry, Tensor):
+        raise ValueError(
+            f"The batch's {path!r} is of type {type(entry).__name__}; entries are tensors: give a number by "
+            "functools.partial to the loss, or as a tensor."
+        )
+    if entry.is_nested:
+        raise ValueError(
+            f"The batch's {path!r} is a nested (jagged) tensor; entries are dense: train.token_budget packs sequences "
+            "of any lengths, jagged tensors among them, into dense rows."
+        )
 
 
 def layout_of(batch: Batch) -> Layout | None:

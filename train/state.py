@@ -35,8 +35,10 @@ class State:
         raise AttributeError(f"A State has step, params and opt_state, no {name!r}.")
 
 
-def init_state(params: Tree, optimizer: Optimizer) -> State:
+def init_state(params: Tree, optimizer: Optimizer, *, copy: bool = True) -> State:
     """A State at step 0. It copies the parameters, so that in-place steps never write into the caller's tensors.
+
+    copy: False takes the tensors themselves, which in-place steps then overwrite, and saves a second set of parameters.
 
     If parameters are DTensors, so are the moments, placed alike. ValueError for one tensor at two paths, which would
     become two: a tied weight is one leaf. TypeError for what is no `train.Optimizer`.
@@ -47,10 +49,15 @@ def init_state(params: Tree, optimizer: Optimizer) -> State:
         if seen.setdefault(id(leaf), path) != path:
             raise ValueError(f"{seen[id(leaf)]} and {path} are one tensor: keep it at one path, and use it twice.")
     with torch.no_grad():
-        owned = map_local(lambda p: p.detach().clone(memory_format=torch.contiguous_format), params)
+        owned = map_local(lambda p: _owned(p, copy), params)
         opt_state = like_params(optimizer.init(local_tree(owned)), owned)
     device = next(iter(tree.leaves(owned))).device
     return State(torch.zeros((), dtype=torch.int64, device=device), owned, opt_state)
+
+
+def _owned(param: Tensor, copy: bool) -> Tensor:
+    held = param.detach()
+    return held.clone(memory_format=torch.contiguous_format) if copy else held
 
 
 def consume(state: State) -> None:

@@ -48,6 +48,7 @@ def update(
     state: State,
     sums: Sums,
     *,
+    divide_by: float | Tensor | None = None,
     clip: float | None = None,
     inplace: bool = True,
     balance_rate: float | None = None,
@@ -56,12 +57,14 @@ def update(
 ) -> tuple[State, dict[str, Any]]:
     """(the State after one update with the gradients of `sums`, which are consumed; the metrics of `make_step`).
 
-    norm_of: the global norm of the gradients, for ranks that hold shards. biases_of: `moved_biases`, for ranks that
-    hold the biases of some layers. ValueError where the loss does not reach a trainable parameter.
+    divide_by: divides the loss and the gradients; None: the count. norm_of: the global norm of the gradients, for
+    ranks that hold shards. biases_of: `moved_biases`, for ranks that hold the biases of some layers. ValueError where
+    the loss does not reach a trainable parameter.
     """
     _check_reached(sums)
-    loss, norm = sums.total / valid_count(sums.total, sums.count), norm_of(sums.grads)
-    scale = torch.ones_like(norm) if sums.divided else 1 / valid_count(sums.total, sums.count)
+    divisor = valid_count(sums.total, sums.count if divide_by is None else torch.as_tensor(divide_by).to(sums.total))
+    loss, norm = sums.total / divisor, norm_of(sums.grads)
+    scale = torch.ones_like(norm) if sums.divided else 1 / divisor
     norm = norm * scale
     finite = loss.isfinite() & norm.isfinite()
     if clip is not None:

@@ -1,6 +1,8 @@
 """The engine equals the step: any split into microbatches and calls gives one big batch's update."""
 
+import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,20 @@ import torch
 
 from fnmodels import tree
 from tests.support.cases import batch_of, cases, generic_params, off, segments
-from train import adamw, init_state, make_step, next_token_loss, token_logprobs
+from train import (
+    adafactor,
+    adamw,
+    chain,
+    clip_norm,
+    init_state,
+    lion,
+    make_step,
+    next_token_loss,
+    partition,
+    sgd,
+    token_logprobs,
+    with_ema,
+)
 from train.engine import Engine
 
 CONFIG = next(case.config for case in cases() if case.name == "llama")
@@ -165,3 +180,143 @@ def test_a_call_that_raises_leaves_nothing_of_itself_behind() -> None:
 def test_limits_that_cannot_be_are_named() -> None:
     with pytest.raises(ValueError, match="clip is nan"):
         Engine(CONFIG, PARAMS, adamw(0.01), clip=float("nan"))
+
+
+def _stepped(engine: Engine, **values: Any) -> dict[str, Any]:
+    engine.forward_backward([WHOLE], LOSS)
+    return engine.optim_step(**values)
+
+
+def test_hyperparameters_of_one_update_are_those_of_an_optimizer_with_them() -> None:
+    values: dict[str, Any] = {"lr": 0.03, "betas": (0.5, 0.7), "weight_decay": 0.2}
+    one, other = Engine(CONFIG, PARAMS, with_ema(adamw(0.01), 0.9)), Engine(CONFIG, PARAMS, with_ema(adamw(0.01), 0.9))
+    assert float(_stepped(one, **values)["lr"]) == pytest.approx(0.03)
+    other.optimizer = with_ema(adamw(0.03, betas=(0.5, 0.7), weight_decay=0.2), 0.9)
+    _stepped(other)
+    assert off(one.params, other.params) == 0
+    other.optimizer = with_ema(adamw(0.01), 0.9)
+    assert float(_stepped(one)["lr"]) == pytest.approx(0.01)  # the values were for one update
+    _stepped(other)
+    assert off(one.params, other.params) == 0
+
+
+@pytest.mark.parametrize("make", [adamw, lion, adafactor, sgd, lambda lr: chain(clip_norm(1.0), adamw(lr))])
+def test_every_optimizer_takes_a_rate_from_outside(make: Any) -> None:
+    one, other = Engine(CONFIG, PARAMS, make(0.01)), Engine(CONFIG, PARAMS, make(0.002))
+    _stepped(one, lr=0.002)
+    _stepped(other)
+    assert off(one.params, other.params) == 0
+
+
+def test_wrong_hyperparameters_keep_the_gradients() -> None:
+    engine = Engine(CONFIG, PARAMS, adamw(0.01))
+    engine.forward_backward([WHOLE], LOSS)
+    with pytest.raises(ValueError, match="adamw has no momentum; its hyperparameters are lr, betas, eps"):
+        engine.optim_step(momentum=0.9)
+    with pytest.raises(ValueError, match="divide_by is 0"):
+        engine.optim_step(divide_by=0)
+    engine.optim_step()
+    groups = Engine(CONFIG, PARAMS, partition({"*": adamw(0.01)}))
+    groups.forward_backward([WHOLE], LOSS)
+    with pytest.raises(ValueError, match="no single lr to replace"):
+        groups.optim_step(lr=0.1)
+
+
+def test_an_optimizer_of_another_state_or_of_other_parameters_is_refused() -> None:
+    engine = Engine(CONFIG, PARAMS, adamw(0.01))
+    with pytest.raises(ValueError, match="opt_state is not of this step's optimizer"):
+        engine.optimizer = sgd(0.01, momentum=0.9)
+    frozen = tree.map(lambda _: False, PARAMS) | {"embed_tokens": True}
+    engine = Engine(CONFIG, PARAMS, sgd(0.01))
+    with pytest.raises(ValueError, match="trains other parameters"):
+        engine.optimizer = dataclasses.replace(sgd(0.01), trainable=frozen)
+
+
+def test_the_caller_may_divide() -> None:
+    """A loss that is a mean already is divided by 1, and gives the update of the sum divided by its count."""
+    one, other = (
+        Engine(CONFIG, PARAMS, adamw(0.01, eps=1e-2), clip=0.5),
+        Engine(CONFIG, PARAMS, adamw(0.01, eps=1e-2), clip=0.5),
+    )
+
+    def mean(params: Any, batch: Any) -> Any:
+        total, count = LOSS(params, batch)
+        return total / count, count
+
+    one.forward_backward([WHOLE], mean)
+    found, wanted = one.optim_step(divide_by=torch.tensor(1.0)), _stepped(other)
+    assert off(one.params, other.params) < 1e-6
+    for key in ("loss", "count", "grad_norm"):
+        torch.testing.assert_close(found[key], wanted[key])
+
+
+def test_an_engine_without_an_optimizer_infers_from_the_very_tensors() -> None:
+    fn = functools.partial(token_logprobs, config=CONFIG)
+    reference, engine = Engine(CONFIG, PARAMS, None), Engine(CONFIG, PARAMS, adamw(0.01))
+    assert reference.params["embed_tokens"] is PARAMS["embed_tokens"]
+    assert torch.equal(reference.infer([WHOLE], fn)[0][0], engine.infer([WHOLE], fn)[0][0])
+    assert dict(reference.export()).keys() == dict(engine.export()).keys()
+    for call in (lambda: reference.forward_backward([WHOLE], LOSS), reference.optim_step):
+        with pytest.raises(RuntimeError, match="has no optimizer"):
+            call()
+
+
+def test_params_that_are_not_copied_are_trained_in_place() -> None:
+    given = tree.map(torch.clone, PARAMS)
+    engine = Engine(CONFIG, given, adamw(0.01), copy=False)
+    _stepped(engine)
+    assert off(given, engine.params) == 0 and off(given, PARAMS) > 0
+
+
+def test_a_saved_engine_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    engine, resumed = (Engine(CONFIG, PARAMS, adamw(0.01)) for _ in range(2))
+    with pytest.raises(FileNotFoundError, match="holds no saved step"):
+        resumed.load(tmp_path)
+    _stepped(engine)
+    engine.save(tmp_path, {"epoch": 3})
+    _stepped(engine)
+    resumed.forward_backward([WHOLE], LOSS)
+    assert resumed.load(tmp_path) == {"epoch": 3} and int(resumed.state.step) == 1
+    with pytest.raises(RuntimeError, match="after forward_backward"):
+        resumed.optim_step()
+    _stepped(resumed)
+    assert off(engine.params, resumed.params) == 0
+    assert all(map(torch.equal, tree.leaves(engine.state.opt_state), tree.leaves(resumed.state.opt_state)))
+
+
+def test_an_offloaded_engine_frees_its_memory_and_comes_back_bit_for_bit() -> None:
+    engine, plain = (Engine(CONFIG, PARAMS, adamw(0.01)) for _ in range(2))
+    for one in (engine, plain):
+        _stepped(one)
+    leaves = tree.leaves(engine.state)
+    engine.offload()
+    assert all(leaf.untyped_storage().nbytes() == 0 for leaf in leaves if leaf.numel())
+    for call in (lambda: engine.params, lambda: _stepped(engine), lambda: engine.export()):
+        with pytest.raises(RuntimeError, match="offloaded to the host"):
+            call()
+    engine.onload()
+    for one in (engine, plain):
+        _stepped(one)
+    assert off(engine.params, plain.params) == 0
+    rows = PARAMS["embed_tokens"].clone()
+    view = Engine(CONFIG, PARAMS | {"embed_tokens": torch.cat((rows, rows))[: len(rows)]}, adamw(0.01), copy=False)
+    with pytest.raises(ValueError, match="embed_tokens does not own its memory"):
+        view.offload()
+    assert torch.equal(view.params["embed_tokens"], rows)
+
+
+def test_entries_that_are_no_dense_tensors_are_refused_in_a_sentence() -> None:
+    engine = Engine(CONFIG, PARAMS, adamw(0.01))
+    jagged = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged)
+    for wrong, said in (({"temperature": 0.7}, "'temperature' is of type float"), ({"mask": jagged}, "'mask' is a nested")):
+        for call in (lambda given: engine.forward_backward([given], LOSS), lambda given: engine.infer([given], LOSS)):
+            with pytest.raises(ValueError, match=said):
+                call(WHOLE | wrong)
+
+
+def test_inference_keeps_a_bounded_number_of_functions() -> None:
+    engine = Engine(CONFIG, PARAMS, None, compile="block")
+    functions = [functools.partial(token_logprobs, config=CONFIG, temperature=1.0 + i) for i in range(10)]
+    for function in functions:
+        engine.infer([], function)
+    assert list(engine._infers) == functions[-8:]

@@ -576,7 +576,7 @@ def test_a_tuple_is_no_optimizer(optimizer):
     [
         (lambda whole: (part for part in [whole]), 1, "no list must be a dict of tensors; it is a generator"),
         (lambda whole: [whole, None], 1, "Microbatch 1 of the list must be a dict of tensors; it is a NoneType"),
-        (lambda whole: whole | {"name": "a"}, 2, "accumulate=2 cannot split 'name', which is no tensor"),
+        (lambda whole: whole | {"name": "a"}, 2, "'name' is of type str; entries are tensors"),
         (lambda whole: whole | {"weights": torch.ones(3, 4)}, 2, "differ in them: {'x': 6, 'labels': 6, 'weights': 3}"),
     ],
     ids=["a generator", "a list of others", "a name", "rows"],

@@ -1,11 +1,13 @@
 """Adafactor: second moments as a row and a column per matrix (arXiv 1804.04235)."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_numbers
+from .base import Optimizer, Rate, check_numbers, remaker
 from .per_leaf import Slots, leafwise, zeros
 
 
@@ -55,7 +57,9 @@ def adafactor(
         relative = torch.minimum(torch.as_tensor(rate, dtype=grad.dtype), step.to(grad.dtype).rsqrt())
         return -relative * _rms(param).clamp(min=of_param) * change, new
 
-    return leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
+    rest = {"beta2_decay": beta2_decay, "eps": eps, "clip": clip, "spec": spec}
+    again = remaker(adafactor, lr=lr, weight_decay=weight_decay, **rest)
+    return replace(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec), remake=again)
 
 
 def _rms(tensor: Tensor) -> Tensor:

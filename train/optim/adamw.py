@@ -13,7 +13,7 @@ from torch.optim.sgd import sgd as fused_sgd
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_betas, check_numbers, from_spec, rate_of, trainable_only
+from .base import Optimizer, Rate, check_betas, check_numbers, from_spec, rate_of, remaker, trainable_only
 from .per_leaf import Slots, leafwise, zeros
 
 Lists = tuple[list[Tensor], ...]  # of one group: parameters, gradients, and each state
@@ -56,7 +56,8 @@ def adamw(
         return {"exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
 
     pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec)
-    return replace(pure, apply_=_in_place(kernel, lr, weight_decay, spec), elementwise=True)
+    again = remaker(adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, spec=spec)
+    return replace(pure, apply_=_in_place(kernel, lr, weight_decay, spec), elementwise=True, remake=again)
 
 
 def sgd(
@@ -85,7 +86,8 @@ def sgd(
         return {"momentum": zeros(param)} if momentum else {}
 
     pure = leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, decoupled=False)
-    return replace(pure, apply_=_in_place(kernel, lr, weight_decay, spec), elementwise=True)
+    again = remaker(sgd, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, spec=spec)
+    return replace(pure, apply_=_in_place(kernel, lr, weight_decay, spec), elementwise=True, remake=again)
 
 
 def _in_place(kernel: Callable[..., None], lr: Rate, weight_decay: float, spec: Tree | None) -> Callable[..., None]:

@@ -46,6 +46,10 @@ class Optimizer:
     rates(opt_state) -> {name: rate} of its groups, if it has several.
     elementwise: whether the update of an element depends on that element, its gradient and its state alone, so that a
         shard of a leaf can be updated by itself.
+    remake(**values) -> the same optimizer for the same state, with other hyperparameters (see `remake`); None: it has
+        none that can be replaced.
+    per_leaf: whether the update of a leaf depends on that leaf alone (elementwise implies it), so that a pipeline stage
+        can update its own. An optimizer without it is refused over `pp`.
     for_shards(on_full) -> the same optimizer for sharded leaves, if it needs functions of full matrices. An optimizer
         that has none and is not elementwise is refused for sharded parameters.
     """
@@ -58,6 +62,8 @@ class Optimizer:
     rates: Callable[[Tree], dict[str, float | Tensor]] | None = None
     elementwise: bool = False
     for_shards: Callable[[OnFull], Optimizer] | None = None
+    remake: Callable[..., Optimizer] | None = None
+    per_leaf: bool = False
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -67,6 +73,33 @@ def check_optimizer(optimizer: Any) -> None:
             f"The optimizer is a {type(optimizer).__name__}; it must be a train.Optimizer, as train.adamw(1e-3) makes "
             "one, or train.Optimizer(init, update) of two functions of your own."
         )
+
+
+def remake(optimizer: Optimizer, **values: Any) -> Optimizer:
+    """The optimizer with these hyperparameters (lr, betas, weight_decay, ...) replaced; its state stays valid.
+
+    ValueError for one that it does not have.
+    """
+    if not values:
+        return optimizer
+    if optimizer.remake is None:
+        raise ValueError(
+            f"This optimizer has no single {next(iter(values))} to replace (partition has one per group, and a custom "
+            "train.Optimizer needs `remake`): assign engine.optimizer instead."
+        )
+    return optimizer.remake(**values)
+
+
+def remaker(make: Callable[..., Optimizer], **values: Any) -> Callable[..., Optimizer]:
+    """`Optimizer.remake` of the optimizer that `make` made from `values`."""
+
+    def again(**changes: Any) -> Optimizer:
+        if unknown := sorted(changes.keys() - values.keys()):
+            own = ", ".join(name for name in values if name != "spec")
+            raise ValueError(f"{make.__name__} has no {unknown[0]}; its hyperparameters are {own}.")
+        return make(**(values | changes))
+
+    return again
 
 
 def sharded_version(optimizer: Optimizer, on_full: OnFull) -> Optimizer | None:

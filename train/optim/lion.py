@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_betas
+from .base import Optimizer, Rate, check_betas, remaker
 from .per_leaf import Slots, leafwise, zeros
 
 
@@ -22,4 +22,5 @@ def lion(
         return -rate * momentum.lerp(grad, 1 - beta_update).sign(), {"momentum": momentum.lerp(grad, 1 - beta_momentum)}
 
     pure = leafwise(lambda p: {"momentum": zeros(p)}, rule, lr, weight_decay=weight_decay, spec=spec)
-    return replace(pure, elementwise=True)
+    again = remaker(lion, lr=lr, betas=betas, weight_decay=weight_decay, spec=spec)
+    return replace(pure, elementwise=True, remake=again)

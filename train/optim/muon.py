@@ -1,13 +1,14 @@
 """Muon: momentum, orthogonalized, for hidden matrices (Keller Jordan et al., 2024; arXiv 2502.16982)."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fnmodels.tree import Tree
 
-from .base import Optimizer, Rate, check_below_1, check_numbers
+from .base import Optimizer, Rate, check_below_1, check_numbers, remaker
 from .per_leaf import Slots, leafwise, zeros
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen for the largest derivative at 0
@@ -57,7 +58,9 @@ def muon(
         scale = 0.2 * math.sqrt(max(rows, columns)) if match_adamw else math.sqrt(max(1.0, rows / columns))
         return scale * orthogonalize(direction, steps=steps, eps=eps).float()
 
-    return leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=scaled)
+    rest = {"nesterov": nesterov, "steps": steps, "eps": eps, "match_adamw": match_adamw, "spec": spec}
+    again = remaker(muon, lr=lr, momentum=momentum, weight_decay=weight_decay, **rest)
+    return replace(leafwise(init, rule, lr, weight_decay=weight_decay, spec=spec, of_matrix=scaled), remake=again)
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tensor:

@@ -106,6 +106,7 @@ def leafwise(
         lambda opt_state: base.rate_of(lr, opt_state["step"] + 1),
         trainable,
         for_shards=None if of_matrix is None else for_shards,
+        per_leaf=True,
     )
 
 

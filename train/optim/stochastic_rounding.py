@@ -9,7 +9,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .base import Optimizer, apply_updates, first_step, with_paths
+from .base import Optimizer, apply_updates, first_step, remake, with_paths
 from .wrappers import around, widened
 
 _LOW = 16  # bits that fp32 has below bf16's last one
@@ -58,7 +58,10 @@ def with_stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimize
         step.add_(1 if skip is None else (~skip).to(step))
 
     # random numbers depend on the index within the full leaf, which a shard does not know
-    return replace(around(optimizer, init, update, apply_), elementwise=False)
+    remade = None
+    if optimizer.remake is not None:
+        remade = lambda **values: with_stochastic_rounding(remake(optimizer, **values), seed=seed)  # noqa: E731
+    return replace(around(optimizer, init, update, apply_), elementwise=False, remake=remade)
 
 
 def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:

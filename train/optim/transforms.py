@@ -8,7 +8,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.tree import Tree
 
-from .base import OnFull, Optimizer, clip_by_global_norm, sharded_version, supports_shards, with_paths
+from .base import OnFull, Optimizer, clip_by_global_norm, remake, sharded_version, supports_shards, with_paths
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
@@ -59,7 +59,9 @@ def chain(*transforms: Optimizer) -> Optimizer:
         last.trainable,
         None if rates is None else lambda opt_state: rates(opt_state[-1]),
         elementwise=all(transform.elementwise for transform in transforms),
+        per_leaf=all(transform.elementwise or transform.per_leaf for transform in transforms),
         for_shards=for_shards if all(supports_shards(transform) for transform in transforms) else None,
+        remake=None if last.remake is None else lambda **values: chain(*before, remake(last, **values)),
     )
 
 
@@ -67,7 +69,8 @@ def clip_norm(limit: float) -> Optimizer:
     """A transform: gradients scaled down so that their norm over all leaves is at most `limit`. It has no state.
 
     `make_step(..., clip=)` does the same for all parameters and costs less; this one is for a single group. It is not
-    elementwise: over a mesh that shards parameters only the step's clip is right, and this one is refused.
+    elementwise: over a mesh that shards parameters or layers (`pp`) only the step's clip is right, and this one is
+    refused.
     """
     if not limit > 0:
         raise ValueError(f"limit is {limit}; it must be above 0.")
@@ -105,4 +108,4 @@ def masked(transform: Optimizer, *patterns: str) -> Optimizer:
         flat = tree.flatten(changed)
         return with_paths(lambda path, grad: flat.get(path, grad), grads), state
 
-    return Optimizer(init, update, elementwise=transform.elementwise)
+    return Optimizer(init, update, elementwise=transform.elementwise, per_leaf=transform.per_leaf)

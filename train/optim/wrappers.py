@@ -84,7 +84,9 @@ def partition(groups: Mapping[str, Optimizer | None]) -> Optimizer:
         return partition({pattern: own and base.sharded_version(own, on_full) for pattern, own in groups.items()})
 
     parted = for_shards if all(base.supports_shards(optimizer) for optimizer in trained.values()) else None
-    return Optimizer(init, update, apply_ if in_place else None, lr, trainable, rates, elementwise, parted)
+    own_leaf = all(optimizer.elementwise or optimizer.per_leaf for optimizer in trained.values())
+    own_apply = apply_ if in_place else None
+    return Optimizer(init, update, own_apply, lr, trainable, rates, elementwise, parted, per_leaf=own_leaf)
 
 
 def with_ema(optimizer: Optimizer, decay: float) -> Optimizer:
@@ -185,7 +187,9 @@ def around(
     rates = None if inner_rates is None else lambda opt_state: inner_rates(opt_state["inner"])
     own, other = apply_ if optimizer.apply_ is not None else None, optimizer.for_shards
     parted = None if other is None or again is None else lambda on_full: again(other(on_full))
-    return Optimizer(init, update, own, lr, optimizer.trainable, rates, optimizer.elementwise, parted)
+    remade = None if again is None or optimizer.remake is None else lambda **v: again(base.remake(optimizer, **v))
+    kinds = {"elementwise": optimizer.elementwise, "per_leaf": optimizer.per_leaf}
+    return Optimizer(init, update, own, lr, optimizer.trainable, rates, for_shards=parted, remake=remade, **kinds)
 
 
 def _wide_copy(param: Tensor) -> Tensor:

@@ -24,6 +24,6 @@ Nothing here starts a process group, and importing it costs no more than `import
 inside the function that does.
 """
 
-from train.parallel.mesh import NAMES, Mesh, Strategy
+from train.parallel.mesh import NAMES, DataParallel, Mesh, Strategy, data_parallel
 
-__all__ = ["NAMES", "Mesh", "Strategy"]
+__all__ = ["NAMES", "DataParallel", "Mesh", "Strategy", "data_parallel"]

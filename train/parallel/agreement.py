@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from train.dist.collectives import maximum
-from train.loss_call import Batch
+from train.loss_call import Batch, check_entry
 
 from .mesh import mesh_of
 
@@ -149,8 +149,7 @@ def _checksums(parts: Mapping[Any, Batch]) -> dict[tuple[str, str], int]:
 
 
 def _checksum(path: str, tensor: Tensor) -> int:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{path} is of type {type(tensor).__name__}; a batch is a dict of tensors.")
+    check_entry(path, tensor)
     of_shape = zlib.crc32(f"{path}{list(tensor.shape)}".encode())
     if tensor.is_floating_point():
         return of_shape

@@ -142,6 +142,39 @@ class Parallelism:
     strategy: Strategy = Strategy()
 
 
+@dataclass(frozen=True)
+class DataParallel:
+    """Which rows of the global batch this rank computes: those of `rank` among `size` (dp x fsdp x ep).
+
+    group: the process group of one rank per row shard, this one among them. is_source: whether this rank is the one of
+    its row shard (first along pp, cp and tp) whose outputs count once; all of them hold the same outputs.
+    """
+
+    rank: int
+    size: int
+    group: Any
+    is_source: bool
+
+
+def data_parallel(devices: DeviceMesh) -> DataParallel:
+    """The `DataParallel` of this rank. It may make process groups: call it once, on all ranks of the default group."""
+    mesh = mesh_of(devices)
+    at = dict(zip(devices.mesh_dim_names or (), devices.get_coordinate() or (), strict=True))
+    used = [name for name in NAMES if name in ROWS and mesh.sizes[name] > 1]
+    rank = 0
+    for name in used:
+        rank = rank * mesh.sizes[name] + at[name]
+    is_source = not any(at.get(name, 0) for name in ("pp", "cp", "tp"))
+    if len(used) == 1:
+        group = devices.get_group(used[0])
+    else:
+        rows = [index for index, name in enumerate(devices.mesh_dim_names or ()) if name in ROWS]
+        rest = [index for index in range(devices.ndim) if index not in rows]
+        ranks = devices.mesh.permute(*rest, *rows).reshape(-1, mesh.rows).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+    return DataParallel(rank, mesh.rows, group, is_source)
+
+
 def warn_of_group() -> None:
     """Warns that the existing process group is used, with its backend and timeouts."""
     warnings.warn(

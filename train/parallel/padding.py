@@ -7,7 +7,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import DecoderConfig
-from train.loss_call import Batch
+from train.loss_call import Batch, check_entry
 
 PLACES = "places"  # batch key: each token's position in the unpermuted row, [B, S]
 
@@ -66,7 +66,6 @@ def check_shapes(batch: Batch) -> None:
     """ValueError unless all entries are tensors [B, S, ...] with the tokens' B and S."""
     size = list(batch["tokens"].shape[:2])
     for path, tensor in tree.flatten(batch).items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{path} is of type {type(tensor).__name__}; a batch is a dict of tensors.")
+        check_entry(path, tensor)
         if tensor.ndim < 2 or list(tensor.shape[:2]) != size:
             raise ValueError(f"{path} is {list(tensor.shape)} beside tokens {size}; it must begin with these two.")

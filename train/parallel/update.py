@@ -43,25 +43,44 @@ class ShardedUpdate:
 
 def sharded_update(placed: Placed, optimizer: Optimizer) -> ShardedUpdate:
     """The `ShardedUpdate` of an optimizer. ValueError if it needs more than shards or full matrices."""
-    on_shards = sharded_version(optimizer, _on_matrices(placed.shards))
-    if on_shards is None:
-        check_whole(placed.shards)
+    on_shards = optimizer_of_shards(placed, optimizer)
     staged = placed.devices["pp"].size() > 1
     trained, elsewhere = tree.flatten(placed.trains), counted_elsewhere(placed) if staged else frozenset[str]()
     trainable = {path: how for path, how in tree.flatten(placed.shards).items() if trained[path]}
     once = [path.partition(".")[0] not in elsewhere for path in trainable]
     norm_of = norm_over(list(trainable.values()), placed.devices, once)
-    return ShardedUpdate(placed, on_shards or optimizer, norm_of, aux_of_stages(placed) if staged else None)
+    return ShardedUpdate(placed, on_shards, norm_of, aux_of_stages(placed) if staged else None)
 
 
-def update_over(updates: ShardedUpdate, state: State, sums: Sums, options: StepOptions) -> tuple[State, dict[str, Any]]:
-    """`train.update.update` from the sums of this rank."""
+def optimizer_of_shards(placed: Placed, optimizer: Optimizer) -> Optimizer:
+    """The optimizer for this rank's shards of this rank's layers. ValueError if it needs more than these."""
+    if placed.devices["pp"].size() > 1 and not (optimizer.elementwise or optimizer.per_leaf):
+        raise ValueError(
+            "The optimizer needs the gradients of all layers (clip_norm in a chain does, and a custom train.Optimizer "
+            "that is not marked per_leaf=True), and over pp each stage has its own layers alone: use the step's clip=, "
+            "whose norm is global."
+        )
+    on_shards = sharded_version(optimizer, _on_matrices(placed.shards))
+    if on_shards is None:
+        check_whole(placed.shards)
+    return on_shards or optimizer
+
+
+def update_over(
+    updates: ShardedUpdate,
+    state: State,
+    sums: Sums,
+    options: StepOptions,
+    divide_by: float | Tensor | None = None,
+) -> tuple[State, dict[str, Any]]:
+    """`train.update.update` from the sums of this rank; divide_by is the same on all ranks."""
     held, placed = local_tree(state), updates.placed
     everyone = _global(sums, placed.devices)
     after, metrics = update(
         updates.optimizer,
         held,
         everyone,
+        divide_by=divide_by,
         clip=options.clip,
         inplace=options.inplace,
         balance_rate=options.balance_rate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from tests.train.parallel.test_pipeline import batch_of, trained
 from tests.train.parallel.test_stages import even
 from train.dist.dtensor import local_tree
 from train.engine import Engine
-from train.parallel import Mesh, Strategy
+from train.parallel import Mesh, Strategy, data_parallel
 from train.parallel.pipeline.stages import stage_plan
 from train.parallel.placement import rules_of, shardings
 
@@ -200,7 +201,7 @@ def own(text: str) -> dict[str, float]:
         ([odd] if last else mine[:1], "The tokens go from .* to 64"),
         ([without(mine[0], "positions")] if last else mine[:1], "has no positions; its keys"),
         ([mine[0] | {"labels": mine[0]["labels"][:, 1:]}] if last else mine[:1], "labels is .* beside tokens"),
-        ([mine[0] | {"labels": mine[0]["labels"].tolist()}] if last else mine[:1], "labels.0.0 is of type int"),
+        ([mine[0] | {"labels": mine[0]["labels"].tolist()}] if last else mine[:1], "labels.0.0. is of type int"),
         ([mine[0] | {"labels": mine[0]["labels"].float()}] if last else mine[:1], "of the same kinds|must be int64"),
         ([mine[0] | {"more": mine[0]["labels"]}] if last else mine[:1], "must have the same entries"),
         (parts[dist.get_rank() :][:1], f"Processes 0 and {1 if mesh.cp > 1 else 2} share rows"),
@@ -217,6 +218,57 @@ def own(text: str) -> dict[str, float]:
 
         with pytest.raises(ValueError, match=f"Process {dist.get_world_size() // 2 - 1}: KeyError: 'advantages'"):
             ours.forward_backward(mine[:1], picky)
+    return found
+
+
+def placed_params(config: Any, mesh: Mesh, whole: Any) -> Any:
+    """This rank's shards of full params."""
+    plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
+    plan = stage_plan(plan, config, devices(mesh), Strategy()) if mesh.pp > 1 else plan
+    flat = tree.flatten(whole)
+    made = iter([where.distribute(flat[path][where.local_box()].clone()) for path, where in tree.flatten(plan).items()])
+    return tree.map(lambda _: next(made), plan)
+
+
+def in_calls(text: str, folder: str) -> dict[str, Any]:
+    """Rates, divisors and state from outside, in fp64: how far from an engine in one process, and where losses lie."""
+    config, mesh = even("llama_tied"), Mesh.parse(text)
+    whole = tree.map(Tensor.double, generic_params(config))
+    loss = functools.partial(train.next_token_loss, config=config, kernel="math")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours = Engine(config, placed_params(config, mesh, whole), train.adamw(0.1), mesh=mesh)
+        theirs = Engine(config, whole, train.adamw(0.1))
+    batch = batch_of(config, 4)
+    parts = [tree.map(lambda t, i=i: t[2 * i : 2 * i + 2], batch) for i in range(2)]
+    found: dict[str, Any] = {"losses": []}
+    for step, values in enumerate(({"lr": 0.003, "betas": (0.5, 0.7)}, {"divide_by": 3.0, "lr": 0.002}, {})):
+        if step == 2:
+            ours.optimizer = theirs.optimizer = train.adamw(0.001)
+        metrics = []
+        for engine in (ours, theirs):
+            engine.forward_backward(parts, loss)
+            metrics.append(engine.optim_step(**values))
+        for key in ("loss", "grad_norm", "lr"):
+            found[f"{key} {step}"] = abs(float(metrics[0][key] / metrics[1][key]) - 1)
+        found["losses"] += [float(metrics[0]["loss"]), float(metrics[0]["grad_norm"])]
+        if step == 1:
+            ours.save(folder)
+    after, shards = tree.flatten(theirs.params), tree.flatten(shardings(ours.params))
+    local = tree.flatten(local_tree(ours.params))
+    for path, leaf in local.items():
+        found[path] = float((leaf - after[path][shards[path].local_box()]).abs().max())
+    kept = {path: leaf.clone() for path, leaf in local.items()}
+    ours.load(folder)
+    ours.forward_backward(parts, loss)
+    ours.optim_step()
+    again = tree.flatten(local_tree(ours.params))
+    found["resumed"] = max(float((again[path] - leaf).abs().max()) for path, leaf in kept.items())
+    at = data_parallel(devices(mesh))
+    found["data"] = [at.rank, at.size, dist.get_world_size(at.group), at.is_source]
+    if mesh.pp > 1:
+        with pytest.raises(ValueError, match="over pp each stage has its own layers alone"):
+            Engine(config, ours.params, train.chain(train.clip_norm(0.1), train.adamw(0.1)), mesh=mesh)
     return found
 
 
@@ -248,3 +300,25 @@ def test_it_is_that_of_one_process(
     found = ranks(4)(driven, name, mesh, strategy, clip)
     assert {path for far in found for path in far} >= set(tree.flatten(generic_params(even(name))))
     assert not {what: far for one in found for what, far in one.items() if not far < 1e-5}
+
+
+@pytest.mark.parametrize(("mesh", "data"), [("fsdp=2", [2, 2, True, True]), ("pp=2", [1, 1, True, False])])
+def test_rates_divisors_and_state_come_from_outside(ranks: Ranks, mesh: str, data: list[Any], tmp_path: Path) -> None:
+    found = ranks(2)(in_calls, mesh, str(tmp_path))
+    rows, size, first, second = data
+    assert [one.pop("data") for one in found] == [[0, rows, size, first], [rows - 1, rows, size, second]]
+    losses = [one.pop("losses") for one in found]
+    assert losses[0] == losses[1]  # to the last bit of fp64, on the ranks that do not compute the loss too
+    assert not {what: far for one in found for what, far in one.items() if not far < 1e-12}
+
+
+def data_ranks(text: str) -> list[Any]:
+    at = data_parallel(devices(Mesh.parse(text)))
+    return [at.rank, at.size, dist.get_process_group_ranks(at.group), at.is_source]
+
+
+def test_every_rank_knows_which_rows_are_its_own(ranks: Ranks) -> None:
+    found = ranks(4)(data_ranks, "pp=2,fsdp=2")
+    assert found == [[0, 2, [0, 1], True], [1, 2, [0, 1], True], [0, 2, [2, 3], False], [1, 2, [2, 3], False]]
+    assert ranks(4)(data_ranks, "dp=2,fsdp=2") == [[i, 4, [0, 1, 2, 3], True] for i in range(4)]
+    assert ranks(4)(data_ranks, "cp=2,tp=2") == [[0, 1, [i], i == 0] for i in range(4)]

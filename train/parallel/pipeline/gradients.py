@@ -71,8 +71,7 @@ def gradient_sums(
                 leaves[path].grad_dtype = wide_dtype(param.dtype)
             return leaves[path]
 
-        total, count, found = _summed(*run(tree.map(leaf, params), parts, True))
-        count, aux = agreed(count, found)
+        total, count, aux = agreed(*_summed(*run(tree.map(leaf, params), parts, True)))
         grads = {
             path: torch.zeros_like(x, dtype=wide_dtype(x.dtype)) if x.grad is None else x.grad.contiguous()
             for path, x in leaves.items()
@@ -96,8 +95,7 @@ def loss_sums(
 
     @torch.no_grad()
     def sums(params: Tree, parts: Sequence[Batch]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
-        total, count, found = _summed(*run(params, parts, False))
-        return total, *agreed(count, found)
+        return agreed(*_summed(*run(params, parts, False)))
 
     return sums
 
@@ -172,19 +170,23 @@ def _summed(losses: Sequence[Tensor], found: Found) -> tuple[Tensor, Tensor, dic
 
 def _agreed_kinds(
     group: dist.ProcessGroup | None,
-) -> Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor] | None]]:
-    """A function that makes the dtype of count, and the presence of aux, equal on all ranks; one reduction, once.
+) -> Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor] | None]]:
+    """A function that makes the dtypes of total and count, and the presence of aux, equal on all ranks; one reduction,
+    once.
 
-    A floating-point count is fp64 on all ranks, or the others would divide by a rounded one. aux is None if no rank has
+    Ranks without the last stage have a total of 0 in the default dtype, to which they would round an fp64 total. A
+    floating-point count is fp64 on all ranks, or the others would divide by a rounded one. aux is None if no rank has
     any.
     """
     known: list[bool] = []
 
-    def agreed(count: Tensor, aux: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def agreed(total: Tensor, count: Tensor, aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
         if not known:
-            flags = torch.tensor([count.is_floating_point(), bool(aux)], dtype=torch.long, device=count.device)
+            here = [total.dtype == torch.float64, count.is_floating_point(), bool(aux)]
+            flags = torch.tensor(here, dtype=torch.long, device=count.device)
             known.extend(bool(flag) for flag in maximum(flags, group).tolist())
-        return count.double() if known[0] else count, aux if known[1] else None
+        total, count = total.double() if known[0] else total, count.double() if known[1] else count
+        return total, count, aux if known[2] else None
 
     return agreed
 
