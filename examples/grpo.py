@@ -49,6 +49,7 @@ SMALL = Settings(
 )
 PROMPTS, ANSWERS, NEW = 16, 8, 96  # prompts of an update, answers to each, tokens of an answer at most
 RUN = 24  # numbers of an answer
+BUDGET = 4096  # tokens of a microbatch at most
 
 
 def counting(draw: random.Random) -> str:
@@ -116,22 +117,17 @@ def judged(prompt: list[int], first: int, new: list[int], text: str) -> Rollout:
 
 
 def microbatches(found: list[Rollout]) -> list[dict[str, Tensor]]:
-    """Packed rows in two unequal microbatches, with the advantage of each token that the policy chose."""
+    """Packed rows under a token budget, with the advantage of each token that the policy chose."""
     rewards = torch.tensor([r.reward for r in found]).reshape(PROMPTS, ANSWERS)
     gains = train.group_advantages(rewards).flatten()
-    pack = functools.partial(fnmodels.pack, [r.tokens for r in found], 256, split=False)
-    packed = pack(weights=[r.learnt.float() for r in found])
-    gained = pack(weights=[gain * r.learnt for gain, r in zip(gains, found, strict=True)])
-    batch = {
-        "tokens": packed.tokens,
-        "positions": packed.positions,
-        "segment_ids": packed.segment_ids,
-        "labels": packed.labels,
-        "learnt": packed.weights > 0,
-        "advantages": gained.weights,
+    learnt = [torch.cat((r.learnt[1:], torch.tensor([False]))) for r in found]  # as labels: of the next token
+    entries = {
+        "tokens": [r.tokens for r in found],
+        "learnt": learnt,
+        "advantages": [gain * chosen for gain, chosen in zip(gains, learnt, strict=True)],
     }
-    third = len(packed.tokens) // 3
-    return [{n: t[:third] for n, t in batch.items()}, {n: t[third:] for n, t in batch.items()}]
+    (rows,) = train.token_budget(entries, BUDGET)
+    return [row.batch for row in rows]
 
 
 def loss(

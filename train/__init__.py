@@ -23,6 +23,7 @@ from train import checkpoint
 from train.checkpoint import sharded
 from train.checkpoint.background import Saver
 from train.checkpoint.rng_state import random_state, set_random_state
+from train.data.token_budget import token_budget, unpacked
 from train.generation.beam import beam_search
 from train.generation.loops import generate, serve, stream
 from train.generation.requests import Generations, Request, best_of
@@ -58,6 +59,7 @@ __all__ += ["logprobs", "head_logprobs", "token_logprobs", "routed_logprobs", "d
 __all__ += ["dpo_loss", "policy_loss", "group_advantages", "distill", "distillation_loss", "token_divergence"]
 __all__ += ["Optimizer", "adafactor", "adamw", "lion", "muon", "sgd", "warmup_stable_decay"]
 __all__ += ["apply_updates", "clip_by_global_norm", "global_norm", "trainable_mask"]
+__all__ += ["token_budget", "unpacked"]
 __all__ += ["chain", "clip_norm", "masked", "partition", "averaged", "with_ema", "with_master"]
 __all__ += ["with_stochastic_rounding", "stochastic_round"]
 __all__ += ["Saver", "checkpoint", "sharded", "random_state", "set_random_state"]

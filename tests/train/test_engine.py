@@ -308,7 +308,8 @@ def test_an_offloaded_engine_frees_its_memory_and_comes_back_bit_for_bit() -> No
 def test_entries_that_are_no_dense_tensors_are_refused_in_a_sentence() -> None:
     engine = Engine(CONFIG, PARAMS, adamw(0.01))
     jagged = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)], layout=torch.jagged)
-    for wrong, said in (({"temperature": 0.7}, "'temperature' is of type float"), ({"mask": jagged}, "'mask' is a nested")):
+    faults = [({"temperature": 0.7}, "'temperature' is of type float"), ({"mask": jagged}, "'mask' is a nested")]
+    for wrong, said in faults:
         for call in (lambda given: engine.forward_backward([given], LOSS), lambda given: engine.infer([given], LOSS)):
             with pytest.raises(ValueError, match=said):
                 call(WHOLE | wrong)

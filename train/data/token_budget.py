@@ -1,0 +1,125 @@
+"""Packed rows of at most N tokens from sequences of any lengths, equally many for every data-parallel rank.
+
+rows = token_budget({"tokens": rollouts, "advantages": gains}, 4096, ranks=8)     # [rank][microbatch]
+mine = rows[rank]
+found = engine.infer([row.batch for row in mine], logprobs)
+logps = unpacked(mine, [logp for logp, _, _ in found])                            # {number of the sequence: [T]}
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.packing import IGNORE
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """batch: a microbatch of one row [1, T]: tokens, positions, segment_ids, labels and the entries given.
+
+    sequences: the number of each sequence in it, in order; lengths: theirs in tokens. Both are empty for a row of one
+    padding token, which adds nothing.
+    """
+
+    batch: dict[str, Tensor]
+    sequences: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def token_budget(
+    entries: Mapping[str, Sequence[Tensor] | Tensor],
+    budget: int,
+    *,
+    ranks: int = 1,
+    cost: Callable[[int], float] = float,
+) -> list[list[PackedRow]]:
+    """[rank][microbatch]: all sequences in rows of at most `budget` tokens, equally many for each of `ranks`.
+
+    entries: per-token tensors, each a list of [T, ...] or a jagged nested tensor [N, T*, ...]; "tokens" is needed.
+    labels default to the next token of the sequence, -100 at its end. cost: of a sequence of a length, which is
+    balanced over rows: float balances tokens, `lambda n: n * n` attention. Rows with one index have similar cost on all
+    ranks, which wait for each other there. The number of rows is the smallest that the longest-first placement finds.
+
+    ValueError for a sequence longer than the budget, and for entries of different lengths.
+    """
+    if budget < 1 or ranks < 1:
+        raise ValueError(f"budget is {budget} and ranks {ranks}; both must be at least 1.")
+    if "tokens" not in entries:
+        raise ValueError(f"The entries have no tokens; their names are {sorted(entries)}.")
+    given = {name: _sequences(values) for name, values in entries.items()}
+    lengths = [len(tokens) for tokens in given["tokens"]]
+    for name, values in given.items():
+        if [len(value) for value in values] != lengths:
+            raise ValueError(f"{name!r} must have as many sequences as tokens, and each as many entries as its tokens.")
+    for number, length in enumerate(lengths):
+        if not 1 <= length <= budget:
+            raise ValueError(f"Sequence {number} has {length} tokens; a row takes 1 to {budget} (the budget).")
+    costs = [cost(length) for length in lengths]
+    bins = _bins(lengths, costs, budget, ranks)
+    bins.sort(key=lambda one: -sum(costs[number] for number in one))
+    rows: list[list[PackedRow]] = [[] for _ in range(ranks)]
+    for start in range(0, len(bins), ranks):
+        turn = bins[start : start + ranks]
+        turn = turn if start // ranks % 2 == 0 else turn[::-1]  # so that no rank has the dearest row every time
+        for of_rank, numbers in zip(rows, turn, strict=True):
+            of_rank.append(_row(given, sorted(numbers)))
+    return rows
+
+
+def unpacked(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> dict[int, Tensor]:
+    """{number of the sequence: [T, ...]} from values [1, T, ...] of each row, in the order of the numbers."""
+    found: dict[int, Tensor] = {}
+    for row, value in zip(rows, values, strict=True):
+        if row.sequences:
+            found |= dict(zip(row.sequences, value[0].split(row.lengths), strict=True))
+    return dict(sorted(found.items()))
+
+
+def _sequences(values: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    return list(values.unbind()) if isinstance(values, Tensor) else list(values)
+
+
+def _bins(lengths: Sequence[int], costs: Sequence[float], budget: int, ranks: int) -> list[list[int]]:
+    """The numbers of the sequences in each row; a multiple of `ranks` rows, some perhaps empty."""
+    order = sorted(range(len(lengths)), key=lambda number: (-costs[number], -lengths[number]))
+    count = ranks * max(1, -(-sum(lengths) // (budget * ranks)))
+    while (found := _placed(order, lengths, costs, budget, count)) is None:
+        count += ranks
+    return found
+
+
+def _placed(
+    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, count: int
+) -> list[list[int]] | None:
+    """Each sequence into the cheapest row that has room; None where one finds no room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    used, spent = [0] * count, [0.0] * count
+    for number in order:
+        room = [i for i in range(count) if used[i] + lengths[number] <= budget]
+        if not room:
+            return None
+        at = min(room, key=lambda i: (spent[i], i))
+        bins[at].append(number)
+        used[at] += lengths[number]
+        spent[at] += costs[number]
+    return bins
+
+
+def _row(given: Mapping[str, list[Tensor]], numbers: Sequence[int]) -> PackedRow:
+    tokens = [given["tokens"][number] for number in numbers]
+    device = given["tokens"][0].device if given["tokens"] else None
+    lengths = tuple(len(one) for one in tokens)
+    if not numbers:
+        batch = {name: values[0][:1].new_zeros(1, 1, *values[0].shape[1:]) for name, values in given.items() if values}
+        none = torch.zeros(1, 1, dtype=torch.long, device=device)
+        return PackedRow(
+            {"tokens": none} | batch | dict(positions=none, segment_ids=none, labels=none + IGNORE), (), ()
+        )
+    batch = {name: torch.cat([values[number] for number in numbers])[None] for name, values in given.items()}
+    batch["positions"] = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+    batch["segment_ids"] = torch.repeat_interleave(torch.tensor(lengths, device=device))[None] + 1
+    if "labels" not in batch:
+        batch["labels"] = torch.cat([torch.cat((one[1:], one.new_full((1,), IGNORE))) for one in tokens])[None]
+    return PackedRow(batch, tuple(numbers), lengths)
