@@ -119,3 +119,19 @@ def missed(names: Iterable[str], passed: set[tuple[int, str]]) -> list[str]:
         if head == "layers" and not (tap in everywhere if number == "*" else (int(number), tap) in passed):
             out.append(name)
     return out
+
+
+def edits_of_stage(edits: Mapping[str, Edit] | None, names: Iterable[str], layers: range) -> dict[str, Edit] | None:
+    """Those of `layers`, each under the name of one layer. names: those of all taps of the model.
+
+    ValueError, on every stage alike, for an edit of which `names` has none.
+    """
+    found: dict[str, Edit] = {}
+    known = list(names)
+    for name, edit in (edits or {}).items():
+        inner = name.removeprefix("layers.*.")
+        matching = [n for n in known if n == name or (inner != name and n.split(".", 2)[2:] == [inner])]
+        if not matching:
+            raise ValueError(f"Nothing passes the edit {name!r}. There are {', '.join(known)}.")
+        found |= {n: edit for n in matching if n.startswith("layers.") and int(n.split(".", 2)[1]) in layers}
+    return found or None

@@ -19,6 +19,7 @@ PAGES = [
     "architecture.md",
     "checkpoints.md",
     "generation.md",
+    "interpretability.md",
     "parallel.md",
     "testing.md",
     "training.md",

@@ -100,11 +100,20 @@ def scaled_terms(config: Any, params: Any, batch: Batch) -> tuple[Any, ...]:
 
 
 def gradients(
-    name: str, layers: int, schedule: str, balance: bool = False, scaled: bool = False, dropped: bool = False
+    name: str,
+    layers: int,
+    schedule: str,
+    balance: bool = False,
+    scaled: bool = False,
+    dropped: bool = False,
+    edited: bool = False,
 ) -> dict[str, Any]:
     """This rank's differences to one process, what it counts, and the sums. dropped: stages carry no terms."""
     config, size = config_of(name, layers), dist.get_world_size()
     loss = functools.partial(scaled_terms, config) if scaled else loss_of(config, balance)
+    if edited:
+        names = ("embed", "layers.1.mlp", "layers.3.attention.z", "layers.*.output", "hidden")
+        loss = functools.partial(loss, edits={edit: lambda value, name: value * 1.1 for edit in names})
     optimizer = optimizer_of(config)
     split = fnmodels.split(batch_of(config, 4), 4)
     pipe = pipeline(config, size, schedule)
@@ -152,6 +161,10 @@ def test_balance_terms_and_counts_stay_where_the_layers_are(ranks: Ranks, schedu
     for name in ("sequence_balance", "router_z"):
         parts = [report["terms"].get(name, [0.0, 0.0]) for report in reports]
         assert sum(part[0] for part in parts) == pytest.approx(max(part[1] for part in parts), rel=1e-5)
+
+
+def test_edits_are_made_by_the_stage_that_has_the_layer(ranks: Ranks) -> None:
+    check(ranks(2)(gradients, "llama_tied", 4, "1F1B", False, False, False, True), config_of("llama_tied", 4))
 
 
 def test_a_term_that_a_stage_does_not_carry_shows(ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.edits import edit_end, edits_of_stage
 from fnmodels.run_params import RunParams
 from train.gradients import checked_loss
 from train.losses.model_loss import ModelLoss, RouterTerms, keywords
@@ -94,9 +95,12 @@ class StagedLoss:
             return dataclasses.replace(balance if own is None else own(balance), share=share, before=before)
 
         def layers(given: RunParams, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            states = received[0] if received else family.embed(given, part.inputs, config=config)
+            edits, names = part.options.edits, fnmodels.tap_names(config) if part.options.edits else {}
+            own = edits_of_stage(edits, names, range(lo, hi))
+            first = None if received else family.embed(given, part.inputs, config=config)
+            states = received[0] if first is None else edit_end(edits, "embed", first)
             run: Any = given.run
-            options = run.adapted(dataclasses.replace(part.options, layout=part.layout), part.masks)
+            options = run.adapted(dataclasses.replace(part.options, layout=part.layout, edits=own), part.masks)
             inputs = part.inputs if isinstance(part.inputs, Mapping) else {}
             found = fnmodels.run_layers(
                 {"layers": numbered(given["layers"])},
@@ -114,6 +118,7 @@ class StagedLoss:
             )
             states, tapped = found if isinstance(found, tuple) else (found, {})
             if is_last:
+                states = edit_end(edits, "hidden", states)
                 return states, tapped | ({"hidden": states} if "hidden" in part.taps else {})
             states = states if self.hooks.full_states is None else self.hooks.full_states(states)
             routers = part.routers

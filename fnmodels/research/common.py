@@ -1,0 +1,40 @@
+"""What the functions share: a prepared batch, names of the parts of the residual stream, rows that are no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fnmodels.inputs.mask import MaskLike
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.taps import tap_names
+from fnmodels.tree import Tree
+
+Prepared = tuple[Tree, Mapping[str, MaskLike], Mapping[str, Tensor]]  # of `fnmodels.prepare`
+ADDED = ("mamba", "attention", "mlp", "per_layer")  # the taps of a layer that it adds to the residual stream
+
+
+def layer_count(config: DecoderConfig) -> int:
+    """The number of layers."""
+    return sum(name.endswith(".input") for name in tap_names(config))
+
+
+def names_of(config: DecoderConfig, *taps: str) -> list[str]:
+    """Those of the names "layers.N.TAP" that the model has, in the order of the layers."""
+    wanted = [f"layers.{index}.{tap}" for index in range(layer_count(config)) for tap in taps]
+    known = tap_names(config)
+    return [name for name in wanted if name in known]
+
+
+def valid_of(prepared: Prepared) -> Tensor:
+    """bool [B, S], False at padding."""
+    inputs: Any = prepared[0]
+    valid: Tensor = inputs["valid"]
+    return valid
+
+
+def along_sequence(mask: Tensor, value: Tensor) -> Tensor:
+    """A mask [S] or [B, S] in a form that broadcasts with value [B, S, ...]."""
+    return mask.reshape(*mask.shape, *[1] * (value.ndim - 2))

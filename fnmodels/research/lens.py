@@ -1,0 +1,87 @@
+"""The logit lens (nostalgebraist 2020) and the tuned lens (arXiv 2303.08112): logits read from every layer's output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.apply import hidden
+from fnmodels.models.common.registry import DecoderConfig, family_of
+from fnmodels.tree import Tree
+
+from .common import Prepared, layer_count, names_of, valid_of
+
+
+def logit_lens(params: Tree, prepared: Prepared, *, config: DecoderConfig, kernel: str = "auto") -> Tensor:
+    """Logits [L + 1, B, S, V] of the embedding and of each layer's output through the final norm and the head.
+
+    The last of them are the model's logits.
+    """
+    return _logits(params, _states(params, prepared, config, kernel), config)
+
+
+def init_tuned_lens(config: DecoderConfig, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Translators of the states before each layer: matrix [L, D, D] and bias [L, D], which begin as the logit lens.
+
+    A state x becomes x + matrix x + bias; the last state needs none.
+    """
+    layers, width = layer_count(config), config.hidden_size
+    return {"matrix": torch.zeros(layers, width, width, dtype=dtype), "bias": torch.zeros(layers, width, dtype=dtype)}
+
+
+def tuned_lens(
+    lens: dict[str, Tensor], params: Tree, prepared: Prepared, *, config: DecoderConfig, kernel: str = "auto"
+) -> Tensor:
+    """Logits [L + 1, B, S, V] as `logit_lens`, of the translated states."""
+    states = _states(params, prepared, config, kernel)
+    return _logits(params, _translated(lens, states), config)
+
+
+def train_tuned_lens(
+    lens: dict[str, Tensor],
+    params: Tree,
+    batches: Iterable[Prepared],
+    *,
+    config: DecoderConfig,
+    rate: float = 1e-3,
+    kernel: str = "auto",
+) -> tuple[dict[str, Tensor], list[float]]:
+    """(trained lens, the loss of each batch): KL(model || lens) in nats, the mean over tokens and layers, by Adam.
+
+    One step per batch; the model gets no gradient. The given lens is not changed.
+    """
+    lens = {name: value.detach().clone().requires_grad_() for name, value in lens.items()}
+    optimizer, losses = torch.optim.Adam(lens.values(), rate), []
+    for prepared in batches:
+        with torch.no_grad():
+            states = _states(params, prepared, config, kernel)
+            wanted = F.log_softmax(_logits(params, states[-1:], config).float(), -1)
+        found = F.log_softmax(_logits(params, _translated(lens, states)[:-1], config).float(), -1)
+        divergence = (wanted.exp() * (wanted - found)).sum(-1)
+        loss = divergence[:, valid_of(prepared)].mean()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss, inputs=list(lens.values()))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {name: value.detach() for name, value in lens.items()}, losses
+
+
+def _states(params: Tree, prepared: Prepared, config: DecoderConfig, kernel: str) -> Tensor:
+    """[L + 1, B, S, D]: the embedding and each layer's output."""
+    names = ["embed", *names_of(config, "output")]
+    _, tapped = hidden(params, *prepared, config=config, taps=tuple(names), kernel=kernel)
+    return torch.stack([tapped[name] for name in names])
+
+
+def _translated(lens: dict[str, Tensor], states: Tensor) -> Tensor:
+    matrix, bias = lens["matrix"], lens["bias"][:, None, None]
+    before = states[:-1] + torch.einsum("lij,lbsj->lbsi", matrix, states[:-1]) + bias
+    return torch.cat((before, states[-1:]))
+
+
+def _logits(params: Tree, states: Tensor, config: DecoderConfig) -> Tensor:
+    family = family_of(config)
+    return torch.stack([family.unembed(params, state, config=config) for state in states])

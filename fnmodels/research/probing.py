@@ -1,0 +1,36 @@
+"""Linear probes: multinomial logistic regression on activations (arXiv 1610.01644)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Probe = dict[str, Tensor]
+
+
+def fit_probe(x: Tensor, labels: Tensor, *, classes: int, decay: float = 1e-3, steps: int = 100) -> Probe:
+    """weight [classes, D] and bias [classes] that minimize the mean cross entropy plus decay/2 * |weight|^2, by L-BFGS.
+
+    x: activations [rows, D], such as a tap at its tokens; labels: int64 [rows]. Computed in x's dtype, fp32 at least.
+    """
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, device=x.device, requires_grad=True)
+    bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
+    search = {"line_search_fn": "strong_wolfe", "tolerance_grad": 1e-9, "tolerance_change": 1e-12}
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=steps, **search)
+
+    def loss() -> float:
+        optimizer.zero_grad()
+        value = F.cross_entropy(F.linear(x, weight, bias), labels) + decay / 2 * weight.square().sum()
+        torch.autograd.backward(value, inputs=[weight, bias])
+        return float(value.detach())
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    return {"weight": weight.detach(), "bias": bias.detach()}
+
+
+def probe_logits(probe: Probe, x: Tensor) -> Tensor:
+    """Logits [..., classes] of activations x [..., D]."""
+    return F.linear(x.to(probe["weight"].dtype), probe["weight"], probe["bias"])

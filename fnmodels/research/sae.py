@@ -1,0 +1,127 @@
+"""Sparse autoencoders of activations (arXiv 2309.08600): harvest to a memory-mapped file, train, splice by an edit.
+
+x is approximated by decoder f + bias with features f = relu(encoder (x - bias) + encoder_bias), few of which are not 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnmodels.apply import hidden
+from fnmodels.models.common.registry import DecoderConfig
+from fnmodels.options import Edit
+from fnmodels.tree import Tree
+
+from .common import Prepared, valid_of
+
+Autoencoder = dict[str, Tensor]
+
+
+def harvest(
+    params: Tree,
+    batches: Iterable[Prepared],
+    path: Path | str,
+    name: str,
+    *,
+    config: DecoderConfig,
+    rows: int,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Tensor:
+    """[rows, ...]: the tap `name` of the first tokens that are no padding, memory-mapped from the new file `path`.
+
+    Packed batches (`fnmodels.pack`) have the fewest tokens of padding. options: of `fnmodels.hidden`, as a layout.
+    ValueError if the batches have fewer tokens; the file is then removed.
+    """
+    out, filled = None, 0
+    for prepared in batches:
+        with torch.no_grad():
+            _, tapped = hidden(params, *prepared, config=config, taps=(name,), **options)
+        found = tapped[name][valid_of(prepared)][: rows - filled]
+        if out is None:
+            shape = (rows, *found.shape[1:])
+            out = torch.from_file(str(path), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
+        out[filled : filled + len(found)] = found.to(dtype)
+        filled += len(found)
+        if filled == rows:
+            return out
+    Path(path).unlink(missing_ok=True)
+    raise ValueError(f"The batches have {filled} tokens that are no padding, and rows is {rows}.")
+
+
+def init_sae(width: int, features: int, *, seed: int = 0) -> Autoencoder:
+    """encoder [F, D] and decoder [D, F] of unit columns, which begin as its transpose; encoder_bias [F], bias [D]."""
+    decoder = F.normalize(torch.randn(width, features, generator=torch.Generator().manual_seed(seed)), dim=0)
+    zeros = {"encoder_bias": torch.zeros(features), "bias": torch.zeros(width)}
+    return {"encoder": decoder.T.clone(), "decoder": decoder, **zeros}
+
+
+def encode(sae: Autoencoder, x: Tensor) -> Tensor:
+    """Features [..., F] of activations x [..., D], at least 0."""
+    return F.relu(F.linear(x - sae["bias"], sae["encoder"], sae["encoder_bias"]))
+
+
+def decode(sae: Autoencoder, features: Tensor) -> Tensor:
+    """Activations [..., D] of features [..., F]."""
+    return F.linear(features, sae["decoder"], sae["bias"])
+
+
+def sae_loss(sae: Autoencoder, x: Tensor, *, sparsity: float) -> tuple[Tensor, Tensor]:
+    """(loss, mean number of active features): squared error plus `sparsity` times the sum of the features, per row."""
+    features = encode(sae, x)
+    loss = (decode(sae, features) - x).square().sum(-1) + sparsity * features.sum(-1)
+    return loss.mean(), (features > 0).sum(-1).to(loss.dtype).mean()
+
+
+def train_sae(
+    sae: Autoencoder,
+    data: Tensor,
+    *,
+    steps: int,
+    batch: int = 256,
+    rate: float = 1e-3,
+    sparsity: float = 1e-2,
+    seed: int = 0,
+) -> tuple[Autoencoder, list[float]]:
+    """(trained autoencoder, losses) by Adam on random rows of data [rows, D], as of `harvest`; decoder columns stay 1.
+
+    The given autoencoder is not changed.
+    """
+    sae = {name: value.detach().clone().requires_grad_() for name, value in sae.items()}
+    optimizer, losses = torch.optim.Adam(sae.values(), rate), []
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = data[torch.randint(len(data), (batch,), generator=generator)].to(sae["bias"].dtype)
+        loss, _ = sae_loss(sae, x, sparsity=sparsity)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss, inputs=list(sae.values()))
+        optimizer.step()
+        with torch.no_grad():
+            sae["decoder"].copy_(F.normalize(sae["decoder"], dim=0))
+        losses.append(float(loss.detach()))
+    return {name: value.detach() for name, value in sae.items()}, losses
+
+
+def splice(sae: Autoencoder, name: str, *, keep: Tensor | None = None, error: bool = False) -> dict[str, Edit]:
+    """The `edits` by which the autoencoder's reconstruction replaces the tap `name`.
+
+    keep: [F], multiplies the features (0 ablates one). error: adds what the reconstruction misses, so that without
+    `keep` nothing changes.
+    """
+    tensors = dict(sae) if keep is None else sae | {"keep": keep}
+    return {name: functools.partial(_spliced, error=error, **tensors)}
+
+
+def _spliced(value: Tensor, name: str, *, error: bool, keep: Tensor | None = None, **sae: Tensor) -> Tensor:
+    x = value.to(sae["bias"].dtype)
+    features = encode(sae, x)
+    out = decode(sae, features if keep is None else features * keep)
+    out = out + (x - decode(sae, features)) if error else out
+    return out.to(value.dtype)

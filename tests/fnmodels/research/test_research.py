@@ -1,0 +1,248 @@
+"""Each function of `fnmodels.research` against a plain loop of forward passes, or against what the paper defines."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnmodels
+from fnmodels import research
+from fnmodels.models.common.decoder import head
+from tests.support.cases import batch_of, cases, generic_params, off, segments
+
+LLAMA = next(case.config for case in cases() if case.name == "llama")
+PARAMS = generic_params(LLAMA)
+LAYERS = LLAMA.num_hidden_layers
+CLEAN = batch_of(LLAMA, segments((6,), (6,)), seed=1).prepared()
+CORRUPT = batch_of(LLAMA, segments((6,), (6,)), seed=2).prepared()
+run = functools.partial(fnmodels.forward, PARAMS, config=LLAMA, kernel="math")
+
+
+def metric(logits: Tensor) -> Tensor:
+    """A difference of two logits at the last token, the mean over rows."""
+    return (logits[:, -1, 3] - logits[:, -1, 5]).mean()
+
+
+def test_logit_lens() -> None:
+    _, tapped = run(*CLEAN, taps=("embed", "layers.*.output"))
+    found = research.logit_lens(PARAMS, CLEAN, config=LLAMA, kernel="math")
+    assert found.shape[0] == LAYERS + 1 and off(found[-1], run(*CLEAN)) < 1e-5
+    for logits, x in zip(found, [tapped["embed"], *(tapped[f"layers.{i}.output"] for i in range(LAYERS))], strict=True):
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + LLAMA.rms_norm_eps) * PARAMS["norm"]
+        assert off(logits, F.linear(normed, head(PARAMS, LLAMA))) < 1e-5
+
+
+def test_a_tuned_lens_begins_as_the_logit_lens_and_learns() -> None:
+    lens = research.init_tuned_lens(LLAMA)
+    plain = research.logit_lens(PARAMS, CLEAN, config=LLAMA)
+    assert torch.equal(research.tuned_lens(lens, PARAMS, CLEAN, config=LLAMA), plain)
+    batches = [batch_of(LLAMA, segments((6, 2), (-3, 5)), seed=seed).prepared() for seed in range(4)] * 8
+    trained, losses = research.train_tuned_lens(lens, PARAMS, batches, config=LLAMA, rate=2e-3)
+    assert losses[-1] < 0.8 * losses[0] and not lens["matrix"].any()
+    assert torch.equal(research.tuned_lens(trained, PARAMS, CLEAN, config=LLAMA)[-1], plain[-1])
+    found = research.tuned_lens(trained, PARAMS, CLEAN, config=LLAMA)[0]
+    _, tapped = run(*CLEAN, taps=("embed",))
+    x = tapped["embed"] + tapped["embed"] @ trained["matrix"][0].T + trained["bias"][0]
+    assert off(found, fnmodels.llama.unembed(PARAMS, x, config=LLAMA)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "falcon_h1", "mixtral", "cohere2"])
+def test_contributions_add_up_to_the_logit(name: str) -> None:
+    """E2: embed + all that layers add is the logit; heads and neurons are what is lost where one is removed alone."""
+    config = next(case.config for case in cases() if case.name == name)
+    params, batch = generic_params(config), batch_of(config, segments((5,), (5,)))
+    prepared, targets = batch.prepared(), batch.tokens.roll(1, 1)
+    added = research.direct_logit_attribution(params, prepared, targets, config=config)
+    logits, tapped = fnmodels.forward(
+        params, *prepared, config=config, kernel="math", taps=("hidden", "final.norm.scale", "layers.*.attention")
+    )
+    scale = {"final.norm.scale": tapped["final.norm.scale"]}
+    at_zero = fnmodels.forward(
+        params, *prepared, config=config, kernel="math", edits=scale | {"hidden": lambda value, name: 0 * value}
+    )
+    whole = sum(value for tap, value in added.items() if not tap.endswith((".z", ".neurons")))
+    wanted = (logits - at_zero).gather(-1, targets[..., None])[..., 0]
+    assert off(whole, wanted) < 1e-5
+    for tap, value in added.items():
+        if tap.endswith(".z") and name in ("llama", "mixtral", "cohere2"):
+            assert off(value.sum(-1), added[tap.removesuffix(".z")]) < 1e-5, "without biases the heads are all of it"
+        if tap.endswith(".neurons") and name == "llama":
+            assert off(value.sum(-1), added[tap.removesuffix(".neurons")]) < 1e-5
+    against = batch.tokens.roll(2, 1)
+    other = research.direct_logit_attribution(params, prepared, against, config=config)
+    both = research.direct_logit_attribution(params, prepared, targets, config=config, against=against)
+    assert all(off(both[tap], added[tap] - other[tap]) < 1e-5 for tap in added)
+
+
+def test_patch_grid_and_causal_trace() -> None:
+    _, clean = run(*CLEAN, taps=("layers.*.output",))
+    grid = research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA)
+    chunked = research.patch_grid(PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, chunk=4)
+    assert grid.shape == (LAYERS, 6) and off(chunked, grid) < 1e-6
+    noise = torch.zeros(2, 6, LLAMA.hidden_size).index_fill(1, torch.tensor([1]), 2.0)
+    trace = research.causal_trace(PARAMS, CLEAN, noise, metric, config=LLAMA)
+    noisy = {"embed": lambda value, name: value + noise}
+    for layer in range(LAYERS):
+        for position in range(6):
+
+            def patch(value: Tensor, name: str, position: int = position) -> Tensor:
+                value = value.clone()
+                value[:, position] = clean[name][:, position]
+                return value
+
+            edit = {f"layers.{layer}.output": patch}
+            assert abs(metric(run(*CORRUPT, edits=edit)) - grid[layer, position]) < 1e-5
+            assert abs(metric(run(*CLEAN, edits=edit | noisy)) - trace[layer, position]) < 1e-5
+    assert (
+        abs(grid[-1, -1] - metric(run(*CLEAN))) < 1e-5
+        and off(trace[:, 0], metric(run(*CLEAN, edits=noisy)).expand(LAYERS)) < 1e-5
+    )
+
+
+def test_attribution_patching() -> None:
+    """The change that a small step toward the clean value makes, divided by the step."""
+    names = ("layers.0.attention.z", "layers.1.mlp", "layers.0.output")
+    found = research.attribution_patching(PARAMS, CLEAN, CORRUPT, metric, names, config=LLAMA)
+    wide = fnmodels.tree.map(Tensor.double, PARAMS)
+    _, clean = run(*CLEAN, taps=names)
+    for name in names:
+
+        def at(step: float, name: str = name) -> Tensor:
+            def toward(value: Tensor, _: str) -> Tensor:
+                return value + step * (clean[name].double() - value)
+
+            return metric(fnmodels.forward(wide, *CORRUPT, config=LLAMA, kernel="math", edits={name: toward}))
+
+        assert abs((at(1e-4) - at(-1e-4)) / 2e-4 - found[name].sum()) < 1e-3 * max(1, abs(found[name].sum()))
+
+
+def test_path_patching() -> None:
+    """Head 1 of layer 0 to the queries of layer 1, by hand; and all paths to the logits of the last layer's MLP."""
+    taps = ("layers.*.attention.z", "layers.*.mlp", "layers.*.input")
+    (_, clean), (_, corrupt) = run(*CLEAN, taps=taps), run(*CORRUPT, taps=taps)
+    mask = torch.arange(LLAMA.num_attention_heads)[:, None] == 1
+    found = research.path_patching(
+        PARAMS,
+        CLEAN,
+        CORRUPT,
+        metric,
+        config=LLAMA,
+        senders={"layers.0.attention.z": mask},
+        receivers=("layers.1.attention.q",),
+    )
+    z = "layers.0.attention.z"
+    weight = PARAMS["layers"][0]["attention"]["o_proj"]
+    moved = F.linear(torch.where(mask, corrupt[z] - clean[z], 0).flatten(2), weight)
+    _, queries = fnmodels.run_layers(
+        PARAMS,
+        clean["layers.1.input"] + moved,
+        *CLEAN[1:],
+        1,
+        2,
+        config=LLAMA,
+        kernel="math",
+        taps=("layers.1.attention.q",),
+    )
+    assert off(found, metric(run(*CLEAN, edits=queries))) < 1e-5 and abs(found - metric(run(*CLEAN))) > 1e-4
+    last = f"layers.{LAYERS - 1}.mlp"
+    direct = research.path_patching(
+        PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, senders={last: None}, receivers=("hidden",)
+    )
+    assert off(direct, metric(run(*CLEAN, edits={last: corrupt[last]}))) < 1e-5
+    with pytest.raises(ValueError, match=r"The receiver 'layers\.1\.mlp' is held"):
+        research.path_patching(
+            PARAMS, CLEAN, CORRUPT, metric, config=LLAMA, senders={last: None}, receivers=("layers.1.mlp",)
+        )
+
+
+def test_steering() -> None:
+    name = "layers.0.output"
+    padded = batch_of(LLAMA, segments((4, -2), (6,)), seed=3)
+    vector = research.mean_difference(PARAMS, padded.prepared(), CORRUPT, name, config=LLAMA)
+    rows = [fnmodels.hidden(PARAMS, *b, config=LLAMA, taps=(name,))[1][name] for b in (padded.prepared(), CORRUPT)]
+    assert off(vector, rows[0][padded.valid].mean(0) - rows[1].flatten(0, 1).mean(0)) < 1e-6
+    where = torch.arange(6).expand(2, 6) > 2
+    strengths = torch.tensor([0.0, 1.0, -2.0])
+    many = torch.func.vmap(lambda s: run(*CLEAN, edits=research.steered(name, vector, s, where)))(strengths)
+    for strength, logits in zip(strengths, many, strict=True):
+        added = where[..., None] * strength * vector
+        assert off(logits, run(*CLEAN, edits={name: lambda value, _, added=added: value + added})) < 1e-5
+    assert off(many[0], run(*CLEAN)) < 1e-5 and off(many[1], many[0]) > 1e-3
+
+
+def test_heads() -> None:
+    _, tapped = run(*CLEAN, taps=("layers.1.attention.z",))
+    z = tapped["layers.1.attention.z"].clone()
+    z[:, :, [0, 3]] = 0
+    assert (
+        off(run(*CLEAN, edits=research.ablate_heads({1: (0, 3)})), run(*CLEAN, edits={"layers.1.attention.z": z}))
+        < 1e-6
+    )
+    mean = tapped["layers.1.attention.z"].mean((0, 1))
+    z[:, :, [0, 3]] = mean[[0, 3]]
+    edits = research.ablate_heads({1: (0, 3)}, mean={1: mean})
+    assert off(run(*CLEAN, edits=edits), run(*CLEAN, edits={"layers.1.attention.z": z})) < 1e-6
+
+
+def test_induction_scores() -> None:
+    """By a loop; and 1 where a pattern put there is that of a perfect head."""
+    scores = research.induction_scores(PARAMS, config=LLAMA, length=5, batch=2, seed=4)
+    half = torch.randint(LLAMA.vocab_size, (2, 5), generator=torch.Generator().manual_seed(4))
+    tokens = torch.cat((half, half), 1)
+    _, tapped = run(*fnmodels.prepare(LLAMA, tokens), taps=("layers.*.attention.pattern",))
+    assert scores.keys() == tapped.keys()
+    for name, pattern in tapped.items():
+        wanted = torch.zeros(LLAMA.num_attention_heads)
+        for query in range(5, 10):
+            key = next(k for k in range(1, 10) if tokens[0, k - 1] == tokens[0, query] and k - 1 == query - 5)
+            wanted += pattern[:, :, query, key].mean(0) / 5
+        assert off(scores[name], wanted) < 1e-6
+
+
+def test_sparse_autoencoders(tmp_path: Path) -> None:
+    """Harvested rows are those of a loop; training recovers sparse directions; a splice changes what it says."""
+    name, packed = "layers.0.mlp", [batch_of(LLAMA, segments((4, 2), (-1, 5)), seed=s).prepared() for s in range(3)]
+    rows = research.harvest(PARAMS, packed, tmp_path / "rows", name, config=LLAMA, rows=30)
+    wanted = [fnmodels.hidden(PARAMS, *p, config=LLAMA, taps=(name,))[1][name][p[0]["valid"]] for p in packed]
+    assert torch.equal(rows, torch.cat(wanted)[:30])
+    again = torch.from_file(str(tmp_path / "rows"), size=rows.numel()).view_as(rows)
+    assert torch.equal(again, rows)
+    with pytest.raises(ValueError, match="The batches have 33 tokens that are no padding, and rows is 40"):
+        research.harvest(PARAMS, packed, tmp_path / "more", name, config=LLAMA, rows=40)
+    assert not (tmp_path / "more").exists()
+
+    generator = torch.Generator().manual_seed(0)
+    true = F.normalize(torch.randn(16, 8, generator=generator), dim=0)
+    active = torch.rand(4096, 8, generator=generator) * (torch.rand(4096, 8, generator=generator) < 0.2)
+    sae = research.init_sae(16, 24, seed=1)
+    trained, losses = research.train_sae(sae, active @ true.T, steps=1000, batch=128, rate=3e-3, sparsity=0.02)
+    assert losses[-1] < 0.2 * losses[0] and torch.equal(sae["bias"], torch.zeros(16))
+    assert (F.normalize(trained["decoder"], dim=0).T @ true).amax(0).min() > 0.95
+    assert off(trained["decoder"].norm(dim=0), torch.ones(24)) < 1e-5
+
+    own = research.init_sae(LLAMA.hidden_size, 40)
+    plain = run(*CLEAN)
+    assert off(run(*CLEAN, edits=research.splice(own, name, error=True)), plain) < 1e-5
+    _, tapped = run(*CLEAN, taps=(name,))
+    features = research.encode(own, tapped[name])
+    for keep in (None, torch.ones(40).index_fill(0, features.sum((0, 1)).argmax(), 0.0)):
+        kept = features if keep is None else features * keep
+        spliced = run(*CLEAN, edits=research.splice(own, name, keep=keep))
+        assert off(spliced, run(*CLEAN, edits={name: research.decode(own, kept)})) < 1e-5
+        assert off(spliced, plain) > 1e-3
+
+
+def test_probes() -> None:
+    """At the optimum the gradient, written out, is zero; and it finds what is linear in activations."""
+    _, tapped = run(*batch_of(LLAMA, segments((16,), (16,), (16,), (16,))).prepared(), taps=("layers.0.output",))
+    x = tapped["layers.0.output"].flatten(0, 1)
+    labels = (x[:, :3]).argmax(1)
+    probe: dict[str, Any] = research.fit_probe(x, labels, classes=3, decay=1e-2, steps=500)
+    logits = research.probe_logits(probe, x)
+    wrong = (F.softmax(logits, -1) - F.one_hot(labels, 3)) / len(x)
+    assert (wrong.T @ x + 1e-2 * probe["weight"]).abs().max() < 1e-4 and wrong.sum(0).abs().max() < 1e-4
+    assert (logits.argmax(-1) == labels).float().mean() > 0.9
