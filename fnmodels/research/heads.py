@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def ablate_heads(heads: Mapping[int, Sequence[int]], *, mean: Mapping[int, Tenso
     """The `edits` that replace the output of heads, {layer: heads}, by 0, or by mean[layer] [N, H] (mean ablation)."""
 
     def edit(layer: int) -> Edit:
-        tensors = {"heads": torch.tensor(list(heads[layer]), dtype=torch.int64)}
+        tensors: dict[str, Any] = {"heads": torch.tensor(list(heads[layer]), dtype=torch.int64)}
         return functools.partial(_replaced, **tensors | ({} if mean is None else {"by": mean[layer]}))
 
     return {f"layers.{layer}.attention.z": edit(layer) for layer in heads}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +19,7 @@ def fit_probe(x: Tensor, labels: Tensor, *, classes: int, decay: float = 1e-3, s
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, device=x.device, requires_grad=True)
     bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
-    search = {"line_search_fn": "strong_wolfe", "tolerance_grad": 1e-9, "tolerance_change": 1e-12}
+    search: dict[str, Any] = {"line_search_fn": "strong_wolfe", "tolerance_grad": 1e-9, "tolerance_change": 1e-12}
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=steps, **search)
 
     def loss() -> float:

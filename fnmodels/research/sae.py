@@ -115,7 +115,7 @@ def splice(sae: Autoencoder, name: str, *, keep: Tensor | None = None, error: bo
     keep: [F], multiplies the features (0 ablates one). error: adds what the reconstruction misses, so that without
     `keep` nothing changes.
     """
-    tensors = dict(sae) if keep is None else sae | {"keep": keep}
+    tensors: dict[str, Any] = dict(sae) if keep is None else sae | {"keep": keep}
     return {name: functools.partial(_spliced, error=error, **tensors)}
 
 

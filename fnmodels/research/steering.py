@@ -33,7 +33,11 @@ def steered(name: str, vector: Tensor, strength: Tensor | float = 1.0, where: Te
 
     vmap over `strength` or `vector` runs many at once.
     """
-    tensors = {"vector": vector, "strength": torch.as_tensor(strength), **({} if where is None else {"where": where})}
+    tensors: dict[str, Any] = {
+        "vector": vector,
+        "strength": torch.as_tensor(strength),
+        **({} if where is None else {"where": where}),
+    }
     return {name: functools.partial(_steer, **tensors)}
 
 

@@ -217,10 +217,10 @@ def test_sparse_autoencoders(tmp_path: Path) -> None:
 
     generator = torch.Generator().manual_seed(0)
     true = F.normalize(torch.randn(16, 8, generator=generator), dim=0)
-    active = torch.rand(4096, 8, generator=generator) * (torch.rand(4096, 8, generator=generator) < 0.2)
+    active = torch.rand(4096, 8, generator=generator) * (torch.rand(4096, 8, generator=generator) < 0.1)
     sae = research.init_sae(16, 24, seed=1)
-    trained, losses = research.train_sae(sae, active @ true.T, steps=1000, batch=128, rate=3e-3, sparsity=0.02)
-    assert losses[-1] < 0.2 * losses[0] and torch.equal(sae["bias"], torch.zeros(16))
+    trained, losses = research.train_sae(sae, active @ true.T, steps=600, batch=128, rate=3e-3, sparsity=0.1)
+    assert losses[-1] < 0.3 * losses[0] and torch.equal(sae["bias"], torch.zeros(16))
     assert (F.normalize(trained["decoder"], dim=0).T @ true).amax(0).min() > 0.95
     assert off(trained["decoder"].norm(dim=0), torch.ones(24)) < 1e-5
 

@@ -41,7 +41,7 @@ from .leaf_wrappers import NODES, Entry, width_sharded_experts
 
 # The entries of a block's keywords and aux that are not of the residual stream: attention has all positions.
 KV = ("k", "v", "k_scale", "v_scale")  # tensors of a cache with heads in dimension 2
-_WHOLE = ("cache", "choices", "chosen", "edited", "kv")
+_WHOLE = ("cache", "choices", "chosen", "edit_tensors", "edited", "kv")
 
 
 def tensor_axes(config: DecoderConfig, dim: str = "tp") -> dict[str, str]:
