@@ -42,7 +42,7 @@ Reader = Callable[[Path, Damage], object]
 MEMORY = 6 << 30  # bytes beyond what the process has
 COLUMNS = ("refused", "bare error", "warned", "silent", "hang", "crash")
 TITLES = {
-    "refused": "refused, and told where",
+    "refused": "refused, and the place is named",
     "bare error": "bare error",
     "warned": "accepted with a warning",
     "silent": "accepted silently",

@@ -163,8 +163,8 @@ def in_a_process(threads: int, *reading: str) -> dict[str, float]:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": root, "TQDM_DISABLE": "1"}
     command = [sys.executable, __file__, "--child", *reading]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    told: dict[str, float] = json.loads(done.stdout)
-    return told
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
 
 
 def main() -> None:
@@ -210,8 +210,8 @@ def report(found: dict[tuple[str, str], list[dict[str, Any]]], contenders: list[
         print(f"| {contender} |", " | ".join(cells), "|")
     one = found[contenders[0], "owned"][0]
     print(f"\n{one['size'] / 1e6:,.0f} MB, the largest tensor {one['largest'] / 1e6:,.0f} MB")
-    told = (f"{name} {median(name, 'touched', 'faults'):,.0f}" for name in contenders)
-    print(f"page faults of touched: {', '.join(told)}")
+    faults = (f"{name} {median(name, 'touched', 'faults'):,.0f}" for name in contenders)
+    print(f"page faults of touched: {', '.join(faults)}")
     if "fnmodels" not in contenders:
         return
     ours, others = "fnmodels", [name for name in contenders if name != "fnmodels"]

@@ -139,8 +139,8 @@ class _Recorder(TorchFunctionMode):
         """Adds the gradients of forms to those of their parameters, by a backward pass through each form."""
         for name in self.forms.keys() & self.written:
             form, paths = self.forms[name]
-            how: dict[str, Any] = {"retain_graph": True, "is_grads_batched": True}
-            grads = torch.autograd.grad(form, [self.leaves[path] for path in paths], self.buffers.pop(name), **how)
+            leaves, written = [self.leaves[path] for path in paths], self.buffers.pop(name)
+            grads = torch.autograd.grad(form, leaves, written, retain_graph=True, is_grads_batched=True)
             for path, grad in zip(paths, grads, strict=True):
                 _store(self.buffers[path], grad, int(path in self.written))
                 self.written.add(path)

@@ -1,3 +1,5 @@
+"""`python -m train`: the main job."""
+
 import sys
 
 from train.cli import main

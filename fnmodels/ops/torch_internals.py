@@ -1,4 +1,4 @@
-"""What differs between releases of torch: private names without a public equivalent, and a keyword of varlen_attn.
+"""Names that differ between releases of torch: private ones without a public form, and a keyword of varlen_attn.
 
 Each private name is looked up once, with a fallback if it is missing, which gives the same results more slowly.
 tests/fnmodels/ops/test_torch_internals.py says which names the installed torch has.

@@ -515,6 +515,12 @@ def test_every_form_of_a_loss_gets_layouts_and_wrappers(form, monkeypatch):
     assert_close(plain.params, expected.params, atol=0.0 if form != "own" else 1e-5)
 
 
+def test_a_loss_that_copies_its_params_to_a_dict_is_warned_of_the_lost_layout():
+    copying = lambda params, batch: next_token_loss({**params}, batch, config=MODEL)  # noqa: E731
+    with pytest.warns(UserWarning, match="leaves out the layout of packed rows"):
+        run(copying, sgd(0.1), model_params(), [model_batch()])
+
+
 @pytest.mark.parametrize(("begins", "wrappers"), [([0] * 5, 2), ([1, 2, 3, 4, 5], 2), ([0, 0, 7, 8, 9], 4)], ids=str)
 def test_batches_that_begin_elsewhere_share_a_wrapper(counter, monkeypatch, begins, wrappers):
     # The model has two kinds of layers; rows from position 0 may have wrappers of their own, with the layout.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.ops.invariant import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
@@ -32,7 +33,7 @@ def token_logprobs(
     params: Tree,
     batch: Mapping[str, Tensor],
     *,
-    config: Any,
+    config: DecoderConfig,
     temperature: float = 1.0,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
@@ -54,7 +55,7 @@ def routed_logprobs(
     params: Tree,
     batch: Mapping[str, Tensor],
     *,
-    config: Any,
+    config: DecoderConfig,
     temperature: float = 1.0,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
@@ -80,7 +81,7 @@ def head_logprobs(
     x: Tensor,
     labels: Tensor,
     *,
-    config: Any,
+    config: DecoderConfig,
     temperature: float = 1.0,
     chunk: int | None = CHUNK,
     invariant: bool = False,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.values import readable
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
@@ -85,13 +87,16 @@ class RunOptions:
 
     def adapted(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> ForwardOptions:
         """`Run.adapted`."""
-        if self.reached is not None:
-            self.reached.append(True)
+        self._note()
         kernel = options.kernel if self.kernel is None else self.kernel(options.kernel)
         experts = options.experts if self.experts is None else self.experts(options.experts)
         layer_fn = self._around(options.layer_fn)
         layout = self.layout_of(options, masks)
         return dataclasses.replace(options, kernel=kernel, layout=layout, layer_fn=layer_fn, experts=experts)
+
+    def _note(self) -> None:
+        if self.reached is not None:
+            self.reached.append(True)
 
     @property
     def layer_fn(self) -> LayerFn | None:
@@ -123,11 +128,12 @@ class RunOptions:
         inputs: Tree,
         masks: Mapping[str, MaskLike],
         freqs_cis: Mapping[str, Tensor],
-        config: Any,
+        config: DecoderConfig,
         taps: tuple[str, ...],
         options: ForwardOptions,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`Run.hidden`."""
+        self._note()
         freqs_cis = self._global_tables(inputs, freqs_cis, config)
         if self.stage is not None:
             return self.stage(params, inputs, masks, freqs_cis, config, taps, options)
@@ -135,7 +141,9 @@ class RunOptions:
         found = fnmodels.hidden(dict(params), inputs, masks, freqs_cis, config=config, taps=taps, **given)
         return found if taps else (found, {})
 
-    def _global_tables(self, inputs: Tree, freqs_cis: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
+    def _global_tables(
+        self, inputs: Tree, freqs_cis: Mapping[str, Tensor], config: DecoderConfig
+    ) -> Mapping[str, Tensor]:
         """The rotary tables, replaced by the global batch's where the loss computed them from its local positions."""
         positions = inputs.get("positions") if isinstance(inputs, Mapping) else None
         if self.length is None or positions is None:
@@ -163,10 +171,13 @@ class ModelLoss:
     params: Callable[[Tree], Tree] | None = None
 
     def __call__(self, params: Tree, batch: Batch) -> Any:
-        """The function's result. ValueError where required options did not reach the model's layers."""
+        """The function's result. ValueError where required options did not reach the model's layers.
+
+        A warning where packed rows were run without their layout, because the function copied the params to a dict.
+        """
         reached: list[bool] = []
         options = self.options
-        if options.required is not None:
+        if not torch.compiler.is_compiling():
             options = dataclasses.replace(options, reached=reached)
         found = self.function(RunParams(params if self.params is None else self.params(params), options), batch)
         if options.required is not None and not reached:
@@ -174,6 +185,12 @@ class ModelLoss:
                 f"{options.required}, so the loss must run the model by fnmodels.hidden, forward or run_layers with "
                 "the params that it is given (or a fnmodels.tree.map of these); layers of its own are wrapped by "
                 "train.run_options(params).layer_fn."
+            )
+        if options.reached is not None and not reached and isinstance(batch, Mapping) and "segment_ids" in batch:
+            warnings.warn(
+                "The loss did not run the model with the params that it received (or a fnmodels.tree.map of these): a "
+                "copy such as {**params} leaves out the layout of packed rows, and attention then takes longer.",
+                stacklevel=2,
             )
         return found
 

@@ -1,3 +1,5 @@
+"""`python -m train.simulate`: memory and traffic of a mesh without the machine."""
+
 import sys
 
 from .cli import main

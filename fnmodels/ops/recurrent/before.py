@@ -1,4 +1,4 @@
-"""`Before`: what the tokens before a piece of the rows leave to it, where other processes hold those tokens.
+"""`Before`: the state of recurrent layers at the start of a piece of the rows, where other processes hold the rest.
 
 A kernel that has an attribute `before` says that its rows are pieces, in order, of longer ones. A state is an affine
 function of the state before: each op computes the two terms of its own piece, and `Before` combines those of all.

@@ -58,8 +58,8 @@ def delta_rule(
     if heads % k.shape[2]:
         raise ValueError(f"{heads} value heads are not a multiple of {k.shape[2]} key heads.")
     if (before_here := before_of(kernel, state)) is not None:
-        how = {"scale": scale, "normalize": normalize, "chunk": chunk}
-        return _continued(q, k, v, g, beta, segment_ids, before_here, how)
+        rule = functools.partial(delta_rule, scale=scale, normalize=normalize, chunk=chunk, kernel=before_here.kernel)
+        return _continued(q, k, v, g, beta, segment_ids, before_here, rule)
     dtype = torch.promote_types(v.dtype, torch.float32)
     if state is None:
         state, last = torch.zeros(B, heads, k.shape[3], width, dtype=dtype, device=v.device), None
@@ -80,9 +80,9 @@ def delta_rule(
 
 
 def _continued(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segment_ids: Tensor, before: Before, how: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segment_ids: Tensor, before: Before, rule: Any
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule` after the pieces of other processes.
+    """`delta_rule` after the pieces of other processes. rule: it, with its options and the kernel of one piece.
 
     From the state [0 | 1], and values [v | 0], the rule makes what the piece writes itself and its linear map of states
     in one pass, and the same of each token's output.
@@ -92,7 +92,7 @@ def _continued(
     identity = torch.eye(keys, dtype=wide.dtype, device=v.device)
     start = F.pad(identity, (width, 0)).expand(v.shape[0], heads, -1, -1)
     values = F.pad(wide, (0, keys))
-    o, end = delta_rule(q, k, values, g, beta, segment_ids, start, last, kernel=before.kernel, **how)
+    o, end = rule(q, k, values, g, beta, segment_ids, start, last)
     (o, read), (own, transition) = o.split((width, keys), -1), end.split((width, keys), -1)
     state = before.state(transition, own)
     o = o + (read.transpose(1, 2) @ state).transpose(1, 2)

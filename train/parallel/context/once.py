@@ -1,4 +1,4 @@
-"""`remembered`: what ranks find out together about a batch, once and not in every layer."""
+"""`remembered`: caches what ranks agree on about a batch, so that they communicate once and not in every layer."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import torch
 
 import fnmodels
 from fnmodels import tree
+from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.tree import Tree
 
 from .schedule import Pipeline
@@ -28,7 +29,7 @@ def width_of(config: Any) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _watched(config: Any) -> tuple[frozenset[str], frozenset[str], int]:
+def _watched(config: DecoderConfig) -> tuple[frozenset[str], frozenset[str], int]:
     """`ends`, and the width of hidden states."""
     family = fnmodels.family_of(config)
     spec = {name: leaf for name, leaf in family.spec(config).items() if name != "layers"}
@@ -54,7 +55,7 @@ class _Reads(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def share(whole: Tree, config: Any, pipe: Pipeline, rank: int) -> Tree:
+def share(whole: Tree, config: DecoderConfig, pipe: Pipeline, rank: int) -> Tree:
     """A rank's share of `whole`, a tree like the params: the params, a spec, a plan.
 
     Layers become a dict keyed by their number as a string, so that every leaf keeps its path. A tied embedding is in
@@ -63,7 +64,7 @@ def share(whole: Tree, config: Any, pipe: Pipeline, rank: int) -> Tree:
     return cut(whole, config, pipe, pipe.stages(rank))
 
 
-def cut(whole: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> Tree:
+def cut(whole: Tree, config: DecoderConfig, pipe: Pipeline, stages: Sequence[int]) -> Tree:
     first, last = ends(config)
     names = (first if 0 in stages else frozenset()) | (last if len(pipe.layers) - 1 in stages else frozenset())
     layers = numbered(whole["layers"])
@@ -77,7 +78,7 @@ def cut(whole: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> Tree
     return {n: cut.get(n, part) for n, part in whole.items() if n in names or n == "layers"}
 
 
-def check_share(params: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> None:
+def check_share(params: Tree, config: DecoderConfig, pipe: Pipeline, stages: Sequence[int]) -> None:
     """ValueError for params that hold more than these stages, since the rest would get no gradients here."""
     own = cut(params, config, pipe, stages)
     extra = sorted(params.keys() - own.keys())
@@ -96,7 +97,7 @@ def numbered(layers: Tree) -> dict[int, Tree]:
     return {int(index): layer for index, layer in pairs}
 
 
-def copies(config: Any, pipe: Pipeline, rank: int) -> frozenset[str]:
+def copies(config: DecoderConfig, pipe: Pipeline, rank: int) -> frozenset[str]:
     """The entries of this rank's share that another rank also has and counts: left out of norms and checkpoints."""
     if rank != pipe.ranks[-1] or rank == pipe.ranks[0]:
         return frozenset()
