@@ -186,6 +186,8 @@ class ModelLoss:
                 "the params that it is given (or a fnmodels.tree.map of these); layers of its own are wrapped by "
                 "train.run_options(params).layer_fn."
             )
+        if reached and isinstance(params, RunParams) and isinstance(params.run, RunOptions):
+            params.run._note()  # of a loss around this one
         if options.reached is not None and not reached and isinstance(batch, Mapping) and "segment_ids" in batch:
             warnings.warn(
                 "The loss did not run the model with the params that it received (or a fnmodels.tree.map of these): a "
