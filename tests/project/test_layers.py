@@ -33,6 +33,7 @@ LONGER = {
     "train.losses.next_token.next_token_loss",
     "train.losses.policy.policy_loss",
     "train.step.make_step",
+    "train.update.update",
 }
 EVERY = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 

@@ -87,14 +87,15 @@ class RunOptions:
 
     def adapted(self, options: ForwardOptions, masks: Mapping[str, MaskLike]) -> ForwardOptions:
         """`Run.adapted`."""
-        self._note()
+        self.note_reached()
         kernel = options.kernel if self.kernel is None else self.kernel(options.kernel)
         experts = options.experts if self.experts is None else self.experts(options.experts)
         layer_fn = self._around(options.layer_fn)
         layout = self.layout_of(options, masks)
         return dataclasses.replace(options, kernel=kernel, layout=layout, layer_fn=layer_fn, experts=experts)
 
-    def _note(self) -> None:
+    def note_reached(self) -> None:
+        """Records that the model runs with these options."""
         if self.reached is not None:
             self.reached.append(True)
 
@@ -133,7 +134,7 @@ class RunOptions:
         options: ForwardOptions,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`Run.hidden`."""
-        self._note()
+        self.note_reached()
         freqs_cis = self._global_tables(inputs, freqs_cis, config)
         if self.stage is not None:
             return self.stage(params, inputs, masks, freqs_cis, config, taps, options)
@@ -187,7 +188,7 @@ class ModelLoss:
                 "train.run_options(params).layer_fn."
             )
         if reached and isinstance(params, RunParams) and isinstance(params.run, RunOptions):
-            params.run._note()  # of a loss around this one
+            params.run.note_reached()  # of a loss around this one
         if options.reached is not None and not reached and isinstance(batch, Mapping) and "segment_ids" in batch:
             warnings.warn(
                 "The loss did not run the model with the params that it received (or a fnmodels.tree.map of these): a "
@@ -211,9 +212,10 @@ def run_options(params: Tree) -> RunOptions:
     if not isinstance(params, RunParams):
         return RunOptions()
     options: Any = params.run
-    if options.reached is not None:
-        options.reached.append(True)
-    return options if isinstance(options, RunOptions) else RunOptions()
+    if not isinstance(options, RunOptions):
+        return RunOptions()
+    options.note_reached()
+    return options
 
 
 def beside(params: Tree, other: Tree) -> Tree:
