@@ -48,6 +48,8 @@ from fnmodels.errors import (
 )
 from fnmodels.inputs.block_mask import to_block_mask
 from fnmodels.inputs.convert import to_cu_seqlens, to_dense
+from fnmodels.inputs.documents import Documents, documents, pool
+from fnmodels.inputs.images import patch_rows
 from fnmodels.inputs.layout import Layout, document_layout, layout
 from fnmodels.inputs.load_balance import balance, imbalance
 from fnmodels.inputs.mask import Mask, build_mask
@@ -64,7 +66,7 @@ from fnmodels.inputs.segments import (
 )
 from fnmodels.inputs.transforms import permute, rows, split
 from fnmodels.invariance import explain_invariance
-from fnmodels.models.common.registry import families, family_for, family_of
+from fnmodels.models.common.registry import families, family_for, family_of, towers
 from fnmodels.models.common.spec import Constant, Leaf, Normal
 from fnmodels.models.presets import preset, presets
 from fnmodels.ops.attention.select import explain_kernel
@@ -76,9 +78,10 @@ _shadowing.warn_shadowed(__file__, "params", "train")
 
 def __getattr__(name: str) -> ModuleType:
     """Imports a family module on first use, for `from fnmodels import llama`."""
-    if find_spec(f"fnmodels.models.{name}") is None:
-        raise AttributeError(f"module 'fnmodels' has no attribute {name!r}")
-    return import_module(f"fnmodels.models.{name}")
+    for package in ("fnmodels.models", "fnmodels.models.vision"):
+        if find_spec(f"{package}.{name}") is not None:
+            return import_module(f"{package}.{name}")
+    raise AttributeError(f"module 'fnmodels' has no attribute {name!r}")
 
 
 __all__ = ["forward", "hidden", "prepare", "run_layers", "per_sample_gradients", "explain_kernel", "tap_names"]
@@ -86,6 +89,8 @@ __all__ += ["explain_invariance"]
 __all__ += ["Cache", "Slots", "init_cache", "prepare_step", "prefill", "decode", "decode_"]
 __all__ += ["DecodingStep", "compiled_step"]
 __all__ += ["insert", "insert_", "resize", "take", "truncate"]
+__all__ += ["Documents", "documents", "pool"]
+__all__ += ["patch_rows"]
 __all__ += ["pack", "unpack", "permute", "rows", "split"]
 __all__ += ["CheckpointError", "ConfigError", "FormatError", "IndexFileError"]
 __all__ += ["MismatchError", "UnsafePathError", "UnsupportedError"]
@@ -94,4 +99,4 @@ __all__ += ["Rule", "BidirectionalWindow", "Causal", "Chunk", "Everything", "Sam
 __all__ += ["to_block_mask", "to_cu_seqlens", "to_dense", "Layout", "document_layout", "layout", "balance", "imbalance"]
 __all__ += ["segments", "segments_from_eos", "segments_from_lengths", "segments_from_positions"]
 __all__ += ["positions_from_segments", "text_order"]
-__all__ += ["families", "family_for", "family_of", "preset", "presets", "Constant", "Leaf", "Normal"]
+__all__ += ["families", "towers", "family_for", "family_of", "preset", "presets", "Constant", "Leaf", "Normal"]

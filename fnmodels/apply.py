@@ -60,7 +60,8 @@ def prepare(
     segment_ids: [B, S], documents from 1, padding 0 or less; by default each row is one document without padding.
     positions: [B, S]; by default each row's document is numbered from 0, and a row with several documents raises
         ValueError. [B, S, 3], or [B, S, 4] with the order in the document first, only for a model whose rotary tables
-        have several axes. Any integer dtype; made int64.
+        have several axes; [B, S, 4] of another meaning for a vision tower, see `fnmodels.models.common.vision`. Any
+        integer dtype; made int64.
     length: the sequence length that length-dependent rotary scalings read, see `fnmodels.ops.rotary`.
     """
     if isinstance(config, Tensor) or not isinstance(tokens, Tensor):
@@ -87,6 +88,7 @@ def prepare(
     if field_of(config, "hidden_size_per_layer_input") and not tokens.is_floating_point():
         inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
     masks = family.attention_masks(config, positions, segment_ids)
+    inputs |= may_have(family, "batch_inputs")(config, positions)
     return inputs, masks, family.freqs_cis(config, positions, length=length)
 
 

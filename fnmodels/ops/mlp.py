@@ -13,7 +13,7 @@ from .invariant import elementwise
 from .linear import linear
 from .norm import upcast
 
-# By Hugging Face's names; further ones (quick_gelu, ...) are added with the families that use them.
+# By Hugging Face's names; further ones are added with the families that use them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -21,6 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
     "gelu_fast": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }

@@ -21,6 +21,7 @@ from fnmodels.options import Block
 from fnmodels.tree import Tree, contains
 
 _PACKAGE = "fnmodels.models"
+_TOWERS = "fnmodels.models.vision"
 
 
 class DecoderConfig(Protocol):
@@ -54,6 +55,7 @@ class DecoderConfig(Protocol):
 
 
 _FIELDS = tuple(name for name, value in vars(DecoderConfig).items() if isinstance(value, property))
+_TEXT_FIELDS = {"vocab_size", "max_position_embeddings", "tie_word_embeddings"}
 
 
 class UsualConfig(DecoderConfig, Protocol):
@@ -153,6 +155,9 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
     # reads beside the residual stream. x [B, S, D]: what `embed` returns.
     "layer_inputs": None,
+    "INPUTS": "tokens",  # or "patches": a vision tower, see `common.vision`
+    # (config, positions) -> {name: tensor [B, S, ...]} that `prepare` adds to the inputs
+    "batch_inputs": lambda config, positions: {},
     "hf_copies": lambda config: {},  # -> {name on disk: path of the parameter that it duplicates}
 }
 
@@ -160,15 +165,22 @@ FAMILY_DEFAULTS: dict[str, Any] = {
 def family_of(config: Any) -> Family:
     """The module that defines `type(config)`; TypeError if it is not a family, with the missing names."""
     module = sys.modules[type(config).__module__]
-    for name in _NEEDED:
+    for name in _NEEDED if not hasattr(module, "towers") else ("spec",):
         if not hasattr(module, name):
             raise TypeError(_missing(config, name))
     return cast(Family, module)
 
 
 def check_fields(config: Any) -> None:
-    """TypeError if a field of `DecoderConfig` is missing."""
-    for name in _FIELDS:
+    """TypeError if a field of `DecoderConfig` is missing; a tower has none of text."""
+    family = family_of(config)
+    if hasattr(family, "towers"):
+        inner = ", ".join(f"config.{name}" for name in family.towers(config))
+        raise TypeError(
+            f"{family.__name__} is a model of several towers; run each with its own config, one of {inner}."
+        )
+    text = may_have(family, "INPUTS") == "tokens"
+    for name in _FIELDS if text else sorted(set(_FIELDS) - _TEXT_FIELDS):
         if not hasattr(config, name):
             raise TypeError(
                 f"{type(config).__module__}.{type(config).__name__} has no field {name!r}; a Config has "
@@ -251,20 +263,29 @@ def to_hf(config: Any) -> dict[str, Any]:
 
 
 def families() -> dict[str, str]:
-    """{Hugging Face model type: name of the family module} for all families of the models folder.
+    """{Hugging Face model type: name of the family module} for all families of the models folder that read text.
 
     UserError where two families claim one model type.
     """
+    return _found_in(_PACKAGE)
+
+
+def towers() -> dict[str, str]:
+    """{Hugging Face model type: name of the module} for vision towers and models with a tower; see `families`."""
+    return _found_in(_TOWERS)
+
+
+def _found_in(package: str) -> dict[str, str]:
     found: dict[str, str] = {}
-    for name in _modules(tuple(importlib.import_module(_PACKAGE).__path__)):
+    for name in _modules(package, tuple(importlib.import_module(package).__path__)):
         for model_type in getattr(importlib.import_module(name), "MODEL_TYPES", ()):
             claim(found, model_type, name, "model type")
     return dict(sorted(found.items()))
 
 
-def _modules(folders: tuple[str, ...]) -> tuple[str, ...]:
+def _modules(package: str, folders: tuple[str, ...]) -> tuple[str, ...]:
     """The names of the modules in the package's folders."""
-    return tuple(info.name for info in pkgutil.iter_modules(folders, f"{_PACKAGE}.") if not info.ispkg)
+    return tuple(info.name for info in pkgutil.iter_modules(folders, f"{package}.") if not info.ispkg)
 
 
 def claim(owners: dict[str, str], key: str, module: str, what: str) -> None:
@@ -275,7 +296,7 @@ def claim(owners: dict[str, str], key: str, module: str, what: str) -> None:
 
 def family_for(model_type: str) -> Family:
     """The family that reads checkpoints of `model_type`; UnsupportedError lists the supported types."""
-    known = families()
+    known = families() | towers()
     if model_type not in known:
         raise UnsupportedError(f"The model type {model_type!r} is not supported; supported are {', '.join(known)}.")
     return cast(Family, importlib.import_module(known[model_type]))

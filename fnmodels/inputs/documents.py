@@ -1,0 +1,95 @@
+"""`Documents`: which documents a batch holds, for results of one row per document; and `pool`, which reads it.
+
+found = fnmodels.documents(segment_ids)                     # once per batch, on the host
+embeddings = fnmodels.pool(hidden, found, how="mean")       # [N, D], differentiable
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+
+from .segments import integers, positions_from_segments
+
+POOLINGS = ("first", "last", "mean", "mean_sqrt_len", "weighted_mean", "max")
+
+
+@tree.pytree
+@dataclass(frozen=True)
+class Documents:
+    """The N documents of a batch [B, S], in the order of their rows, then of their segment ids; all int64.
+
+    row, segment [N]: where a document is. first, last [N]: the indices in the row of its tokens with the lowest and the
+    highest position. number [B, S]: the document of each token, N at padding. rank [B, S]: the position of each token
+    in its document, which only "weighted_mean" reads.
+    """
+
+    row: Tensor
+    segment: Tensor
+    first: Tensor
+    last: Tensor
+    number: Tensor
+    rank: Tensor
+
+    def __len__(self) -> int:
+        return int(self.row.shape[0])
+
+
+def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents:
+    """The `Documents` of segment ids [B, S], where 0 and less is padding. Reads values: call it outside of transforms.
+
+    positions: [B, S], by default counted from the first token of each document; they say which token is the first and
+    the last, so that permuted tokens have the same documents. ValueError for tensors that are not integers [B, S].
+    """
+    ids = integers("segment_ids", segment_ids)
+    if ids.ndim != 2:
+        raise ValueError(f"segment_ids must be [B, S], not {list(ids.shape)}.")
+    rank = positions_from_segments(ids) if positions is None else integers("positions", positions)
+    if rank.ndim == 3:  # axes for time, height and width: the order of the text is that of the row
+        rank = positions_from_segments(ids)
+    rank = rank.expand(ids.shape)
+    rows, columns = (ids > 0).nonzero(as_tuple=True)
+    pairs = torch.stack((rows, ids[rows, columns]), -1)
+    found, numbers = pairs.unique(dim=0, return_inverse=True)
+    number = torch.full_like(ids, len(found))
+    number[rows, columns] = numbers
+    ends = []
+    for sign in (1, -1):  # a stable sort of the tokens by position, then by document: its first one of each is wanted
+        order = (sign * rank[rows, columns]).argsort(stable=True)
+        order = order[numbers[order].argsort(stable=True)]
+        begins = torch.searchsorted(numbers[order], torch.arange(len(found), device=ids.device))
+        ends.append(columns[order[begins]])
+    return Documents(found[:, 0], found[:, 1], *ends, number, rank)
+
+
+def pool(hidden: Tensor, documents: Documents, *, how: str = "mean") -> Tensor:
+    """One row per document, [N, D], of hidden states [B, S, D]; differentiable, and padding is never read.
+
+    how: "first" and "last" take the hidden state of that token; "mean", "max", "mean_sqrt_len" (the sum divided by the
+    square root of the number of tokens) and "weighted_mean" (token i of n weighs i) read all tokens of a document.
+    Sums are in fp32 at least; the result has the dtype of `hidden`. ValueError for another `how`, and for hidden
+    states of other tokens.
+    """
+    if how not in POOLINGS:
+        raise ValueError(f"how is {how!r}; it must be one of {', '.join(POOLINGS)}.")
+    number, count = documents.number, len(documents)
+    if hidden.shape[:2] != number.shape or hidden.ndim != 3:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)}, but the documents are of tokens [B, S] {list(number.shape)}."
+        )
+    if how in ("first", "last"):
+        return hidden[documents.row, documents.first if how == "first" else documents.last]
+    width, index = hidden.shape[-1], number.flatten()
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    flat = wide.where((number < count)[..., None], 0).flatten(0, 1)
+    if how == "max":
+        lowest = flat.new_full((count + 1, width), -torch.inf)
+        spread = index[:, None].expand(-1, width)
+        return lowest.scatter_reduce(0, spread, flat, "amax")[:count].to(hidden.dtype)
+    weights = documents.rank.flatten() + 1 if how == "weighted_mean" else torch.ones_like(index)
+    weights = weights.to(wide.dtype)[:, None]
+    total = flat.new_zeros(count + 1, width).index_add(0, index, flat * weights)[:count]
+    sizes = flat.new_zeros(count + 1, 1).index_add(0, index, weights)[:count]
+    return (total / (sizes.sqrt() if how == "mean_sqrt_len" else sizes)).to(hidden.dtype)

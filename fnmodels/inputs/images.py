@@ -1,0 +1,139 @@
+"""Images as rows of patches: resizing, cropping, normalization, and `patch_rows`, which packs several images in a row.
+
+image = normalized(resize(pixels, (224, 224)), mean, std)
+patches, positions, segment_ids = patch_rows([image], config)
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PatchConfig(Protocol):
+    """The fields of a tower's Config that say what its patches are."""
+
+    @property
+    def patch_size(self) -> int: ...
+    @property
+    def num_channels(self) -> int: ...
+    @property
+    def special_tokens(self) -> int: ...
+    @property
+    def channels_last(self) -> bool: ...
+
+
+def resize(image: Tensor, size: tuple[int, int], *, how: str = "bicubic") -> Tensor:
+    """An image [C, H, W] at (height, width) with antialiasing, in its dtype; uint8 is rounded, as by torchvision.
+
+    how: "bicubic" or "bilinear".
+    """
+    if image.ndim != 3:
+        raise ValueError(f"An image is [C, H, W], not {list(image.shape)}.")
+    if tuple(image.shape[1:]) == size:
+        return image
+    return F.interpolate(image[None], size, mode=how, antialias=True, align_corners=False)[0]
+
+
+def shortest_edge(image: Tensor, edge: int) -> tuple[int, int]:
+    """(height, width) at which the shorter side of an image [C, H, W] is `edge`; the longer is rounded down."""
+    height, width = image.shape[-2:]
+    long = int(edge * max(height, width) / min(height, width))
+    return (edge, long) if height <= width else (long, edge)
+
+
+def center_crop(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """The middle (height, width) of an image [C, H, W], which is padded with 0 where it is smaller."""
+    for axis, wanted in ((1, size[0]), (2, size[1])):
+        missing = max(wanted - image.shape[axis], 0)
+        pad = [0, 0, 0, 0]
+        at = 2 * (2 - axis)
+        pad[at], pad[at + 1] = missing // 2, missing - missing // 2
+        image = F.pad(image, pad) if missing else image
+        image = image.narrow(axis, (image.shape[axis] - wanted) // 2, wanted)
+    return image
+
+
+def normalized(
+    image: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    scale: float = 1 / 255,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """(image * scale - mean) / std per channel of an image [C, H, W]; mean and std are scaled, not the pixels."""
+    if len(mean) != image.shape[0] or len(std) != image.shape[0]:
+        raise ValueError(f"mean {list(mean)} and std {list(std)} must have {image.shape[0]} values, one per channel.")
+    middle, width = (torch.tensor(v, dtype=dtype, device=image.device)[:, None, None] / scale for v in (mean, std))
+    return (image.to(dtype) - middle) / width
+
+
+def patches_of(image: Tensor, patch: int, *, channels_last: bool = False) -> Tensor:
+    """[rows, columns, C p p] of an image [C, H, W], each patch [C, p, p] flattened, or [p, p, C] with channels_last.
+
+    ValueError unless height and width are multiples of `patch`.
+    """
+    if image.ndim != 3 or image.shape[1] % patch or image.shape[2] % patch:
+        raise ValueError(f"An image must be [C, H, W] with H and W multiples of {patch}, not {list(image.shape)}.")
+    cells = image.unflatten(1, (-1, patch)).unflatten(3, (-1, patch))  # [C, rows, p, columns, p]
+    order = (1, 3, 2, 4, 0) if channels_last else (1, 3, 0, 2, 4)
+    return cells.permute(order).flatten(2)
+
+
+def patch_rows(
+    images: Sequence[Tensor], config: PatchConfig, *, length: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(patches [B, S, C p p], positions [B, S, 4], segment_ids [B, S]) of images [C, H, W], for `fnmodels.prepare`.
+
+    Each image is its special tokens, then its patches row by row. A position is (row, column, rows, columns).
+    length: None puts each image in a row of its own; a number of tokens packs images, in their order, into rows of that
+    length, so that image i is document i of `fnmodels.documents(segment_ids)` either way. Rows are padded at the end:
+    segment 0.
+    The k-th of n special tokens is at row and column k - n and has zeros for pixels, which are not read.
+    ValueError for an image that does not fit in a row, and without images.
+    """
+    tokens = [_tokens(image, config) for image in images]
+    sizes = [len(patches) for patches, _ in tokens]
+    if not sizes:
+        raise ValueError("patch_rows needs at least one image.")
+    if length is not None and max(sizes) > length:
+        i = sizes.index(max(sizes))
+        raise ValueError(f"Image {i} has {sizes[i]} tokens, which is more than the {length} of a row.")
+    rows: list[list[int]] = [[0]]
+    for i in range(1, len(sizes)):
+        if length is not None and sum(sizes[j] for j in rows[-1]) + sizes[i] <= length:
+            rows[-1].append(i)
+        else:
+            rows.append([i])
+    width = max(sizes) if length is None else length
+    first, places = tokens[0]
+    patches = first.new_zeros(len(rows), width, first.shape[-1])
+    positions = places.new_zeros(len(rows), width, 4)
+    segment_ids = places.new_zeros(len(rows), width)
+    for b, row in enumerate(rows):
+        at = 0
+        for number, i in enumerate(row, start=1):
+            here = slice(at, at + sizes[i])
+            patches[b, here], positions[b, here] = tokens[i]
+            segment_ids[b, here] = number
+            at += sizes[i]
+    return patches, positions, segment_ids
+
+
+def _tokens(image: Tensor, config: PatchConfig) -> tuple[Tensor, Tensor]:
+    """An image's tokens [T, C p p], special ones first, and their positions [T, 4]."""
+    if image.shape[0] != config.num_channels or not image.is_floating_point():
+        raise ValueError(
+            f"An image must be floats [{config.num_channels}, H, W], not {image.dtype} {list(image.shape)}: see "
+            "fnmodels.inputs.images.normalized."
+        )
+    cells = patches_of(image, config.patch_size, channels_last=config.channels_last)
+    special = config.special_tokens
+    place = torch.cartesian_prod(*(torch.arange(n, device=image.device) for n in cells.shape[:2]))
+    before = torch.arange(-special, 0, device=image.device)[:, None].expand(special, 2)
+    flat, where = cells.flatten(0, 1), torch.cat((before, place))
+    grid = torch.tensor(cells.shape[:2], device=image.device).expand_as(where)
+    return torch.cat((flat.new_zeros(special, flat.shape[-1]), flat)), torch.cat((where, grid), -1)

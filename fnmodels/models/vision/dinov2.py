@@ -1,0 +1,130 @@
+"""DINOv2 (arXiv 2304.07193): ViT with layer scales, and a gated MLP in the largest model.
+
+`forward` returns the hidden states [B, S, D] after the last norm, `features` that of each image's class token.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.documents import Documents
+from fnmodels.models.common import vision
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.storage import Stored, fuse
+from fnmodels.models.common.vision import TAPS, attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.tree import Tree, flatten
+
+MODEL_TYPES = ("dinov2",)
+INPUTS = "patches"
+CAUSAL = False
+PRESETS = {
+    "dinov2-base": {"model_type": "dinov2", "architectures": ["Dinov2Model"], "image_size": 518, "patch_size": 14},
+}
+
+batch_inputs = functools.partial(vision.table_inputs, resample=vision.bicubic)
+
+_LAYER = {
+    "input_layernorm": "norm1",
+    "attention.q_proj": "attention.attention.query",
+    "attention.k_proj": "attention.attention.key",
+    "attention.v_proj": "attention.attention.value",
+    "attention.o_proj": "attention.output.dense",
+    "post_attention_layernorm": "norm2",
+}
+# Settings of training, and of backbones that other models are made of.
+_IGNORED = ("drop_path_rate", "apply_layernorm", "reshape_hidden_states", "out_features", "out_indices", "stage_names")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(vision.VisionConfig):
+    """Sizes and switches. intermediate_size follows from mlp_ratio and use_swiglu_ffn."""
+
+    qkv_bias: bool = True
+    mlp_ratio: int = 4
+    use_swiglu_ffn: bool = False
+    use_mask_token: bool = True
+    layerscale_value: float = 1.0
+
+    @property
+    def mlp_act(self) -> str:
+        """The activation of the MLP: hidden_act, which the gated one does not read."""
+        return "silu" if self.use_swiglu_ffn else self.hidden_act
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-6, patch=14, inner=_inner)
+        config = Config(
+            **usual,
+            **vision.head_of(fields, "Dinov2"),
+            qkv_bias=fields.boolean("qkv_bias", True),
+            mlp_ratio=fields.integer("mlp_ratio", 4),
+            use_swiglu_ffn=fields.boolean("use_swiglu_ffn", False),
+            use_mask_token=fields.boolean("use_mask_token", True),
+            layerscale_value=fields.number("layerscale_value", 1.0, above=-1.0),
+        )
+        object.__setattr__(config, "extra", vision.kept_fields(fields, _IGNORED))
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        names = ("qkv_bias", "mlp_ratio", "use_swiglu_ffn", "use_mask_token", "layerscale_value")
+        return vision.vision_to_hf(self, "Dinov2", *names, intermediate_size=None)
+
+
+def _inner(fields: Fields, hidden: int) -> int:
+    inner = hidden * fields.integer("mlp_ratio", 4)
+    return (int(inner * 2 / 3) + 7) // 8 * 8 if fields.boolean("use_swiglu_ffn", False) else inner
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in], of the patches [D, C, p, p]."""
+    D, std = config.hidden_size, config.initializer_range
+    tree: Tree = {"class_token": vision.vector(D, std, 1, 1), **vision.patch_leaves(config)}
+    tree |= {"mask_token": vision.vector(D, std, 1)} if config.use_mask_token else {}
+    tree["embed_positions"] = vision.vector(D, std, 1, 1 + config.side**2, axis="position")
+    gated, scale = config.use_swiglu_ffn, config.layerscale_value
+    layer = vision.vision_layer(config, qkv_bias=config.qkv_bias, gated=gated, scale=scale)
+    tree["layers"] = [layer for _ in range(config.num_hidden_layers)]
+    return tree | vision.last_norm(config) | vision.head_leaves(config, 2 * D)
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}."""
+    at, inner = "dinov2." if config.head == "classification" else "", config.intermediate_size
+    names: dict[str, Stored] = {f"{n}_token": f"{at}embeddings.{d}_token" for n, d in (("class", "cls"), ("mask",) * 2)}
+    names |= {"embed_positions": f"{at}embeddings.position_embeddings"} | vision.scale_names(
+        config, f"{at}encoder.layer."
+    )
+    names |= vision.weight_and_bias("patch_proj", f"{at}embeddings.patch_embeddings.projection")
+    ends = ("weights_in", "weights_out") if config.use_swiglu_ffn else ("fc1", "fc2")
+    layer = _LAYER | {"mlp.up_proj": f"mlp.{ends[0]}", "mlp.down_proj": f"mlp.{ends[1]}"}
+    names |= vision.layer_names(config, f"{at}encoder.layer.", layer)
+    for i in range(config.num_hidden_layers) if config.use_swiglu_ffn else ():
+        for disk, ours in (("weight", "proj"), ("bias", "bias")):
+            rows = {f"layers.{i}.mlp.{name}_{ours}": inner for name in ("gate", "up")}
+            names |= fuse(f"{at}encoder.layer.{i}.mlp.weights_in.{disk}", rows)
+    names |= vision.weight_and_bias("norm", f"{at}layernorm") | vision.weight_and_bias("classifier", "classifier")
+    return {path: names[path] for path in flatten(spec(config))}
+
+
+def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
+    """x [B, S, D]: patches, class tokens and their positions."""
+    placed = vision.table_positions(params["embed_positions"][0], inputs)
+    return vision.embed_patches(params, inputs, config=config) + placed
+
+
+def features(params: Tree, hidden: Tensor, documents: Documents, /, *, config: Config) -> Tensor:
+    """Each image's class token, [N, D]. hidden: what `forward` returns; documents: the images."""
+    return vision.class_tokens(hidden, documents)
+
+
+def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Config) -> Tensor:
+    """Logits of each image, [N, labels], from hidden states x [B, S, D] before the last norm."""
+    normed = unembed(params, x, config=config)
+    both = (vision.class_tokens(normed, documents), vision.mean_of_patches(normed, documents))
+    return vision.classified(params, torch.cat(both, -1))

@@ -1,0 +1,145 @@
+"""SigLIP's vision tower (arXiv 2303.15343) and SigLIP 2's with images of any shape (NaFlex, arXiv 2502.14786).
+
+`forward` returns the hidden states [B, S, D] after the last norm, `features` one row per image: attention of a learned
+query to the image's patches, and an MLP.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.errors import ConfigError
+from fnmodels.inputs.documents import Documents
+from fnmodels.models.common import text_tower, vision
+from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
+from fnmodels.models.common.storage import Stored, fuse
+from fnmodels.models.common.vision import TAPS, attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import plain_mlp
+from fnmodels.ops.norm import layer_norm, upcast
+from fnmodels.tree import Tree
+
+MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model")
+INPUTS = "patches"
+CAUSAL = False
+LEFTOVERS = (r"(vision_model\.)?embeddings\.position_ids",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(vision.VisionConfig):
+    """Sizes and switches. naflex: SigLIP 2's: patches [p, p, C], a table that is resampled with antialiasing."""
+
+    hidden_act: str = "gelu_pytorch_tanh"
+    vision_use_head: bool = True
+    naflex: bool = False
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether the pixels of a patch are [p, p, C] and not [C, p, p]."""
+        return self.naflex
+
+    @property
+    def special_tokens(self) -> int:
+        """There are none."""
+        return 0
+
+    @staticmethod
+    def from_hf(values: dict[str, Any]) -> "Config":
+        """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
+        fields = Fields(values)
+        usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-6, activation="gelu_pytorch_tanh")
+        naflex = usual["model_type"] == "siglip2_vision_model"
+        if naflex:
+            count = fields.integer("num_patches", 256)
+            if math.isqrt(count) ** 2 != count:
+                raise ConfigError(f"{fields.where}: 'num_patches' is {count}, but must be a square.")
+            usual["image_size"] = math.isqrt(count) * usual["patch_size"]
+        config = Config(**usual, vision_use_head=fields.boolean("vision_use_head", True), naflex=naflex)
+        object.__setattr__(config, "extra", fields.finish())
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the current dialect."""
+        if not self.naflex:
+            return vision.vision_to_hf(self, "SiglipVision", "vision_use_head")
+        sizes = {"num_patches": self.side**2, "image_size": None}
+        return vision.vision_to_hf(self, "Siglip2Vision", "vision_use_head", **sizes)
+
+
+def spec(config: Config) -> Tree:
+    """The parameters: weights [out, in], of the patches [D, C, p, p], with naflex [D, p p C]."""
+    D, heads, std = config.hidden_size, config.num_attention_heads, config.initializer_range
+    tree: Tree = vision.patch_leaves(config)
+    if config.naflex:
+        tree["patch_proj"] = weight((D, config.num_channels * config.patch_size**2), ("embed", "pixel"), std)
+    tree["embed_positions"] = embedding(config.side**2, D, std, axis="position")
+    tree["layers"] = [vision.vision_layer(config) for _ in range(config.num_hidden_layers)]
+    tree |= vision.last_norm(config)
+    if config.vision_use_head:
+        tree["pooler"] = {
+            "probe": vision.vector(D, std, 1, 1),
+            "attention": attention_leaves(D, heads, heads, config.head_dim, std=std, qkv_bias=True, o_bias=True),
+            **layer_norm_leaves("norm", D, "embed"),
+            "mlp": plain_mlp_leaves(D, config.intermediate_size, std=std),
+        }
+    return tree
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}."""
+    at, D = "vision_model.", config.hidden_size
+    names: dict[str, Stored] = {"embed_positions": f"{at}embeddings.position_embedding.weight"}
+    names |= vision.weight_and_bias("patch_proj", f"{at}embeddings.patch_embedding")
+    names |= vision.layer_names(config, f"{at}encoder.layers.", text_tower.CLIP_LAYER)
+    names |= vision.weight_and_bias("norm", f"{at}post_layernorm")
+    if config.vision_use_head:
+        for ours, theirs in (("proj", "weight"), ("bias", "bias")):
+            rows = {f"pooler.attention.{name}_{ours}": D for name in "qkv"}
+            names |= fuse(f"{at}head.attention.in_proj_{theirs}", rows)
+        parts = {"attention.o_proj": "attention.out_proj", "norm": "layernorm"}
+        for path, name in (parts | {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}).items():
+            names |= vision.weight_and_bias(f"pooler.{path}", f"{at}head.{name}")
+        names["pooler.probe"] = f"{at}head.probe"
+    return names
+
+
+def batch_inputs(config: Config, positions: Tensor) -> dict[str, Tensor]:
+    """The entries of the position table that each patch reads; see `vision.table_inputs`."""
+    resample = vision.bilinear_antialias if config.naflex else vision.bicubic
+    return vision.table_inputs(config, positions, resample=resample, placed=0)
+
+
+def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
+    """x [B, S, D]: patches and their positions."""
+    placed = vision.table_positions(params["embed_positions"], inputs)
+    return vision.embed_patches(params, inputs, config=config) + placed
+
+
+def features(params: Tree, hidden: Tensor, documents: Documents, /, *, config: Config) -> Tensor:
+    """One row per image, [N, D]. hidden: what `forward` returns; documents: the images."""
+    pooler, eps = params["pooler"], config.layer_norm_eps
+    x = attend_per_image(pooler["attention"], pooler["probe"].flatten(), hidden, documents, config.head_dim)
+    normed = layer_norm(x, pooler["norm"], pooler["norm_bias"], eps=eps)
+    return x + plain_mlp(pooler["mlp"], normed, activation=config.hidden_act)
+
+
+def attend_per_image(weights: Tree, probe: Tensor, x: Tensor, documents: Documents, head_dim: int) -> Tensor:
+    """Attention [N, D] of a query, probe [D], to the tokens of each image in x [B, S, D]: a softmax per image, fp32."""
+    count, number = len(documents), documents.number.flatten()
+    x = x.where((documents.number < count)[..., None], 0).flatten(0, 1)
+    q, k, v = (
+        linear(of, weights[f"{name}_proj"], weights[f"{name}_bias"]).unflatten(-1, (-1, head_dim))
+        for name, of in (("q", probe[None]), ("k", x), ("v", x))
+    )
+    scores = upcast((q * k).sum(-1)) * head_dim**-0.5  # [B S, heads]
+    most = scores.detach().new_full((count + 1, scores.shape[1]), -torch.inf)
+    most = most.scatter_reduce(0, number[:, None].expand_as(scores), scores.detach(), "amax")
+    powers = (scores - most[number]).exp()
+    total = powers.new_zeros(count + 1, powers.shape[1]).index_add(0, number, powers)
+    mixed = powers.new_zeros(count + 1, *v.shape[1:]).index_add(0, number, powers[..., None] * v)
+    mixed = (mixed[:count] / total[:count, :, None]).to(x.dtype).flatten(1)
+    return linear(mixed, weights["o_proj"], weights["o_bias"])

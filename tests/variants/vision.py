@@ -1,0 +1,72 @@
+"""Tiny configurations of vision towers, one per way in which their maths can differ, and published totals."""
+
+from typing import Any
+
+# 24 / 6: a table of 4 x 4 positions
+_TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 24,
+    "patch_size": 6,
+    "num_channels": 3,
+    "layer_norm_eps": 1e-2,
+}
+_LABELS = {"id2label": {"0": "cat", "1": "dog", "2": "eel"}, "label2id": {"cat": 0, "dog": 1, "eel": 2}}
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    siglip, siglip2 = dict(_TINY), _naflex()
+    clip = _TINY | {"model_type": "clip_vision_model"}
+    dinov3 = _TINY | {"model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"], "layerscale_value": 0.5}
+    pixtral = _TINY | {"model_type": "pixtral", "architectures": ["PixtralVisionModel"]}
+    del pixtral["layer_norm_eps"]
+    vit, dinov2 = _TINY | {"model_type": "vit"}, _TINY | {"model_type": "dinov2"}
+    del dinov2["intermediate_size"]
+    return {
+        "vit": vit | {"architectures": ["ViTModel"]},
+        "vit_labels": vit | {"architectures": ["ViTForImageClassification"], "qkv_bias": False} | _LABELS,
+        "dinov2": dinov2 | {"architectures": ["Dinov2Model"], "mlp_ratio": 2},
+        "dinov2_labels": dinov2 | {"architectures": ["Dinov2ForImageClassification"], "use_swiglu_ffn": True} | _LABELS,
+        "clip_vision": clip | {"architectures": ["CLIPVisionModel"]},
+        "dinov3": dinov3 | {"num_register_tokens": 2},
+        "dinov3_gated": dinov3 | {"use_gated_mlp": True, "hidden_act": "silu", "key_bias": True},
+        "siglip_vision": siglip | {"model_type": "siglip_vision_model", "architectures": ["SiglipVisionModel"]},
+        "siglip2_vision": siglip2 | {"model_type": "siglip2_vision_model", "architectures": ["Siglip2VisionModel"]},
+        "pixtral": pixtral,
+        "pixtral_silu": pixtral
+        | {"hidden_act": "silu", "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}},
+        "clip_projection": clip | {"architectures": ["CLIPVisionModelWithProjection"], "projection_dim": 20},
+    }
+
+
+def _naflex() -> dict[str, Any]:
+    values = _TINY | {"num_patches": 16}
+    del values["image_size"]
+    return values
+
+
+def pairs() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of models with a text and a vision tower."""
+    text = {name: size for name, size in _TINY.items() if not name.startswith(("image", "patch", "num_c"))}
+    text |= {"vocab_size": 61, "max_position_embeddings": 16, "hidden_size": 24, "bos_token_id": 1}
+    siglip = text | {"projection_size": 32, "eos_token_id": 2}
+    clip = {"model_type": "clip", "vision_config": _TINY, "projection_dim": 20}
+    return {
+        "clip": clip | {"text_config": text | {"eos_token_id": 5}},
+        "clip_old": clip | {"text_config": text | {"eos_token_id": 2, "hidden_act": "gelu"}},
+        "siglip": {"model_type": "siglip", "vision_config": _TINY, "text_config": siglip},
+    }
+
+
+# Published parameter counts of the presets.
+TOTALS: dict[str, int | str] = {
+    "vit-base-patch16-224": 86_389_248,
+    "dinov2-base": 86_580_480,
+    "dinov3-vits16": 21_596_544,
+    "dinov3-vitb16": 85_660_416,
+    "siglip-base-patch16-224": 203_155_970,
+    "clip-vit-base-patch32": 151_277_313,
+}
