@@ -61,7 +61,8 @@ def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents
         order = order[numbers[order].argsort(stable=True)]
         begins = torch.searchsorted(numbers[order], torch.arange(len(found), device=ids.device))
         ends.append(columns[order[begins]])
-    return Documents(found[:, 0], found[:, 1], *ends, number, rank)
+    first, last = ends
+    return Documents(found[:, 0], found[:, 1], first, last, number, rank)
 
 
 def pool(hidden: Tensor, documents: Documents, *, how: str = "mean") -> Tensor:

@@ -32,7 +32,8 @@ def variants() -> dict[str, dict[str, Any]]:
         "dinov2_labels": dinov2 | {"architectures": ["Dinov2ForImageClassification"], "use_swiglu_ffn": True} | _LABELS,
         "clip_vision": clip | {"architectures": ["CLIPVisionModel"]},
         "dinov3": dinov3 | {"num_register_tokens": 2},
-        "dinov3_gated": dinov3 | {"use_gated_mlp": True, "hidden_act": "silu", "key_bias": True},
+        "dinov3_gated": dinov3
+        | {"num_register_tokens": 1, "use_gated_mlp": True, "hidden_act": "silu", "key_bias": True},
         "siglip_vision": siglip | {"model_type": "siglip_vision_model", "architectures": ["SiglipVisionModel"]},
         "siglip2_vision": siglip2 | {"model_type": "siglip2_vision_model", "architectures": ["Siglip2VisionModel"]},
         "pixtral": pixtral,

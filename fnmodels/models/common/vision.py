@@ -43,7 +43,6 @@ from .spec import (
     weight,
 )
 
-TAPS = ("attention", "middle", "mlp")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _IMAGE = ("patch_size", "image_size", "num_channels")
 
@@ -385,7 +384,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Any, k
     x = ctx.tap("middle", x + ctx.tap("attention", mixed if scales[0] is None else mixed * scales[0]))
     normed = layer_norm(x, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
     feed = gated_mlp if "gate_proj" in mlp else plain_mlp
-    y = feed(mlp, normed, activation=config.mlp_act)
+    y = feed(mlp, normed, activation=config.mlp_act, tap=ctx.tap)
     return x + ctx.tap("mlp", y if scales[1] is None else y * scales[1])
 
 

@@ -14,7 +14,7 @@ from fnmodels.models.common import text_tower
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.spec import weight
 from fnmodels.models.common.text_tower import embed  # noqa: F401
-from fnmodels.models.common.vision import TAPS, block, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.vision import block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 

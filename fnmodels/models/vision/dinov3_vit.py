@@ -14,7 +14,7 @@ from torch import Tensor
 from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
-from fnmodels.models.common.vision import TAPS, attention_masks, block, kinds, unembed  # noqa: F401
+from fnmodels.models.common.vision import attention_masks, block, kinds, unembed  # noqa: F401
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
@@ -53,7 +53,7 @@ class Config(vision.VisionConfig):
     """Sizes and switches."""
 
     layer_norm_eps: float = 1e-5
-    num_register_tokens: int = 0
+    num_register_tokens: int = 4
     rope_theta: float = 100.0
     key_bias: bool = False
     use_gated_mlp: bool = False
@@ -75,7 +75,7 @@ class Config(vision.VisionConfig):
         rope.expect("rope_type", "default")
         config = Config(
             **usual,
-            num_register_tokens=fields.integer("num_register_tokens", 0, low=0),
+            num_register_tokens=fields.integer("num_register_tokens", 0),
             rope_theta=fields.number("rope_theta", rope.number("rope_theta", 100.0)),
             key_bias=fields.boolean("key_bias", False),
             use_gated_mlp=fields.boolean("use_gated_mlp", False),
@@ -94,9 +94,7 @@ def spec(config: Config) -> Tree:
     """The parameters: weights [out, in], of the patches [D, C, p, p]."""
     D, std = config.hidden_size, config.initializer_range
     tree: Tree = {"class_token": vision.vector(D, std, 1, 1), "mask_token": vision.vector(D, std, 1, 1)}
-    tree |= vision.patch_leaves(config)
-    if config.num_register_tokens:
-        tree["register_tokens"] = vision.vector(D, std, 1, config.num_register_tokens)
+    tree |= {"register_tokens": vision.vector(D, std, 1, config.num_register_tokens)} | vision.patch_leaves(config)
     gated, scale = config.use_gated_mlp, config.layerscale_value
     layer = vision.vision_layer(config, key_bias=config.key_bias, gated=gated, scale=scale)
     tree["layers"] = [layer for _ in range(config.num_hidden_layers)]

@@ -18,7 +18,6 @@ from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.text_tower import embed  # noqa: F401
 from fnmodels.models.common.vision import (  # noqa: F401
-    TAPS,
     block,
     freqs_cis,
     kinds,

@@ -17,7 +17,7 @@ from fnmodels.models.common import text_tower, vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.spec import attention_leaves, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 from fnmodels.models.common.storage import Stored, fuse
-from fnmodels.models.common.vision import TAPS, attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import plain_mlp
 from fnmodels.ops.norm import layer_norm, upcast

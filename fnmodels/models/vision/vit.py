@@ -14,7 +14,7 @@ from fnmodels.inputs.documents import Documents
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import Fields
 from fnmodels.models.common.spec import bias, weight
-from fnmodels.models.common.vision import TAPS, attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
+from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
