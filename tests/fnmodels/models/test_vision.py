@@ -138,6 +138,25 @@ def _objective(hidden: Tensor, features: Tensor, weights: Tensor) -> Tensor:
     return (hidden * weights).square().sum() + (features * weights[: features.shape[-1]]).square().sum()
 
 
+@pytest.mark.parametrize("name", FIRST.values(), ids=FIRST.keys())
+def test_rows_may_be_permuted_mapped_and_padded_with_anything(name: str) -> None:
+    config, params = _config(name), _params(name)
+    patches, positions, segment_ids = fnmodels.patch_rows(_images(), config, length=33)
+    patches[segment_ids == 0] = torch.nan
+    prepared = fnmodels.prepare(config, patches, positions=positions, segment_ids=segment_ids)
+    order = torch.randperm(33, generator=torch.Generator().manual_seed(1))
+
+    def run(batch: Any) -> Tensor:
+        out: Tensor = fnmodels.forward(params, *batch, config=config, kernel="math")
+        return out
+
+    with torch.no_grad():
+        out, valid = run(prepared), segment_ids > 0
+        assert torch.isfinite(out[valid]).all()
+        assert_close(run(fnmodels.permute(prepared, order))[valid[:, order]], out[:, order][valid[:, order]])
+        assert_close(torch.vmap(run)(fnmodels.rows(prepared))[:, 0][valid], out[valid])
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
     model = _reference(name)
