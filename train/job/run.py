@@ -30,7 +30,7 @@ from train.job.processes.worker import WorkerConfig
 from train.state import State, init_state
 from train.step import make_step
 
-from . import heldout, initial_model, metrics_log, preflight, report, run_folder
+from . import heldout, initial_model, metrics_log, model_card, preflight, report, run_folder
 from .flops import peak_memory
 from .mesh_flags import check_model_fits, resolve_mesh
 from .profile import profiled
@@ -199,6 +199,7 @@ def train_and_summarize(job: Job, saved: Checkpoint | None, controller: Controll
     summary = summarize(job, state, controller)
     report.draw(job, rows, costs, summary["heldout_loss"])
     run_folder.write_json(job.path / run_folder.SUMMARY, summary)
+    model_card.write(job, stopped, summary)
     report.result(summary, job.path)
     return 0
 
@@ -285,6 +286,7 @@ def save(job: Job, controller: Controller | None, state: State, position: Positi
     else:
         saved_steps.save(steps, position.step, state, progress_so_far, keep=job.settings.keep)
     write_checkpoints(job, state, controller)
+    model_card.write(job, position.step, None)
 
 
 def write_checkpoints(job: Job, state: State, controller: Controller | None) -> None:

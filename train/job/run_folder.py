@@ -6,6 +6,7 @@
     run.json                                              the settings and hashes that determine its results
     settings.toml                                         all of its settings, for --config
     metrics.jsonl, tensorboard/, loss.png, summary.json   its metrics and results
+    README.md                                             its model card, with the Hub's front matter
     samples.jsonl, trace.json                             --sample-every's continuations and --profile's trace
     skipped.txt                                           files and records that could not be used, one per line
     speed.jsonl                                           time and memory of each step, which are not reproducible
@@ -40,6 +41,7 @@ TRACE = "trace.json"
 SKIPPED = "skipped.txt"
 TENSORBOARD = "tensorboard"
 PICTURE = "loss.png"
+CARD = "README.md"
 CHECKPOINT = ("config.json", "model.safetensors", "tokenizer.json", STEPS)
 
 

@@ -175,6 +175,9 @@ class Settings:
     save_every: int = saving(
         100, integer(1), "steps between checkpoints; the last step is always saved", changeable=True
     )
+    license: str | None = saving(
+        None, STRING, "license of the weights in the model card, by the Hub's name, such as apache-2.0", changeable=True
+    )
     keep: int = saving(
         2, integer(1), "number of saved steps to keep; a damaged one falls back to the one before", changeable=True
     )
