@@ -55,10 +55,10 @@ def test_every_structure_in_one_graph(case: Case, graphs: CompileCounterWithBack
     assert graphs.frame_count == 1
 
 
-def both(params: Any, config: Any, rows: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits of the compiled step, of `decode_`) for four tokens of each row."""
+def both(params: Any, config: Any, rows: int, **form: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits of the compiled step, of `decode_`) for four tokens of each row. form: keywords of `init_cache`."""
     step, tokens = fnmodels.compiled_step(config), torch.arange(4 * rows).reshape(4, rows, 1)
-    one, other = (fnmodels.init_cache(config, rows, 8, dtype=dtype) for _ in range(2))
+    one, other = (fnmodels.init_cache(config, rows, 8, **form) for _ in range(2))
     for now in tokens:
         logits, one = step(params, now, one)
         prepared = fnmodels.prepare_step(config, now, other)
@@ -71,8 +71,17 @@ def test_each_form_of_weights(form: str, graphs: CompileCounterWithBackend) -> N
     params = generic_params(SMALL)
     made = P.packed(params) if form == "packed" else P.quantize(params, SMALL, kind=form)
     dtype, bound = (torch.float32, 2e-6) if form == "packed" else (torch.bfloat16, 3e-2)
-    for logits, wanted in both(made, SMALL, 3, dtype):
+    for logits, wanted in both(made, SMALL, 3, dtype=dtype):
         assert off(logits, wanted) < bound
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_int8_caches(family: str, graphs: CompileCounterWithBackend) -> None:
+    """Heads and latents in int8: the numbers of `decode_` with the same cache, in one graph for all steps."""
+    config = SMALL if family == "llama" else next(case.config for case in FAMILIES if case.family == family)
+    for logits, wanted in both(generic_params(config), config, 2, kv_dtype=torch.int8):
+        assert off(logits, wanted) < 2e-6
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.slow
@@ -80,7 +89,7 @@ def test_generated_code() -> None:
     """Inductor's code for one row, whose products are loops."""
     torch.compiler.reset()
     config = replace(SMALL, num_hidden_layers=1, layer_kinds=("full",))
-    for logits, wanted in both(generic_params(config), config, 1, torch.float32):
+    for logits, wanted in both(generic_params(config), config, 1):
         assert off(logits, wanted) < 2e-6
     torch.compiler.reset()
 

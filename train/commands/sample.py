@@ -79,6 +79,10 @@ def parser() -> Parser:
         "--slots", type=integer(1).parse, default=32, metavar="N", help="answers at a time (default %(default)s)"
     )
     flags.add_argument(
+        "--compile", action="store_true", help="compile the step, for some hundred tokens or more: it takes a minute"
+    )
+    flags.add_argument("--kv-dtype", choices=("int8",), help="cache keys and values in int8 (default: as computed)")
+    flags.add_argument(
         "--seed", type=integer(0).parse, default=0, metavar="N", help="seed of the sampling (default %(default)s)"
     )
     return flags
@@ -136,12 +140,17 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UserError("give either --prompt or --prompts, not both")
     if not (arguments.prompts or arguments.prompt or arguments.chat):
         raise UserError("there is nothing to answer: give --prompt TEXT, --prompts FILE or --chat")
+    if arguments.compile and not (arguments.prompts or arguments.prompt):
+        raise UserError("--compile is for --prompt and --prompts: a conversation would compile each of its turns anew")
     if arguments.out is not None and not (arguments.prompts or arguments.prompt):
         raise UserError("--out takes the answers to --prompt or --prompts, and there are none")
 
 
 def load(arguments: argparse.Namespace) -> Model:
     """The model of the folder, with the settings of its generation_config.json and those of the flags over them."""
+    import torch
+
+    import fnmodels
     from train.data.chat import read_template
     from train.eval.pretrained import answer_end_ids, check_vocabulary, generation_defaults, load_model, load_tokenizer
     from train.generation.loops import serve
@@ -155,6 +164,11 @@ def load(arguments: argparse.Namespace) -> Model:
         print(f"{_name()}: generation_config.json also sets {', '.join(defaults.unused)}: not applied", file=sys.stderr)
     config, params = load_model(folder)
     check_vocabulary(tokenizer, config.vocab_size, folder)
+    kv_dtype = None if arguments.kv_dtype is None else torch.int8
+    try:
+        fnmodels.init_cache(config, 1, 1, kv_dtype=kv_dtype)
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from error
     flags = {field: getattr(arguments, name) for name, (_, field, *_) in SAMPLING.items()}
     given = {field: value for field, value in flags.items() if value is not None}
     if "top_k" in given:
@@ -175,6 +189,8 @@ def load(arguments: argparse.Namespace) -> Model:
             slots=min(arguments.slots, len(requests)),
             capacity=capacity_of(requests),
             tokenizer=tokenizer,
+            kv_dtype=kv_dtype,
+            compile="step" if arguments.compile else "none",
         )
 
     return Model(tokenizer, lambda: read_template(folder), respond)

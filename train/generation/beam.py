@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -36,13 +36,14 @@ def beam_search(
     length_penalty: float = 1.0,
     chunk: int = 512,
     dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> list[Hypothesis]:
     """At most `beams` answers to a prompt (token ids), the best first.
 
     An answer ends with one of `stop_ids` or has `max_new` tokens; its score is its logp / length ** length_penalty.
     At every length the `beams` likeliest unfinished answers are kept. The search ends early when no unfinished answer,
-    at its present score, is above the worst of `beams` finished ones.
+    at its present score, is above the worst of `beams` finished ones. dtype, kv_dtype: as for `serve`.
     """
     if beams < 1 or max_new < 1 or not prompt:
         raise ValueError(
@@ -50,9 +51,8 @@ def beam_search(
         )
     dtype, device = activations(params, dtype)
     capacity = len(prompt) + max_new
-    cache = run_all(
-        prefilled(params, config, [prompt], [capacity], capacity=capacity, chunk=chunk, dtype=dtype, **options)
-    )
+    how: Any = {"capacity": capacity, "chunk": chunk, "dtype": dtype, "form": {"kv_dtype": kv_dtype}}
+    cache = run_all(prefilled(params, config, [prompt], [capacity], **how, **options))
     tokens, logp = [list(prompt)], torch.zeros(1, device=device)
     finished: list[Hypothesis] = []
     for length in range(1, max_new + 1):

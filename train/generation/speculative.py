@@ -40,13 +40,15 @@ def speculate(
     stop_texts: Sequence[str] = (),
     tokenizer: Decodes | None = None,
     chunk: int = 512,
+    kv_dtype: torch.dtype | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Generations, float]:
     """(what `generate` returns for the same arguments, the share of drafted tokens that were right).
 
     draft_params, draft_config: a smaller model with the same vocabulary. ahead: tokens that it drafts for each step of
-    the model. All prompts run at once. Equality holds up to rounding: a step over several tokens adds in another order
-    than one over a single token, which can decide between two tokens that are as good as equal.
+    the model. kv_dtype: of the model's cache, as for `serve`. All prompts run at once. Equality holds up to rounding:
+    a step over several tokens adds in another order than one over a single token, which can decide between two tokens
+    that are as good as equal.
     """
     if draft_config.vocab_size != config.vocab_size:
         raise ValueError(
@@ -59,7 +61,7 @@ def speculate(
     if not made:
         return collect([], 0), 0.0
     answers = [Answer(row, request, tokenizer) for row, request in enumerate(made)]
-    model = _Side(params, config, made, ahead, chunk, options)
+    model = _Side(params, config, made, ahead, chunk, options, kv_dtype)
     draft = _Side(draft_params, draft_config, made, ahead, chunk, options)
     device = model.device
     last, seed, draw = (
@@ -126,6 +128,7 @@ class _Side:
         ahead: int,
         chunk: int,
         options: ForwardKwargs,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.params, self.config, self.options = params, config, options
         _, self.device = activations(params)
@@ -140,7 +143,7 @@ class _Side:
                 sizes,
                 capacity=capacity_of(requests) + ahead,
                 chunk=chunk,
-                form={"rings": False},
+                form={"rings": False, "kv_dtype": kv_dtype},
                 **options,
             )
         )

@@ -80,6 +80,15 @@ def test_a_seed_fixes_the_draws(checkpoint, capsys):
     assert drawn("--temperature", "0", "--stop", greedy[3:5]) == f"some é{greedy[: greedy.index(greedy[3:5])]}\n"
 
 
+def test_compiled_steps_and_int8_caches(checkpoint, capsys):
+    def drawn(*more):
+        assert main([str(checkpoint), "--prompt", "some é", "--tokens", "12", "--temperature", "0", *more]) == 0
+        return capsys.readouterr().out
+
+    with torch.compiler.set_stance("force_eager"):  # what is compiled is compared in tests/contract
+        assert drawn("--compile") == drawn() and drawn("--kv-dtype", "int8")
+
+
 def test_several_prompts_are_answered_in_their_order(checkpoint, capsys):
     assert main([str(checkpoint), "--prompt", "some", "--tokens", "5"]) == 0
     alone = capsys.readouterr().out
@@ -173,6 +182,7 @@ def test_mistakes_are_sentences(checkpoint, tmp_path, capsys):
     assert "both" in said(checkpoint, "--prompt", "a", "--prompts", "b")
     assert "--system" in said(checkpoint, "--prompt", "a", "--system", "b")
     assert "--out" in said(checkpoint, "--chat", "--out", "b")
+    assert "--compile is for" in said(checkpoint, "--chat", "--compile")
     assert "no chat template" in said(checkpoint, "--chat", "--prompt", "a")
     for line, words in (("{", "line 1 is not JSON"), ("[1]", "line 1 must be"), ('{"messages": []}', "line 1 must be")):
         (tmp_path / "in.jsonl").write_text(line)

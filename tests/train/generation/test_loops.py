@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -248,6 +249,17 @@ def test_beams_find_the_likeliest_answer() -> None:
     greedy = train.generate(PARAMS, LLAMA, [prompt], max_new=6, sampling=Sampling(temperature=0))
     (one,) = beam_search(PARAMS, LLAMA, prompt, beams=1, max_new=6)
     assert one.tokens == greedy.tokens[0] and one.logp == pytest.approx(float(greedy.logp[0].sum()), rel=1e-4)
+
+
+def test_beams_and_drafts_take_int8_caches() -> None:
+    how: dict[str, Any] = {"max_new": 6, "sampling": Sampling(temperature=0)}
+    wanted, exact = (train.generate(PARAMS, LLAMA, PROMPTS, **how, kv_dtype=kind) for kind in (torch.int8, None))
+    assert not torch.equal(wanted.logp[0], exact.logp[0])
+    (one,) = beam_search(PARAMS, LLAMA, PROMPTS[0], beams=1, max_new=6, kv_dtype=torch.int8)
+    assert one.tokens == wanted.tokens[0] and one.logp == pytest.approx(float(wanted.logp[0].sum()), rel=1e-5)
+    drafted, _ = speculate(PARAMS, LLAMA, _noisy(0.3), LLAMA, PROMPTS, **how, kv_dtype=torch.int8)
+    assert drafted.tokens == wanted.tokens
+    torch.testing.assert_close(drafted.logp[0], wanted.logp[0], rtol=1e-5, atol=1e-5)
 
 
 def test_beams_end_at_stops_by_their_score() -> None:
