@@ -3,7 +3,7 @@
     python benchmarks/serve.py              64 requests to the 26M Llama of train_step.py, 16 at a time
     python benchmarks/serve.py --quick      a tiny model and few requests, to check that everything runs
 
-Prompts have 16 to 256 tokens, answers a number drawn from an exponential distribution of mean 64; all are greedy.
+Prompts have 8 to 128 tokens, answers a number drawn from an exponential distribution of mean 32; all are greedy.
 transformers pads the prompts of a batch on the left and generates until its longest answer is complete; its batches are
 taken in the order of arrival, sorted by prompt, or sorted by the length of the answers, which nobody knows in practice.
 Only tokens that were asked for count. What is compared must have the same answers but for ties.
@@ -132,7 +132,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     sizes, shapes = (QUICK, [(1, 8)]) if args.quick else (SIZES, [(1, 128), (1, 1024), (8, 128)])
-    asked = load(5, 2, 16, 3, 64) if args.quick else load(64, args.rows, 256, 64, sizes["vocab_size"])
+    asked = load(5, 2, 16, 3, 64) if args.quick else load(64, args.rows, 128, 32, sizes["vocab_size"])
     found, prefills = contenders(sizes, asked, dtype)
     total = sum(asked.new)
     print(f"{len(asked.new)} requests, {total} tokens, answers of {min(asked.new)} to {max(asked.new)}, {args.dtype}")

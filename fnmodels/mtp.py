@@ -20,7 +20,7 @@ from fnmodels.models.common.registry import RMSNormConfig, family_of
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
 
-from .apply import run_layers
+from .apply import CacheStep, run_layers
 from .options import ForwardKwargs
 from .run_params import with_run
 from .tree import Tree
@@ -54,9 +54,12 @@ def hidden(
     config: RMSNormConfig,
     taps: tuple[str, ...] = (),
     apart: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
+    cache: CacheStep | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> Any:
     """A tuple of the states [B, S, D] of the MTP heads; with taps (states, {"mtp.K.NAME": tensor}).
+
+    With cache, for params with one head, (state, the head's new entry).
 
     x: [B, S, D], the output of `fnmodels.hidden`.
     next_tokens: [B, S, number of MTP heads] from `ahead`, negative past the end of a document: such a position is
@@ -64,6 +67,7 @@ def hidden(
     taps: names of taps of a layer, recorded for every MTP head.
     apart: (shard, gather) of the sequence dimension of [B, S, D], if x and the outputs of layers hold only some of the
         positions of next_tokens.
+    cache: the head's entry, under the index of the last layer, see `fnmodels.apply.CacheStep`.
 
     Logits of head k: `family.unembed(view(params, k), state, config=config)`. Raises ValueError if next_tokens does not
     fit x and params. The state passed on to the next head is normalized, by the model's final norm or by the previous
@@ -99,8 +103,11 @@ def hidden(
             config=config,
             valid=known,
             taps=tuple(f"layers.{last}.{name}" for name in taps),
+            cache=cache,
             **options,
         )
+        if cache is not None:
+            return out[0], out[1][last]
         state, found = out if taps else (out, {})
         states.append(state)
         tapped |= {f"mtp.{k}.{name}": found[f"layers.{last}.{name}"] for name in taps}

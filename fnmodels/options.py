@@ -1,7 +1,7 @@
 """`ForwardOptions`: how a forward pass runs (kernels, layer wrappers), never what it computes; and its types."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -69,6 +69,11 @@ class ForwardOptions:
     experts: str | Experts = "auto"
     context: Callable[..., Any] | None = None
     edits: Mapping[str, Edit] | None = field(default=None, compare=False)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The fields as keywords of the public functions."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def invariant(self) -> bool:

@@ -1,10 +1,12 @@
 """`compiled_step`: `prepare_step` and `decode_` as one compiled graph."""
 
+from dataclasses import replace
 from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor
 
+from fnmodels import tree
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.ops.torch_internals import one_graph
 from fnmodels.options import ForwardKwargs, ForwardOptions
@@ -67,8 +69,19 @@ def compiled_step(config: DecoderConfig, **options: Unpack[ForwardKwargs]) -> De
         length: int | Tensor | None = None,
     ) -> tuple[Tensor, Cache]:
         clean = is_clean(cache)
-        logits, after = run(params, tokens, cache, segment_ids, length, clean)
+        logits, after = run(params, tokens, _with_own_slots(cache), segment_ids, length, clean)
         consume(cache)
         return logits, known_clean(after)
 
     return step
+
+
+def _with_own_slots(cache: Cache) -> Cache:
+    """The cache with tensors of its own for each kind's slots: a graph is compiled for tensors that are one or not.
+
+    Kinds share them after a step, and not in a new cache or in one whose rows were taken or inserted.
+    """
+    if len(cache.slots) < 2:
+        return cache
+    first, *others = cache.slots.items()
+    return replace(cache, slots=dict([first, *((kind, tree.map(Tensor.clone, slots)) for kind, slots in others)]))

@@ -1,7 +1,7 @@
 """`prefill`, `decode` and `decode_`: one step of a model on a cache."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
@@ -16,7 +16,7 @@ from fnmodels.models.common.registry import DecoderConfig, field_of, is_indexed,
 from fnmodels.ops.attention.invariant import TILE
 from fnmodels.ops.attention.select import ByIndex
 from fnmodels.ops.invariant import invariant_rows
-from fnmodels.ops.slots import SlotUse, write
+from fnmodels.ops.slots import Entry, SlotUse, write
 from fnmodels.options import Edit, ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.taps import FINAL
@@ -100,12 +100,46 @@ def step_on(
 ) -> tuple[Tensor, Cache]:
     """(hidden states of the new tokens [B, S, D], cache with them). clean: what `is_clean` says, where it is known."""
     inputs, masks, freqs_cis = prepared
+    run_params = isinstance(params, RunParams)
+    planned = plan_step(masks, cache, config, options, run_params=run_params, inplace=inplace, clean=clean)
+    edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
+    given = planned.options.keywords | {"edits": edits or None}
+    x, entries = hidden(params, inputs, planned.masks, freqs_cis, config=config, cache=planned.step, **given)
+    return x, planned.after(cache, entries)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What layers take for one call on a cache (step, masks, options), and the slots after it."""
+
+    step: CacheStep
+    masks: dict[str, MaskLike]
+    options: ForwardOptions
+    slots: dict[str, Slots]
+
+    def after(self, cache: Cache, entries: Mapping[int, Entry]) -> Cache:
+        """The cache after the call, from the layers' new entries."""
+        layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
+        return known_clean(Cache(layers, self.slots, cache.kinds, cache.length))
+
+
+def plan_step(
+    masks: Mapping[str, MaskLike],
+    cache: Cache,
+    config: DecoderConfig,
+    options: ForwardOptions,
+    *,
+    run_params: bool = False,
+    inplace: bool = False,
+    clean: bool | None = None,
+) -> PlannedStep:
+    """masks: those of `prepare_step`. run_params: whether the parameters are a run's. Others: see `step_on`."""
     if options.invariant and any(t.dtype == torch.int8 for entry in cache.layers for t in entry.values()):
         raise ValueError(
             'kernel="invariant" gives the bits of training, and an int8 cache rounds keys and values: make the cache '
             "without kv_dtype."
         )
-    free = options.layer_fn is None and not isinstance(params, RunParams)  # blocks are not compiled
+    free = options.layer_fn is None and not run_params  # blocks are not compiled
     clean = is_clean(cache) if clean is None else clean
     plans: dict[tuple[int, bool], _Plan] = {}
     of_kind: dict[str, _Plan] = {}
@@ -130,12 +164,7 @@ def step_on(
         found = of_kind.get(source_kind(kind) or kind)
         if found is not None:
             read[kind] = with_attention(masks[kind], found.mask)
-    edits = {name: edit for name, edit in (options.edits or {}).items() if name not in FINAL}  # those: `logits_at`
-    given = {field.name: getattr(options, field.name) for field in fields(options)} | {"edits": edits or None}
-    x, entries = hidden(params, inputs, read, freqs_cis, config=config, cache=step, **given)
-    layers = tuple(cache.layers[i] | entries[i] for i in range(len(cache.layers)))
-    made = Cache(layers, {kind: plan.after for kind, plan in of_kind.items()}, cache.kinds, cache.length)
-    return x, known_clean(made)
+    return PlannedStep(step, read, options, {kind: plan.after for kind, plan in of_kind.items()})
 
 
 def logits_at(

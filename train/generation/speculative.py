@@ -1,4 +1,4 @@
-"""Speculative decoding: a small model drafts tokens, and the model checks them all in one step.
+"""Speculative decoding: a small model or the model's MTP head drafts tokens, and the model checks them in one step.
 
 Both draw a step's token with the same noise, so a draft is right where both races have the same winner (Daliri, Musco
 and Suresh, 2024: drafter-invariant speculative decoding). What is kept is always the model's own draw: the answer is
@@ -6,16 +6,18 @@ that of plain decoding with the same seed, whatever the draft model is, and so h
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Unpack
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels import Cache
+from fnmodels import Cache, mtp
+from fnmodels.cache.step import logits_at, plan_step, step_on
 from fnmodels.models.common.registry import DecoderConfig, family_of, source_kind
-from fnmodels.options import ForwardKwargs
+from fnmodels.ops.invariant import invariant_rows
+from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
 from .prompts import activations, prefilled, run_all
@@ -28,8 +30,8 @@ from .stop import Decodes
 def speculate(
     params: Tree,
     config: DecoderConfig,
-    draft_params: Tree,
-    draft_config: DecoderConfig,
+    draft_params: Tree | None,
+    draft_config: DecoderConfig | None,
     prompts: Sequence[Sequence[int]],
     *,
     max_new: int | Sequence[int],
@@ -45,16 +47,12 @@ def speculate(
 ) -> tuple[Generations, float]:
     """(what `generate` returns for the same arguments, the share of drafted tokens that were right).
 
-    draft_params, draft_config: a smaller model with the same vocabulary. ahead: tokens that it drafts for each step of
-    the model. kv_dtype: of the model's cache, as for `serve`. All prompts run at once. Equality holds up to rounding:
-    a step over several tokens adds in another order than one over a single token, which can decide between two tokens
-    that are as good as equal.
+    draft_params, draft_config: a smaller model with the same vocabulary; None, None: the first MTP head in params, see
+    `fnmodels.mtp`, which goes on from its own states where it drafts several tokens. ahead: tokens drafted for each
+    step of the model. kv_dtype: of the model's cache, as for `serve`. All prompts run at once. Equality holds up to
+    rounding: a step over several tokens adds in another order than one over a single token, which can decide between
+    two tokens that are as good as equal.
     """
-    if draft_config.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"The draft model has a vocabulary of {draft_config.vocab_size} and the model one of {config.vocab_size}; "
-            "both must have the same tokens."
-        )
     if ahead < 1:
         raise ValueError(f"ahead is {ahead}; it must be at least 1.")
     made = requests_of(prompts, max_new, sampling, seeds, stop_ids, stop_texts)
@@ -62,7 +60,12 @@ def speculate(
         return collect([], 0), 0.0
     answers = [Answer(row, request, tokenizer) for row, request in enumerate(made)]
     model = _Side(params, config, made, ahead, chunk, options, kv_dtype)
-    draft = _Side(draft_params, draft_config, made, ahead, chunk, options)
+    draft: _Side | _Head
+    if draft_params is None or draft_config is None:
+        draft = _Head(model, made)
+    else:
+        _check_vocabulary(config, draft_config)
+        draft = _Side(draft_params, draft_config, made, ahead, chunk, options)
     device = model.device
     last, seed, draw = (
         torch.tensor(values, device=device)
@@ -75,13 +78,14 @@ def speculate(
     events, right, drafted = [], 0, 0
     while bool(active.any()):
         tokens = draft.drafted(last, active, draws, ahead)  # [B, ahead + 1], the last token first
-        logits, after = model.step(model.cache, tokens, active[:, None].long().expand_as(tokens))
+        x, after = model.step(model.cache, tokens, active[:, None].long().expand_as(tokens))
+        logits = model.logits(x)
         found, draws = _checked(logits, tokens, draws, active)
         kept = found.count
         drafted += ahead * int(active.sum())
         right += int((kept - 1).clamp(min=0).sum())
         model.keep(after, tokens, kept)
-        draft.keep(draft.ahead_cache, tokens, kept)
+        draft.follow(x, tokens, found.tokens, kept)
         last = torch.where(active, found.tokens.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0], last)
         rows = zip(found.tokens.tolist(), found.logp.tolist(), found.logp_kept.tolist(), kept.tolist(), strict=True)
         for answer, (ids, logp, logp_kept, count) in zip(answers, rows, strict=True):
@@ -91,6 +95,14 @@ def speculate(
                     active[answer.row] = False
                     break
     return collect(events, len(made)), right / drafted
+
+
+def _check_vocabulary(config: DecoderConfig, draft_config: DecoderConfig) -> None:
+    if draft_config.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"The draft model has a vocabulary of {draft_config.vocab_size} and the model one of {config.vocab_size}; "
+            "both must have the same tokens."
+        )
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,7 @@ class _Side:
         options: ForwardKwargs,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self.params, self.config, self.options = params, config, options
+        self.params, self.config, self.options = params, config, ForwardOptions(**options)
         _, self.device = activations(params)
         prompts = [request.prompt for request in requests]
         sizes = [len(request.prompt) + request.max_new for request in requests]
@@ -154,17 +166,21 @@ class _Side:
         self.ahead_cache = self.cache
 
     def step(self, cache: Cache, tokens: Tensor, segment_ids: Tensor) -> tuple[Tensor, Cache]:
-        step = fnmodels.prepare_step(self.config, tokens, cache, segment_ids=segment_ids, length=self.lengths)
-        found: tuple[Tensor, Cache] = fnmodels.decode(self.params, *step, cache, config=self.config, **self.options)
-        return found
+        """(hidden states [B, S, D], the cache with the tokens)."""
+        prepared = fnmodels.prepare_step(self.config, tokens, cache, segment_ids=segment_ids, length=self.lengths)
+        return step_on(self.params, prepared, cache, self.config, self.options, inplace=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        with invariant_rows(self.options.invariant):
+            return logits_at(self.params, x, {}, self.config, "all", self.options.edits)
 
     def drafted(self, last: Tensor, active: Tensor, draws: SampleState, ahead: int) -> Tensor:
         """[B, ahead + 1]: the last token, and those drawn after it; `ahead_cache` holds them all."""
         cache, tokens, segment_ids = self.cache, [last], active[:, None].long()
         for place in range(ahead + 1):
-            logits, cache = self.step(cache, tokens[-1][:, None], segment_ids)
+            x, cache = self.step(cache, tokens[-1][:, None], segment_ids)
             if place < ahead:
-                token, _, _, draws = sample_step(logits[:, 0], draws, active=active)
+                token, _, _, draws = sample_step(self.logits(x)[:, 0], draws, active=active)
                 tokens.append(token)
         self.ahead_cache = cache
         return torch.stack(tokens, 1)
@@ -177,3 +193,83 @@ class _Side:
             _, self.cache = self.step(self.cache, tokens, kept.long())
         else:
             self.cache = fnmodels.truncate(after, self.held)
+
+    def follow(self, x: Tensor, tokens: Tensor, drawn: Tensor, count: Tensor) -> None:
+        """As a draft, keeps the tokens that the model kept; see `_Head.follow`."""
+        self.keep(self.ahead_cache, tokens, count)
+
+
+class _Head:
+    """The first MTP head of a model as its draft.
+
+    The head computes, from the model's state at a position and the token after it, a state that predicts the token
+    after that. Its cache holds the positions of the model's; `first` is its state at the last of them, [B, D].
+    """
+
+    def __init__(self, model: _Side, requests: Sequence[Request]) -> None:
+        if not model.params.get("mtp"):
+            raise ValueError(
+                "Without draft_params the model's MTP head drafts, and params has none: pass a smaller model."
+            )
+        if model.options.layer_fn is not None or model.options.edits:
+            raise ValueError("An MTP head drafts without layer_fn and edits: pass a smaller model as the draft.")
+        self.model, self.params = model, {**model.params, "mtp": model.params["mtp"][:1]}
+        # A later token's state is the head's own, with its norm instead of the model's final one.
+        self.own_params = {**self.params, "norm": self.params["mtp"][0]["norm"]}
+        self.output = mtp.view(self.params, 0)
+        prompts = [torch.tensor(request.prompt, device=model.device) for request in requests]
+        tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+        room = next(slots.segments.shape[1] for slots in model.cache.slots.values())
+        dtype = self.params["norm"].dtype
+        made = fnmodels.init_cache(model.config, len(prompts), room, dtype=dtype, device=model.device, rings=False)
+        kind = made.kinds[-1]
+        self.cache = Cache(made.layers[-1:], {kind: made.slots[kind]}, (kind,), made.length)
+        self.first = torch.zeros(len(prompts), model.config.hidden_size, dtype=dtype, device=model.device)
+        held = torch.tensor([len(prompt) - 1 for prompt in prompts], device=model.device)
+        if tokens.shape[1] > 1:
+            inside = (torch.arange(tokens.shape[1] - 1, device=model.device) < held[:, None]).long()
+            prepared = fnmodels.prepare(model.config, tokens[:, :-1], segment_ids=inside, length=model.lengths)
+            how = model.options.keywords
+            x = fnmodels.hidden(model.params, *prepared, config=model.config, **how)
+            self.follow(x, tokens[:, :-1], tokens[:, 1:], held)
+
+    def _step(self, params: Tree, x: Tensor, tokens: Tensor, cache: Cache, segment_ids: Tensor) -> tuple[Tensor, Cache]:
+        """(the head's states [B, S, D], its cache) of the model's states x [B, S, D] and the tokens after them."""
+        config: Any = self.model.config
+        lengths = self.model.lengths
+        _, masks, freqs = fnmodels.prepare_step(config, tokens, cache, segment_ids=segment_ids, length=lengths)
+        planned = plan_step(masks, cache, config, self.model.options)
+        last = len(fnmodels.family_of(config).kinds(config)) - 1
+        step = replace(planned.step, entries={last: cache.layers[0]})
+        known = tokens.where(segment_ids > 0, -1)[..., None]
+        how = planned.options.keywords
+        state, entry = mtp.hidden(params, x, known, planned.masks, freqs, config=config, cache=step, **how)
+        return state, planned.after(cache, {0: entry})
+
+    def _logits(self, state: Tensor) -> Tensor:
+        with invariant_rows(self.model.options.invariant):
+            found: Tensor = fnmodels.family_of(self.model.config).unembed(
+                self.output, state[:, None], config=self.model.config
+            )
+        return found[:, 0]
+
+    def drafted(self, last: Tensor, active: Tensor, draws: SampleState, ahead: int) -> Tensor:
+        """[B, ahead + 1]: the last token, and those drawn after it."""
+        state, cache, tokens = self.first, self.cache, [last]
+        for place in range(ahead):
+            if place:
+                x, cache = self._step(
+                    self.own_params, state[:, None], tokens[-1][:, None], cache, active[:, None].long()
+                )
+                state = x[:, 0]
+            token, _, _, draws = sample_step(self._logits(state), draws, active=active)
+            tokens.append(token)
+        return torch.stack(tokens, 1)
+
+    def follow(self, x: Tensor, tokens: Tensor, drawn: Tensor, count: Tensor) -> None:
+        """Goes on with the model's states x [B, S, D] of tokens [B, S], of which the first count [B] were kept, and
+        the tokens drawn after each of them, [B, S]."""
+        inside = torch.arange(x.shape[1], device=x.device) < count[:, None]
+        states, self.cache = self._step(self.params, x, drawn, self.cache, inside.long())
+        newest = states.gather(1, (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[2]))[:, 0]
+        self.first = torch.where(count[:, None] > 0, newest, self.first)

@@ -1,0 +1,89 @@
+"""Speculative decoding with the first MTP head of a model as its draft."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnmodels
+import train
+from fnmodels import mtp
+from tests.support.cases import cases, generic_params, richest
+from train.generation.speculative import speculate
+
+V = 7  # few tokens, so that a head with random weights is often right
+PROMPTS = [[1, 2, 3, 4, 5], [6], [5, 4, 3, 2, 1, 6, 5, 4, 3], [3, 3]]
+NEW = [17, 9, 14, 12]
+CASES = [next(case for case in cases() if case.name == name) for name in ("deepseek_v3", "glm4_moe")]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def model(case: Any) -> tuple[Any, Any]:
+    config = replace(case.config, vocab_size=V, num_nextn_predict_layers=2)  # the second head is not used
+    return generic_params(config), config
+
+
+@every_case
+@pytest.mark.parametrize("sampling", [train.Sampling(temperature=0), train.Sampling(top_k=4)], ids=["greedy", "drawn"])
+def test_answers_are_the_plain_ones(case: Any, sampling: train.Sampling) -> None:
+    params, config = model(case)
+    options: dict[str, Any] = {"max_new": NEW, "sampling": sampling, "seeds": 3}
+    plain = train.generate(params, config, PROMPTS, **options)
+    for ahead in (1, 3):
+        found, right = speculate(params, config, None, None, PROMPTS, ahead=ahead, **options)
+        assert found.tokens == plain.tokens and 0 < right < 1
+        for a, b in zip(found.logp, plain.logp, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@every_case
+def test_drafts_are_those_of_the_head_without_a_cache(case: Any) -> None:
+    """The share of drafts that are right is that of the head's predictions over the full answers."""
+    params, config = model(case)
+    found, right = speculate(
+        params, config, None, None, PROMPTS, ahead=1, max_new=NEW, sampling=train.Sampling(temperature=0)
+    )
+    drafted = hits = 0
+    for prompt, tokens in zip(PROMPTS, found.tokens, strict=True):
+        predicted, at = head_predictions(params, config, prompt + tokens), 0
+        while at < len(tokens):
+            place = len(prompt) + at - 2  # a head at a position predicts the token two after it
+            hit = (predicted[place] if place >= 0 else 0) == tokens[at]  # equal logits: the lowest id
+            drafted, hits, at = drafted + 1, hits + hit, at + 1 + hit
+    assert right == hits / drafted and hits > 3
+
+
+def head_predictions(params: Any, config: Any, tokens: list[int]) -> list[int]:
+    row = torch.tensor([tokens])
+    prepared = fnmodels.prepare(config, row)
+    with torch.no_grad():
+        x: Tensor = fnmodels.hidden(params, *prepared, config=config)
+        after = mtp.ahead(row, torch.ones_like(row), 1, fill=-1)
+        (state, *_) = mtp.hidden({**params, "mtp": params["mtp"][:1]}, x, after, *prepared[1:], config=config)
+        logits = fnmodels.family_of(config).unembed(mtp.view(params, 0), state, config=config)
+    best: list[int] = logits[0].argmax(-1).tolist()
+    return best
+
+
+def test_drawn_answers_have_the_models_distribution() -> None:
+    params, config = model(CASES[0])
+    rows = 2000
+    found, _ = speculate(params, config, None, None, [[1, 2, 3]] * rows, max_new=2, ahead=1)
+    counts = torch.zeros(V, V, dtype=torch.float64)
+    for first, second in found.tokens:
+        counts[first, second] += 1
+    pairs = torch.tensor([[1, 2, 3, token] for token in range(V)])
+    logits = fnmodels.forward(params, *fnmodels.prepare(config, pairs), config=config).detach().double()
+    expected = rows * logits[0, 2].softmax(0)[:, None] * logits[:, 3].softmax(1)
+    assert float(((counts - expected) ** 2 / expected).sum()) < 85.4  # 0.1 % of chi-square, 48 degrees of freedom
+
+
+def test_what_an_mtp_head_cannot_do() -> None:
+    plain = next(case for case in richest() if case.family == "llama")
+    with pytest.raises(ValueError, match="params has none"):
+        speculate(generic_params(plain.config), plain.config, None, None, PROMPTS, max_new=2)
+    params, config = model(CASES[0])
+    with pytest.raises(ValueError, match="without layer_fn"):
+        speculate(params, config, None, None, PROMPTS, max_new=2, layer_fn=lambda block: block)
