@@ -68,7 +68,7 @@ def batched(model: Any, asked: Load, order: list[int]) -> Answers:
             prompt = torch.tensor(asked.prompts[i])
             ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
         most = max(asked.new[i] for i in chosen)
-        how = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": False, "pad_token_id": 0}
+        how = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": False, "pad_token_id": 0, "use_cache": True}
         out = model.generate(ids, attention_mask=mask, eos_token_id=None, **how)[:, width:]
         found |= {i: out[row, : asked.new[i]].tolist() for row, i in enumerate(chosen)}
     return [found[i] for i in range(len(order))]

@@ -15,6 +15,7 @@ MOST = 20  # Python files of one folder, besides __init__.py
 ARGUMENTS = 8  # of a function, besides self; more only in these public ones, whose arguments are keywords with defaults
 LONGER = {
     "fnmodels.apply.run_layers",
+    "fnmodels.mtp.hidden",
     "fnmodels.models.common.context.run",  # a family's block, as `with_context` makes it
     "fnmodels.ops.attention.select.attention",
     "fnmodels.ops.moe.layer.moe",
