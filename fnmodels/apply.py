@@ -493,7 +493,7 @@ class _Binding:
 
     def __call__(self, kind: str, edits: LayerEdits) -> tuple[Block, dict[str, Any]]:
         """(block, the tensors of the edits as a keyword of its call)."""
-        within = {tap: edit for tap, edit in sorted(edits.items()) if tap not in AROUND}
+        within = {tap: edits[tap] for tap in sorted(edits) if tap not in AROUND}
         statics = tuple(edit for edit, _ in within.values())
         if (kind, statics) not in self.made:
             self.made[kind, statics] = self._made(kind, statics)

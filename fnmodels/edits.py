@@ -68,7 +68,7 @@ def bound(tap: str, name: str, edit: Edit) -> tuple[BoundEdit, dict[str, Tensor]
     if not isinstance(edit, functools.partial) or edit.args:
         return BoundEdit(tap, name, edit), {}
     tensors = {key: value for key, value in edit.keywords.items() if isinstance(value, Tensor)}
-    settings = tuple(sorted((key, value) for key, value in edit.keywords.items() if key not in tensors))
+    settings = tuple((key, edit.keywords[key]) for key in sorted(edit.keywords) if key not in tensors)
     return BoundEdit(tap, name, edit.func, settings), tensors
 
 

@@ -63,6 +63,9 @@ class _Recorder(Context):
     def wants(self, name: str) -> bool:
         return True
 
+    def wants_any(self, names: tuple[str, ...]) -> bool:
+        return True
+
     def norms(self, layer: Tree) -> AbstractContextManager[None]:
         """All of the layer's norms."""
         names = {name: leaf for name, leaf in flatten(layer).items() if "norm" in name and not name.endswith("_bias")}

@@ -142,6 +142,29 @@ def test_edits_compile_once_for_all_strengths() -> None:
         assert len(graphs) == wanted
 
 
+def test_edits_are_captured_in_one_graph() -> None:
+    """A compiled forward pass takes the tensors of its edits as arguments."""
+    params, batch = generic_params(LLAMA.config), batch_of(LLAMA.config, ROWS)
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def run(strength: Tensor) -> Tensor:
+        edits = scaled(strength, "mlp", "attention.pattern") | {"embed": functools.partial(scale, by=strength)}
+        return batch.forward(params, kernel="math", edits=edits)
+
+    torch.compiler.reset()
+    try:
+        compiled = torch.compile(run, fullgraph=True, backend=count)
+        for strength in (torch.tensor(1.5), torch.tensor(0.75)):
+            assert off(compiled(strength), run(strength)) < 1e-5
+    finally:
+        torch.compiler.reset()
+    assert len(graphs) == 1
+
+
 def test_edits_reach_every_function_that_runs_layers() -> None:
     """hidden, run_layers, losses (with remat) and a cache take the edits of forward; a loss' gradient goes through."""
     config, params, batch = LLAMA.config, generic_params(LLAMA.config), batch_of(LLAMA.config, ROWS)

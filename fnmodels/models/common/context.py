@@ -80,11 +80,17 @@ class Context:
         """Whether a tap or an edit is of this name."""
         return name in self.taps or name in self.edits
 
+    def wants_any(self, names: tuple[str, ...]) -> bool:
+        """Whether a tap or an edit is of one of these names."""
+        return bool(self.taps or self.edits) and any(map(self.wants, names))
+
     def norms(self, layer: Tree) -> AbstractContextManager[None]:
         """A scope in which the layer's norms show their outputs and scales, for taps such as "input_layernorm.scale".
 
         Nothing where no name of a norm is wanted.
         """
+        if not (self.taps or self.edits):
+            return nullcontext()
         wanted = {name.removesuffix(".scale") for name in (*self.taps, *self.edits) if "norm" in name}
         found = {name: leaf for name, leaf in flatten(layer).items() if name in wanted} if wanted else {}
         return watched_norms(found, self.tap) if found else nullcontext()
@@ -106,13 +112,16 @@ class Context:
         With a cache, k and v are those of the new tokens, and the queries see the cached ones too.
         lend: later layers may read these keys and values, see `attend_borrowed`.
         """
-        q, k, v = (self.tap(name, t) for name, t in zip(ATTENTION_TAPS[:3], (q, k, v), strict=True))
+        q, k, v = self._tapped(q, k, v)
         if "cache" in self.tensors:
             read = self._extend({"k": k, "v": v})
             k, v = read["k"], read["v"]
         if lend:
             self.aux["kv"] = {"k": k, "v": v}
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks))
+
+    def _tapped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.tap("attention.q", q), self.tap("attention.k", k), self.tap("attention.v", v)
 
     def attend_borrowed(self, q: Tensor, mask: MaskLike, *, scale: float) -> Tensor:
         """Attention of q [B, Q, N, H] over keys and values of an earlier layer, cached ones included: [B, Q, N, Hv].
@@ -156,11 +165,11 @@ class Context:
         read = self._extend({"latent": latent, "rope": rope})
         latent, rope = read["latent"], read["rope"]
         absorbs = pays_to_absorb(weights["kv_b_proj"], x.shape[1], latent.shape[1], widths=widths)
-        if absorbs and not self.options.invariant and not any(map(self.wants, ATTENTION_TAPS)):
+        if absorbs and not self.options.invariant and not self.wants_any(ATTENTION_TAPS):
             q, k, v, out = absorbed(weights, q, latent, rope, widths=widths)
             return out(self._attention(q, k, v, mask, scale=scale))
         k, v = expanded(weights, latent, rope, widths=widths)
-        q, k, v = (self.tap(name, t) for name, t in zip(ATTENTION_TAPS[:3], (q, k, v), strict=True))
+        q, k, v = self._tapped(q, k, v)
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
 
     def choose(
@@ -220,7 +229,7 @@ class Context:
         sinks: Tensor | None = None,
     ) -> Tensor:
         kernel, layout = self.options.kernel, self.options.layout
-        tap = self.tap if any(map(self.wants, PATTERN_TAPS)) else None
+        tap = self.tap if self.wants_any(PATTERN_TAPS) else None
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout, "tap": tap}
         return attention(q, k, v, mask, kernel=kernel, **how)
 
