@@ -85,7 +85,9 @@ def test_a_permuted_leaf(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_wrong_maths(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The parameters are right, and the activation of the MLP is not."""
     plain = llama.gated_mlp
-    monkeypatch.setattr(llama, "gated_mlp", lambda weights, x, activation: plain(weights, x, activation="gelu"))
+    monkeypatch.setattr(
+        llama, "gated_mlp", lambda weights, x, activation, **how: plain(weights, x, activation="gelu", **how)
+    )
     assert compare.main([str(folder)]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("The first difference is at layers.0.mlp: ") and last.endswith("the same values.")
