@@ -33,6 +33,7 @@ from train.generation.speculative import speculate
 from train.losses.cross_entropy import cross_entropy
 from train.losses.distillation import distill, distillation_loss, token_divergence
 from train.losses.lm_head import head_loss
+from train.losses.logprob_loss import logprob_loss
 from train.losses.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
 from train.losses.model_loss import ModelLoss, beside, run_options
 from train.losses.moe_balance import Balance, balance_loss, router_z_loss, update_bias
@@ -55,7 +56,7 @@ __all__ = ["State", "init_state", "make_eval_step", "make_forward_only", "make_s
 __all__ += ["ModelLoss", "beside", "run_options", "cross_entropy", "head_loss"]
 __all__ += ["next_token_loss", "mtp_loss", "look_ahead"]
 __all__ += ["Balance", "balance_loss", "router_z_loss", "update_bias"]
-__all__ += ["logprobs", "head_logprobs", "token_logprobs", "routed_logprobs", "document_sums"]
+__all__ += ["logprob_loss", "logprobs", "head_logprobs", "token_logprobs", "routed_logprobs", "document_sums"]
 __all__ += ["dpo_loss", "policy_loss", "group_advantages", "distill", "distillation_loss", "token_divergence"]
 __all__ += ["Optimizer", "adafactor", "adamw", "lion", "muon", "sgd", "warmup_stable_decay"]
 __all__ += ["apply_updates", "clip_by_global_norm", "global_norm", "trainable_mask"]

@@ -33,9 +33,11 @@ from fnmodels.tree import Tree
 from train import checkpoint
 from train.checkpoint import sharded
 from train.dist.dtensor import local_tree
+from train.losses.logprob_loss import needs_full_rows
 from train.optim.base import Optimizer, remake, trainable_mask
 from train.parallel.agreement import check_same
 from train.parallel.batch_shards import own_parts
+from train.parallel.eval_steps import full_outputs, without_places
 from train.parallel.mesh import Mesh, Parallelism, Strategy, warn_of_group, whole_groups
 from train.parallel.placement import Placed, place
 from train.parallel.step import batch_check, check_compile, sums_over
@@ -140,8 +142,10 @@ class Engine:
 
         loss_fn(params, batch) -> (sum, count[, aux]), as in `make_step`; pass the same function object each time,
         because compiled code is cached per function. Returns what this call added: {total, count}, and aux where the
-        loss returns one; the metrics of `optim_step` have the sums over all calls, also of different losses. ValueError
-        for an empty list. If the call raises, all gradients since the last update are discarded.
+        loss returns one; the metrics of `optim_step` have the sums over all calls, also of different losses. A loss may
+        return (sum, count, aux or None, outputs), a tree of tensors [B, S, ...], as `train.logprob_loss` does: the
+        result then has "outputs", a list with those of each microbatch. ValueError for an empty list. If the call
+        raises, all gradients since the last update are discarded.
         """
         self._trains()
         self._check_here()
@@ -152,7 +156,7 @@ class Engine:
         run, whole_aux = _kept(self._runs, loss_fn, lambda: self._summing(loss_fn))
         held, held_aux, into = self._sums, self._aux, None
         if held is not None:
-            into = dataclasses.replace(held, aux=None)
+            into = dataclasses.replace(held, aux=None, outputs=[])
         self.zero_grad()  # restored below, once the whole call has succeeded
         sums = run(self.state.params, batches, into, divide=False)
         total, count, aux = sums.total, sums.count, sums.aux
@@ -163,8 +167,10 @@ class Engine:
             if aux is not None and whole_aux is not None:
                 aux = whole_aux(aux)
         mine = None if self._options.balance_rate is None else joined(None if held is None else held.aux, sums.aux)
-        self._sums, self._aux = dataclasses.replace(sums, aux=mine), joined(held_aux, aux)
-        return {"total": total, "count": count} | ({} if aux is None else {"aux": aux})
+        added = {"total": total, "count": count} | ({} if aux is None else {"aux": aux})
+        added |= {"outputs": sums.outputs} if sums.outputs else {}
+        self._sums, self._aux = dataclasses.replace(sums, aux=mine, outputs=[]), joined(held_aux, aux)
+        return added
 
     def _summing(self, loss_fn: LossFn) -> tuple[Callable[..., Sums], Callable[[Tree], Tree] | None]:
         """(`gradient_sums` or its form over the mesh, the map from a pipeline stage's aux to that of all stages)."""
@@ -179,9 +185,14 @@ class Engine:
 
         def sums(params: Tree, batches: Sequence[Batch], held: Sums | None, *, divide: bool) -> Sums:
             local = local_tree(params)
-            return run(
-                local, own_parts(list(batches), placed, check=batch_check(loss_fn, local, mesh)), held, divide=divide
-            )
+            rows = needs_full_rows(loss_fn) and mesh.cp > 1
+            check = batch_check(loss_fn, local, mesh)
+            parts = own_parts(list(batches), placed, check=check, places=mesh.cp > 1, rows=rows)
+            bare, places = without_places(parts)
+            found = run(local, parts if rows else bare, held, divide=divide)
+            if found.outputs:
+                found.outputs = full_outputs(found.outputs, bare, places, batches, placed)
+            return found
 
         return sums, aux_of_stages(placed) if mesh.pp > 1 else None
 

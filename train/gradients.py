@@ -5,7 +5,7 @@ Gradients come from `torch.autograd.grad` on detached leaves, so no `.grad` is w
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class Sums:
     """Sums over microbatches. grads: one per trainable parameter, in tree order, in storage of their own.
 
     divided: grads are already those of total / count. unreached: paths of the trainable parameters that no microbatch's
-    loss depends on; not determined over a mesh.
+    loss depends on; not determined over a mesh. outputs: those of each microbatch, if the loss returns any.
     """
 
     total: Tensor
@@ -33,6 +33,7 @@ class Sums:
     grads: list[Tensor]
     divided: bool
     unreached: frozenset[str] = frozenset()
+    outputs: list[Tree] = field(default_factory=list)
 
 
 def gradient_sums(
@@ -51,13 +52,14 @@ def gradient_sums(
         train = trainable_mask(params, optimizer.trainable)
         lone = divide and into is None and len(parts) == 1
         for part in parts:
-            total, count, aux, grads, unreached = _gradients(call, params, train, part, divide=lone)
+            total, count, aux, grads, unreached, outputs = _gradients(call, params, train, part, divide=lone)
             if into is None:
                 wide = grads if lone else [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-                into = Sums(total, count, aux, wide, lone, unreached)
+                into = Sums(total, count, aux, wide, lone, unreached, outputs)
                 continue
             into.total, into.count = into.total + total, into.count + count
             into.aux, into.unreached = joined(into.aux, aux), into.unreached & unreached
+            into.outputs += outputs
             for held, grad in zip(into.grads, grads, strict=True):
                 held.add_(grad)
             del grads  # free them before the next microbatch's backward pass
@@ -78,8 +80,8 @@ def joined(held: Tree, found: Tree) -> Tree:
 
 def _gradients(
     call: Callable[[Tree, Batch], Any], params: Tree, train: Tree, batch: Batch, *, divide: bool
-) -> tuple[Tensor, Tensor, Tree, list[Tensor], frozenset[str]]:
-    """(sum, count, aux, gradients of the trainable parameters in storage of their own, `Sums.unreached`).
+) -> tuple[Tensor, Tensor, Tree, list[Tensor], frozenset[str], list[Tree]]:
+    """(sum, count, aux, gradients of the trainable parameters in storage of their own, `unreached`, `outputs`).
 
     divide: gradients of sum / count instead of the sum: scaling grad_output saves a pass over all gradients.
     """
@@ -94,7 +96,7 @@ def _gradients(
     given = tree.map(leaf, params, train)
     if not leaves:
         raise ValueError("No leaf trains: params need a floating leaf that the optimizer's spec does not freeze.")
-    total, count, *aux = checked_loss(call(given, batch))
+    (total, count, *aux), outputs = loss_and_outputs(call(given, batch))
     scale = 1 / valid_count(total, count).to(total.dtype) if divide else None
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:
@@ -109,7 +111,7 @@ def _gradients(
     grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found, strict=True)]
     taken = {t.untyped_storage().data_ptr() for t in (*leaves, *tree.leaves(batch)) if isinstance(t, Tensor)}
     sums = tree.map(Tensor.detach, aux[0]) if aux else None
-    return total.detach(), count.detach(), sums, _own(grads, taken), unreached
+    return total.detach(), count.detach(), sums, _own(grads, taken), unreached, outputs
 
 
 def _own(grads: list[Tensor], taken: set[int]) -> list[Tensor]:
@@ -123,9 +125,17 @@ def _own(grads: list[Tensor], taken: set[int]) -> list[Tensor]:
     return owned
 
 
+def loss_and_outputs(result: Any) -> tuple[tuple[Any, ...], list[Tree]]:
+    """(`checked_loss`, [the outputs] or []) of a loss function's result (sum, count[, aux or None[, outputs]])."""
+    outputs = [tree.map(Tensor.detach, result[3])] if isinstance(result, (tuple, list)) and len(result) == 4 else []
+    return checked_loss(result), outputs
+
+
 def checked_loss(result: Any) -> tuple[Any, ...]:
-    """The loss function's result as a tuple; ValueError unless it is (sum, count) or (sum, count, aux)."""
+    """(sum, count) or (sum, count, aux) of the loss function's result; ValueError for another form."""
     parts = result if isinstance(result, (tuple, list)) else (result,)
+    if len(parts) == 4:  # outputs
+        parts = parts[:2] if parts[2] is None else parts[:3]
     if len(parts) in (2, 3) and all(isinstance(part, Tensor) and not part.ndim for part in parts[:2]):
         for path, leaf in tree.flatten(parts[2:]).items():
             if not isinstance(leaf, Tensor):

@@ -17,6 +17,7 @@ from train import (
     clip_norm,
     init_state,
     lion,
+    logprob_loss,
     make_step,
     next_token_loss,
     partition,
@@ -321,3 +322,59 @@ def test_inference_keeps_a_bounded_number_of_functions() -> None:
     for function in functions:
         engine.infer([], function)
     assert list(engine._infers) == functions[-8:]
+
+
+def _weighted(logp: torch.Tensor, entropy: torch.Tensor, batch: Any) -> tuple[Any, ...]:
+    """The mean over rows of each row's mean: a sum over positions that no shard of them knows."""
+    valid = (batch["labels"] != -100).to(logp)
+    of_row = ((logp + 0.1 * entropy) * valid).sum(1) / valid.sum(1).clamp(min=1)
+    return -of_row.square().sum(), torch.tensor(len(logp)), {"rows": of_row.detach().sum()}
+
+
+def test_a_loss_of_log_probabilities_returns_those_of_the_training_pass() -> None:
+    fn = functools.partial(token_logprobs, config=CONFIG, temperature=0.7)
+    parts = [_rows(0, 1), _cut(1, 4, 12), _cut(2, 3, 3)]
+    engine, plain = (Engine(CONFIG, PARAMS, adamw(0.01, eps=1e-2)) for _ in range(2))
+    inferred = engine.infer(parts, fn)
+    loss = logprob_loss(_weighted, config=CONFIG, temperature=0.7)
+    found = engine.forward_backward(parts, loss)
+    for (logp, entropy, _), outputs in zip(inferred, found["outputs"], strict=True):
+        assert torch.equal(outputs["logp"], logp) and torch.equal(outputs["entropy"], entropy)
+        assert not outputs["logp"].requires_grad
+    assert len(engine.forward_backward(parts[:1], loss)["outputs"]) == 1
+
+    def by_hand(params: Any, batch: Any) -> Any:
+        return _weighted(*fn(params, batch)[:2], batch)
+
+    plain.forward_backward([*parts, parts[0]], by_hand)
+    metrics, expected = engine.optim_step(), plain.optim_step()
+    assert off(engine.params, plain.params) < 1e-6 and metrics.keys() == expected.keys()
+    torch.testing.assert_close(metrics["aux"]["rows"], expected["aux"]["rows"])
+    step = make_step(loss, adamw(0.01))
+    assert "outputs" not in step(init_state(PARAMS, adamw(0.01)), WHOLE)[1]
+    with pytest.raises(ValueError, match="of logprob_loss must return"):
+        engine.forward_backward(parts, logprob_loss(lambda logp, *_: logp.sum(), config=CONFIG))  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("chunk", [5, None])
+def test_each_sequence_may_have_a_temperature(chunk: int | None) -> None:
+    each = torch.tensor([0.5, 1.0, 2.0, 0.7])
+    engine = Engine(CONFIG, PARAMS, adamw(0.01))
+    (found,) = engine.infer([WHOLE], functools.partial(token_logprobs, config=CONFIG, temperature=each, chunk=chunk))
+    named = logprob_loss(_weighted, config=CONFIG, temperature="temperature", chunk=chunk)
+    trained = engine.forward_backward([WHOLE | {"temperature": each}], named)
+    assert torch.equal(trained["outputs"][0]["logp"], found[0])
+    total = 0.0
+    for row, temperature in enumerate(each.tolist()):
+        fn = functools.partial(token_logprobs, config=CONFIG, temperature=temperature, chunk=chunk)
+        (one,) = engine.infer([_rows(row, row + 1)], fn)
+        for x, y in zip(found, one, strict=True):
+            torch.testing.assert_close(x[row : row + 1], y)
+        total += float(_weighted(one[0], one[1], _rows(row, row + 1))[0])
+    assert float(trained["total"]) == pytest.approx(total, rel=1e-5)
+    for wrong, said in (
+        (torch.ones(3), r"temperature is \[3\] beside labels \[4, 12\]"),
+        (-each, "A temperature is -2.0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine.infer([WHOLE], functools.partial(token_logprobs, config=CONFIG, temperature=wrong))

@@ -17,6 +17,7 @@ from torch.overrides import BaseTorchFunctionMode
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import DecoderConfig
 from fnmodels.ops.invariant import invariant_rows
+from fnmodels.ops.norm import upcast
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
@@ -34,14 +35,15 @@ def token_logprobs(
     batch: Mapping[str, Tensor],
     *,
     config: DecoderConfig,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logp, entropy, valid), each [B, S]: nats in fp32 at least, 0 where `valid` (labels other than -100) is False.
 
-    batch, length, options: as in `next_token_loss`. temperature: divides the logits, as in sampling. chunk: tokens
+    batch, length, options: as in `next_token_loss`. temperature: divides the logits, as in sampling; a number, or a
+    tensor [B] or [B, S]. chunk: tokens
     whose logits [chunk, V] exist at a time, in the backward pass too; None: all, in plain operations. ValueError for a
     temperature that is not above 0.
     """
@@ -56,7 +58,7 @@ def routed_logprobs(
     batch: Mapping[str, Tensor],
     *,
     config: DecoderConfig,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk: int | None = CHUNK,
     length: int | Tensor | None = None,
     balance: Balance | None = None,
@@ -82,7 +84,7 @@ def head_logprobs(
     labels: Tensor,
     *,
     config: DecoderConfig,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk: int | None = CHUNK,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,22 +92,38 @@ def head_logprobs(
 
     invariant: the head of kernel="invariant", with which `token_logprobs` calls it.
     """
-    check_temperature(temperature)
     params, x, part = opened(params, head_name(config), x)
     check_labels(labels, x.shape[:-1], "hidden states")
+    each = (_per_token(temperature, labels),) if isinstance(temperature, Tensor) else ()
+    check_temperature(each[0] if each else temperature)
     plain = chunk is None or torch.compiler.is_compiling()
 
-    def one(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def one(x: Tensor, labels: Tensor, *each: Tensor) -> tuple[Tensor, Tensor]:
         with invariant_rows(True) if invariant else _torchs_products():
             logits = head_logits(params, x, config)
         logits = logits if part is None else part.region.joined(logits)
+        divisor: Any = temperature
+        if each:  # one per token
+            logits, divisor = upcast(logits) / each[0][..., None], 1.0
         if plain:
-            return scores(logits, labels, temperature)
-        found: tuple[Tensor, Tensor] = Scores.apply(logits, labels, temperature)
+            return scores(logits, labels, divisor)
+        found: tuple[Tensor, Tensor] = Scores.apply(logits, labels, divisor)
         return found
 
-    logp, entropy = per_token(one, (x, labels), labels.shape, chunk)
+    logp, entropy = per_token(one, (x, labels, *each), labels.shape, chunk)
     return logp, entropy, labels != IGNORE
+
+
+def _per_token(temperature: Tensor, labels: Tensor) -> Tensor:
+    """[B, S] from a temperature per row or token, 1 where labels are -100 (padding). ValueError for another shape."""
+    shape = list(temperature.shape)
+    if shape not in ([], [labels.shape[0]], list(labels.shape)):
+        raise ValueError(
+            f"temperature is {shape} beside labels {list(labels.shape)}; it must be a number, [B] or [B, S]. Over a "
+            "mesh that shards rows it must come from the batch of the call, as train.logprob_loss takes it by name."
+        )
+    each = (temperature[:, None] if temperature.ndim == 1 else temperature).expand(labels.shape)
+    return torch.where(labels == IGNORE, 1.0, each)
 
 
 def logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,8 @@ from fnmodels.tree import Tree
 from .moe_balance import Balance
 
 Batch = Mapping[str, Tensor]
+PLACES = "places"  # batch key: each token's position in the unpermuted row, [B, S]
+FULL_ROWS = "rows"  # batch key: a dict of the full rows, beside this rank's positions of them
 
 
 def check_entries(batch: Batch, *names: str) -> None:
@@ -65,6 +67,7 @@ class RunOptions:
     counts: losses of models with experts return aux with counts even without aux=True.
     kernel, experts, balance: map the loss's own choice to one that works when other ranks hold other tokens.
     length: (config, positions, the loss's own length) -> the global batch's length, for rope scalings that use it.
+    full_rows: (x [B, S, ...], PLACES) -> (x of the full rows in order, 1 on the first rank of cp and 0 on others).
     stage: replaces the layers: (params, inputs, masks, freqs_cis, config, taps, options) -> (states, taps).
     routers: the `RouterTerms` of the loss that is running, for `stage`.
     required: the options that must reach the model's layers, as part of a sentence; None: no check.
@@ -81,6 +84,7 @@ class RunOptions:
     balance: Callable[[Balance], Balance] | None = None
     length: Callable[[Any, Tensor, Any], Any] | None = None
     stage: Callable[..., tuple[Tensor, dict[str, Tensor]]] | None = None
+    full_rows: Callable[[Tensor, Tensor], tuple[Tensor, int]] | None = None
     routers: RouterTerms | None = None
     required: str | None = None
     reached: list[bool] | None = None  # filled when the model runs

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.inputs.values import readable
 from fnmodels.ops.norm import upcast
 
 FLOOR = -1e30  # lower bound of log p: exp of it is 0, and products with it stay finite
@@ -93,6 +94,10 @@ def _blocks(logits: Tensor, *rest: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(t.split(rows) for t in (logits, *rest)), strict=True)
 
 
-def check_temperature(temperature: float) -> None:
+def check_temperature(temperature: float | Tensor) -> None:
+    if isinstance(temperature, Tensor):
+        if torch.compiler.is_compiling() or not readable(temperature) or bool((temperature > 0).all()):
+            return
+        raise ValueError(f"A temperature is {float(temperature.min())}; all must be above 0.")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0.")

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fnmodels import tree
 from train.loss_call import Batch, microbatches
-from train.losses.model_loss import check_entries
+from train.losses.model_loss import FULL_ROWS, PLACES, check_entries
 from train.parallel.context.api import shard_batch
 from train.parallel.pipeline.microbatch import check_ids
 
 from .agreement import agreed, check_same
 from .mesh import ROWS, Mesh, Strategy, mesh_of, whole_groups
-from .padding import PLACES, check_shapes, clear_length, padded
+from .padding import check_shapes, clear_length, padded
 from .placement import Placed
 
 IN_ORDER = Strategy(order=None)  # the positions of a rank are consecutive
@@ -32,16 +32,17 @@ def own_parts(
     *,
     check: Callable[[Batch], object] | None = None,
     places: bool = False,
+    rows: bool = False,
 ) -> list[Batch]:
     """This rank's microbatches of the batch that it is given; see `Strategy.rows`. ValueError on all ranks alike.
 
     check: raises for a batch that the loss cannot read; used with rows="own". places: adds the entry PLACES to each
-    microbatch.
+    microbatch. rows: adds the entry FULL_ROWS.
     """
     strategy, devices, config = placed.strategy, placed.devices, placed.config
     if strategy.rows == "whole":
         check_same(batch, devices, whole_groups(devices))
-        own = own_part(_with_places(batch) if places else batch, devices, strategy, config)
+        own = own_part(_with_places(batch) if places else batch, devices, strategy, config, rows)
         if devices["pp"].size() > 1 and not isinstance(batch, (list, tuple)):
             _check_rows(own, mesh_of(devices), accumulate)
         return microbatches(own, accumulate)
@@ -59,7 +60,8 @@ def own_parts(
                 check_ids(part, config.vocab_size)
             if check is not None:
                 check(part)
-        return [own_positions(part, devices, strategy, config) for part in (_with_places(parts) if places else parts)]
+        given = _with_places(parts) if places else parts
+        return [_with_rows(own_positions, part, devices, strategy, config, rows) for part in given]
 
     whole = functools.partial(microbatches, batch, accumulate)
     return agreed(whole, cut, devices, _row_of(devices)[0], whole_groups(devices))
@@ -85,16 +87,26 @@ def _check_rows(own: Batch, mesh: Mesh, accumulate: int) -> None:
         )
 
 
-def own_part(batch: Any, devices: DeviceMesh, strategy: Strategy = IN_ORDER, config: Any = None) -> Any:
+def own_part(
+    batch: Any, devices: DeviceMesh, strategy: Strategy = IN_ORDER, config: Any = None, rows: bool = False
+) -> Any:
     """`own_positions` of `own_rows` of the global batch, or of each microbatch in a list.
 
     ValueError, on all ranks alike, for tokens or labels outside of the vocabulary of `config`.
     """
     if isinstance(batch, (list, tuple)):
-        return [own_part(part, devices, strategy, config) for part in batch]
+        return [own_part(part, devices, strategy, config, rows) for part in batch]
     if config is not None:
         check_ids(batch, config.vocab_size)
-    return own_positions(own_rows(batch, devices), devices, strategy, config)
+    return _with_rows(own_positions, own_rows(batch, devices), devices, strategy, config, rows)
+
+
+def _with_rows(
+    cut: Callable[..., Batch], part: Batch, devices: DeviceMesh, strategy: Strategy, config: Any, rows: bool
+) -> Any:
+    """cut(part, ...), with the entry FULL_ROWS beside it where asked."""
+    own = cut(part, devices, strategy, config)
+    return {**own, FULL_ROWS: {name: x for name, x in part.items() if name != PLACES}} if rows else own
 
 
 def own_positions(rows: Batch, devices: DeviceMesh, strategy: Strategy, config: Any = None) -> Batch:

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import params as P
 from fnmodels import family_of
 from fnmodels.options import Block
 from fnmodels.tree import Tree
+from train.dist.collectives import all_gather
 from train.losses.model_loss import ModelLoss, RunOptions, as_loss
 from train.parallel.context.api import context_kernel, global_length, whole_balance
 from train.parallel.tensor.api import TensorParallel, tensor_parallel
@@ -81,10 +84,18 @@ def compose(placed: Placed, *, remat: str = "none", compile: str = "none", count
     if mesh.cp > 1:
         kernel = functools.partial(context_kernel, strategy.context, devices.get_group("cp"))
         options = replace(options, kernel=_around_name("kernel", mesh, kernel))
+        options = replace(options, full_rows=functools.partial(full_rows, devices.get_group("cp")))
     if mesh.ep > 1:
         experts = functools.partial(expert_parallel, devices.get_group("ep"))
         options = replace(options, experts=_around_name("experts", mesh, experts))
     return Composed(options, params, None if tensor is None else tensor.region.join, remat != "none")
+
+
+def full_rows(group: dist.ProcessGroup, x: Tensor, places: Tensor) -> tuple[Tensor, int]:
+    """`RunOptions.full_rows`: all-gathered with a gradient, which is summed over the ranks."""
+    order = all_gather(places, 1, group).argsort(1)
+    x = all_gather(x, 1, group)
+    return x[torch.arange(len(x), device=x.device)[:, None], order], int(dist.get_rank(group) == 0)
 
 
 def _around_name(what: str, mesh: Mesh, make: Callable[..., T]) -> Callable[[Any], T]:

@@ -23,6 +23,7 @@ from train.dist.collectives import all_gather
 from train.dist.dtensor import local_tree
 from train.gradients import LossFn, metrics_of, totals
 from train.loss_call import Batch
+from train.losses.model_loss import PLACES
 from train.optim.base import trainable_mask, with_paths
 from train.parallel.pipeline.gradients import loss_sums, outputs
 from train.parallel.pipeline.stages import stages_of
@@ -30,9 +31,9 @@ from train.parallel.pipeline.stages import stages_of
 from .batch_shards import own_parts
 from .compose import compose
 from .mesh import ROWS, Parallelism
-from .padding import PLACES, unpadded
+from .padding import unpadded
 from .placement import Placed
-from .step import batch_check, check_compile, placed_for
+from .step import batch_check, check_compile, parts_for, placed_for
 from .update import over_processes
 from .whole_model import aux_of_stages
 
@@ -64,7 +65,7 @@ def make_eval_over(
     def eval_step(params: Tree, batch: Batch | Sequence[Batch]) -> dict[str, Any]:
         placed, run = made(params, batch)
         local = local_tree(params)
-        parts = own_parts(batch, placed, check=batch_check(loss_fn, local, mesh))
+        parts = parts_for(loss_fn, local, batch, placed)
         return metrics_of(*over_processes(placed.devices, *run(local, parts)))
 
     return eval_step
@@ -95,20 +96,37 @@ def make_forward_over(
         many, local = isinstance(batch, (list, tuple)), local_tree(params)
         given: Sequence[Batch] = batch if many else [batch]  # type: ignore[list-item,assignment]  # as in `microbatches`
         checked = own_parts(given, placed, check=batch_check(function, local, mesh), places=mesh.cp > 1)
-        parts = [dict(part) for part in checked]
-        places = [part.pop(PLACES, None) for part in parts]
+        parts, places = without_places(checked)
         found = call(local, parts)
-        sharded = [name for name in ROWS if placed.devices[name].size() > 1 and placed.strategy.rows == "whole"]
-        joined = []
-        for one, part, at, whole in zip(found, parts, places, given, strict=True):
-            rows, positions = part["tokens"].shape[:2]
-            join = functools.partial(_joined, rows=rows, places=at, sharded=sharded, devices=placed.devices)
-            size = tuple(whole["tokens"].shape[:2])
-            cut = functools.partial(unpadded, larger=(size[0], positions * mesh.cp), size=size)
-            joined.append(tree.map(cut, tree.map(join, one)))
+        joined = full_outputs(found, parts, places, given, placed)
         return joined if many else joined[0]
 
     return run
+
+
+def without_places(parts: Sequence[Batch]) -> tuple[list[Batch], list[Tensor | None]]:
+    """(the microbatches without PLACES, PLACES of each)."""
+    own = [dict(part) for part in parts]
+    return [*own], [part.pop(PLACES, None) for part in own]
+
+
+def full_outputs(
+    found: Sequence[Any],
+    parts: Sequence[Batch],
+    places: Sequence[Tensor | None],
+    given: Sequence[Batch],
+    placed: Placed,
+) -> list[Any]:
+    """The outputs [B, S, ...] of the microbatches `given`, from those of this rank's `parts` of them."""
+    sharded = [name for name in ROWS if placed.devices[name].size() > 1 and placed.strategy.rows == "whole"]
+    joined = []
+    for one, part, at, whole in zip(found, parts, places, given, strict=True):
+        rows, positions = part["tokens"].shape[:2]
+        join = functools.partial(_joined, rows=rows, places=at, sharded=sharded, devices=placed.devices)
+        size = tuple(whole["tokens"].shape[:2])
+        cut = functools.partial(unpadded, larger=(size[0], positions * placed.devices["cp"].size()), size=size)
+        joined.append(tree.map(cut, tree.map(join, one)))
+    return joined
 
 
 def _once(

@@ -1,5 +1,7 @@
 """Padding of a batch's sequence dimension to a length that every rank can shard, and its removal from outputs."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -8,8 +10,7 @@ from fnmodels import tree
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import DecoderConfig
 from train.loss_call import Batch, check_entry
-
-PLACES = "places"  # batch key: each token's position in the unpermuted row, [B, S]
+from train.losses.model_loss import PLACES
 
 # The padding value of each entry of a batch; 0 for all others. Padding sorts last by PLACES.
 _PADDING = {"labels": IGNORE, "next_labels": IGNORE, "next_tokens": -1, PLACES: 1 << 31}
@@ -22,7 +23,9 @@ def padded(batch: Batch, length: int, rows: int | None = None) -> Batch:
     if sizes == wanted:
         return batch
 
-    def larger(name: str, tensor: Tensor) -> Tensor:
+    def larger(name: str, tensor: Any) -> Any:
+        if isinstance(tensor, dict):  # FULL_ROWS, whose positions are not sharded
+            return padded(tensor, tensor["tokens"].shape[1], wanted[0])
         if tuple(tensor.shape[:2]) != sizes:
             raise ValueError(
                 f"{name} is {list(tensor.shape)} beside tokens {list(sizes)}, so it cannot be padded to {list(wanted)}."

@@ -20,6 +20,7 @@ from fnmodels.tree import Tree
 from train.dist.dtensor import local_tree
 from train.gradients import LossFn, Sums, checked_loss, gradient_sums
 from train.loss_call import Batch, microbatches
+from train.losses.logprob_loss import needs_full_rows
 from train.optim.base import Optimizer
 from train.parallel.pipeline import gradients
 from train.parallel.pipeline.microbatch import recorded
@@ -43,7 +44,6 @@ def make_step_over(parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimiz
     for batches that the mesh cannot shard, and for optimizers that need more than shards.
     """
     check_compile(parallelism, options.compile, options.remat)
-    mesh = parallelism.mesh
     known: list[tuple[ShardedUpdate, Callable[..., Sums]]] = []
 
     def step(state: State, batch: Batch | Sequence[Batch]) -> tuple[State, dict[str, Any]]:
@@ -54,7 +54,7 @@ def make_step_over(parallelism: Parallelism, loss_fn: LossFn, optimizer: Optimiz
             known[:] = [(sharded_update(placed, optimizer), sums_over(placed, loss_fn, optimizer, options))]
         updates, sums_of = known[0]
         local = local_tree(state.params)
-        parts = own_parts(batch, updates.placed, options.accumulate, check=batch_check(loss_fn, local, mesh))
+        parts = parts_for(loss_fn, local, batch, updates.placed, options.accumulate)
         return update_over(updates, state, sums_of(local, parts, divide=False), options)
 
     return step
@@ -121,6 +121,15 @@ def config_of(function: Callable[..., Any], placed: Placed, local: Tree, batch: 
     return config
 
 
+def parts_for(
+    function: Callable[..., Any], local: Tree, batch: Batch | Sequence[Batch], placed: Placed, accumulate: int = 1
+) -> list[Batch]:
+    """`own_parts` with what the function needs."""
+    rows = placed.devices["cp"].size() > 1 and needs_full_rows(function)
+    check = batch_check(function, local, mesh_of(placed.devices))
+    return own_parts(batch, placed, accumulate, check=check, places=rows, rows=rows)
+
+
 def batch_check(function: Callable[..., Any], local: Tree, mesh: Mesh) -> Callable[[Batch], object] | None:
     """A check that raises for a batch that the function cannot read, before pipeline stages wait; None without pp."""
     return functools.partial(recorded, function, local) if mesh.pp > 1 else None
@@ -139,12 +148,13 @@ def _with_a_graph(function: Callable[..., Any]) -> LossFn:
     """Raises ValueError for a constant sum, even if no token counts: other ranks wait for this rank's gradients."""
 
     def run(params: Tree, batch: Batch) -> tuple[Any, ...]:
-        total, *rest = checked_loss(function(params, batch))
+        found = function(params, batch)
+        total, *_ = checked_loss(found)
         if not total.requires_grad:
             raise ValueError(
                 "The loss does not depend on any leaf that trains; over a mesh it must do so in every process, of rows "
                 "without a token too: a sum of nothing, rather than a constant."
             )
-        return total, *rest
+        return tuple(found)
 
     return run

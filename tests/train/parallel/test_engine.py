@@ -312,6 +312,59 @@ def test_rates_divisors_and_state_come_from_outside(ranks: Ranks, mesh: str, dat
     assert not {what: far for one in found for what, far in one.items() if not far < 1e-12}
 
 
+def of_rows(logp: Tensor, entropy: Tensor, batch: Any) -> tuple[Any, ...]:
+    """A sum over rows of a square of their mean, which no rank can compute from some of the positions."""
+    valid = (batch["labels"] != -100).to(logp)
+    each = ((logp + 0.1 * entropy) * valid * batch["gain"]).sum(1) / valid.sum(1).clamp(min=1)
+    rows = valid.any(1)
+    return each.square()[rows].sum(), rows.sum(), {"rows": each.detach().sum()}
+
+
+def scored(name: str, text: str, strategy: dict[str, Any]) -> dict[str, float]:
+    """A loss of log-probabilities of full rows: how far from an engine in one process, by sum, gradient and output."""
+    config, mesh = even(name), Mesh.parse(text)
+    whole = tree.map(Tensor.double, generic_params(config))
+    spec = fnmodels.family_of(config).spec(config)
+    loss = train.logprob_loss(of_rows, config=config, temperature="temperature", kernel="math")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given, how = placed_params(config, mesh, whole), Strategy(**strategy)
+        ours = Engine(config, given, train.sgd(0.01, spec=spec), mesh=mesh, strategy=how)
+        theirs = Engine(config, whole, train.sgd(0.01, spec=spec))
+    batch = batch_of(config, 4)
+    place = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"])
+    batch |= {"gain": 1 + 0.3 * place.double().sin(), "temperature": 0.6 + 0.1 * (place // 12)}
+    parts = [{n: t[:2] for n, t in batch.items()}, {n: t[2:, : 12 - 2 * mesh.pp] for n, t in batch.items()}]
+    found: dict[str, float] = {}
+    for _ in range(2):
+        added, expected = ours.forward_backward(parts, loss), theirs.forward_backward(parts, loss)
+        for (path, value), wanted in zip(tree.flatten(added).items(), tree.leaves(expected), strict=True):
+            assert value.shape == wanted.shape, (path, value.shape, wanted.shape)
+            found[path] = float((value - wanted).abs().max() / wanted.abs().max())
+        one, shards = added_up(theirs), tree.flatten(shardings(ours.params))
+        for path, grad in added_up(ours).items():
+            far = (grad - one[path][shards[path].local_box()]).abs().max() / one[path].abs().max().clamp(min=1e-30)
+            found[f"gradient of {path}"] = float(far)
+        found["loss"] = abs(float(ours.optim_step()["loss"] / theirs.optim_step()["loss"]) - 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy"),
+    [
+        ("llama_tied", "fsdp=2,tp=2", {"sequence": True}),
+        ("llama_tied", "fsdp=2,cp=2", {}),
+        ("llama_tied", "pp=2,cp=2", {}),
+        ("deepseek_v3", "ep=2", {}),
+    ],
+)
+def test_a_loss_of_log_probabilities_runs_on_every_mesh(
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any]
+) -> None:
+    for found in ranks(Mesh.parse(mesh).world)(scored, name, mesh, strategy):
+        assert not {what: far for what, far in found.items() if not far < 1e-10}
+
+
 def data_ranks(text: str) -> list[Any]:
     at = data_parallel(devices(Mesh.parse(text)))
     return [at.rank, at.size, dist.get_process_group_ranks(at.group), at.is_source]

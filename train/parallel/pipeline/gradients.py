@@ -56,6 +56,7 @@ def gradient_sums(
     """
     run = runner(StagedLoss(as_loss(loss_fn), pipe, hooks), group)
     tied, agreed = frozenset.intersection(*ends(pipe.config)), _agreed_kinds(group)
+    sent_outputs = _outputs_of_last(pipe, group)
 
     def sums(params: Tree, parts: Sequence[Batch], into: Sums | None = None, *, divide: bool = False) -> Sums:
         leaves: dict[str, nn.Parameter] = {}
@@ -71,14 +72,17 @@ def gradient_sums(
                 leaves[path].grad_dtype = wide_dtype(param.dtype)
             return leaves[path]
 
-        total, count, aux = agreed(*_summed(*run(tree.map(leaf, params), parts, True)))
+        losses, of_stages = run(tree.map(leaf, params), parts, True)
+        total, count, aux = agreed(*_summed(losses, of_stages))
+        outputs = sent_outputs(of_stages[-1] if losses else [], parts)
         grads = {
             path: torch.zeros_like(x, dtype=wide_dtype(x.dtype)) if x.grad is None else x.grad.contiguous()
             for path, x in leaves.items()
         }
         _sum_ends([grad for path, grad in grads.items() if path.partition(".")[0] in tied], pipe, group)
         if into is None:
-            return Sums(total, count, aux, list(grads.values()), False)
+            return Sums(total, count, aux, list(grads.values()), False, outputs=outputs)
+        into.outputs += outputs
         into.total, into.count, into.aux = into.total + total, into.count + count, joined(into.aux, aux)
         for held, grad in zip(into.grads, grads.values(), strict=True):
             held.add_(grad)
@@ -125,17 +129,49 @@ def outputs(
             parts = [padded(part, longest) for part in parts]
         losses, of_stages = run(params, parts, False)
         results = [out for out, _ in of_stages[-1]] if losses else []
-        box: list[Any] = [tree.map(lambda x: x.to("meta"), results)]
-        dist.broadcast_object_list(box, dist.get_global_rank(of_all, last), group=of_all)
-        empty = tree.map(lambda x: torch.empty_like(x, device=parts[0]["tokens"].device), box[0])
-        results = tree.map(lambda x: broadcast(x.contiguous(), last, of_all), results or empty)
-        larger = (max(rows for rows, _ in sizes), longest)
-        return [
-            tree.map(functools.partial(unpadded, larger=larger, size=size), out)
-            for size, out in zip(sizes, results, strict=True)
-        ]
+        results = _sent(results, last, of_all, parts[0]["tokens"].device)
+        return _cut_back(results, sizes, longest)
 
     return found
+
+
+def _outputs_of_last(
+    pipe: Pipeline, group: dist.ProcessGroup | None
+) -> Callable[[Sequence[tuple[Any, Any]], Sequence[Batch]], list[Any]]:
+    """A function from the last stage's results per microbatch to a loss' outputs on every rank, [] if it has none."""
+    last, of_all = pipe.ranks[-1], dist.group.WORLD if group is None else group
+    known: list[bool] = []
+
+    def sent(found: Sequence[tuple[Any, Any]], parts: Sequence[Batch]) -> list[Any]:
+        results = [one for (_, outputs), _ in found for one in outputs]
+        device = parts[0]["tokens"].device
+        if not known:  # once: a reduction per call would cost those that have no outputs
+            known.append(bool(maximum(torch.tensor(bool(results), dtype=torch.long, device=device), group)))
+        if not known[0]:
+            return []
+        assert of_all is not None
+        sizes = [tuple(part["tokens"].shape[:2]) for part in parts]
+        return _cut_back(_sent(results, last, of_all, device), sizes, max(length for _, length in sizes))
+
+    return sent
+
+
+def _sent(results: list[Any], last: int, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """The last rank's list of trees of tensors, on every rank."""
+    box: list[Any] = [tree.map(lambda x: x.to("meta"), results)]
+    dist.broadcast_object_list(box, dist.get_global_rank(group, last), group=group)
+    empty = tree.map(lambda x: torch.empty_like(x, device=device), box[0])
+    found: list[Any] = tree.map(lambda x: broadcast(x.contiguous(), last, group), results or empty)
+    return found
+
+
+def _cut_back(results: Sequence[Any], sizes: Sequence[tuple[int, ...]], longest: int) -> list[Any]:
+    """Outputs of microbatches that were padded to the largest of `sizes`, cut back to their own."""
+    larger = (max(rows for rows, _ in sizes), longest)
+    return [
+        tree.map(functools.partial(unpadded, larger=larger, size=size), out)
+        for size, out in zip(sizes, results, strict=True)
+    ]
 
 
 def _forward(pipe: Pipeline) -> Pipeline:
@@ -163,7 +199,7 @@ def _sum_ends(grads: Sequence[Tensor], pipe: Pipeline, group: dist.ProcessGroup 
 
 def _summed(losses: Sequence[Tensor], found: Found) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(sum, count, aux) of this rank's stages."""
-    count = torch.stack([count for count, _ in found[-1]]).sum()
+    count = torch.stack([count for (count, _), _ in found[-1]]).sum()
     total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=count.device)
     return total, count, _joined([[sums for _, sums in of_stage] for of_stage in found])
 

@@ -16,7 +16,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.edits import edit_end, edits_of_stage
 from fnmodels.run_params import RunParams
-from train.gradients import checked_loss
+from train.gradients import loss_and_outputs
 from train.losses.model_loss import ModelLoss, RouterTerms, keywords
 from train.losses.moe_balance import Balance, balance_terms
 
@@ -48,9 +48,9 @@ Result = Callable[[Any], tuple[Tensor, Any, dict[str, Tensor]]]
 
 
 def loss_result(found: Any) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """(sum, count, aux) of a loss' return value."""
-    total, count, *aux = checked_loss(found)
-    return total, count, tree.map(Tensor.detach, aux[0]) if aux else {}
+    """(sum, (count, outputs), aux) of a loss' return value."""
+    (total, count, *aux), outputs = loss_and_outputs(found)
+    return total, (count, outputs), tree.map(Tensor.detach, aux[0]) if aux else {}
 
 
 def carries_term(routers: RouterTerms | None) -> bool:
@@ -133,7 +133,7 @@ class StagedLoss:
         try:
             total, count, aux = self.result(staged(_joint(params, is_last, self.hooks), part.batch))
         except _Done as done:
-            return done.sent, torch.zeros((), dtype=torch.long, device=done.sent[0].device), done.aux
+            return done.sent, (torch.zeros((), dtype=torch.long, device=done.sent[0].device), []), done.aux
         # The stage before waits for a gradient of its terms, also if the loss does not depend on them.
         return (total if before is None else total + 0 * before,), count, aux
 
