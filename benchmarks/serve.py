@@ -104,10 +104,10 @@ def contenders(
 
     return {
         "transformers, in order": lambda: batched(model, asked, arrival),
-        "transformers, by prompt": lambda: batched(model, asked, by_prompt),
-        "transformers, by answer": lambda: batched(model, asked, by_answer),
         "train.generate": lambda: served(params, config, asked, dtype=dtype),
         "train.generate, packed": lambda: served(fast, config, asked, dtype=dtype),
+        "transformers, by prompt": lambda: batched(model, asked, by_prompt),
+        "transformers, by answer": lambda: batched(model, asked, by_answer),
     }, prefills
 
 

@@ -63,3 +63,38 @@ def test_greedy_is_that_of_transformers(case: Case) -> None:
     upto = int(close[0]) if len(close) else NEW
     assert upto > 10, f"a tie after {upto} tokens: SEEDS in tests/variants/{case.family}.py, {{{case.name!r}: seed}}"
     assert theirs.shape == ours.shape and torch.equal(ours[:, :upto], theirs[:, :upto])
+
+
+FAR = 90  # tokens: variants with longer windows than 21 are left out
+
+
+def one_per_ring() -> list[Case]:
+    """For each set of kinds of layers of which some keep only the last tokens, one variant."""
+    found: dict[frozenset[str], Case] = {}
+    for case in one_per_type():
+        cache = fnmodels.init_cache(case.config, 1, FAR)
+        widths = [slots.segments.shape[1] for slots in cache.slots.values() if slots.ring]
+        if widths and max(widths) <= FAR - PROMPT - 64:
+            found.setdefault(frozenset(cache.kinds), case)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("case", one_per_ring(), ids=lambda case: case.config.model_type)
+def test_64_tokens_past_the_window(case: Case) -> None:
+    """Each token of transformers.generate is the likeliest after those before it, up to rounding, with rings."""
+    model: Any = model_of(case.values)
+    params, tokens = params_of(model, case.config), tokens_of(case.config, 1, PROMPT, seed=seed_of(case))
+    model.config.use_cache = True
+    how = {"do_sample": False, "max_new_tokens": FAR - PROMPT, "min_new_tokens": FAR - PROMPT, "eos_token_id": None}
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        row = model.generate(tokens, attention_mask=mask, pad_token_id=0, use_cache=True, **how)
+    cache, decided = fnmodels.init_cache(case.config, 1, FAR), 0
+    for at in range(PROMPT, FAR):
+        new = row[:, :at] if at == PROMPT else row[:, at - 1 : at]
+        prepared = fnmodels.prepare_step(case.config, new, cache)
+        logits, cache = fnmodels.decode_(params, *prepared, cache, config=case.config, at="last")
+        best, second = logits[0].topk(2).values.tolist()
+        assert best - float(logits[0, row[0, at]]) < MARGIN, f"token {at}"
+        decided += best - second > MARGIN
+    assert decided > (FAR - PROMPT) * 0.8
