@@ -25,11 +25,16 @@ def variants() -> dict[str, dict[str, Any]]:
     del pixtral["layer_norm_eps"]
     vit, dinov2 = _TINY | {"model_type": "vit"}, _TINY | {"model_type": "dinov2"}
     del dinov2["intermediate_size"]
+    registers = dinov2 | {"model_type": "dinov2_with_registers", "num_register_tokens": 3, "mlp_ratio": 2}
     return {
         "vit": vit | {"architectures": ["ViTModel"]},
         "vit_labels": vit | {"architectures": ["ViTForImageClassification"], "qkv_bias": False} | _LABELS,
         "dinov2": dinov2 | {"architectures": ["Dinov2Model"], "mlp_ratio": 2},
         "dinov2_labels": dinov2 | {"architectures": ["Dinov2ForImageClassification"], "use_swiglu_ffn": True} | _LABELS,
+        "dinov2_registers": registers | {"architectures": ["Dinov2WithRegistersModel"]},
+        "dinov2_registers_labels": registers
+        | {"architectures": ["Dinov2WithRegistersForImageClassification"]}
+        | _LABELS,
         "clip_vision": clip | {"architectures": ["CLIPVisionModel"]},
         "dinov3": dinov3 | {"num_register_tokens": 2},
         "dinov3_gated": dinov3
@@ -59,6 +64,7 @@ def pairs() -> dict[str, dict[str, Any]]:
         "clip": clip | {"text_config": text | {"eos_token_id": 5}},
         "clip_old": clip | {"text_config": text | {"eos_token_id": 2, "hidden_act": "gelu"}},
         "siglip": {"model_type": "siglip", "vision_config": _TINY, "text_config": siglip},
+        "siglip2": {"model_type": "siglip2", "vision_config": _naflex(), "text_config": siglip},
     }
 
 

@@ -310,10 +310,25 @@ def bicubic(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 def bilinear_antialias(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """As `bicubic`, but as `F.interpolate(mode="bilinear", antialias=True)`; there are as many taps as entries."""
+    return _antialias(index, count, side, lambda x: (1 - x).clamp(min=0))
+
+
+def bicubic_antialias(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """As `bicubic`, but as `F.interpolate(mode="bicubic", antialias=True)`; there are as many taps as entries."""
+
+    def weight(x: Tensor) -> Tensor:
+        near, far = (1.5 * x - 2.5) * x * x + 1, ((2.5 - 0.5 * x) * x - 4) * x + 2
+        return torch.where(x < 1, near, far.where(x < 2, 0))
+
+    return _antialias(index, count, side, weight)
+
+
+def _antialias(index: Tensor, count: Tensor, side: int, weight: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Every entry is a tap, with the weight of its distance in steps of the coarser grid."""
     scale = (side / count.double())[..., None]
-    width, center = scale.clamp(min=1), (index.double()[..., None] + 0.5) * scale
+    center = (index.double()[..., None] + 0.5) * scale
     entries = torch.arange(side, device=index.device).expand(*index.shape, side)
-    weights = (1 - (entries + 0.5 - center).abs() / width).clamp(min=0)
+    weights = weight((entries + 0.5 - center).abs() / scale.clamp(min=1))
     return entries, weights / weights.sum(-1, keepdim=True)
 
 
@@ -403,8 +418,7 @@ def class_tokens(x: Tensor, documents: Documents) -> Tensor:
     return pool(x, documents, how="first")
 
 
-def mean_of_patches(x: Tensor, documents: Documents) -> Tensor:
-    """[N, D]: the mean of the hidden states of each image's tokens but the first."""
-    none = torch.full_like(documents.row, len(documents))
-    others = documents.number.index_put((documents.row, documents.first), none)
-    return pool(x, replace(documents, number=others), how="mean")
+def mean_of_patches(x: Tensor, documents: Documents, special: int) -> Tensor:
+    """[N, D]: the mean of the hidden states of each image's tokens but the first `special` ones."""
+    patches = documents.number.where(documents.rank >= special, len(documents))
+    return pool(x, replace(documents, number=patches), how="mean")

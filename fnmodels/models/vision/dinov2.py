@@ -1,9 +1,8 @@
-"""DINOv2 (arXiv 2304.07193): ViT with layer scales, and a gated MLP in the largest model.
+"""DINOv2 (arXiv 2304.07193): ViT with layer scales, a gated MLP in the largest model, and maybe registers (2309.16588).
 
 `forward` returns the hidden states [B, S, D] after the last norm, `features` that of each image's class token.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,12 @@ from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.models.common.vision import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("dinov2",)
+MODEL_TYPES = ("dinov2", "dinov2_with_registers")
 INPUTS = "patches"
 CAUSAL = False
 PRESETS = {
     "dinov2-base": {"model_type": "dinov2", "architectures": ["Dinov2Model"], "image_size": 518, "patch_size": 14},
 }
-
-batch_inputs = functools.partial(vision.table_inputs, resample=vision.bicubic)
 
 _LAYER = {
     "input_layernorm": "norm1",
@@ -47,6 +44,17 @@ class Config(vision.VisionConfig):
     use_swiglu_ffn: bool = False
     use_mask_token: bool = True
     layerscale_value: float = 1.0
+    num_register_tokens: int = 0
+
+    @property
+    def special_tokens(self) -> int:
+        """The class token and the registers."""
+        return 1 + self.num_register_tokens
+
+    @property
+    def classes(self) -> str:
+        """What the names of the reference's classes begin with."""
+        return "Dinov2WithRegisters" if self.num_register_tokens else "Dinov2"
 
     @property
     def mlp_act(self) -> str:
@@ -57,14 +65,16 @@ class Config(vision.VisionConfig):
     def from_hf(values: dict[str, Any]) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
-        usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-6, patch=14, inner=_inner)
+        registers = fields.choice("model_type", MODEL_TYPES) == "dinov2_with_registers"
+        usual = vision.vision_fields(fields, MODEL_TYPES, eps=1e-6, patch=16 if registers else 14, inner=_inner)
         config = Config(
             **usual,
-            **vision.head_of(fields, "Dinov2"),
+            **vision.head_of(fields, "Dinov2WithRegisters" if registers else "Dinov2"),
+            num_register_tokens=fields.integer("num_register_tokens", 4) if registers else 0,
             qkv_bias=fields.boolean("qkv_bias", True),
             mlp_ratio=fields.integer("mlp_ratio", 4),
             use_swiglu_ffn=fields.boolean("use_swiglu_ffn", False),
-            use_mask_token=fields.boolean("use_mask_token", True),
+            use_mask_token=registers or fields.boolean("use_mask_token", True),
             layerscale_value=fields.number("layerscale_value", 1.0, above=-1.0),
         )
         object.__setattr__(config, "extra", vision.kept_fields(fields, _IGNORED))
@@ -72,8 +82,9 @@ class Config(vision.VisionConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        names = ("qkv_bias", "mlp_ratio", "use_swiglu_ffn", "use_mask_token", "layerscale_value")
-        return vision.vision_to_hf(self, "Dinov2", *names, intermediate_size=None)
+        names = ("qkv_bias", "mlp_ratio", "use_swiglu_ffn", "layerscale_value")
+        names += ("num_register_tokens",) if self.num_register_tokens else ("use_mask_token",)
+        return vision.vision_to_hf(self, self.classes, *names, intermediate_size=None)
 
 
 def _inner(fields: Fields, hidden: int) -> int:
@@ -86,6 +97,8 @@ def spec(config: Config) -> Tree:
     D, std = config.hidden_size, config.initializer_range
     tree: Tree = {"class_token": vision.vector(D, std, 1, 1), **vision.patch_leaves(config)}
     tree |= {"mask_token": vision.vector(D, std, 1)} if config.use_mask_token else {}
+    if config.num_register_tokens:
+        tree["register_tokens"] = vision.vector(D, std, 1, config.num_register_tokens)
     tree["embed_positions"] = vision.vector(D, std, 1, 1 + config.side**2, axis="position")
     gated, scale = config.use_swiglu_ffn, config.layerscale_value
     layer = vision.vision_layer(config, qkv_bias=config.qkv_bias, gated=gated, scale=scale)
@@ -95,11 +108,13 @@ def spec(config: Config) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}."""
-    at, inner = "dinov2." if config.head == "classification" else "", config.intermediate_size
+    base = "dinov2_with_registers." if config.num_register_tokens else "dinov2."
+    at, inner = base if config.head == "classification" else "", config.intermediate_size
     names: dict[str, Stored] = {f"{n}_token": f"{at}embeddings.{d}_token" for n, d in (("class", "cls"), ("mask",) * 2)}
     names |= {"embed_positions": f"{at}embeddings.position_embeddings"} | vision.scale_names(
         config, f"{at}encoder.layer."
     )
+    names["register_tokens"] = f"{at}embeddings.register_tokens"
     names |= vision.weight_and_bias("patch_proj", f"{at}embeddings.patch_embeddings.projection")
     ends = ("weights_in", "weights_out") if config.use_swiglu_ffn else ("fc1", "fc2")
     layer = _LAYER | {"mlp.up_proj": f"mlp.{ends[0]}", "mlp.down_proj": f"mlp.{ends[1]}"}
@@ -110,6 +125,12 @@ def hf_names(config: Config) -> dict[str, Stored]:
             names |= fuse(f"{at}encoder.layer.{i}.mlp.weights_in.{disk}", rows)
     names |= vision.weight_and_bias("norm", f"{at}layernorm") | vision.weight_and_bias("classifier", "classifier")
     return {path: names[path] for path in flatten(spec(config))}
+
+
+def batch_inputs(config: Config, positions: Tensor) -> dict[str, Tensor]:
+    """The entries of the position table that each patch reads; see `vision.table_inputs`."""
+    resample = vision.bicubic_antialias if config.num_register_tokens else vision.bicubic
+    return vision.table_inputs(config, positions, resample=resample)
 
 
 def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
@@ -126,5 +147,5 @@ def features(params: Tree, hidden: Tensor, documents: Documents, /, *, config: C
 def classify(params: Tree, x: Tensor, documents: Documents, /, *, config: Config) -> Tensor:
     """Logits of each image, [N, labels], from hidden states x [B, S, D] before the last norm."""
     normed = unembed(params, x, config=config)
-    both = (vision.class_tokens(normed, documents), vision.mean_of_patches(normed, documents))
+    both = (vision.class_tokens(normed, documents), vision.mean_of_patches(normed, documents, config.special_tokens))
     return vision.classified(params, torch.cat(both, -1))

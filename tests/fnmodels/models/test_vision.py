@@ -63,16 +63,20 @@ def _images() -> list[Tensor]:
     return [torch.randn(3, *size, generator=generator) for size in SIZES]
 
 
-def _theirs(name: str, image: Tensor, model: Any = None) -> tuple[Tensor, Tensor]:
-    """(hidden states [S, D], or none for a model with labels; features or logits) of one image."""
-    model = model or _reference(name)
-    table = "dino" not in name and "pixtral" not in name
+def _given(name: str, image: Tensor) -> dict[str, Any]:
+    """The arguments of the reference for an image of any size."""
     if "siglip2" in name:  # takes patches
         cells = patches_of(image, 6, channels_last=True)
         mask, shapes = torch.ones(1, cells.shape[0] * cells.shape[1]), torch.tensor([cells.shape[:2]])
-        out = model(cells.flatten(0, 1)[None], pixel_attention_mask=mask, spatial_shapes=shapes)
-    else:
-        out = model(image[None], **({"interpolate_pos_encoding": True} if table else {}))
+        return {"pixel_values": cells.flatten(0, 1)[None], "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    table = "dino" not in name and "pixtral" not in name
+    return {"pixel_values": image[None]} | ({"interpolate_pos_encoding": True} if table else {})
+
+
+def _theirs(name: str, image: Tensor, model: Any = None) -> tuple[Tensor, Tensor]:
+    """(hidden states [S, D], or none for a model with labels; features or logits) of one image."""
+    model = model or _reference(name)
+    out = model(**_given(name, image))
     if "logits" in out:
         return torch.empty(0), out.logits[0]
     pooled = out.image_embeds if "image_embeds" in out else out.get("pooler_output")
@@ -195,7 +199,7 @@ def test_two_towers_equal_transformers(name: str) -> None:
         theirs = torch.empty_like(logits)
         for i, ids in enumerate(texts):
             for j, pixels in enumerate(_images()):
-                out = model(ids[None], interpolate_pos_encoding=True, pixel_values=pixels[None])
+                out = model(ids[None], **_given(name, pixels))
                 theirs[i, j] = out.logits_per_text
         assert_close(logits, theirs)
     with pytest.raises(TypeError, match=r"run each with its own config, one of config\.text, config\.vision"):
