@@ -82,8 +82,8 @@ class Config(vision.VisionConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json in the current dialect."""
-        names = ("qkv_bias", "mlp_ratio", "use_swiglu_ffn", "layerscale_value")
-        names += ("num_register_tokens",) if self.num_register_tokens else ("use_mask_token",)
+        own = "num_register_tokens" if self.num_register_tokens else "use_mask_token"
+        names = ("qkv_bias", "mlp_ratio", "use_swiglu_ffn", "layerscale_value", own)
         return vision.vision_to_hf(self, self.classes, *names, intermediate_size=None)
 
 
