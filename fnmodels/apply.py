@@ -20,9 +20,11 @@ from torch import Tensor
 from fnmodels.edits import BoundEdit, BoundEdits, edit_end, edits_of_layers, missed
 from fnmodels.inputs.block_mask import is_block_mask
 from fnmodels.inputs.convert import shape_of
+from fnmodels.inputs.documents import documents
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part, with_attention
 from fnmodels.inputs.order import Segments
 from fnmodels.inputs.segments import integers
+from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import (
     DecoderConfig,
     Family,
@@ -53,7 +55,8 @@ def prepare(
     positions: Tensor | None = None,
     segment_ids: Tensor | None = None,
     length: int | Tensor | None = None,
-) -> tuple[dict[str, Tensor], dict[str, MaskLike], dict[str, Tensor]]:
+    token_types: Tensor | None = None,
+) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
     """(inputs, masks, freqs_cis) of one batch, each with batch dimension B.
 
     tokens: [B, S] ids, or embeddings [B, S, D].
@@ -63,6 +66,9 @@ def prepare(
         have several axes; [B, S, 4] of another meaning for a vision tower, see `fnmodels.models.common.vision`. Any
         integer dtype; made int64.
     length: the sequence length that length-dependent rotary scalings read, see `fnmodels.ops.rotary`.
+    token_types: [B, S], for an encoder that has embeddings of them; 0 by default.
+
+    For a head with one result per document, inputs["documents"] are those of `fnmodels.documents`, which reads values.
     """
     if isinstance(config, Tensor) or not isinstance(tokens, Tensor):
         raise TypeError(
@@ -84,7 +90,11 @@ def prepare(
             positions = torch.arange(shape[1], device=tokens.device).expand(shape)
     family = family_of(config)
     check_fields(config)
-    inputs = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
+    inputs: dict[str, Any] = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
+    if token_types is not None:
+        inputs["token_types"] = _per_token("token_types", token_types, shape)
+    if field_of(config, "head") in PER_DOCUMENT:
+        inputs["documents"] = documents(segment_ids, positions)
     if field_of(config, "hidden_size_per_layer_input") and not tokens.is_floating_point():
         inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
     masks = family.attention_masks(config, positions, segment_ids)
@@ -125,7 +135,8 @@ def forward(
     taps: tuple[str, ...] = (),
     **options: Unpack[ForwardKwargs],
 ) -> Any:
-    """Logits [B, S, V]; with taps (logits, {name: tensor}).
+    """Logits [B, S, V]; with taps (logits, {name: tensor}). The config's head may return another shape: see
+    `fnmodels.models.common.heads`.
 
     params: the tree of `family.spec(config)`.
     inputs: those of `prepare`, or token ids [B, S], or embeddings [B, S, D]. A mixture-of-experts model needs those of
@@ -149,7 +160,10 @@ def forward(
         own = tuple(tap for tap in taps if tap not in FINAL)
         x, tapped, _ = _hidden(params, inputs, masks, freqs_cis, config, own, within)
         with invariant_rows(given.invariant):
-            logits, ends = unembedded(params, x, config, final, edits)
+            if field_of(config, "head") in PER_DOCUMENT:
+                logits, ends = _per_document(params, inputs, x, config, final, edits), {}
+            else:
+                logits, ends = unembedded(params, x, config, final, edits)
     except KeyError as error:
         _name_missing_leaf(params, config, error)
         raise
@@ -163,6 +177,8 @@ def unembedded(
     family = family_of(config)
     if not taps and not any(name in edits for name in FINAL):
         return family.unembed(params, x, config=config), {}
+    if "norm" not in params:
+        raise ValueError(f"This model has no final norm, so it has no {' and no '.join(FINAL)}.")
     tapped: dict[str, Tensor] = {}
 
     def tap(name: str, value: Tensor) -> Tensor:
@@ -172,6 +188,21 @@ def unembedded(
     with watched_norms({FINAL[0]: params["norm"]}, tap):
         logits = family.unembed(params, x, config=config)
     return logits, {name: tapped[name] for name in taps}
+
+
+def _per_document(
+    params: Tree, inputs: Tree, x: Tensor, config: Any, taps: tuple[str, ...], edits: Mapping[str, Edit]
+) -> Tensor:
+    """Logits [N, labels] of hidden states x [B, S, D]: one row per document. ValueError for taps and edits of FINAL."""
+    if not isinstance(inputs, Mapping) or "documents" not in inputs:
+        raise ValueError(
+            f"The head {config.head!r} returns one row per document: pass the inputs that fnmodels.prepare returns, "
+            'which hold "documents".'
+        )
+    if unread := [*taps, *(name for name in FINAL if name in edits)]:
+        raise ValueError(f"{unread[0]!r} is of each token, but the head {config.head!r} reads one token per document.")
+    logits: Tensor = may_have(family_of(config), "classify")(params, x, inputs["documents"], config=config)
+    return logits
 
 
 def hidden(

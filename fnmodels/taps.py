@@ -35,7 +35,9 @@ def tap_names(config: DecoderConfig) -> dict[str, str]:
     hashable: Any = config
     for index, names in enumerate(_names_of_layers(hashable)):
         found |= {f"layers.{index}.{name}": shape for name, shape in names.items()}
-    ends = {"hidden": config.hidden_size, "final.norm.scale": 1, "final.norm": config.hidden_size}
+    ends = {"hidden": config.hidden_size}
+    if "norm" in family_of(config).spec(config):
+        ends |= {"final.norm.scale": 1, "final.norm": config.hidden_size}
     return found | {name: f"[B, S, {width}]" for name, width in ends.items()}
 
 

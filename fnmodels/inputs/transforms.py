@@ -11,6 +11,7 @@ from fnmodels import tree
 from fnmodels.tree import Tree
 
 from .block_mask import is_block_mask
+from .documents import Documents
 from .layout import Layout
 from .order import Segments
 from .values import has_values
@@ -80,6 +81,11 @@ def split(batch: Tree, n: int) -> list[Tree]:
 
 def _tensors(action: str, batch: Tree) -> dict[str, Tensor]:
     """{path: tensor} of the batch; ValueError for a leaf that is no tensor. action: the verb in its message."""
+    if tree.contains(batch, Documents):
+        raise ValueError(
+            f"Cannot {action} Documents, which count those of a whole batch: {action} the segment ids and positions, and "
+            "call fnmodels.documents or prepare after."
+        )
     found: dict[str, Any] = tree.flatten(batch)
     for path, leaf in found.items():
         if isinstance(leaf, Tensor):

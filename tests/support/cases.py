@@ -112,7 +112,8 @@ def cases() -> tuple[Case, ...]:
 
 def causal(case: Case) -> bool:
     """Whether no token of the model sees a later one."""
-    return case.name not in getattr(variants_of(case.family), "BIDIRECTIONAL", ())
+    decodes = may_have(fnmodels.family_of(case.config), "CAUSAL")
+    return decodes and case.name not in getattr(variants_of(case.family), "BIDIRECTIONAL", ())
 
 
 def taps_of(config: Any) -> tuple[str, ...]:

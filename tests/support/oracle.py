@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -25,11 +26,20 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
     """
     config = AutoConfig.for_model(**reference_values(values))
     config.use_cache = False
-    model = AutoModelForCausalLM.from_config(config, **EAGER, dtype=torch.float32).eval()
+    model = _class_of(config).eval()
     with torch.no_grad():
         for name, tensor in _of_checkpoint(model).items():
             tensor.copy_(generic(name, tensor))
     return model
+
+
+def _class_of(config: Any) -> torch.nn.Module:
+    """A fresh fp32 model: of the class that an encoder's config names, else the causal one of its model type."""
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if named is None or named.__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, **EAGER, dtype=torch.float32)
+        return model
+    return named._from_config(config, attn_implementation="eager", dtype=torch.float32)
 
 
 def reference_values(values: dict[str, Any]) -> dict[str, Any]:

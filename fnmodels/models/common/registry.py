@@ -110,6 +110,8 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 0,
     "num_nextn_predict_layers": 0,
     "mrope_section": (),  # how many rotary frequencies read time, height and width, interleaved
+    "head": "lm",  # see `common.heads`
+    "num_labels": 0,
     "hidden_size_per_layer_input": 0,  # of what each layer reads beside the residual stream, see `layer_inputs`
 }
 
@@ -147,6 +149,7 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     "PRESETS": {},  # {name: config.json} of published models, for `fnmodels.preset`
     "ROUTED": False,  # whether kinds that end in "_moe" are MoE layers
     "ROUTER": None,  # the dtypes of its router
+    "CAUSAL": True,  # whether no token sees a later one, so that a model can generate
     "SINKS": False,  # whether its attention has sink logits
     "OPTIONAL": {},  # {key of params that files may lack: the Config field with its length}
     "LEFTOVERS": (),  # patterns of names in files that are not read, such as buffers; or a function of the config
@@ -158,6 +161,8 @@ FAMILY_DEFAULTS: dict[str, Any] = {
     "INPUTS": "tokens",  # or "patches": a vision tower, see `common.vision`
     # (config, positions) -> {name: tensor [B, S, ...]} that `prepare` adds to the inputs
     "batch_inputs": lambda config, positions: {},
+    # (params, x, documents, config=) -> [N, labels]: the head "classification" on hidden states x [B, S, D]
+    "classify": None,
     "hf_copies": lambda config: {},  # -> {name on disk: path of the parameter that it duplicates}
 }
 

@@ -1,0 +1,77 @@
+"""What a model returns: its head, read from the class that config.json names in "architectures".
+
+| head | class | `fnmodels.forward` returns |
+|---|---|---|
+| "none" | ...Model | the hidden states [B, S, D] |
+| "lm" | ...ForCausalLM | logits [B, S, V] |
+| "masked_lm" | ...ForMaskedLM | logits [B, S, V] |
+| "tokens" | ...ForTokenClassification | logits [B, S, labels] |
+| "question_answering" | ...ForQuestionAnswering | the logits of an answer's first and last token, [B, S, 2] |
+| "classification" | ...ForSequenceClassification | logits [N, labels], one row per document of `fnmodels.documents` |
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fnmodels.errors import ConfigError, UnsupportedError
+
+from .config_json import Fields, shown
+
+CLASSES = {
+    "none": "Model",
+    "lm": "ForCausalLM",
+    "masked_lm": "ForMaskedLM",
+    "tokens": "ForTokenClassification",
+    "question_answering": "ForQuestionAnswering",
+    "classification": "ForSequenceClassification",
+}
+PER_DOCUMENT = ("classification",)  # the heads whose result has one row per document
+LABELLED = ("classification", "tokens", "question_answering")
+
+
+def head_fields(fields: Fields, classes: str, heads: tuple[str, ...]) -> dict[str, Any]:
+    """The Config fields `head` and `num_labels` from a config.json.
+
+    classes: what the names of the model's classes begin with, such as "Bert". heads: those that the family has; without
+    "architectures" it is the first.
+    """
+    declared = fields.take("architectures", None)
+    if declared is not None and (not isinstance(declared, list) or len(declared) != 1):
+        raise ConfigError(f"{fields.where}: 'architectures' is {shown(declared)}, but must be a list of one name.")
+    known = {classes + CLASSES[head]: head for head in heads}
+    if declared is not None and declared[0] not in known:
+        raise UnsupportedError(
+            f"{fields.where}: 'architectures' has {shown(declared[0])}; supported are {', '.join(known)}."
+        )
+    head = heads[0] if declared is None else known[declared[0]]
+    return {"head": head, "num_labels": _labels(fields) if head in LABELLED else 0}
+
+
+def _labels(fields: Fields) -> int:
+    """The number of labels: that of the names in `id2label`, by default 2 as in transformers."""
+    names = fields.take("id2label", None)
+    if names is not None and (not isinstance(names, Mapping) or not names):
+        raise ConfigError(f"{fields.where}: 'id2label' is {shown(names)}, but must be an object with a name per label.")
+    found = 2 if names is None else len(names)
+    count: int = fields.integer("num_labels", found)
+    if names is not None and count != found:
+        raise ConfigError(f"{fields.where}: 'num_labels' is {count}, but 'id2label' has {found} labels.")
+    return count
+
+
+def label_names(fields: Fields) -> tuple[tuple[str, str], ...]:
+    """The entry of a Config's `extra` that keeps the names of labels for saving."""
+    names = fields.take("id2label", None)
+    return () if names is None else (("id2label", json.dumps(names, sort_keys=True)),)
+
+
+def head_to_hf(config: Any, classes: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of config.json that `head_fields` reads. kept: the fields that are kept for saving."""
+    out: dict[str, Any] = {"architectures": [classes + CLASSES[config.head]]}
+    if config.num_labels:
+        names = kept.get("id2label") or {}
+        if len(names) != config.num_labels:
+            names = {str(i): f"LABEL_{i}" for i in range(config.num_labels)}
+        out |= {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
+    return out

@@ -1,0 +1,66 @@
+"""Tiny configurations of BERT with its masked-LM head, and its published sizes. Other heads: tests/parity/test_heads."""
+
+from typing import Any
+
+SEPARATE = {"packed": "its masks do not tell documents apart"}
+
+TINY: dict[str, Any] = {
+    "architectures": ["BertForMaskedLM"],
+    "model_type": "bert",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 44,
+    "max_position_embeddings": 64,
+    "layer_norm_eps": 1e-2,
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+}
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """{name: config.json}."""
+    return {"bert": TINY, "bert_untied": TINY | {"tie_word_embeddings": False, "hidden_act": "relu"}}
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """{name: config.json} of the largest published member."""
+    return {
+        "bert_large": {
+            "architectures": ["BertForMaskedLM"],
+            "model_type": "bert",
+            "attention_probs_dropout_prob": 0.1,
+            "gradient_checkpointing": False,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.1,
+            "hidden_size": 1024,
+            "initializer_range": 0.02,
+            "intermediate_size": 4096,
+            "layer_norm_eps": 1e-12,
+            "max_position_embeddings": 512,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "pad_token_id": 0,
+            "position_embedding_type": "absolute",
+            "type_vocab_size": 2,
+            "use_cache": True,
+            "vocab_size": 30522,
+        }
+    }
+
+
+def sizes() -> dict[str, int]:
+    """{name of a published model: its number of parameters}."""
+    return {"bert_large": 335_174_458}
+
+
+# Parameter counts of the presets, which transformers' models of these configs have.
+TOTALS: dict[str, int | str] = {
+    "bert-base-uncased": 109_514_298,
+    "bert-large-uncased": 335_174_458,
+    "all-minilm-l6-v2": 22_713_216,
+}
+
+# Fields refused at any changed value: no published encoder has them.
+REFUSED = {"bert": {"add_cross_attention", "is_decoder", "position_embedding_type"}}
