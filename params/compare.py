@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fnmodels import family_of, forward, prepare, tap_names, tree
 from fnmodels.errors import MismatchError, UnsupportedError, UserError
-from fnmodels.models.common.registry import DecoderConfig, may_have, ordered_kinds
+from fnmodels.models.common.registry import DecoderConfig, field_of, may_have, ordered_kinds, to_hf
 from fnmodels.models.common.storage import extract_parameter
 from fnmodels.ops.rotary import Rope
 from fnmodels.tree import Tree
@@ -133,7 +133,9 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
     """
     if length < SHORTEST:
         raise UserError(f"--length is {length}, but must be at least {SHORTEST}")
-    config = load_config(folder)
+    config: Any = load_config(folder)
+    if field_of(config, "head") not in ("lm", "masked_lm"):
+        raise UnsupportedError(f"Only logits of tokens are compared, and this model's head is {config.head!r}.")
     optional = may_have(family_of(config), "OPTIONAL")  # transformers does not load these
     config = dataclasses.replace(config, **dict.fromkeys(optional.values(), 0))
     params, mismatch = _params(folder, optional)
@@ -158,7 +160,7 @@ def compare(folder: Path, against: str | None = None, length: int = LENGTH) -> b
             "was compared."
         )
         return finite
-    reference = _reference(transformers, folder, config.model_type)
+    reference = _reference(transformers, folder, config)
     theirs = _published(config, _on_disk(reference))
     faults = _leaf_faults(config, {name: tuple(leaf.shape) for name, leaf in theirs.items()})
     if faults:
@@ -215,7 +217,8 @@ def their_mistakes(config: DecoderConfig) -> tuple[str, ...]:
     """The arrangements on which transformers itself is wrong for this model."""
     # Its convolutions and recurrent states run on from one document into the next.
     ordered = ("packed",) if ordered_kinds(config) else ()
-    return (*_THEIR_MISTAKES.get(config.model_type, ()), *ordered)
+    mixed = () if may_have(family_of(config), "CAUSAL") else ("packed",)  # encoders never separate documents
+    return (*_THEIR_MISTAKES.get(config.model_type, ()), *ordered, *mixed)
 
 
 def _unreached(config: DecoderConfig, length: int) -> list[str]:
@@ -248,12 +251,15 @@ def _transformers() -> Any:
         return None
 
 
-def _reference(transformers: Any, folder: Path, model_type: str) -> Any:
+def _reference(transformers: Any, folder: Path, config: DecoderConfig) -> Any:
     """The folder's model in transformers: fp32, with the eager implementations of attention and experts."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    name = _CLASSES.get(config.model_type, "AutoModelForCausalLM")
+    if not may_have(family_of(config), "CAUSAL"):
+        (name,) = to_hf(config)["architectures"]
     try:
-        model = getattr(transformers, _CLASSES.get(model_type, "AutoModelForCausalLM")).from_pretrained(
+        model = getattr(transformers, name).from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -272,6 +278,9 @@ def _layers(model: Any) -> Any:
     """The reference's list of layers, or None if its modules have unknown names."""
     # Llama 4's text model names a base that only the model with a vision tower has
     base = model.model if model.base_model is model else model.base_model
+    base = getattr(base, "encoder", base)
+    if hasattr(base, "layer"):
+        return base.layer
     return getattr(base, "layers", getattr(base, "h", None))
 
 

@@ -23,9 +23,9 @@ OPTIONAL = {"pooler": "pooler"}
 # Files of BERT's first year name a norm's parameters gamma and beta; a model without a head may be stored with the
 # prefix of one that has it.
 RESAVED = {
-    r"(?:bert\.)?(embeddings\..*|encoder\..*|pooler\..*)": r"\1",
     r"(.*LayerNorm)\.gamma": r"\1.weight",
     r"(.*LayerNorm)\.beta": r"\1.bias",
+    r"bert\.(.*)": r"\1",
 }
 
 _NAMES = {
@@ -83,17 +83,13 @@ def hf_names(config: Config) -> dict[str, str]:
     return {path: name.removeprefix("bert.") for path, name in names.items()} if config.head == "none" else names
 
 
-def hf_copies(config: Config) -> dict[str, str]:
-    """{name on disk: path of the parameter that it duplicates}."""
-    return {"cls.predictions.decoder.bias": "lm_head_bias"} if config.head == "masked_lm" else {}
-
-
 def LEFTOVERS(config: Config) -> tuple[str, ...]:
     """Buffers of older files, and the parts of the pre-training model that the head does not use."""
     buffers = (r"(bert\.)?embeddings\.position_ids",)
     if config.head in ("none", "classification"):
         return buffers
-    return (*buffers, r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)")
+    pretraining = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)")
+    return (*buffers, *pretraining, r"cls\.predictions\.decoder\.bias")  # the last is the head's bias once more
 
 
 _BASE: dict[str, Any] = {

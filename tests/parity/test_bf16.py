@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common import decoder, post_norm
+from fnmodels.models.common import decoder, encoder, post_norm
 from fnmodels.ops import mla, norm
 from params.compare import _batches, _ours, _theirs
 from tests.support.cases import Case, cases, is_routed, richest, seed_of, tokens_of
@@ -72,7 +72,7 @@ def our_norms(case: Case, params: Any) -> dict[str, Norm]:
     paths = {id(leaf): path for path, leaf in tree.flatten(params).items()}
     found: dict[str, Norm] = {}
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fnmodels.family_of(case.config), decoder, mla, post_norm):
+        for module in (fnmodels.family_of(case.config), decoder, encoder, mla, post_norm):
             for name, function in inspect.getmembers(module, inspect.isfunction):
                 if function.__module__ == norm.__name__ and "norm" in name:
 

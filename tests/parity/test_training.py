@@ -9,6 +9,7 @@ import fnmodels
 import train
 from fnmodels import tree
 from fnmodels.models.common import storage
+from fnmodels.models.common.registry import may_have
 from tests.support.cases import Batch, Case, batch_of, collected, richest, segments
 from tests.support.oracle import model_of, on_disk, params_of
 
@@ -26,7 +27,7 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     # With a padding_idx, torch gives that row no gradient, but in these batches it is an ordinary token.
     for table in (module for module in model.modules() if isinstance(module, torch.nn.Embedding)):
         table.padding_idx = None
-    decays = _decays(case)
+    decays, decodes = _decays(case), may_have(fnmodels.family_of(case.config), "CAUSAL")
     groups = [
         {
             "params": [p for name, p in model.named_parameters() if decays.get(name) is on],
@@ -37,7 +38,8 @@ def _reference(case: Case, batches: list[Batch]) -> list[float]:
     optimizer = torch.optim.AdamW(groups, lr=RATE)
     losses = []
     for batch in batches:
-        labels = torch.where(batch.valid, batch.tokens, -100)  # transformers shifts them
+        # transformers shifts the labels of decoders
+        labels = torch.where(batch.valid, batch.tokens, -100) if decodes else batch.labels
         loss = model(
             input_ids=batch.tokens,
             attention_mask=batch.valid.long(),

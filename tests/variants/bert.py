@@ -21,7 +21,7 @@ TINY: dict[str, Any] = {
 
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
-    return {"bert": TINY, "bert_untied": TINY | {"tie_word_embeddings": False, "hidden_act": "relu"}}
+    return {"bert": TINY, "bert_relu": TINY | {"hidden_act": "relu", "type_vocab_size": 1}}
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -63,4 +63,4 @@ TOTALS: dict[str, int | str] = {
 }
 
 # Fields refused at any changed value: no published encoder has them.
-REFUSED = {"bert": {"add_cross_attention", "is_decoder", "position_embedding_type"}}
+REFUSED = {"bert": {"add_cross_attention", "is_decoder", "position_embedding_type", "tie_word_embeddings"}}

@@ -102,6 +102,9 @@ def encoder_fields(
     fields.expect("position_embedding_type", "absolute")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     heads = head_fields(fields, classes, HEADS)
+    if heads["head"] == "masked_lm":  # else no head reads the embeddings
+        fields.expect("tie_word_embeddings", True)
+    fields.take("tie_word_embeddings", None)
     return {
         **{size: fields.integer(name(size)) for size in sizes},
         "num_hidden_layers": fields.integer(name("num_hidden_layers"), high=LAYERS_LIMIT),
@@ -109,7 +112,6 @@ def encoder_fields(
         "type_vocab_size": fields.integer("type_vocab_size", types, low=0) if types else 0,
         "layer_norm_eps": fields.number("layer_norm_eps", eps) if "layer_norm_eps" not in names else eps,
         "hidden_act": fields.choice(name("hidden_act"), tuple(ACTIVATIONS), "gelu"),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", True),
         "initializer_range": fields.number("initializer_range", 0.02, above=-1e-9),
         "model_type": model_type,
         **heads,
@@ -125,8 +127,8 @@ def finished(config: C, fields: Fields, ignored: tuple[str, ...] = ()) -> C:
 
 _WRITTEN = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "tie_word_embeddings"),
-    "initializer_range",
+    *("max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act"),
+    *("tie_word_embeddings", "initializer_range"),
 )
 
 
@@ -176,18 +178,20 @@ def head_leaves(config: Any) -> Tree:
     return {"head": dense | score if config.head == "classification" else score}
 
 
-def encoder_names(config: Any, names: Mapping[str, str]) -> dict[str, str]:
+def encoder_names(config: EncoderConfig, names: Mapping[str, str]) -> dict[str, str]:
     """{path of a parameter: its name on disk}.
 
-    names: {path of a weight, or of a group of a weight and a bias, without the layer: its name on disk, with {} for the
-    layer}; a path "attention.q" stands for q_proj and q_bias, another path for itself and its bias.
+    names: {path within a layer, or outside: the name on disk, with {} for the layer}. "attention.q" stands for q_proj
+    and q_bias, another path for a parameter and its bias; without .weight or .bias at its end, a name gets one.
     """
     found = {}
     for path in flatten(family_of(config).spec(config)):
         parts = path.split(".")
         layer, inner = (parts[1], ".".join(parts[2:])) if parts[0] == "layers" else ("", path)
         stem = inner.removesuffix("_proj").removesuffix("_bias")
-        name = names[inner] if inner in names else names[stem] + (".bias" if inner.endswith("_bias") else ".weight")
+        name = names[inner] if inner in names else names[stem]
+        if not name.endswith((".weight", ".bias")):
+            name += ".bias" if inner.endswith("_bias") else ".weight"
         found[path] = name.format(layer)
     return found
 
@@ -226,6 +230,8 @@ def embed(params: Tree, inputs: Tree, /, *, config: EncoderConfig) -> Tensor:
     if config.type_vocab_size:
         types = inputs.get("token_types")
         x = x + look_up(params["embed_types"], torch.zeros_like(positions) if types is None else types, "token types")
+    if "valid" in inputs:  # before the norm, through whose backward a NaN in padding would reach its parameters
+        x = x.where(inputs["valid"][..., None], 0)
     return layer_norm(x, params["embed_norm"], params["embed_norm_bias"], eps=config.layer_norm_eps)
 
 

@@ -1,0 +1,126 @@
+"""Heads of encoders: results, files and poolings equal transformers', document by document, in padded and packed rows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import fnmodels
+import params as P
+from fnmodels import tree
+from fnmodels.models.common.heads import CLASSES
+from tests.support.cases import positions_of, segments, tokens_of, variants_of
+from tests.support.oracle import assert_close, model_of, save
+
+PREFIXES = {"bert": "Bert"}
+HEADS = ("none", "classification", "tokens", "question_answering")
+ROWS = segments((-3, 4, 5, -2), (1, 13))
+every_head = pytest.mark.parametrize(
+    ("family", "head"), [(family, head) for family in PREFIXES for head in HEADS], ids=str
+)
+
+
+def values_of(family: str, head: str) -> dict[str, Any]:
+    """The family's tiny config.json with another head."""
+    names = {} if head in ("none", "question_answering") else {"id2label": {"0": "a", "1": "b", "2": "c"}}
+    return variants_of(family).TINY | {"architectures": [PREFIXES[family] + CLASSES[head]]} | names
+
+
+def reference(values: dict[str, Any], tokens: Tensor) -> Any:
+    """What transformers returns for one document [S]."""
+    with torch.no_grad():
+        return model_of(values)(input_ids=tokens[None])
+
+
+@every_head
+def test_a_head(family: str, head: str, tmp_path: Path) -> None:
+    values = values_of(family, head)
+    save(model_of(values), tmp_path / "theirs")
+    config, weights = P.load_pretrained(tmp_path / "theirs")
+    assert config.head == head
+    tokens = tokens_of(config, *ROWS.shape)
+    prepared = fnmodels.prepare(config, tokens, positions=positions_of(ROWS), segment_ids=ROWS)
+    got = fnmodels.forward(weights, *prepared, config=config)
+    found = fnmodels.documents(ROWS)
+    assert len(found) == 4
+    for i, (row, segment) in enumerate(zip(found.row, found.segment, strict=True)):
+        mine = ROWS[row] == segment
+        theirs = reference(values, tokens[row, mine])
+        if head == "none":
+            assert_close(got[row, mine], theirs.last_hidden_state[0])
+            pooled = fnmodels.family_of(config).pooled(weights, got, found)
+            assert_close(pooled[i], theirs.pooler_output[0])
+        elif head == "question_answering":
+            assert_close(got[row, mine], torch.stack((theirs.start_logits[0], theirs.end_logits[0]), -1))
+        else:
+            assert_close(got[i] if head == "classification" else got[row, mine], theirs.logits[0])
+    P.save_pretrained(tmp_path / "ours", config, weights)
+    again = getattr(transformers, values["architectures"][0]).from_pretrained(tmp_path / "ours")
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model_of(values).state_dict().items())
+
+
+def test_older_names_and_missing_parts(tmp_path: Path) -> None:
+    """gamma and beta, the prefix of a model with a head, a model without pooler, leftovers of pre-training."""
+    from safetensors.torch import load_file, save_file
+
+    values = values_of("bert", "none")
+    save(model_of(values), tmp_path)
+    wanted = tree.flatten(P.load_pretrained(tmp_path)[1])
+    wanted = {path: leaf.clone() for path, leaf in wanted.items()}
+    file = tmp_path / "model.safetensors"
+    tensors = {f"bert.{name}": tensor.clone() for name, tensor in load_file(file).items() if "pooler" not in name}
+    tensors["bert.embeddings.position_ids"] = torch.arange(64)[None]
+    save_file(tensors, file, metadata={"format": "pt"})
+    config, weights = P.load_pretrained(tmp_path)
+    got = tree.flatten(weights)
+    assert config.pooler == 0 and got.keys() == {path for path in wanted if "pooler" not in path}
+    assert all(torch.equal(leaf, wanted[path]) for path, leaf in got.items())
+
+    save(model_of(variants_of("bert").TINY), tmp_path)
+    wanted = {path: leaf.clone() for path, leaf in tree.flatten(P.load_pretrained(tmp_path)[1]).items()}
+    old = {
+        name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): tensor.clone()
+        for name, tensor in load_file(file).items()
+    }
+    old |= {"cls.seq_relationship.weight": torch.ones(2, 32), "cls.seq_relationship.bias": torch.ones(2)}
+    old |= {"bert.pooler.dense.weight": torch.ones(32, 32), "bert.pooler.dense.bias": torch.ones(32)}
+    save_file(old, file, metadata={"format": "pt"})
+    got = tree.flatten(P.load_pretrained(tmp_path)[1])
+    assert all(torch.equal(leaf, wanted[path]) for path, leaf in got.items()) and got.keys() == wanted.keys()
+    save_file(old | {"classifier.weight": torch.ones(2, 32)}, file, metadata={"format": "pt"})
+    with pytest.raises(fnmodels.MismatchError, match=r"'classifier.weight'.*unexpected"):
+        P.load_pretrained(tmp_path)
+
+
+def test_token_types() -> None:
+    values = values_of("bert", "none")
+    model, (config, weights) = model_of(values), (None, None)
+    config = fnmodels.family_for("bert").Config.from_hf(values)
+    from tests.support.oracle import params_of
+
+    weights = params_of(model, config)
+    tokens, types = tokens_of(config, 2, 9), torch.tensor([[0] * 4 + [1] * 5, [0] * 8 + [1]])
+    prepared = fnmodels.prepare(config, tokens, token_types=types)
+    with torch.no_grad():
+        theirs = model(input_ids=tokens, token_type_ids=types).last_hidden_state
+    assert_close(fnmodels.forward(weights, *prepared, config=config).detach(), theirs)
+
+
+@pytest.mark.parametrize("architecture", ["BertForNextSentencePrediction", "BertLMHeadModel"])
+def test_other_classes_are_refused(architecture: str) -> None:
+    with pytest.raises(fnmodels.UnsupportedError, match=f"{architecture}.*BertForSequenceClassification"):
+        fnmodels.family_for("bert").Config.from_hf(variants_of("bert").TINY | {"architectures": [architecture]})
+
+
+def test_a_head_per_document_needs_documents() -> None:
+    config = fnmodels.family_for("bert").Config.from_hf(values_of("bert", "classification"))
+    inputs, masks, tables = fnmodels.prepare(config, tokens_of(config, 1, 4))
+    weights = P.init(config, 0)
+    with pytest.raises(ValueError, match="one row per document"):
+        fnmodels.forward(weights, {k: v for k, v in inputs.items() if k != "documents"}, masks, tables, config=config)
+    with pytest.raises(ValueError, match="Cannot permute Documents"):
+        fnmodels.permute(inputs, torch.arange(4))
