@@ -159,9 +159,10 @@ def forward(
         within = replace(given, edits={name: edit for name, edit in edits.items() if name not in FINAL} or None)
         own = tuple(tap for tap in taps if tap not in FINAL)
         x, tapped, _ = _hidden(params, inputs, masks, freqs_cis, config, own, within)
+        ends: dict[str, Tensor] = {}
         with invariant_rows(given.invariant):
             if field_of(config, "head") in PER_DOCUMENT:
-                logits, ends = _per_document(params, inputs, x, config, final, edits), {}
+                logits = _per_document(params, inputs, x, config, final, edits)
             else:
                 logits, ends = unembedded(params, x, config, final, edits)
     except KeyError as error:

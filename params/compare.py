@@ -15,6 +15,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ _ADDED = {"mamba": "ssm_out_multiplier", "attention": "attention_out_multiplier"
 _SUBLAYERS = (
     {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"},
     {"attention": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
+    {"attention": "attention.output.dense", "mlp": "output.dense"},  # BERT
     {"attention": "self_attn", "mlp": "mlp"},
     {"mamba": "mamba", "attention": "self_attn", "mlp": "feed_forward"},  # Falcon-H1
     {"attention": "self_attn", "mlp": "feed_forward"},  # Llama 4
@@ -373,8 +375,11 @@ def _sublayers(layer: Any) -> list[tuple[str, Any]]:
     """(tap, module whose output it is, or a summand of it) of one layer; [] if its modules have unknown names."""
     for names in _SUBLAYERS:
         modules = [(tap, name) for tap, several in names.items() for name in several.split()]
-        if all(hasattr(layer, name) for _, name in modules):
-            return [(tap, getattr(layer, name)) for tap, name in modules if getattr(layer, name) is not None]
+        try:
+            found = [(tap, attrgetter(name)(layer)) for tap, name in modules]
+        except AttributeError:
+            continue
+        return [(tap, module) for tap, module in found if module is not None]
     return []
 
 

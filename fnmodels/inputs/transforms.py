@@ -83,8 +83,8 @@ def _tensors(action: str, batch: Tree) -> dict[str, Tensor]:
     """{path: tensor} of the batch; ValueError for a leaf that is no tensor. action: the verb in its message."""
     if tree.contains(batch, Documents):
         raise ValueError(
-            f"Cannot {action} Documents, which count those of a whole batch: {action} the segment ids and positions, and "
-            "call fnmodels.documents or prepare after."
+            f"Cannot {action} Documents, which count those of a whole batch: {action} the segment ids and positions, "
+            "and call fnmodels.documents or prepare after."
         )
     found: dict[str, Any] = tree.flatten(batch)
     for path, leaf in found.items():

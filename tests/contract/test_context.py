@@ -13,6 +13,7 @@ import train.losses.model_loss
 import train.remat
 from fnmodels.models.common.context import STATE_TAP
 from fnmodels.models.common.registry import may_have
+from fnmodels.ops import layer_norm
 from tests.support.cases import (
     Case,
     batch_of,
@@ -248,6 +249,18 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
         more = {"middle", "per_layer"} & set(names)
         assert added and tap.keys() == {"input", "output", *added, *more}
         tap = {name: value[batch.valid] for name, value in tap.items()}
+        if (
+            "post_attention_layernorm_bias" in params["layers"][index]
+            and "input_layernorm" not in params["layers"][index]
+        ):
+            layer, eps = params["layers"][index], case.config.layer_norm_eps  # BERT: a norm after each sum
+            for name, before, added_there, after in (
+                ("post_attention_layernorm", "input", "attention", "middle"),
+                ("post_feedforward_layernorm", "middle", "mlp", "output"),
+            ):
+                summed = tap[before] + tap[added_there]
+                assert off(layer_norm(summed, layer[name], layer[f"{name}_bias"], eps=eps), tap[after]) < 1e-6
+            continue
         whole = tap["input"] + sum(tap[name] for name in added) + tap.get("per_layer", 0)
         assert off(whole * params["layers"][index].get("layer_scalar", 1), tap["output"]) < 1e-6
         if "middle" in tap:

@@ -158,13 +158,14 @@ def test_jacobians(case: Case) -> None:
     """F1, F6: jacrev equals jacfwd for logits by a token's embedding and by a norm's weight; and the Hessian."""
     p = Problem(case, segments((-1, 3, 2)))
     x = fnmodels.family_of(p.config).embed(p.weights, p.prepared[0], config=p.config)
+    where = "norm" if "norm" in p.weights else "embed_norm"
 
     def logits(vector: Tensor, norm: Tensor) -> Tensor:
         inputs = {**p.prepared[0], "tokens": torch.cat((x[:, :2], vector[None, None], x[:, 3:]), dim=1)}
-        weights = {**p.weights, "norm": norm}
+        weights = {**p.weights, where: norm}
         return fnmodels.forward(weights, inputs, *p.prepared[1:], config=p.config, kernel="math")[0, 1:, :3]
 
-    at = (x[0, 2], p.weights["norm"])
+    at = (x[0, 2], p.weights[where])
     backward, forward = jacrev(logits, argnums=(0, 1))(*at), jacfwd(logits, argnums=(0, 1))(*at)
     assert off(forward, backward) < 1e-10
     assert backward[0][1:3].any() and backward[0][0].any() != causal(case) and not backward[0][3:].any()

@@ -1,4 +1,4 @@
-"""Heads of encoders: results, files and poolings equal transformers', document by document, in padded and packed rows."""
+"""Heads of encoders: results, files and pooled outputs equal transformers', document by document."""
 
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,12 @@ def test_older_names_and_missing_parts(tmp_path: Path) -> None:
     save_file(old, file, metadata={"format": "pt"})
     got = tree.flatten(P.load_pretrained(tmp_path)[1])
     assert all(torch.equal(leaf, wanted[path]) for path, leaf in got.items()) and got.keys() == wanted.keys()
+    tied = {"cls.predictions.decoder.weight": wanted["embed_tokens"], "cls.predictions.decoder.bias": torch.ones(61)}
+    save_file(old | tied, file, metadata={"format": "pt"})
+    P.load_pretrained(tmp_path)
+    save_file(old | tied | {"cls.predictions.decoder.weight": torch.ones(61, 32)}, file, metadata={"format": "pt"})
+    with pytest.raises(fnmodels.MismatchError, match="decoder.weight differs from bert.embeddings"):
+        P.load_pretrained(tmp_path)
     save_file(old | {"classifier.weight": torch.ones(2, 32)}, file, metadata={"format": "pt"})
     with pytest.raises(fnmodels.MismatchError, match=r"'classifier.weight'.*unexpected"):
         P.load_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Tiny configurations of BERT with its masked-LM head, and its published sizes. Other heads: tests/parity/test_heads."""
+"""Tiny configurations of BERT with its masked-LM head, and published sizes; other heads: tests/parity/test_heads.py."""
 
 from typing import Any
 

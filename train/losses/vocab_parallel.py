@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels import tree
 from fnmodels.inputs.values import readable
 from fnmodels.tree import Tree, pytree, static
 from train.dist import collectives
@@ -112,14 +113,14 @@ def _outside(ids: Tensor, size: int) -> bool:
 def opened(params: Mapping[str, Tree], name: str, x: Tensor) -> tuple[Mapping[str, Tree], Tensor, Part | None]:
     """(params, x, shard) for which `family.unembed` returns this rank's shard of the logits.
 
-    If params[name], the head, is a `Vocab`, the returned params are the top-level tensors, without the layers. If it is
-    none, all is unchanged and the shard None.
+    If params[name], the head, is a `Vocab`, the returned params are the top-level tensors and an encoder's "head".
+    If it is none, all is unchanged and the shard None.
     """
     head = params.get(name)
     if not isinstance(head, Vocab):
         return params, x, None
     region = head.region
-    rest = {key: value for key, value in params.items() if isinstance(value, Tensor)}
+    rest = {key: value for key, value in params.items() if isinstance(value, Tensor) or key == "head"}
     if not region.sequence:  # with sequence parallelism all gradients of x are partial, and this was done before
-        rest = {key: value if key == HEAD_BIAS else region.shared(value) for key, value in rest.items()}
+        rest = {key: value if key == HEAD_BIAS else tree.map(region.shared, value) for key, value in rest.items()}
     return {**rest, name: head.weight}, region.enter(x), head.part

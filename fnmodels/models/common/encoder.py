@@ -25,7 +25,7 @@ from .config_json import LAYERS_LIMIT, Fields
 from .context import Context, with_context
 from .heads import head_fields, head_to_hf, label_names
 from .quantization import quantization
-from .registry import family_of
+from .registry import family_of, may_have
 from .spec import attention_leaves, bias, embedding, layer_norm_leaves, plain_mlp_leaves, weight
 
 HEADS = ("masked_lm", "none", "classification", "tokens", "question_answering")
@@ -72,16 +72,16 @@ class EncoderConfig:
         if self.head not in HEADS:
             raise ConfigError(f"head is {self.head!r}; it must be one of {', '.join(HEADS)}.")
         if not self.model_type:
-            object.__setattr__(self, "model_type", _family(self).MODEL_TYPES[0])
+            object.__setattr__(self, "model_type", may_have(family_of(self), "MODEL_TYPES")[0])
 
     @property
     def head_dim(self) -> int:
         """Elements of a head."""
         return self.hidden_size // self.num_attention_heads
 
-
-def _family(config: Any) -> Any:
-    return family_of(config)
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json, which each family writes."""
+        raise NotImplementedError
 
 
 def encoder_fields(
@@ -165,7 +165,7 @@ def spec(config: EncoderConfig) -> Tree:
 def head_leaves(config: Any) -> Tree:
     """The parameters of the config's head: a dense layer D to D where it has one, and the projection to its results."""
     D, std = config.hidden_size, config.initializer_range
-    dense = {"dense": weight((D, D), ("features", "embed"), std), "dense_bias": bias(D, "features")}
+    dense = {"dense": weight((D, D), ("features", "embed"), std), "dense_bias": bias(D, "embed")}
     if config.head == "none":
         return {"pooler": dense} if config.pooler else {}
     if config.head == "masked_lm":
