@@ -95,7 +95,7 @@ def test_older_names_and_missing_parts(tmp_path: Path) -> None:
     save_file(old | tied, file, metadata={"format": "pt"})
     P.load_pretrained(tmp_path)
     save_file(old | tied | {"cls.predictions.decoder.weight": torch.ones(61, 32)}, file, metadata={"format": "pt"})
-    with pytest.raises(fnmodels.MismatchError, match="decoder.weight differs from bert.embeddings"):
+    with pytest.raises(fnmodels.MismatchError, match=r"decoder\.weight differs from bert\.embeddings"):
         P.load_pretrained(tmp_path)
     save_file(old | {"classifier.weight": torch.ones(2, 32)}, file, metadata={"format": "pt"})
     with pytest.raises(fnmodels.MismatchError, match=r"'classifier.weight'.*unexpected"):
