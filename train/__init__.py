@@ -35,6 +35,7 @@ from train.losses.distillation import distill, distillation_loss, token_divergen
 from train.losses.lm_head import head_loss
 from train.losses.logprob_loss import logprob_loss
 from train.losses.logprobs import document_sums, head_logprobs, logprobs, routed_logprobs, token_logprobs
+from train.losses.masked_tokens import mask_tokens
 from train.losses.model_loss import ModelLoss, beside, run_options
 from train.losses.moe_balance import Balance, balance_loss, router_z_loss, update_bias
 from train.losses.multi_token import look_ahead, mtp_loss
@@ -54,7 +55,7 @@ from train.step import make_eval_step, make_forward_only, make_step
 
 __all__ = ["State", "init_state", "make_eval_step", "make_forward_only", "make_step"]
 __all__ += ["ModelLoss", "beside", "run_options", "cross_entropy", "head_loss"]
-__all__ += ["next_token_loss", "mtp_loss", "look_ahead"]
+__all__ += ["next_token_loss", "mtp_loss", "look_ahead", "mask_tokens"]
 __all__ += ["Balance", "balance_loss", "router_z_loss", "update_bias"]
 __all__ += ["logprob_loss", "logprobs", "head_logprobs", "token_logprobs", "routed_logprobs", "document_sums"]
 __all__ += ["dpo_loss", "policy_loss", "group_advantages", "distill", "distillation_loss", "token_divergence"]

@@ -122,7 +122,7 @@ def check_experts(case: Case, tapped: dict[str, Tensor]) -> None:
 def check_norms(case: Case, tapped: dict[str, Tensor]) -> None:
     """The first norm of a layer, where it has one, and the final norm: scales, and outputs in proportion to x."""
     eps = next(getattr(case.config, name) for name in EPS if field_or_none(case.config, name) is not None)
-    pairs = [("hidden", "final.norm")]
+    pairs = [("hidden", "final.norm")] if "norm" in generic_params(case.config) else []  # encoders have none
     pairs += [(n[: -len("input_layernorm")] + "input", n) for n in tapped if n.endswith(".input_layernorm")]
     for read, name in pairs:
         x, scale, out = tapped[read], tapped[f"{name}.scale"], tapped[name]

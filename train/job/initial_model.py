@@ -102,7 +102,13 @@ def config_of_checkpoint(source: Path, settings: Settings) -> DecoderConfig:
     if settings.lora and folder != source:
         raise UserError(f"--init {source} holds adapters: --lora needs the checkpoint of their base model")
     with ExitStack() as stack:
-        return check_folder(folder, stack, unused_parts(source)).config
+        config = check_folder(folder, stack, unused_parts(source)).config
+    if not may_have(fnmodels.family_of(config), "CAUSAL"):
+        raise UserError(
+            f"--init {source} is a {config.model_type}, whose tokens see later ones, and this job trains next-token "
+            "prediction: train it with train.make_step and the labels of train.mask_tokens"
+        )
+    return config
 
 
 def load_weights(source: Path, settings: Settings, *, plan: Tree | None = None) -> tuple[DecoderConfig, Tree]:

@@ -41,8 +41,9 @@ def next_token_loss(
     batch: tokens, positions, segment_ids, labels, each [B, S]; labels[b, t] is the target predicted at t (already
     shifted), int64, -100 ignored. weights [B, S] (optional, as from `fnmodels.pack`): multiplies each token's loss; a
     label of weight 0 does not count. routing and choices (optional), int64 [B, S, layers, k]: the experts and the keys
-    to use, as in `fnmodels.forward`. options: see there; without a layout one is computed where the host can read the
-    batch. length: see `fnmodels.prepare`. chunk: see `head_loss`. label_smoothing, z_loss: see `cross_entropy`.
+    to use, as in `fnmodels.forward`. token_types (optional) [B, S]: see `fnmodels.prepare`. options: see `forward`;
+    without a layout one is computed where the host can read the batch. length: see `fnmodels.prepare`. chunk: see
+    `head_loss`. label_smoothing, z_loss: see `cross_entropy`.
     balance: terms added for the routers of a model with experts. aux: also return router sums, {"counts": [sparse
     layers, E] tokens per expert} and, for nonzero coefficients of `balance`, "sequence_balance", "batch_balance" and
     "router_z". ValueError for a batch without a required entry, and for balance or aux with a model without experts.
@@ -107,7 +108,7 @@ def model_states(
     inputs, masks, freqs_cis = fnmodels.prepare(
         config, batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"], length=length
     )
-    inputs = {**inputs, **{name: batch[name] for name in ("routing", "choices") if name in batch}}
+    inputs = {**inputs, **{name: batch[name] for name in ("routing", "choices", "token_types") if name in batch}}
     how, aux = keywords(options), aux or run.counts
     if not aux and balance is None:
         x = fnmodels.hidden(given, inputs, masks, freqs_cis, config=config, **how)
