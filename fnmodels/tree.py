@@ -9,9 +9,10 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch.utils import _pytree
 
 Tree = Any
@@ -214,6 +215,75 @@ def contains(tree: Tree, node: type) -> bool:
 def leaves(tree: Tree) -> list[Any]:
     """The leaves, in the order of `flatten`."""
     return [leaf for _, leaf in _walk(tree, "")]
+
+
+def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """The tree of function(path, leaf, *leaves of rest), with paths as in `flatten`; errors as in `map`."""
+    paths = iter(flatten(tree))  # in the order in which `map` visits the leaves
+    return map(lambda *leaves: function(next(paths), *leaves), tree, *rest)
+
+
+def vdot(one: Tree, other: Tree) -> torch.Tensor:
+    """The inner product of two trees of real tensors, 0-d: the sum over all elements of their products.
+
+    ValueError if the structures or shapes differ, or if there are no leaves.
+    """
+    products: list[torch.Tensor] = []
+
+    def add(path: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        if x.shape != y.shape:
+            raise ValueError(
+                f"The leaves at {path!r} have shapes {list(x.shape)} and {list(y.shape)}, which must agree."
+            )
+        products.append(torch.dot(x.reshape(-1), y.reshape(-1)))
+
+    map_with_path(add, one, other)
+    if not products:
+        raise ValueError("The inner product of trees without leaves has no dtype: pass trees of tensors.")
+    return torch.stack(products).sum()
+
+
+def axpy(scale: float | torch.Tensor, x: Tree, y: Tree) -> Tree:
+    """scale * x + y, leaf by leaf; scale is a number or a 0-d tensor. ValueError if the structures differ."""
+    return map(lambda a, b: scale * a + b, x, y)
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    """One tree whose leaves [n, *shape] hold those of n trees, for vmap. ValueError for none, and as in `map`."""
+    if not trees:
+        raise ValueError("stack takes at least one tree; there are none.")
+    return map(lambda *leaves: torch.stack(leaves), *trees)
+
+
+def unstack(stacked: Tree) -> list[Tree]:
+    """The n trees of `stack`, as views. ValueError if the leaves do not agree on n."""
+    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves(stacked)}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(f"All leaves must have one size in dimension 0; the sizes are {sorted(sizes, key=str)}.")
+    return [map(lambda leaf, i=i: leaf[i], stacked) for i in range(sizes.pop() or 0)]
+
+
+def ravel(tree: Tree) -> tuple[torch.Tensor, Callable[[torch.Tensor], Tree]]:
+    """(all elements as one vector [n], its inverse: vector [n] -> tree), in the order of `flatten`.
+
+    The inverse keeps the vector's dtype and returns views of it. ValueError for leaves of several dtypes, for no
+    leaves, and for a vector of another size.
+    """
+    parts = leaves(tree)
+    if len({leaf.dtype for leaf in parts}) != 1:
+        names = sorted({str(leaf.dtype) for leaf in parts})
+        raise ValueError(f"A vector has one dtype; the leaves have {names or 'none, for there are no leaves'}.")
+    total = sum(leaf.numel() for leaf in parts)
+
+    def inverse(vector: torch.Tensor) -> Tree:
+        if vector.shape != (total,):
+            raise ValueError(
+                f"The vector must be [{total}], the number of elements of the tree; it is {list(vector.shape)}."
+            )
+        pieces = iter(vector.split([leaf.numel() for leaf in parts]))
+        return map(lambda leaf: next(pieces).view(leaf.shape), tree)
+
+    return torch.cat([leaf.reshape(-1) for leaf in parts]), inverse
 
 
 def unflatten(flat: dict[str, Any], *, like: Tree | None = None) -> Tree:

@@ -105,3 +105,36 @@ def test_unflatten_gives_the_order_that_jvp_asks_for() -> None:
         tree.unflatten({"w.0": 1, "w.1": 1}, like=params)
     with pytest.raises(ValueError, match="'c' is only in `flat`"):
         tree.unflatten(flat | {"c": 1}, like=params)
+
+
+def test_inner_products_sums_and_vectors_of_trees() -> None:
+    one = {"b": torch.tensor([[1.0, 2.0]]), "a": [torch.tensor(3.0), None]}
+    other = {"a": [torch.tensor(5.0), None], "b": torch.tensor([[7.0, 11.0]])}  # built in another order
+    assert tree.vdot(one, other) == 7 + 22 + 15
+    assert torch.equal(tree.axpy(2.0, one, other)["b"], torch.tensor([[9.0, 15.0]]))
+    vector, inverse = tree.ravel(one)
+    assert vector.tolist() == [1, 2, 3]
+    again = inverse(10 * vector)
+    assert again["a"] == [30, None] and again["b"].tolist() == [[10, 20]]
+    with pytest.raises(ValueError, match=r"must be \[3\]"):
+        inverse(vector[:2])
+    with pytest.raises(ValueError, match="one dtype"):
+        tree.ravel({"a": vector, "b": vector.double()})
+    with pytest.raises(ValueError, match="shapes"):
+        tree.vdot({"a": torch.ones(2, 1)}, {"a": torch.ones(1, 2)})
+
+
+def test_stacked_trees_and_back() -> None:
+    trees = [{"a": torch.full((2,), float(i)), "b": [torch.tensor(i)]} for i in range(3)]
+    stacked = tree.stack(trees)
+    assert stacked["a"].shape == (3, 2) and stacked["b"][0].tolist() == [0, 1, 2]
+    assert [one["b"][0].item() for one in tree.unstack(stacked)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="dimension 0"):
+        tree.unstack({"a": torch.ones(2), "b": torch.ones(3)})
+    with pytest.raises(ValueError, match="at least one"):
+        tree.stack([])
+
+
+def test_map_with_path_names_each_leaf_as_flatten_does() -> None:
+    named = tree.map_with_path(lambda path, leaf, other: (path, leaf - other), TREE, TREE)
+    assert named["b"][1]["x"] == ("b.1.x", 0) and named["n"].value == ("n.value", 0) and named["p"].right == ("p.1", 0)
