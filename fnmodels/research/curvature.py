@@ -1,0 +1,213 @@
+"""Curvature as linear operators over params trees: Hessian, Gauss-Newton, Fisher, NTK, spectra, traces, influence.
+
+An operator is a function from a tree to a tree with the structure of the params: no matrix is ever formed. All sums are
+over what the loss or the forward function sums: divide by a count there, or divide the products.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+Operator = Callable[[Tree], Tree]
+
+
+def hvp(loss: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Operator:
+    """v -> H v, where H is the Hessian of loss(params, batch), a 0-d tensor.
+
+    The gradient and its graph are made here, once; each product is one backward pass through them, without a forward
+    pass. The graph is kept as long as the operator. The kernel must have a second derivative ("math" has).
+    ValueError for params with leaves that are not floating.
+    """
+    _check_floating(params)
+    wanted = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
+    inputs = tree.leaves(wanted)
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(loss(wanted, batch), inputs, create_graph=True, materialize_grads=True)
+    curved = [index for index, gradient in enumerate(gradients) if gradient.requires_grad]
+    outputs = [gradients[index] for index in curved]
+
+    def product(vector: Tree) -> Tree:
+        vectors = tree.leaves(_ordered(params, vector))
+        if not outputs:  # the loss is linear in every parameter
+            return tree.map(torch.zeros_like, params)
+        given = [vectors[index] for index in curved]
+        results = iter(torch.autograd.grad(outputs, inputs, given, retain_graph=True, materialize_grads=True))
+        return tree.map(lambda _: next(results), params)
+
+    return product
+
+
+def ggn_vp(
+    forward: Callable[[Tree, Any], Tensor], loss: Callable[[Tensor, Any], Tensor], params: Tree, batch: Any
+) -> Operator:
+    """v -> J^T H J v: J of forward(params, batch) with respect to params, H the Hessian of loss(outputs, batch).
+
+    forward returns one tensor of any shape, loss a 0-d tensor. The kernel must have a forward-mode derivative ("math"
+    has). ValueError for params with leaves that are not floating.
+    """
+
+    def curvature(outputs: Tensor, u: Tensor) -> Tensor:
+        gradient = grad(lambda o: loss(o, batch))
+        product: Tensor = jvp(gradient, (outputs,), (u,))[1]
+        return product
+
+    return _gauss_newton(forward, curvature, params, batch)
+
+
+def fisher_vp(logits: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Operator:
+    """v -> F v with the true Fisher matrix of a softmax, its expectation over labels drawn from the model.
+
+    logits(params, batch) -> [..., V], summed over all leading dimensions: leave out the positions without a label
+    (`logits[labels != -100]`). It equals `ggn_vp` with the summed cross-entropy. Requirements as there.
+    """
+
+    def curvature(outputs: Tensor, u: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        return p * (u - (p * u).sum(-1, keepdim=True))
+
+    return _gauss_newton(logits, curvature, params, batch)
+
+
+def empirical_fisher_vp(losses: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Operator:
+    """v -> sum_n g_n (g_n . v), where g_n is the gradient of entry n of losses(params, batch) -> [n].
+
+    Entries are rows or tokens, as the caller's function sums them. No gradient g_n is stored. Requirements as in
+    `ggn_vp`.
+    """
+    return _gauss_newton(losses, lambda _, u: u, params, batch)
+
+
+def empirical_ntk(outputs: Callable[[Tree, Any], Tensor], params: Tree, batch: Any) -> Tensor:
+    """[n, n], the inner products of the gradients of outputs(params, batch) -> [n] with respect to the params.
+
+    Holds n gradients in memory. ValueError for outputs of another shape, and for leaves that are not floating.
+    """
+    _check_floating(params)
+    values, pullback = vjp(lambda p: outputs(p, batch), params)[:2]
+    if values.ndim != 1:
+        raise ValueError(f"outputs must return [n], one number per row or token, not {list(values.shape)}.")
+    (jacobian,) = vmap(pullback)(torch.eye(len(values), dtype=values.dtype, device=values.device))
+    total: Tensor = sum(leaf.flatten(1) @ leaf.flatten(1).T for leaf in tree.leaves(jacobian))
+    return total
+
+
+def lanczos(operator: Operator, start: Tree, steps: int) -> tuple[Tensor, Tensor]:
+    """(Ritz values [k], ascending; weights [k], which sum to 1) of a symmetric operator after k <= steps steps.
+
+    The weighted Ritz values are the spectral density that `start` sees: for random starts their mean estimates that of
+    the operator, and the largest and smallest values converge to the extreme eigenvalues. It stops earlier where the
+    Krylov space ends. Holds k trees: each new vector is made orthogonal to all before it, twice.
+    """
+    vector, inverse = tree.ravel(start)
+    basis = [vector / vector.norm()]
+    diagonal: list[Tensor] = []
+    beside: list[Tensor] = []
+    for _ in range(min(steps, len(vector))):
+        product = tree.ravel(_ordered(start, operator(inverse(basis[-1]))))[0]
+        diagonal.append(basis[-1] @ product)
+        size = product.norm()
+        span = torch.stack(basis)
+        for _ in range(2):
+            product = product - span.T @ (span @ product)
+        rest = product.norm()
+        if rest <= 100 * torch.finfo(rest.dtype).eps * size:
+            break
+        beside.append(rest)
+        basis.append(product / rest)
+    off = torch.stack(beside[: len(diagonal) - 1]) if len(diagonal) > 1 else vector.new_empty(0)
+    values, vectors = torch.linalg.eigh(torch.stack(diagonal).diag() + off.diag(1) + off.diag(-1))
+    return values, vectors[0].square()
+
+
+def hutchinson_trace(operator: Operator, params: Tree, samples: int, generator: torch.Generator) -> Tensor:
+    """[samples] unbiased estimates of the operator's trace, z . A z for signs z drawn on the CPU from `generator`."""
+
+    def signs(leaf: Tensor) -> Tensor:
+        return (2 * torch.randint(2, leaf.shape, generator=generator) - 1).to(leaf)
+
+    draws = (tree.map(signs, params) for _ in range(samples))
+    return torch.stack([tree.vdot(z, operator(z)) for z in draws])
+
+
+def conjugate_gradients(
+    operator: Operator, right: Tree, *, damping: float = 0.0, tolerance: float = 1e-6, steps: int = 100
+) -> Tree:
+    """x with (A + damping I) x = right, for a symmetric operator A for which the sum is positive definite.
+
+    tolerance: of the residual's norm, relative to that of `right`. ValueError where a direction of negative curvature
+    is met (raise `damping`, or take `ggn_vp`) and where `steps` steps do not reach the tolerance.
+    """
+    x = tree.map(torch.zeros_like, right)
+    residual = direction = right
+    squared = tree.vdot(residual, residual)
+    limit = tolerance**2 * squared
+    for _ in range(steps):
+        if squared <= limit:
+            return x
+        product = tree.axpy(damping, direction, operator(direction))
+        curvature = tree.vdot(direction, product)
+        if not curvature > 0:
+            raise ValueError(
+                f"The operator plus damping {damping} is not positive definite: a direction has curvature "
+                f"{float(curvature):.3g}. Raise the damping, or take the Gauss-Newton operator (ggn_vp)."
+            )
+        scale = squared / curvature
+        x, residual = tree.axpy(scale, direction, x), tree.axpy(-scale, product, residual)
+        before, squared = squared, tree.vdot(residual, residual)
+        direction = tree.axpy(squared / before, direction, residual)
+    if squared <= limit:
+        return x
+    reached = tolerance * float((squared / limit).sqrt())
+    raise ValueError(
+        f"{steps} steps of conjugate gradients leave a relative residual of {reached:.3g}, "
+        f"above the tolerance {tolerance}: allow more steps or raise the damping {damping}."
+    )
+
+
+def influence(operator: Operator, row_gradients: Tree, query: Tree, **options: Any) -> Tensor:
+    """[n]: minus the derivative of the query's loss by the weight of each training row, -g_n (A + damping I)^-1 query.
+
+    row_gradients: leaves [n, *shape], as from `fnmodels.per_sample_gradients`; query: the gradient of the loss that is
+    explained; operator: the curvature of the training loss. A negative entry lowers the query's loss where the row
+    weighs more. options and errors: those of `conjugate_gradients`.
+    """
+    solved = conjugate_gradients(operator, query, **options)
+    parts = tree.map(lambda rows, x: rows.flatten(1) @ x.reshape(-1), row_gradients, solved)
+    total: Tensor = sum(tree.leaves(parts))
+    return -total
+
+
+def _gauss_newton(
+    forward: Callable[[Tree, Any], Tensor], curvature: Callable[[Tensor, Tensor], Tensor], params: Tree, batch: Any
+) -> Operator:
+    """v -> J^T curvature(outputs, J v)."""
+    _check_floating(params)
+
+    def outputs_of(p: Tree) -> Tensor:
+        return forward(p, batch)
+
+    outputs, pullback = vjp(outputs_of, params)[:2]
+
+    def product(vector: Tree) -> Tree:
+        along = jvp(outputs_of, (params,), (_ordered(params, vector),))[1]
+        (result,) = pullback(curvature(outputs, along))
+        return result
+
+    return product
+
+
+def _ordered(params: Tree, vector: Tree) -> Tree:
+    """`vector` with its dicts in the order of the params', which torch.func.jvp asks for."""
+    return tree.map(lambda _, value: value, params, vector)
+
+
+def _check_floating(params: Tree) -> None:
+    wrong = [path for path, leaf in tree.flatten(params).items() if not leaf.is_floating_point()]
+    if wrong:
+        raise ValueError(f"Only floating parameters have a curvature; {wrong[0]!r} is not: close over it in the loss.")

@@ -1,0 +1,64 @@
+"""Model merging: params trees of one config as points that are added, interpolated or elected between."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fnmodels import tree
+from fnmodels.tree import Tree
+
+
+def merge_linear(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
+    """sum_i weights[i] * trees[i]; weights that sum to 1 average. ValueError if their number differs."""
+    _check_one_per_tree(trees, weights)
+    return tree.map(lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)), *trees)
+
+
+def merge_task_arithmetic(base: Tree, tuned: Sequence[Tree], weights: Sequence[float]) -> Tree:
+    """base + sum_i weights[i] * (tuned[i] - base) (arXiv 2212.04089); a negative weight removes a task."""
+    return merge_linear([base, *tuned], [1 - sum(weights), *weights])
+
+
+def merge_slerp(one: Tree, other: Tree, fraction: float) -> Tree:
+    """Spherical interpolation leaf by leaf: `one` at fraction 0, `other` at 1; linear for (anti)parallel leaves."""
+
+    def interpolate(a: Tensor, b: Tensor) -> Tensor:
+        lengths = a.norm() * b.norm()
+        cosine = (torch.dot(a.flatten(), b.flatten()) / lengths).clamp(-1, 1)
+        angle = torch.acos(cosine)
+        if lengths == 0 or torch.sin(angle) < 1e-6:
+            return torch.lerp(a, b, fraction)
+        return (torch.sin((1 - fraction) * angle) * a + torch.sin(fraction * angle) * b) / torch.sin(angle)
+
+    return tree.map(interpolate, one, other)
+
+
+def merge_ties(base: Tree, tuned: Sequence[Tree], *, density: float, weight: float = 1.0) -> Tree:
+    """TIES (arXiv 2306.01708): trim each task's change, elect a sign per element, average the changes that agree.
+
+    density: the fraction of each leaf's elements, the largest by magnitude, that a change keeps, in (0, 1]. weight:
+    multiplies the merged change. ValueError for a density outside of that, and as in `tree.map`.
+    """
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be above 0 and at most 1, not {density}.")
+
+    def merged(start: Tensor, *ends: Tensor) -> Tensor:
+        changes = torch.stack([_trimmed(end - start, density) for end in ends])
+        agrees = (changes.sign() == changes.sum(0).sign()) & (changes != 0)
+        mean = (changes * agrees).sum(0) / agrees.sum(0).clamp(min=1)
+        return start + weight * mean
+
+    return tree.map(merged, base, *tuned)
+
+
+def _trimmed(change: Tensor, density: float) -> Tensor:
+    """`change` with all but its largest elements set to 0."""
+    kept = change.abs().flatten().topk(max(1, round(density * change.numel()))).indices
+    trimmed = torch.zeros_like(change).flatten()
+    return trimmed.index_copy(0, kept, change.flatten()[kept]).view(change.shape)
+
+
+def _check_one_per_tree(trees: Sequence[Tree], weights: Sequence[float]) -> None:
+    if len(trees) != len(weights) or not trees:
+        raise ValueError(f"Each tree takes one weight: there are {len(trees)} trees and {len(weights)} weights.")

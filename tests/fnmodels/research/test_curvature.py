@@ -1,0 +1,121 @@
+"""Curvature operators against dense matrices in fp64, and merged models against their definitions."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import hessian, jacrev, vmap
+
+import fnmodels
+import params as P
+from fnmodels import llama, research, tree
+
+CONFIG = llama.Config(
+    vocab_size=5,
+    hidden_size=4,
+    intermediate_size=3,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+PARAMS = P.init(CONFIG, seed=0, dtype=torch.float64)
+VECTOR, UNRAVEL = tree.ravel(PARAMS)
+DIRECTION = torch.randn(len(VECTOR), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+DOCUMENTS = [torch.tensor([1, 3, 2, 4]), torch.tensor([2, 0, 4])]
+
+
+def prepared(documents: list[Tensor], length: int) -> Any:
+    packed = fnmodels.pack(documents, length)
+    inputs = fnmodels.prepare(CONFIG, packed.tokens, positions=packed.positions, segment_ids=packed.segment_ids)
+    return inputs, packed.labels
+
+
+BATCH = prepared(DOCUMENTS, 8)  # packed, with padding
+
+
+def logits(params: Any, batch: Any) -> Tensor:
+    return fnmodels.forward(params, *batch[0], config=CONFIG, kernel="math")[batch[1] != -100]
+
+
+def losses(params: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(logits(params, batch), batch[1][batch[1] != -100], reduction="none")
+
+
+def loss(params: Any, batch: Any) -> Tensor:
+    return losses(params, batch).sum()
+
+
+def applied(operator: research.Operator, vector: Tensor = DIRECTION) -> Tensor:
+    return tree.ravel(operator(UNRAVEL(vector)))[0]
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_hessian_products_are_those_of_the_dense_hessian_and_of_separate_documents() -> None:
+    full = hessian(lambda v: loss(UNRAVEL(v), BATCH))(VECTOR)
+    operator = research.hvp(loss, PARAMS, BATCH)
+    close(applied(operator), full @ DIRECTION)
+    close(applied(operator, DIRECTION.flip(0)), full @ DIRECTION.flip(0))  # the graph serves again
+    alone = sum(applied(research.hvp(loss, PARAMS, prepared([document], 5))) for document in DOCUMENTS)
+    close(applied(operator), alone)
+    values, weights = research.lanczos(operator, UNRAVEL(DIRECTION), len(VECTOR))
+    eigenvalues = torch.linalg.eigvalsh(full)
+    close(values[[0, -1]], eigenvalues[[0, -1]])
+    unit = DIRECTION / DIRECTION.norm()
+    close((weights * values**2).sum(), unit @ full @ full @ unit)  # moments of the spectrum
+    draws = research.hutchinson_trace(operator, PARAMS, 400, torch.Generator().manual_seed(0))
+    assert abs(draws.mean() - full.trace()) < 4 * draws.std() / 20
+
+
+def test_gauss_newton_and_fisher_products_are_those_of_dense_matrices() -> None:
+    jacobian = jacrev(lambda v: logits(UNRAVEL(v), BATCH).flatten())(VECTOR)
+    p = logits(PARAMS, BATCH).softmax(-1)
+    curvature = torch.block_diag(*(q.diag() - torch.outer(q, q) for q in p))
+    expected = jacobian.T @ curvature @ jacobian @ DIRECTION
+
+    def cross_entropy(outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch[1][batch[1] != -100], reduction="sum")
+
+    close(applied(research.ggn_vp(logits, cross_entropy, PARAMS, BATCH)), expected)
+    close(applied(research.fisher_vp(logits, PARAMS, BATCH)), expected)
+    each = jacrev(lambda v: losses(UNRAVEL(v), BATCH))(VECTOR)
+    close(applied(research.empirical_fisher_vp(losses, PARAMS, BATCH)), each.T @ each @ DIRECTION)
+    close(research.empirical_ntk(losses, PARAMS, BATCH), each @ each.T)
+    damped = jacobian.T @ curvature @ jacobian + 0.1 * torch.eye(len(VECTOR), dtype=torch.float64)
+    rows = vmap(UNRAVEL)(each)
+    found = research.influence(
+        research.fisher_vp(logits, PARAMS, BATCH), rows, UNRAVEL(DIRECTION), damping=0.1, tolerance=1e-12, steps=300
+    )
+    torch.testing.assert_close(found, -each @ torch.linalg.solve(damped, DIRECTION), rtol=1e-8, atol=1e-9)
+
+
+def test_what_has_no_answer_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not positive definite"):
+        research.conjugate_gradients(lambda v: tree.map(torch.neg, v), PARAMS)
+    with pytest.raises(ValueError, match="more steps"):
+        research.conjugate_gradients(research.fisher_vp(logits, PARAMS, BATCH), PARAMS, damping=1e-3, steps=1)
+    with pytest.raises(ValueError, match="'count' is not"):
+        research.hvp(loss, PARAMS | {"count": torch.tensor(1)}, BATCH)
+    with pytest.raises(ValueError, match=r"must return \[n\]"):
+        research.empirical_ntk(logits, PARAMS, BATCH)
+
+
+def test_merged_models() -> None:
+    base = {"a": torch.tensor([0.0, 0.0, 0.0, 1.0])}
+    one = {"a": torch.tensor([4.0, -1.0, 3.0, 1.0])}
+    other = {"a": torch.tensor([2.0, 5.0, -4.0, 1.5])}
+    close(research.merge_linear([one, other], [0.25, 0.75])["a"], torch.tensor([2.5, 3.5, -2.25, 1.375]))
+    close(research.merge_task_arithmetic(base, [one, other], [1, -1])["a"], torch.tensor([2.0, -6.0, 7.0, 0.5]))
+    # density 1/2 keeps (4, 0, 3, 0) and (0, 5, -4, 0); the sum's signs are (+, +, -, 0)
+    close(research.merge_ties(base, [one, other], density=0.5)["a"], torch.tensor([4.0, 5.0, -4.0, 1.0]))
+    x, y = {"a": torch.tensor([2.0, 0.0])}, {"a": torch.tensor([0.0, 2.0])}
+    close(research.merge_slerp(x, y, 0.5)["a"], torch.tensor([2.0, 2.0]) / 2**0.5)
+    close(research.merge_slerp(x, x, 0.3)["a"], x["a"])
+    with pytest.raises(ValueError, match="density"):
+        research.merge_ties(base, [one], density=0)
+    with pytest.raises(ValueError, match="one weight"):
+        research.merge_linear([one], [1, 2])
